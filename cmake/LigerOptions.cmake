@@ -1,0 +1,31 @@
+# Compiler settings shared by every target, and the install rule.
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release)
+endif()
+
+foreach(cache_name sccache ccache)
+  find_program(LIGER_${cache_name} ${cache_name})
+  if(LIGER_${cache_name} AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${LIGER_${cache_name}})
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${LIGER_${cache_name}})
+    message(STATUS "liger: compiling through ${LIGER_${cache_name}}")
+  endif()
+endforeach()
+
+# Into the package folder; torch's libraries are found beside it in site-packages, or are loaded already.
+function(liger_install target)
+  target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/csrc)
+  set_target_properties(${target} PROPERTIES
+    INSTALL_RPATH "$ORIGIN/../torch/lib"
+    BUILD_WITH_INSTALL_RPATH ON)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+  install(TARGETS ${target} LIBRARY DESTINATION liger)
+endfunction()

@@ -1,0 +1,26 @@
+# torch's headers and libraries, straight from the torch that the build Python would import.
+#
+# find_package(Torch) is avoided on purpose: it fails on a CUDA torch without nvcc, overrides the architecture list and
+# links every CUDA library. The stable ABI needs the headers and two libraries.
+
+find_package(Python REQUIRED COMPONENTS Interpreter)
+execute_process(
+  COMMAND ${Python_EXECUTABLE} -c "import importlib.util as u, pathlib as p; s = u.find_spec('torch'); d = p.Path(s.origin).parent if s else None; v = d and {k.strip(): e.strip().strip(chr(39)) for k, _, e in (l.partition('=') for l in (d / 'version.py').read_text().splitlines())}; print(str(d) + ';' + [e for k, e in v.items() if k.startswith('__version__')][0] if d else '')"
+  OUTPUT_VARIABLE torch_found OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+if(NOT torch_found)
+  message(FATAL_ERROR "liger: torch is not installed for ${Python_EXECUTABLE}. Install torch >= 2.10, or build with "
+                      "isolation (pip install .), which fetches one.")
+endif()
+list(GET torch_found 0 LIGER_TORCH_DIR)
+list(GET torch_found 1 LIGER_TORCH_VERSION)
+if(LIGER_TORCH_VERSION VERSION_LESS 2.10)
+  message(FATAL_ERROR "liger: torch ${LIGER_TORCH_VERSION} at ${LIGER_TORCH_DIR} is too old: 2.10 is the oldest supported.")
+endif()
+message(STATUS "liger: torch ${LIGER_TORCH_VERSION}")
+
+add_library(liger_torch INTERFACE)
+add_library(liger::torch ALIAS liger_torch)
+target_include_directories(liger_torch SYSTEM INTERFACE ${LIGER_TORCH_DIR}/include)
+# 2.10: one binary for it and every later torch.
+target_compile_definitions(liger_torch INTERFACE TORCH_TARGET_VERSION=0x020a000000000000ULL)
+target_link_libraries(liger_torch INTERFACE ${LIGER_TORCH_DIR}/lib/libtorch.so ${LIGER_TORCH_DIR}/lib/libtorch_cpu.so)

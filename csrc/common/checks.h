@@ -1,0 +1,49 @@
+// Argument checks shared by every backend: the CUDA kernels call them directly, the Triton and torch backends through
+// the liger::check_* ops, so that one mistake has one message. They look at metadata only, never at data.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace liger {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// std::runtime_error becomes RuntimeError in Python with exactly these words; STD_TORCH_CHECK would add file and line.
+template <typename... Parts>
+inline void require(bool condition, const Parts&... parts) {
+  if (__builtin_expect(!condition, 0)) {
+    std::ostringstream message;
+    (message << ... << parts);
+    throw std::runtime_error(message.str());
+  }
+}
+
+std::string dtype_name(ScalarType dtype);
+std::string shape_text(const Tensor& tensor);
+bool is_real_floating(ScalarType dtype);  // float16, bfloat16, float32, float64
+bool same_device(const Tensor& a, const Tensor& b);
+std::string device_text(const Tensor& tensor);
+
+void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
+                    const std::optional<Tensor>& weight, const std::string& casting_mode);
+void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved);
+void check_swiglu(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
+                  const std::optional<Tensor>& grad_out);
+void check_cross_entropy(const std::string& op, const Tensor& logits, const Tensor& target,
+                         const std::optional<Tensor>& ce_weight, const std::optional<Tensor>& token_weight,
+                         const std::optional<Tensor>& denominator, double label_smoothing,
+                         std::optional<double> softcap, const std::string& reduction);
+void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tensor& target,
+                           const std::optional<Tensor>& bias, const std::optional<Tensor>& ce_weight,
+                           const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator,
+                           double label_smoothing, std::optional<double> softcap, const std::string& reduction,
+                           std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget);
+
+}  // namespace liger

@@ -1,0 +1,133 @@
+// Every schema of torch.ops.liger, one line each.
+//
+// Kernels register themselves beside their code: CUDA in csrc/<op>.cu, Triton in triton_kernels/<op>.py, plain torch,
+// fakes and autograd in python/liger/ops/<op>.py. An output that was not asked for is returned as an empty tensor, so
+// that every op has a fixed number of results.
+#include <torch/csrc/stable/library.h>
+
+#include "common/checks.h"
+#include "planner.h"
+
+STABLE_TORCH_LIBRARY(liger, m) {
+  // x (..., H) -> y like x, rstd (rows,) float32
+  m.def(
+      "rms_norm(Tensor x, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\")"
+      " -> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode,"
+      " bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+
+  // new_residual = x + residual; y = rms_norm(new_residual)
+  m.def(
+      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float offset=0.0,"
+      " str casting_mode=\"llama\") -> (Tensor y, Tensor new_residual, Tensor rstd)");
+  m.def(
+      "fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight,"
+      " Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight)"
+      " -> (Tensor grad_x, Tensor grad_weight)");
+
+  // q (B, Hq, T, D), k (B, Hk, T, D), cos and sin (T, R), (1, T, R) or (B, T, R) with R <= D
+  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
+  m.def(
+      "rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, bool interleaved=False)"
+      " -> (Tensor grad_q, Tensor grad_k)");
+
+  // silu(gate) * up
+  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
+  m.def(
+      "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False)"
+      " -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
+  m.def("swiglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up) -> ()");
+
+  // gate_up (..., 2I), gate first
+  m.def("swiglu_packed(Tensor gate_up) -> Tensor");
+  m.def(
+      "swiglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False)"
+      " -> (Tensor grad_gate_up, Tensor product)");
+  m.def("swiglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up) -> ()");
+
+  // logits (..., V), target (...): the loss alone, composite over cross_entropy_forward
+  m.def(
+      "cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None,"
+      " Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float lse_square_scale=0.0,"
+      " float? softcap=None, str reduction=\"mean\", bool inplace=False) -> Tensor");
+  // logits (N, V), target (N,)
+  m.def(
+      "cross_entropy_forward(Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
+      " Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap,"
+      " str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
+      " bool return_logprobs, bool return_entropy, bool inplace)"
+      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
+      " Tensor entropy, Tensor lse, Tensor used_denominator)");
+  m.def(
+      "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor used_denominator,"
+      " Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale,"
+      " float? softcap) -> Tensor");
+  m.def(
+      "cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor lse,"
+      " Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing,"
+      " float lse_square_scale, float? softcap) -> ()");
+
+  // input (..., H), weight (V, H), target (...): the loss alone, composite over fused_linear_ce_forward
+  m.def(
+      "fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, Tensor? ce_weight=None,"
+      " Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0,"
+      " float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\", ScalarType? accum_dtype=None,"
+      " int? memory_budget=None) -> Tensor");
+  // input (N, H), target (N,). The gradients are those of the summed (or averaged) loss; with reduction "none" they
+  // are those of sum(loss), so the gradient of per-token losses is this op with token_weight * grad_loss.
+  m.def(
+      "fused_linear_ce_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
+      " Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale,"
+      " float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, bool return_z_loss,"
+      " bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy,"
+      " bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
+      " Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
+  // x * factor with a device scalar, in float32, rounded once
+  m.def("rescale(Tensor x, Tensor factor) -> Tensor");
+  m.def("rescale_(Tensor(a!) x, Tensor factor) -> ()");
+
+  // Argument checks, callable by the Python backends so that every backend raises the same words.
+  m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode) -> ()");
+  m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
+  m.def("check_swiglu(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
+  m.def(
+      "check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
+      " Tensor? denominator, float label_smoothing, float? softcap, str reduction) -> ()");
+  m.def(
+      "check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
+      " Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction,"
+      " ScalarType? accum_dtype, int? memory_budget) -> ()");
+
+  // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see csrc/planner.h
+  m.def(
+      "plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation,"
+      " int? memory_budget=None) -> int[]");
+}
+
+namespace liger {
+namespace {
+
+std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size,
+                                    bool need_grad_weight, bool exact_accumulation,
+                                    std::optional<int64_t> memory_budget) {
+  const ChunkPlan plan =
+      plan_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
+                   memory_budget ? *memory_budget : default_memory_budget()});
+  return {plan.chunk_rows, plan.chunks, plan.logits_bytes, plan.accumulator_bytes};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
+  m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
+  m.impl("check_rope", TORCH_BOX(&check_rope));
+  m.impl("check_swiglu", TORCH_BOX(&check_swiglu));
+  m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
+  m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
+  m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
+}
+
+}  // namespace liger

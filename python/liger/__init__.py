@@ -1,0 +1,20 @@
+"""liger: memory-saving training ops for large language models.
+
+The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch, registered as ``torch.ops.liger.*``.
+"""
+
+from . import _load  # noqa: F401  (registers the schemas; everything below needs them)
+from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
+from .ops.rms_norm import fused_add_rms_norm, rms_norm
+
+_initialise()
+
+__version__ = "0.1.0"
+__all__ = [
+    "BackendUnavailable",
+    "backend_report",
+    "fused_add_rms_norm",
+    "rms_norm",
+    "set_backend",
+    "use_backend",
+]

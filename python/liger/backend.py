@@ -1,0 +1,220 @@
+"""Which implementation serves each op: ahead-of-time CUDA, Triton, or plain torch.
+
+``LIGER_BACKEND`` (read once, at import) is ``auto``, a backend, or a backend followed by exceptions::
+
+    LIGER_BACKEND=triton,rms_norm=cuda
+    LIGER_BACKEND=auto,fused_linear_ce=torch
+
+The choice concerns CUDA tensors. CPU tensors are always served by the torch backend, except that ``triton`` also serves
+them under ``TRITON_INTERPRET=1``. ``auto`` takes what the devices of the machine support; an explicit backend is taken
+or refused, never replaced.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass, field
+
+import torch
+
+from . import _load
+
+BACKENDS = ("cuda", "triton", "torch")
+VARIABLE = "LIGER_BACKEND"
+# Ampere: bfloat16 and cp.async in the kernels. A binary for 8.0 also serves 8.6 to 8.9 and its PTX the later ones.
+MIN_CAPABILITY = (8, 0)
+
+_cpu_library = torch.library.Library("liger", "IMPL")
+
+
+class BackendUnavailable(RuntimeError):
+    """An explicitly requested backend cannot serve an op here; the message says what is missing."""
+
+
+@dataclass
+class Family:
+    """One public op with its backward and in-place companions: they change backend together."""
+
+    name: str
+    torch_kernels: dict
+    triton_module: str
+    choice: str = "auto"
+    reason: str = ""
+    _override: object = field(default=None, repr=False)
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def triton_interpreted():
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def register_family(name, torch_kernels, triton_module):
+    """Registers the torch kernels of an op family for CPU tensors, and makes the family selectable.
+
+    ``torch_kernels`` maps op names to functions; ``triton_module`` must define functions of the same names.
+    """
+    for op, kernel in torch_kernels.items():
+        _cpu_library.impl(op, kernel, "CPU")
+    FAMILIES[name] = Family(name, torch_kernels, triton_module)
+
+
+# --- what is possible here: pure functions of the installation and the devices -----------------------------------
+
+
+# Compute capability of each visible device; empty until torch initialises CUDA, which importing must not cause.
+_capabilities = []
+
+
+def supported(backend, family, capabilities=None):
+    """(possible, why) for one backend and op family on devices of the given capabilities (default: this machine's)."""
+    capabilities = _capabilities if capabilities is None else capabilities
+    old = [c for c in capabilities if c < MIN_CAPABILITY]
+    if backend == "torch":
+        return True, "plain torch runs everywhere"
+    if backend == "cuda":
+        if not _load.CUDA_LOADED:
+            return False, _load.CUDA_REASON
+        if old:
+            return False, f"a device has compute capability {old[0][0]}.{old[0][1]}, the kernels need 8.0"
+        return True, _load.CUDA_REASON
+    if backend == "triton":
+        if importlib.util.find_spec("triton") is None:
+            return False, "triton is not installed"
+        if triton_interpreted():
+            return True, "Triton's interpreter (TRITON_INTERPRET=1)"
+        if torch.version.cuda is None:
+            return False, "this torch has no CUDA and TRITON_INTERPRET is not 1"
+        if old:
+            return False, f"a device has compute capability {old[0][0]}.{old[0][1]}, the kernels need 8.0"
+        return True, f"triton {importlib.metadata.version('triton')}"
+    raise ValueError(f"liger: unknown backend '{backend}', expected one of {', '.join(('auto', *BACKENDS))}")
+
+
+# --- choosing --------------------------------------------------------------------------------------------------
+
+
+def parse(text):
+    """``"triton,rms_norm=cuda"`` -> ``("triton", {"rms_norm": "cuda"})``. Raises ValueError on unknown names."""
+    default, per_op = "auto", {}
+    for index, entry in enumerate(part.strip() for part in text.split(",") if part.strip()):
+        op, separator, backend = (piece.strip() for piece in entry.rpartition("="))
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(
+                f"{VARIABLE}: unknown backend '{backend}' in '{text}', expected auto, {', '.join(BACKENDS)}"
+            )
+        if not separator:
+            if index:
+                raise ValueError(f"{VARIABLE}: '{entry}' in '{text}' must come first or be written op={entry}")
+            default = backend
+        elif op not in FAMILIES:
+            raise ValueError(f"{VARIABLE}: unknown op '{op}' in '{text}', expected one of {', '.join(FAMILIES)}")
+        else:
+            per_op[op] = backend
+    return default, per_op
+
+
+def _resolve(family, wanted):
+    """(backend, reason) for a wish; raises BackendUnavailable when an explicit one cannot be met."""
+    if wanted != "auto":
+        possible, why = supported(wanted, family)
+        if not possible:
+            raise BackendUnavailable(f"liger: backend '{wanted}' was requested for {family.name}, but {why}")
+        return wanted, f"requested; {why}"
+    if torch.version.cuda is None:
+        return "torch", "auto: this torch has no CUDA"
+    rejected = []
+    for backend in BACKENDS:
+        possible, why = supported(backend, family)
+        if possible:
+            return backend, "auto: " + "; ".join([why, *rejected])
+        rejected.append(f"not {backend}: {why}")
+    raise AssertionError("unreachable: the torch backend supports everything")
+
+
+def _kernels(family, backend):
+    if backend == "torch":
+        return family.torch_kernels
+    module = importlib.import_module(family.triton_module)
+    return {op: getattr(module, op) for op in family.torch_kernels}
+
+
+def _apply(family, wanted):
+    backend, reason = _resolve(family, wanted)
+    kernels = None if backend == "cuda" else _kernels(family, backend)
+    if family._override is not None:
+        # Dropping the library restores what it had overridden: the compiled kernels.
+        family._override._destroy()
+        family._override = None
+    if kernels is not None:
+        keys = (["CUDA"] if torch.version.cuda else []) + (
+            ["CPU"] if backend == "triton" and triton_interpreted() else []
+        )
+        if keys:
+            family._override = torch.library.Library("liger", "IMPL")
+            for op, kernel in kernels.items():
+                for key in keys:
+                    family._override.impl(op, kernel, key, allow_override=True)
+    family.choice, family.reason = backend, reason
+
+
+_requested = ("auto", {})
+
+
+def _apply_all(default, per_op):
+    for name, family in FAMILIES.items():
+        _apply(family, per_op.get(name, default))
+
+
+def set_backend(default="auto", **per_op):
+    """Chooses backends for the whole process, as ``LIGER_BACKEND`` does.
+
+    Args:
+        default: ``"auto"``, ``"cuda"``, ``"triton"`` or ``"torch"``, or a whole ``LIGER_BACKEND`` string.
+        per_op: exceptions by op name, for example ``rms_norm="cuda"``.
+
+    Raises:
+        ValueError: an unknown backend or op name.
+        BackendUnavailable: an explicit backend that cannot serve an op here; nothing has changed then.
+    """
+    global _requested
+    parsed_default, parsed = parse(",".join([default, *(f"{op}={b}" for op, b in per_op.items())]))
+    for name, family in FAMILIES.items():
+        _resolve(family, parsed.get(name, parsed_default))
+    _apply_all(parsed_default, parsed)
+    _requested = (parsed_default, parsed)
+
+
+@contextlib.contextmanager
+def use_backend(default="auto", **per_op):
+    """Like :func:`set_backend`, for the duration of a ``with`` block. It acts on the whole process, not on a thread.
+
+    Compiled and scripted functions follow the change without being compiled again: the ops are opaque to them.
+    """
+    before = _requested
+    set_backend(default, **per_op)
+    try:
+        yield
+    finally:
+        set_backend(before[0], **before[1])
+
+
+def backend_report():
+    """What serves each op, and why: ``{op: {"backend": ..., "reason": ...}}``, for CUDA tensors."""
+    return {name: {"backend": f.choice, "reason": f.reason} for name, f in FAMILIES.items()}
+
+
+def _on_cuda_initialised():
+    _capabilities[:] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+    _apply_all(*_requested)
+
+
+def _initialise():
+    global _requested
+    _requested = parse(os.environ.get(VARIABLE, "auto"))
+    _apply_all(*_requested)
+    if torch.version.cuda is not None:
+        torch.cuda._lazy_call(_on_cuda_initialised)

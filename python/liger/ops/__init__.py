@@ -1,0 +1,1 @@
+"""One module per op: its torch kernels, fakes, autograd formula and public function."""

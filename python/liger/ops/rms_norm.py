@@ -1,0 +1,245 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467): reference kernels, fakes, autograd, API.
+
+With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x * s * w``. Casting modes:
+
+``"llama"``  ``x * s`` is rounded to the dtype of x before it meets the weight, as Hugging Face's LlamaRMSNorm does.
+``"gemma"``  everything in float32, one rounding at the end, as GemmaRMSNorm does (with ``offset=1``).
+``"none"``   like eager code without casts: ``s`` and ``x * s`` are rounded to the dtype of x.
+"""
+
+import torch
+
+from ..backend import register_family
+
+
+def accumulate_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _normalise(x, weight, eps, offset, casting_mode):
+    wide = accumulate_dtype(x.dtype)
+    xw = x.to(wide)
+    rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
+    if casting_mode == "none":
+        rstd = rstd.to(x.dtype).to(wide)
+    y = xw * rstd
+    if casting_mode != "gemma":
+        y = y.to(x.dtype).to(wide)
+    if weight is not None:
+        y = y * (weight.to(wide) + offset)
+    return y.to(x.dtype), rstd.reshape(-1)
+
+
+def _grad(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, need_weight):
+    """(grad_x in float32 or None, grad_weight or None); the roundings of the forward count as identity."""
+    wide = accumulate_dtype(x.dtype)
+    rstd = rstd.to(wide).reshape(*x.shape[:-1], 1)
+    xhat = x.to(wide) * rstd
+    g = grad_y.to(wide)
+    grad_weight = None
+    if need_weight and weight is not None:
+        seen = xhat if casting_mode == "gemma" else xhat.to(x.dtype).to(wide)
+        grad_weight = (g * seen).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+    grad_x = None
+    if need_x:
+        if weight is not None:
+            g = g * (weight.to(wide) + offset)
+        grad_x = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+        if grad_residual is not None:
+            grad_x = grad_x + grad_residual.to(wide)
+        grad_x = grad_x.to(x.dtype)
+    return grad_x, grad_weight
+
+
+def _or_empty(tensor, like):
+    return like.new_empty(0) if tensor is None else tensor
+
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
+    torch.ops.liger.check_rms_norm("rms_norm", x, None, weight, casting_mode)
+    y, rstd = _normalise(x, weight, eps, offset, casting_mode)
+    return torch.empty_like(x).copy_(y), rstd
+
+
+def rms_norm_backward_torch(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
+    grad_x, grad_weight = _grad(
+        grad_y, x, weight, rstd, offset, casting_mode, None, need_grad_x, need_grad_weight
+    )
+    grad_x = _or_empty(grad_x, x) if grad_x is None else torch.empty_like(x).copy_(grad_x)
+    return grad_x, _or_empty(grad_weight, x if weight is None else weight)
+
+
+def fused_add_rms_norm_torch(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
+    torch.ops.liger.check_rms_norm("fused_add_rms_norm", x, residual, weight, casting_mode)
+    new_residual = torch.empty_like(x).copy_(x + residual)
+    y, rstd = _normalise(new_residual, weight, eps, offset, casting_mode)
+    return torch.empty_like(x).copy_(y), new_residual, rstd
+
+
+def fused_add_rms_norm_backward_torch(
+    grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
+):
+    grad_x, grad_weight = _grad(
+        grad_y, new_residual, weight, rstd, offset, casting_mode, grad_new_residual, need_grad_x, need_grad_weight
+    )
+    grad_x = _or_empty(grad_x, new_residual) if grad_x is None else torch.empty_like(new_residual).copy_(grad_x)
+    return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)
+
+
+register_family(
+    "rms_norm",
+    {"rms_norm": rms_norm_torch, "rms_norm_backward": rms_norm_backward_torch},
+    "liger.triton_kernels.rms_norm",
+)
+register_family(
+    "fused_add_rms_norm",
+    {
+        "fused_add_rms_norm": fused_add_rms_norm_torch,
+        "fused_add_rms_norm_backward": fused_add_rms_norm_backward_torch,
+    },
+    "liger.triton_kernels.rms_norm",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+def _rows(x):
+    rows = 1
+    for size in x.shape[:-1]:
+        rows = rows * size
+    return rows
+
+
+@torch.library.register_fake("liger::rms_norm")
+def _(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
+    return torch.empty_like(x), x.new_empty(_rows(x), dtype=accumulate_dtype(x.dtype))
+
+
+@torch.library.register_fake("liger::fused_add_rms_norm")
+def _(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
+    return torch.empty_like(x), torch.empty_like(x), x.new_empty(_rows(x), dtype=accumulate_dtype(x.dtype))
+
+
+def _fake_backward(x, weight, need_grad_x, need_grad_weight):
+    grad_x = torch.empty_like(x) if need_grad_x else x.new_empty(0)
+    if weight is None:
+        return grad_x, x.new_empty(0)
+    return grad_x, weight.new_empty(weight.shape[0] if need_grad_weight else 0)
+
+
+@torch.library.register_fake("liger::rms_norm_backward")
+def _(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
+    return _fake_backward(x, weight, need_grad_x, need_grad_weight)
+
+
+@torch.library.register_fake("liger::fused_add_rms_norm_backward")
+def _(grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
+    return _fake_backward(new_residual, weight, need_grad_x, need_grad_weight)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def _setup_rms_norm(ctx, inputs, output):
+    x, weight, _eps, ctx.offset, ctx.casting_mode = inputs
+    _y, rstd = output
+    ctx.save_for_backward(x, weight, rstd)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_rms_norm(ctx, grad_y, _grad_rstd):
+    if grad_y is None:
+        return None, None, None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    grad_x, grad_weight = torch.ops.liger.rms_norm_backward(
+        grad_y, x, weight, rstd, ctx.offset, ctx.casting_mode, need_x, need_weight
+    )
+    return grad_x if need_x else None, grad_weight if need_weight else None, None, None, None
+
+
+torch.library.register_autograd("liger::rms_norm", _backward_rms_norm, setup_context=_setup_rms_norm)
+
+
+def _setup_fused_add_rms_norm(ctx, inputs, output):
+    _x, _residual, weight, _eps, ctx.offset, ctx.casting_mode = inputs
+    _y, new_residual, rstd = output
+    ctx.save_for_backward(new_residual, weight, rstd)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _backward_fused_add_rms_norm(ctx, grad_y, grad_new_residual, _grad_rstd):
+    new_residual, weight, rstd = ctx.saved_tensors
+    need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
+    if grad_y is None:
+        return grad_new_residual, grad_new_residual, None, None, None, None
+    grad_x, grad_weight = torch.ops.liger.fused_add_rms_norm_backward(
+        grad_y, grad_new_residual, new_residual, weight, rstd, ctx.offset, ctx.casting_mode,
+        need_x or need_residual, need_weight,
+    )  # fmt: skip
+    return (
+        grad_x if need_x else None,
+        grad_x if need_residual else None,
+        grad_weight if need_weight else None,
+        None,
+        None,
+        None,
+    )
+
+
+torch.library.register_autograd(
+    "liger::fused_add_rms_norm", _backward_fused_add_rms_norm, setup_context=_setup_fused_add_rms_norm
+)
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    """Root-mean-square normalisation over the last dimension.
+
+    ``y = x * rsqrt(mean(x^2) + eps) * (offset + weight)``, with statistics in float32.
+
+    Args:
+        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        weight: (H,), the dtype of x or float32; None for no scale.
+        eps: added to the mean square.
+        offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
+        casting_mode: where roundings to the dtype of x happen: ``"llama"``, ``"gemma"`` or ``"none"``
+            (see :mod:`liger.ops.rms_norm`).
+
+    Returns:
+        y, of the shape and dtype of x. Differentiable in x and weight.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, or an unknown casting mode.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
+    """
+    return torch.ops.liger.rms_norm(x, weight, eps, offset, casting_mode)[0]
+
+
+def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+    """Residual addition and root-mean-square normalisation in one pass.
+
+    ``new_residual = x + residual``; ``y = rms_norm(new_residual, weight, ...)``.
+
+    Args:
+        x: (..., H), as in :func:`rms_norm`.
+        residual: the shape, dtype and device of x.
+        weight, eps, offset, casting_mode: as in :func:`rms_norm`.
+
+    Returns:
+        (y, new_residual), both of the shape and dtype of x. Differentiable in x, residual and weight.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, or an unknown casting mode.
+    """
+    y, new_residual, _ = torch.ops.liger.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+    return y, new_residual

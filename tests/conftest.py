@@ -1,0 +1,61 @@
+"""Backends as a fixture: the same test files run for torch, triton and cuda, wherever each can run.
+
+On a machine without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. With a GPU: all three there.
+"""
+
+import pytest
+import torch
+
+import liger
+from liger.backend import triton_interpreted
+
+GPU = torch.cuda.is_available()
+
+
+def _runnable():
+    if triton_interpreted():
+        return [("triton", "cpu")]
+    if GPU:
+        return [("cuda", "cuda"), ("triton", "cuda"), ("torch", "cuda")]
+    return [("torch", "cpu")]
+
+
+@pytest.fixture(params=_runnable(), ids=lambda pair: "-".join(pair))
+def device(request):
+    """A device with one backend forced for every op; test functions that take it run once per runnable backend."""
+    backend, name = request.param
+    with liger.use_backend(backend):
+        yield torch.device(name)
+
+
+@pytest.fixture
+def backend(device):
+    return liger.backend._requested[0]
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and not GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """A table of what ran per backend."""
+    counts = {}
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if outcome != "skipped" and report.when != "call":
+                continue
+            name = next((f"{b}-{d}" for b in liger.backend.BACKENDS for d in ("cuda", "cpu")
+                         if f"{b}-{d}" in report.nodeid.rpartition("[")[2]), "no backend")  # fmt: skip
+            counts.setdefault(name, {}).setdefault(outcome, 0)
+            counts[name][outcome] += 1
+    terminalreporter.section("what ran per backend")
+    for name, row in sorted(counts.items()):
+        text = "  ".join(f"{row.get(o, 0):5d} {o}" for o in ("passed", "failed", "skipped"))
+        terminalreporter.write_line(f"{name:12s} {text}")
