@@ -7,7 +7,7 @@ from cases import DTYPES, assert_as_exact_as_torch, forward_backward, strided_li
 import liger
 
 MODES = ["llama", "gemma", "none"]
-SHAPES = [(5, 64), (2, 3, 129), (1, 1), (7, 1000), (3, 4100), (2, 8200), (1, 33000), (300, 256), (2, 2, 2, 40)]
+SHAPES = [(5, 64), (2, 3, 129), (1, 3), (7, 1000), (3, 4100), (2, 8200), (1, 33000), (300, 256), (2, 2, 2, 40)]
 
 
 def reference(x, weight, eps, offset, mode):

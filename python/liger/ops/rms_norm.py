@@ -39,7 +39,9 @@ def _grad(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, 
     grad_weight = None
     if need_weight and weight is not None:
         seen = xhat if casting_mode == "gemma" else xhat.to(x.dtype).to(wide)
-        grad_weight = (g * seen).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
+        rows = tuple(range(x.dim() - 1))
+        grad_weight = g * seen if not rows else (g * seen).sum(rows)
+        grad_weight = grad_weight.to(weight.dtype)
     grad_x = None
     if need_x:
         if weight is not None:
