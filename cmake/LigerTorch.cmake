@@ -23,4 +23,6 @@ add_library(liger::torch ALIAS liger_torch)
 target_include_directories(liger_torch SYSTEM INTERFACE ${LIGER_TORCH_DIR}/include)
 # 2.10: one binary for it and every later torch.
 target_compile_definitions(liger_torch INTERFACE TORCH_TARGET_VERSION=0x020a000000000000ULL)
+# libtorch.so is what pulls libtorch_cuda.so in, on a torch that has one; a linker would drop it as unused here.
+target_link_options(liger_torch INTERFACE LINKER:--no-as-needed)
 target_link_libraries(liger_torch INTERFACE ${LIGER_TORCH_DIR}/lib/libtorch.so ${LIGER_TORCH_DIR}/lib/libtorch_cpu.so)
