@@ -1,0 +1,58 @@
+# Two commands for a newcomer, `make demo` and `make test`; everything else is plain pip and pytest.
+#
+# They use LIGER_PYTHON when it is set, else the active virtual environment, else .venv here, which they create.
+
+ifneq ($(LIGER_PYTHON),)
+PYTHON := $(LIGER_PYTHON)
+else ifneq ($(VIRTUAL_ENV),)
+PYTHON := $(VIRTUAL_ENV)/bin/python
+else ifneq ($(CONDA_PREFIX),)
+PYTHON := $(CONDA_PREFIX)/bin/python
+else
+PYTHON := .venv/bin/python
+endif
+
+# gpu-test installs no requirement and makes no environment: it wants the interpreter that has the CUDA torch.
+GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python),python3)
+
+CXX_SOURCES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'csrc/*.cuh')
+# The op tests: those with Triton kernels of the same name.
+OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/test_%.py,$(wildcard triton_kernels/*.py)))
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: demo test gpu-test bench lint clean install-demo install-test
+
+demo: install-demo
+	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
+
+# Everything that needs no GPU: lint, all tests with the torch backend, the op tests with Triton's interpreter.
+test: install-test lint
+	$(PYTHON) -m pytest $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTHON) -m pytest $(PYTEST_ARGS) $(OP_TESTS)
+
+# Everything on a GPU, with kernels built for the GPU at hand. Needs no network.
+gpu-test:
+	$(GPU_PYTHON) -c "import torch; torch.cuda.init()"
+	LIGER_BUILD_CUDA=1 LIGER_CUDA_ARCHS=$${LIGER_CUDA_ARCHS:-$$($(GPU_PYTHON) scripts/gpu_arch.py)} \
+	  $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
+	$(GPU_PYTHON) -m liger.cli info
+	$(GPU_PYTHON) -m pytest -m "not packaging" $(PYTEST_ARGS)
+
+bench:
+	$(PYTHON) benchmarks/run.py
+
+lint:
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format" --dry-run -Werror $(CXX_SOURCES)
+
+install-demo:
+	scripts/install.sh $(PYTHON) demo
+
+install-test:
+	scripts/install.sh $(PYTHON) test
+
+clean:
+	rm -rf build dist demo-output .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

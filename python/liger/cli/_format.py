@@ -1,0 +1,27 @@
+"""Numbers and tables for people."""
+
+
+def human_bytes(count):
+    """1536 -> '1.5 KiB'; powers of 1024."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            break
+        count /= 1024
+    else:
+        unit = "TiB"
+    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+
+
+def table(rows, header=None):
+    """Rows of strings as aligned text: the first column to the left, the others to the right."""
+    lines = [header, *rows] if header else list(rows)
+    widths = [max(len(row[column]) for row in lines) for column in range(len(lines[0]))]
+    text = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in lines
+    ]
+    if header:
+        text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in text)

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Installs this checkout, editable, with one of its extras:  scripts/install.sh PYTHON EXTRA
+#
+# The build is not isolated: it uses the torch of that interpreter (one is installed when there is none) instead of
+# fetching a second one of several gigabytes. What is there already is left as it is, and then no network is needed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1 extra=$2
+
+if [ ! -x "$(command -v "$python")" ]; then
+  # Only the default, .venv/bin/python, is made on first use; a wrong LIGER_PYTHON is a mistake.
+  [ "$python" = .venv/bin/python ] || { echo "install.sh: no such interpreter: $python" >&2; exit 1; }
+  echo "Creating the virtual environment .venv"
+  python3 -m venv .venv
+fi
+
+mapfile -t requires < <("$python" - <<'PY'
+import ast, pathlib, re
+text = pathlib.Path("pyproject.toml").read_text()
+print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
+PY
+)
+"$python" -m pip install --quiet "${requires[@]}"
+# cmake, unless a new enough one is on PATH: what the build backend would have asked for in an isolated build.
+mapfile -t tools < <("$python" -c '
+from scikit_build_core.build import get_requires_for_build_editable as requires
+print(*requires(), sep="\n")')
+[ -z "${tools[*]}" ] || "$python" -m pip install --quiet "${tools[@]}"
+"$python" -m pip install --quiet --no-build-isolation --editable ".[$extra]"
