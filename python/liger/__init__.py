@@ -6,6 +6,8 @@ The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch,
 from . import _load  # noqa: F401  (registers the schemas; everything below needs them)
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
+from .ops.rope import rope
+from .ops.swiglu import swiglu, swiglu_packed
 
 _initialise()
 
@@ -15,6 +17,9 @@ __all__ = [
     "backend_report",
     "fused_add_rms_norm",
     "rms_norm",
+    "rope",
     "set_backend",
+    "swiglu",
+    "swiglu_packed",
     "use_backend",
 ]

@@ -1,6 +1,10 @@
-"""Small helpers shared by the autograd formulas."""
+"""Small helpers shared by the autograd and vmap rules of the ops."""
+
+import functools
 
 import torch
+
+_library = torch.library.Library("liger", "IMPL")
 
 
 def wants_grad(*tensors):
@@ -17,3 +21,61 @@ def graph_is_kept():
 def may_write_saved():
     """Inside a backward: whether saved tensors die with it and may be overwritten. Never while compiling."""
     return not torch.compiler.is_compiling() and not graph_is_kept()
+
+
+def differentiable_once(op):
+    """Decorates the backward formula of an op: differentiating its results again raises, naming the op.
+
+    Backward ops have no formula of their own. Without this, ``create_graph=True`` would give gradients that look like
+    constants, and a gradient penalty would silently miss a term.
+    """
+
+    def decorate(backward):
+        @functools.wraps(backward)
+        def formula(ctx, *grads):
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            message = f"liger: the backward of {op} is not differentiable, so {op} has no second derivative"
+            refuse = torch._C._functions.DelayedError(message.encode(), len(results))
+            return refuse(*(None if r is None else r.detach().requires_grad_() for r in results))
+
+        return formula
+
+    return decorate
+
+
+def forbid_autograd(op_name):
+    """For an op that writes its arguments, such as ``"swiglu_backward_"``: refuses autograd, counts the writes.
+
+    Autograd would take the written tensor for the one it had before and return wrong gradients, so a call in grad mode
+    with an argument that requires grad raises. Every call adds to the version counters of what it writes, whichever
+    backend serves it, so that autograd notices a later use of the old value.
+    """
+    op = getattr(torch.ops.liger, op_name).default
+    written = [
+        i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+
+    def refuse(keyset, *args):
+        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            raise RuntimeError(
+                f"liger::{op_name} writes over its arguments and is not differentiable: "
+                "call it under torch.no_grad(), or use the form without the trailing underscore"
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def count(keyset, *args):
+        result = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+        torch.autograd.graph.increment_version([args[i] for i in written])
+        return result
+
+    _library.impl(op_name, refuse, "Autograd", with_keyset=True)
+    _library.impl(op_name, count, "ADInplaceOrView", with_keyset=True)
+
+
+def to_front(tensor, dim, size):
+    """For a vmap rule: the tensor with the mapped dimension first, repeated ``size`` times if it is not mapped."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -1,0 +1,159 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864): reference kernels, fakes, autograd, API.
+
+Every pair (x1, x2) of the first R entries of a head is rotated by the angle of its token:
+``out1 = x1 * cos1 - x2 * sin1``, ``out2 = x2 * cos2 + x1 * sin2``; the other D - R entries pass through. Pairs are
+entries i and i + R/2 (the layout of Hugging Face's rotate_half) or, interleaved, entries 2i and 2i + 1 (GPT-J's).
+cos and sin have one value per entry, so cos1 and cos2 are usually, but need not be, equal.
+"""
+
+import torch
+
+from ..backend import register_family
+from ._autograd import differentiable_once, to_front
+from .rms_norm import accumulate_dtype
+
+
+def _rotate(x, cos, sin, interleaved, backward):
+    """x (B, H, T, D) rotated in float32, or with the transposed rotation; a new tensor laid out like x."""
+    wide = accumulate_dtype(x.dtype)
+    rotary = cos.shape[-1]
+    if interleaved:
+        first, second = slice(0, rotary, 2), slice(1, rotary, 2)
+    else:
+        first, second = slice(0, rotary // 2), slice(rotary // 2, rotary)
+    x1, x2 = x[..., first].to(wide), x[..., second].to(wide)
+    # A dimension for the heads; a (T, R) table gets its batch dimension by broadcasting.
+    cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
+    cos1, cos2, sin1, sin2 = cos[..., first], cos[..., second], sin[..., first], sin[..., second]
+    out = torch.empty_like(x)
+    if backward:
+        out[..., first] = x1 * cos1 + x2 * sin2
+        out[..., second] = x2 * cos2 - x1 * sin1
+    else:
+        out[..., first] = x1 * cos1 - x2 * sin1
+        out[..., second] = x2 * cos2 + x1 * sin2
+    out[..., rotary:] = x[..., rotary:]
+    return out
+
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def rope_torch(q, k, cos, sin, interleaved=False):
+    torch.ops.liger.check_rope(q, k, cos, sin, interleaved)
+    return _rotate(q, cos, sin, interleaved, False), _rotate(k, cos, sin, interleaved, False)
+
+
+def rope_backward_torch(grad_q_out, grad_k_out, cos, sin, interleaved=False):
+    return _rotate(grad_q_out, cos, sin, interleaved, True), _rotate(grad_k_out, cos, sin, interleaved, True)
+
+
+register_family(
+    "rope", {"rope": rope_torch, "rope_backward": rope_backward_torch}, "liger.triton_kernels.rope"
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::rope")
+def _(q, k, cos, sin, interleaved=False):
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+@torch.library.register_fake("liger::rope_backward")
+def _(grad_q_out, grad_k_out, cos, sin, interleaved=False):
+    return torch.empty_like(grad_q_out), torch.empty_like(grad_k_out)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx, inputs, output):
+    _q, _k, cos, sin, ctx.interleaved = inputs
+    if any(ctx.needs_input_grad[2:4]):
+        raise RuntimeError("rope: cos or sin requires grad, but rope is differentiable in q and k only")
+    ctx.save_for_backward(cos, sin)
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("rope")
+def _backward(ctx, grad_q_out, grad_k_out):
+    cos, sin = ctx.saved_tensors
+    need_q = ctx.needs_input_grad[0] and grad_q_out is not None
+    need_k = ctx.needs_input_grad[1] and grad_k_out is not None
+    if not need_q and not need_k:
+        return None, None, None, None, None
+    # The side without a gradient takes part with no heads: it costs nothing.
+    grad_q, grad_k = torch.ops.liger.rope_backward(
+        grad_q_out if need_q else grad_k_out[:, :0],
+        grad_k_out if need_k else grad_q_out[:, :0],
+        cos, sin, ctx.interleaved,
+    )  # fmt: skip
+    return grad_q if need_q else None, grad_k if need_k else None, None, None, None
+
+
+torch.library.register_autograd("liger::rope", _backward, setup_context=_setup)
+
+
+# --- vmap ---------------------------------------------------------------------------------------------------------
+
+
+def _batched(op):
+    def rule(info, in_dims, q, k, cos, sin, interleaved=False):
+        size = info.batch_size
+        q, k = to_front(q, in_dims[0], size), to_front(k, in_dims[1], size)
+        batch = q.shape[1]
+        if in_dims[2] is not None or in_dims[3] is not None or (cos.dim() == 3 and cos.shape[0] != 1):
+            cos, sin = to_front(cos, in_dims[2], size), to_front(sin, in_dims[3], size)
+            cos, sin = (t if t.dim() == 4 else t.unsqueeze(1) for t in (cos, sin))
+            cos, sin = (t.expand(size, batch, *t.shape[2:]).flatten(0, 1) for t in (cos, sin))
+        outputs = op(q.flatten(0, 1), k.flatten(0, 1), cos, sin, interleaved)
+        return tuple(t.unflatten(0, (size, batch)) for t in outputs), (0, 0)
+
+    return rule
+
+
+torch.library.register_vmap("liger::rope", _batched(torch.ops.liger.rope))
+torch.library.register_vmap("liger::rope_backward", _batched(torch.ops.liger.rope_backward))
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False):
+    """Rotary position embedding of queries and keys, in one pass over both.
+
+    Args:
+        q: (B, Hq, T, D) or, with ``unsqueeze_dim=2``, (B, T, Hq, D); float16, bfloat16 or float32 (float64 on the
+            torch backend), any strides: ``.transpose(1, 2)`` views are not copied.
+        k: (B, Hk, T, D) or (B, T, Hk, D), the dtype of q; Hk may differ from Hq.
+        cos, sin: (T, R), (1, T, R) or (B, T, R), any floating dtype, R even and at most D: the entries from R on pass
+            through. They get no gradient.
+        unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's apply_rotary_pos_emb.
+        interleaved: pairs are entries (2i, 2i + 1) instead of (i, i + R/2).
+
+    Returns:
+        (q, k) rotated: new tensors, dense ones with the strides of q and k. Computed in float32, rounded once.
+        Differentiable in q and k.
+
+    Raises:
+        ValueError: unsqueeze_dim is neither 1 nor 2.
+        RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
+    """
+    if unsqueeze_dim == 1:
+        return torch.ops.liger.rope(q, k, cos, sin, interleaved)
+    if unsqueeze_dim != 2:
+        raise ValueError(f"rope: unsqueeze_dim is {unsqueeze_dim}, expected 1 or 2")
+    # Shapes are named in the errors as (batch, heads, tokens, head_dim), whatever the order here.
+    q, k = torch.ops.liger.rope(_swap_heads("q", q), _swap_heads("k", k), cos, sin, interleaved)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _swap_heads(name, x):
+    if x.dim() != 4:
+        shape = tuple(x.shape)
+        raise RuntimeError(f"rope: {name} has shape {shape}, expected (batch, tokens, heads, head_dim)")
+    return x.transpose(1, 2)
