@@ -5,6 +5,8 @@ The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch,
 
 from . import _load  # noqa: F401  (registers the schemas; everything below needs them)
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
+from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from .ops.fused_linear_ce import fused_linear_ce
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.swiglu import swiglu, swiglu_packed
@@ -14,8 +16,11 @@ _initialise()
 __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
+    "CrossEntropyOutput",
     "backend_report",
+    "cross_entropy",
     "fused_add_rms_norm",
+    "fused_linear_ce",
     "rms_norm",
     "rope",
     "set_backend",

@@ -1,0 +1,187 @@
+"""The row rule of cross entropy in plain torch, shared by cross_entropy and fused_linear_ce (docs/cross_entropy.md)."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .rms_norm import accumulate_dtype
+
+
+def check_targets(op, target, vocab, ignore_index):
+    """Raises RuntimeError for the first target out of range. CPU tensors only: it looks at data."""
+    bad = (target != ignore_index) & ((target < 0) | (target >= vocab))
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise RuntimeError(
+            f"{op}: target at row {row} is {int(target[row])}, expected 0 <= target < {vocab} "
+            f"or ignore_index {ignore_index}"
+        )
+
+
+class Metrics(NamedTuple):
+    """Which results beside the loss were asked for, in the order of the op schemas."""
+
+    z_loss: bool = False
+    token_accuracy: bool = False
+    predicted_tokens: bool = False
+    logprobs: bool = False
+    entropy: bool = False
+
+
+@dataclass
+class RowRule:
+    """One call's options, with everything that depends on the row but not on its logits."""
+
+    wide: torch.dtype
+    vocab: int
+    live: torch.Tensor  # rows that are not ignored
+    valid: torch.Tensor  # live rows whose target is a class
+    index: torch.Tensor  # the target of valid rows, else 0
+    weight: torch.Tensor  # w[y] of valid rows, else 0
+    token_weight: torch.Tensor | None
+    class_weight: torch.Tensor | None
+    class_weight_sum: torch.Tensor | float
+    label_smoothing: float
+    lse_square_scale: float
+    softcap: float | None
+
+    def denominator(self, given, reduction):
+        """The scalar that the reduction divides by."""
+        if given is not None:
+            return given.to(self.wide).reshape(()).clone()
+        if reduction == "mean":
+            return self.weight.sum()
+        return torch.ones((), dtype=self.wide, device=self.index.device)
+
+    def capped(self, logits):
+        z = logits.to(self.wide)
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def make_rule(
+    op, dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap
+):
+    """Raises RuntimeError for a CPU target out of range."""
+    if target.device.type == "cpu":
+        check_targets(op, target, vocab, ignore_index)
+    wide = accumulate_dtype(dtype)
+    live = target != ignore_index
+    valid = live & (target >= 0) & (target < vocab)
+    index = torch.where(valid, target, 0).long()
+    class_weight = None if ce_weight is None else ce_weight.to(wide)
+    weight = torch.where(valid, 1.0 if class_weight is None else class_weight[index], 0.0).to(wide)
+    return RowRule(
+        wide=wide,
+        vocab=vocab,
+        live=live,
+        valid=valid,
+        index=index,
+        weight=weight,
+        token_weight=None if token_weight is None else token_weight.to(wide),
+        class_weight=class_weight,
+        class_weight_sum=float(vocab) if class_weight is None else class_weight.sum(),
+        label_smoothing=label_smoothing,
+        lse_square_scale=lse_square_scale,
+        softcap=softcap,
+    )
+
+
+class RowResults:
+    """Per-row results of a whole call, filled a block at a time."""
+
+    def __init__(self, rule, metrics):
+        self.rule, self.metrics = rule, metrics
+        rows, wide = rule.index.shape[0], rule.wide
+
+        def buffer(wanted, dtype=wide):
+            return torch.empty(rows if wanted else 0, dtype=dtype, device=rule.index.device)
+
+        self.loss, self.lse = buffer(True), buffer(True)
+        self.z_loss = buffer(metrics.z_loss)
+        self.predicted = buffer(metrics.predicted_tokens or metrics.token_accuracy, torch.int64)
+        self.logprobs, self.entropy = buffer(metrics.logprobs), buffer(metrics.entropy)
+
+    def fill(self, block, logits):
+        """Computes rows ``block`` from their logits; returns z."""
+        rule, metrics = self.rule, self.metrics
+        live, valid, weight = rule.live[block], rule.valid[block], rule.weight[block]
+        z = rule.capped(logits)
+        lse = torch.logsumexp(z, -1)
+        self.lse[block] = lse
+        smoothing = rule.label_smoothing
+
+        logp = z.gather(1, rule.index[block].unsqueeze(1)).squeeze(1) - lse
+        loss = torch.zeros_like(lse)
+        if smoothing != 1.0:
+            loss -= (1.0 - smoothing) * weight * logp
+        if smoothing != 0.0:
+            cost = lse.unsqueeze(1) - z
+            total = cost.sum(-1) if rule.class_weight is None else (cost * rule.class_weight).sum(-1)
+            loss += smoothing / rule.vocab * total
+
+        def finish(values):
+            """The value of each kind of row: nan where the target is no class, 0 where the row is ignored."""
+            return torch.where(live, torch.where(valid, values, torch.nan), 0.0)
+
+        def scaled(values):
+            return finish(values if rule.token_weight is None else rule.token_weight[block] * values)
+
+        if rule.lse_square_scale != 0.0:
+            z_loss = rule.lse_square_scale * weight * lse.square()
+            loss += z_loss
+            if metrics.z_loss:
+                self.z_loss[block] = scaled(z_loss)
+        elif metrics.z_loss:
+            self.z_loss[block] = 0.0
+        self.loss[block] = scaled(loss)
+        if metrics.logprobs:
+            self.logprobs[block] = finish(logp)
+        if metrics.entropy:
+            cost = lse.unsqueeze(1) - z
+            p = torch.exp(-cost)
+            entropy = torch.where(p == 0, 0.0, p * cost).sum(-1)
+            self.entropy[block] = torch.where(live, entropy, 0.0)
+        if self.predicted.numel():
+            self.predicted[block] = torch.where(live, logits.argmax(-1), -1)
+        return z
+
+    def reduced(self, denominator, reduction):
+        """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) as the ops return them."""
+        rule, metrics = self.rule, self.metrics
+
+        def reduce(values):
+            return values if reduction == "none" else values.sum() / denominator
+
+        accuracy = self.loss.new_empty(0)
+        if metrics.token_accuracy:
+            hits = (self.predicted == rule.index) & rule.valid
+            accuracy = hits.sum(dtype=rule.wide) / rule.live.sum(dtype=rule.wide)
+        predicted = self.predicted if metrics.predicted_tokens else self.predicted.new_empty(0)
+        z_loss = reduce(self.z_loss) if metrics.z_loss else self.z_loss
+        return reduce(self.loss), z_loss, accuracy, predicted, self.logprobs, self.entropy
+
+
+def row_gradient(rule, block, z, lse, upstream):
+    """d(loss)/d(logits) of rows ``block`` in the wide dtype, from their capped logits z.
+
+    ``upstream`` holds the gradient with respect to each row's loss, or is a scalar for all of them.
+    """
+    live, valid, weight = rule.live[block], rule.valid[block], rule.weight[block]
+    smoothing = rule.label_smoothing
+    grad = (z - lse.unsqueeze(1)).exp_()
+    hard = (1.0 - smoothing) * weight
+    scale = hard + smoothing / rule.vocab * rule.class_weight_sum
+    if rule.lse_square_scale != 0.0:
+        scale = scale + 2.0 * rule.lse_square_scale * weight * lse
+    grad.mul_(scale.unsqueeze(1))
+    if smoothing != 0.0:
+        grad.sub_(smoothing / rule.vocab * (1.0 if rule.class_weight is None else rule.class_weight))
+    index = rule.index[block].unsqueeze(1)
+    grad.scatter_(1, index, grad.gather(1, index) - hard.unsqueeze(1))
+    if rule.softcap is not None:
+        grad.mul_(1.0 - (z / rule.softcap).square_())
+    if rule.token_weight is not None:
+        upstream = upstream * rule.token_weight[block]
+    upstream = torch.where(valid, upstream, torch.nan)
+    return grad.mul_(upstream.unsqueeze(1)).masked_fill_(~live.unsqueeze(1), 0.0)

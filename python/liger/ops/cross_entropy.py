@@ -1,0 +1,298 @@
+"""Cross entropy with class and token weights, label smoothing, z-loss, softcap and metrics of the same pass.
+
+docs/cross_entropy.md defines every term. The reference kernels work on blocks of rows, so that their float32
+temporaries stay small beside the logits.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..backend import register_family
+from ._autograd import differentiable_once, forbid_autograd, graph_is_kept
+from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
+from ._rows import row_blocks
+from .rms_norm import accumulate_dtype
+from .swiglu import _check_given_up, _own_their_memory
+
+
+class CrossEntropyOutput(NamedTuple):
+    """The loss and the metrics that were asked for; the others are None."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None
+    token_accuracy: torch.Tensor | None
+    predicted_tokens: torch.Tensor | None
+    logprobs: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def cross_entropy_forward_torch(
+    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, inplace,
+):  # fmt: skip
+    torch.ops.liger.check_cross_entropy(
+        "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction
+    )
+    rule = make_rule(
+        "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
+        label_smoothing, lse_square_scale, softcap,
+    )  # fmt: skip
+    metrics = Metrics(
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    )
+    results = RowResults(rule, metrics)
+    for block in row_blocks(logits):
+        results.fill(block, logits[block])
+    used_denominator = rule.denominator(denominator, reduction)
+    return *results.reduced(used_denominator, reduction), results.lse, used_denominator
+
+
+def _write_gradient(
+    out, grad_loss, logits, target, lse, used_denominator, ce_weight, token_weight, ignore_index, label_smoothing,
+    lse_square_scale, softcap,
+):  # fmt: skip
+    rule = make_rule(
+        "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
+        label_smoothing, lse_square_scale, softcap,
+    )  # fmt: skip
+    upstream = grad_loss.to(rule.wide) / used_denominator
+    for block in row_blocks(logits):
+        per_row = upstream[block] if upstream.dim() else upstream
+        out[block] = row_gradient(rule, block, rule.capped(logits[block]), lse[block], per_row)
+
+
+def cross_entropy_backward_torch(grad_loss, logits, *rest):
+    grad_logits = torch.empty_like(logits)
+    _write_gradient(grad_logits, grad_loss, logits, *rest)
+    return grad_logits
+
+
+def cross_entropy_backward__torch(grad_loss, logits, *rest):
+    _write_gradient(logits, grad_loss, logits, *rest)
+
+
+register_family(
+    "cross_entropy",
+    {
+        "cross_entropy_forward": cross_entropy_forward_torch,
+        "cross_entropy_backward": cross_entropy_backward_torch,
+        "cross_entropy_backward_": cross_entropy_backward__torch,
+    },
+    "liger.triton_kernels.cross_entropy",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+def fake_results(like, rows, reduction, metrics):
+    """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) of either op, without values."""
+    wide = accumulate_dtype(like.dtype)
+
+    def empty(shape, dtype=wide):
+        return like.new_empty(shape, dtype=dtype)
+
+    def per_row(wanted, dtype=wide):
+        return empty((rows,) if wanted else (0,), dtype)
+
+    reduced = (rows,) if reduction == "none" else ()
+    return (
+        empty(reduced),
+        empty(reduced if metrics.z_loss else (0,)),
+        empty(() if metrics.token_accuracy else (0,)),
+        per_row(metrics.predicted_tokens, torch.int64),
+        per_row(metrics.logprobs),
+        per_row(metrics.entropy),
+    )
+
+
+@torch.library.register_fake("liger::cross_entropy_forward")
+def _(
+    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, inplace,
+):  # fmt: skip
+    rows, wide = logits.shape[0], accumulate_dtype(logits.dtype)
+    metrics = Metrics(
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    )
+    results = fake_results(logits, rows, reduction, metrics)
+    return *results, logits.new_empty((rows,), dtype=wide), logits.new_empty((), dtype=wide)
+
+
+@torch.library.register_fake("liger::cross_entropy_backward")
+def _(grad_loss, logits, *rest):
+    return torch.empty_like(logits)
+
+
+@torch.library.register_fake("liger::cross_entropy_backward_")
+def _(grad_loss, logits, *rest):
+    return None
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def refuse_gradients(op, **tensors):
+    """Raises RuntimeError where a gradient would be asked for that does not exist, rather than return none."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(f"{op}: {name} requires grad, but {op} has no gradient for it: detach it")
+
+
+def _setup(ctx, inputs, output):
+    logits, target, ce_weight, token_weight, denominator, *options, _reduction, _z, _a, _p, _l, _e, inplace = inputs
+    refuse_gradients("cross_entropy", ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
+    _loss, *others, lse, used_denominator = output
+    # Compiled code takes the functional form, whose buffers the compiler places itself.
+    ctx.inplace = inplace and not torch.compiler.is_compiling()
+    if ctx.inplace:
+        _check_given_up("cross_entropy", ["logits"], [logits])
+        ctx.inplace = _own_their_memory([logits])
+    ctx.options = options
+    ctx.save_for_backward(logits, target, lse, used_denominator, ce_weight, token_weight)
+    ctx.mark_non_differentiable(*others, lse, used_denominator)
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("cross_entropy")
+def _backward(ctx, grad_loss, *_grad_others):
+    if grad_loss is None:
+        return (None,) * 16
+    logits, *saved = ctx.saved_tensors
+    if not ctx.inplace:
+        grad_logits = torch.ops.liger.cross_entropy_backward(grad_loss, logits, *saved, *ctx.options)
+    else:
+        if graph_is_kept():
+            raise RuntimeError(
+                "cross_entropy: inplace=True overwrites what the graph has saved, so retain_graph=True and "
+                "create_graph=True are not possible with it"
+            )
+        # Detached, because the logits of the forward would carry their own history into the gradient.
+        grad_logits = logits.detach()
+        torch.ops.liger.cross_entropy_backward_(grad_loss, grad_logits, *saved, *ctx.options)
+    return grad_logits, *(None,) * 15
+
+
+torch.library.register_autograd("liger::cross_entropy_forward", _backward, setup_context=_setup)
+forbid_autograd("cross_entropy_backward_")
+
+
+# --- composite ----------------------------------------------------------------------------------------------------
+
+
+def flatten_rows(op, name, x, target, token_weight):
+    """x as (rows, features), target and token_weight as (rows,)."""
+    if x.dim() == 2 and target.dim() == 1:
+        return x, target, token_weight
+    for other_name, other in (("target", target), ("token_weight", token_weight)):
+        if other is not None and other.shape != x.shape[:-1]:
+            raise RuntimeError(
+                f"{op}: {other_name} has shape {tuple(other.shape)}, expected that of {name} without its last "
+                f"dimension, {tuple(x.shape[:-1])}"
+            )
+    x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+    return x, target.reshape(-1), None if token_weight is None else token_weight.reshape(-1)
+
+
+def _run(
+    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+    reduction, metrics, inplace,
+):  # fmt: skip
+    rows, flat_target, flat_weight = flatten_rows("cross_entropy", "logits", logits, target, token_weight)
+    results = torch.ops.liger.cross_entropy_forward(
+        rows, flat_target, ce_weight, flat_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
+        softcap, reduction, *metrics, inplace,
+    )  # fmt: skip
+    return output_like(target, reduction, metrics, results)
+
+
+def output_like(target, reduction, metrics, results):
+    """The results of a forward op as the public functions return them: per-row ones in the shape of the target."""
+    loss, z_loss, accuracy, *per_row = results[:6]
+    if reduction == "none":
+        loss, z_loss = loss.reshape(target.shape), z_loss.reshape(target.shape) if metrics.z_loss else None
+    wanted = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
+    return CrossEntropyOutput(
+        loss,
+        z_loss if metrics.z_loss else None,
+        accuracy if metrics.token_accuracy else None,
+        *(x.reshape(target.shape) if want else None for x, want in zip(per_row, wanted, strict=True)),
+    )
+
+
+def _composite(
+    logits, target, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
+    lse_square_scale=0.0, softcap=None, reduction="mean", inplace=False,
+):  # fmt: skip
+    return _run(
+        logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+        reduction, Metrics(), inplace,
+    ).loss  # fmt: skip
+
+
+_library = torch.library.Library("liger", "IMPL")
+_library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def denominator_tensor(denominator, like):
+    """A number as a device tensor, without a synchronisation; tensors and None pass through."""
+    if denominator is None or isinstance(denominator, torch.Tensor):
+        return denominator
+    return torch.full((), denominator, dtype=accumulate_dtype(like.dtype), device=like.device)
+
+
+def cross_entropy(
+    logits, target, *, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
+    lse_square_scale=0.0, softcap=None, reduction="mean", inplace=False, return_z_loss=False,
+    return_token_accuracy=False, return_predicted_tokens=False, return_logprobs=False, return_entropy=False,
+):  # fmt: skip
+    """Cross entropy between logits and class indices, computed in float32.
+
+    Without the options that torch lacks it is ``torch.nn.functional.cross_entropy(logits, target, weight=ce_weight,
+    ...)`` with the classes in the last dimension. docs/cross_entropy.md defines every term.
+
+    Args:
+        logits: (..., V), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        target: (...), int64 or int32 class indices.
+        ce_weight: (V,), a weight per class, any floating dtype.
+        token_weight: (...), a factor on the loss of each row, any floating dtype.
+        denominator: what ``"mean"`` and ``"sum"`` divide by, a number or a device tensor with one element, instead
+            of the class weights of the rows that are not ignored. Pass the count of the whole batch to split it into
+            micro-batches whose losses add up.
+        ignore_index: rows with this target have no loss and no gradient.
+        label_smoothing: the share of the loss that is spread evenly over all classes, between 0 and 1.
+        lse_square_scale: the factor of the z-loss, ``logsumexp(logits)^2`` (de Brebisson and Vincent, arXiv
+            1604.08859; PaLM, arXiv 2204.02311, section 5).
+        softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        inplace: lets the backward write the gradient over the logits, which saves their memory. The logits must not
+            be used afterwards: autograd raises where it needs their old values. Has no effect in compiled code, or
+            where the logits overlap themselves.
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: metrics of
+            the same pass.
+
+    Returns:
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of the target's shape.
+        With any ``return_*`` a :class:`CrossEntropyOutput`, whose per-row parts have the target's shape. Only the
+        loss is differentiable, and only in the logits.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range, a weight
+            or denominator that requires grad. With ``inplace``: logits that are a leaf which requires grad, or (in the
+            backward) a graph kept by ``retain_graph``.
+    """
+    metrics = Metrics(
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    )
+    output = _run(
+        logits, target, ce_weight, token_weight, denominator_tensor(denominator, logits), ignore_index,
+        label_smoothing, lse_square_scale, softcap, reduction, metrics, inplace,
+    )  # fmt: skip
+    return output if any(metrics) else output.loss

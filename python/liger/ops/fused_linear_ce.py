@@ -1,0 +1,285 @@
+"""Cross entropy of a linear layer's output whose logits exist only a chunk of rows at a time.
+
+docs/cross_entropy.md defines every term. With a scalar reduction the gradients are made in the forward, so that no
+logits are saved and none are computed twice; with ``"none"`` the backward computes the logits again.
+"""
+
+import torch
+
+from ..backend import register_family
+from . import rescale  # noqa: F401  (registers the op that the backward calls)
+from ._autograd import differentiable_once, may_write_saved, wants_grad
+from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
+from ._rows import row_blocks
+from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like, refuse_gradients
+from .rms_norm import accumulate_dtype
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+class _WeightGradient:
+    """The sum over chunks of ``dlogits.T @ input``, in float32 or in the dtype of the weight."""
+
+    def __init__(self, weight, chunks, exact):
+        wide = accumulate_dtype(weight.dtype)
+        self.weight, self.single = weight, chunks <= 1
+        self.sum = torch.zeros_like(
+            weight, dtype=wide if exact and not self.single else weight.dtype, memory_format=torch.contiguous_format
+        )
+
+    def add(self, dlogits, rows):
+        if self.single:
+            torch.mm(dlogits.t(), rows, out=self.sum)
+        elif self.sum.dtype == dlogits.dtype:
+            self.sum.addmm_(dlogits.t(), rows)
+        else:
+            rows = rows.to(self.sum.dtype)
+            for block in row_blocks(dlogits.t()):
+                self.sum[block].addmm_(dlogits.t()[block].to(self.sum.dtype), rows)
+
+    def result(self):
+        return self.sum.to(self.weight.dtype)
+
+
+def fused_linear_ce_forward_torch(
+    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,
+    return_predicted_tokens, return_logprobs, return_entropy, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    torch.ops.liger.check_fused_linear_ce(
+        input, weight, target, bias, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
+        accum_dtype, memory_budget,
+    )  # fmt: skip
+    (rows, hidden), vocab = input.shape, weight.shape[0]
+    rule = make_rule(
+        "fused_linear_ce", input.dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing,
+        lse_square_scale, softcap,
+    )  # fmt: skip
+    metrics = Metrics(
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    )
+    exact = accum_dtype in (None, torch.float32)
+    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
+        rows, hidden, vocab, input.element_size(), need_grad_weight, exact, memory_budget
+    )
+    results = RowResults(rule, metrics)
+    used_denominator = rule.denominator(denominator, reduction)
+    upstream = 1.0 / used_denominator
+    need_bias = need_grad_bias and bias is not None
+    grad_input = input.new_empty(input.shape if need_grad_input else 0)
+    grad_weight = _WeightGradient(weight, chunks, exact) if need_grad_weight else None
+    grad_bias = torch.zeros(vocab if need_bias else 0, dtype=rule.wide, device=input.device)
+
+    # Autocast would cast the operands of the products below a second time.
+    with torch.autocast(input.device.type, enabled=False):
+        for start in range(0, rows, max(1, chunk_rows)):
+            chunk = slice(start, min(start + chunk_rows, rows))
+            x = input[chunk]
+            logits = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+            for block in row_blocks(logits):
+                here = slice(start + block.start, start + block.stop)
+                z = results.fill(here, logits[block])
+                if need_grad_input or grad_weight is not None or need_bias:
+                    logits[block] = row_gradient(rule, here, z, results.lse[here], upstream)
+            if need_grad_input:
+                torch.mm(logits, weight, out=grad_input[chunk])
+            if grad_weight is not None:
+                grad_weight.add(logits, x)
+            if need_bias:
+                grad_bias += logits.sum(0, dtype=rule.wide)
+
+    return (
+        *results.reduced(used_denominator, reduction),
+        grad_input,
+        input.new_empty(0) if grad_weight is None else grad_weight.result(),
+        grad_bias.to(input.dtype),
+    )
+
+
+register_family(
+    "fused_linear_ce",
+    {"fused_linear_ce_forward": fused_linear_ce_forward_torch},
+    "liger.triton_kernels.fused_linear_ce",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::fused_linear_ce_forward")
+def _(
+    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,
+    return_predicted_tokens, return_logprobs, return_entropy, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    metrics = Metrics(
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    )
+    return (
+        *fake_results(input, input.shape[0], reduction, metrics),
+        input.new_empty(input.shape if need_grad_input else (0,)),
+        input.new_empty(weight.shape if need_grad_weight else (0,)),
+        input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
+    )
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+# Positions among the arguments of fused_linear_ce_forward.
+_DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
+_TENSORS = 7
+_REDUCTION = 11
+_RETURNS = slice(14, 19)
+
+
+def _setup(ctx, inputs, output):
+    refuse_gradients(
+        "fused_linear_ce", ce_weight=inputs[4], token_weight=inputs[5], denominator=inputs[6]
+    )  # fmt: skip
+    wanted = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
+    # A graph that was traced without grad mode, and direct calls, may lack a gradient: then it is computed later.
+    ctx.recompute = inputs[_REDUCTION] == "none" or any(
+        want and not made for want, made in zip(wanted, inputs[-3:], strict=True)
+    )
+    if ctx.recompute:
+        ctx.options = inputs[_TENSORS:-3]
+        ctx.save_for_backward(*inputs[:_TENSORS])
+    else:
+        ctx.save_for_backward(*(grad if want else None for grad, want in zip(output[-3:], wanted, strict=True)))
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _recomputed(ctx, grad_loss, needed):
+    """The gradients of ``(grad_loss * loss).sum()``, from a second pass over the logits."""
+    tensors, options = list(ctx.saved_tensors), list(ctx.options)
+    returns = slice(_RETURNS.start - _TENSORS, _RETURNS.stop - _TENSORS)
+    options[returns] = [False] * 5
+    reduction = _REDUCTION - _TENSORS
+    per_token = options[reduction] == "none"
+    if per_token:
+        options[reduction] = "sum"
+        token_weight = tensors[5]
+        tensors[5] = grad_loss.contiguous() if token_weight is None else grad_loss * token_weight
+    grads = torch.ops.liger.fused_linear_ce_forward(*tensors, *options, *needed)[-3:]
+    if not per_token:
+        grads = [torch.ops.liger.rescale(g, grad_loss) if need else g for g, need in zip(grads, needed, strict=True)]
+    return grads
+
+
+@differentiable_once("fused_linear_ce")
+def _backward(ctx, grad_loss, *_grad_others):
+    result = [None] * 22
+    if grad_loss is None:
+        return tuple(result)
+    needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    if ctx.recompute:
+        grads = _recomputed(ctx, grad_loss, needed)
+    else:
+        grads = ctx.saved_tensors
+        if may_write_saved():
+            # They belong to this node alone and die with it: scaled in place, they need no second buffer.
+            for grad, need in zip(grads, needed, strict=True):
+                if need:
+                    torch.ops.liger.rescale_(grad, grad_loss)
+        else:
+            grads = [
+                torch.ops.liger.rescale(g, grad_loss) if need else None for g, need in zip(grads, needed, strict=True)
+            ]
+    for position, grad, need in zip(_DIFFERENTIABLE, grads, needed, strict=True):
+        result[position] = grad if need else None
+    return tuple(result)
+
+
+torch.library.register_autograd("liger::fused_linear_ce_forward", _backward, setup_context=_setup)
+
+
+# --- composite ----------------------------------------------------------------------------------------------------
+
+
+def _autocast(*tensors):
+    """The operands in the dtype of autocast, where it is on, as it does for torch.nn.functional.linear."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _run(
+    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, metrics,
+):  # fmt: skip
+    input, weight, bias = _autocast(input, weight, bias)
+    rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
+    results = torch.ops.liger.fused_linear_ce_forward(
+        rows, weight, flat_target, bias, ce_weight, flat_weight, denominator, ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction, accum_dtype, memory_budget, *metrics,
+        *((False,) * 3 if reduction == "none" else wants_grad(rows, weight, bias)),
+    )  # fmt: skip
+    return output_like(target, reduction, metrics, results)
+
+
+def _composite(
+    input, weight, target, bias=None, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100,
+    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, reduction="mean", accum_dtype=None, memory_budget=None,
+):  # fmt: skip
+    return _run(
+        input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction, accum_dtype, memory_budget, Metrics(),
+    ).loss  # fmt: skip
+
+
+_library = torch.library.Library("liger", "IMPL")
+_library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def fused_linear_ce(
+    input, weight, target, bias=None, *, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100,
+    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, reduction="mean", accum_dtype=None, memory_budget=None,
+    return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, return_logprobs=False,
+    return_entropy=False,
+):  # fmt: skip
+    """``cross_entropy(input @ weight.T + bias, target)`` without ever holding all the logits.
+
+    The rows are cut into chunks whose logits fit a memory budget; each chunk's logits are made, turned into losses and
+    gradients, and dropped. docs/cross_entropy.md defines every term.
+
+    Args:
+        input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        weight: (V, H), the dtype of input.
+        target: (...), int64 or int32 class indices.
+        bias: (V,), the dtype of input.
+        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction:
+            as in :func:`liger.cross_entropy`. With ``"none"`` the backward computes the logits a second time.
+        accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` round it
+            once at the end; the dtype of input saves the float32 sum and loses digits with every chunk.
+        memory_budget: bytes for the logits of a chunk; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: metrics of
+            the same pass.
+
+    Under autocast input, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
+
+    Returns:
+        As :func:`liger.cross_entropy`. Only the loss is differentiable, in input, weight and bias; no work is done for
+        those that need no gradient.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a budget that is not positive, a CPU
+            target out of range, a class weight, token weight or denominator that requires grad.
+
+    Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
+    """
+    metrics = Metrics(
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    )
+    output = _run(
+        input, weight, target, bias, ce_weight, token_weight, denominator_tensor(denominator, input), ignore_index,
+        label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, metrics,
+    )  # fmt: skip
+    return output if any(metrics) else output.loss
