@@ -41,6 +41,17 @@ def forward_backward(function, inputs, grad_outputs=None):
     return outputs, grads
 
 
+def check_op(function, plain, inputs):
+    """Outputs and gradients of ``function`` against those of ``plain`` in the same dtype and in float64."""
+    upstream = [torch.randn_like(o) for o in forward_backward(function, inputs)[0]]
+    exact_inputs = [t.double() if t is not None else None for t in inputs]
+    runs = [(function, inputs), (plain, inputs), (plain, exact_inputs)]
+    (outputs, grads), *others = (forward_backward(f, arguments, upstream) for f, arguments in runs)
+    for kind, index, actual in (("output", 0, outputs), ("gradient", 1, grads)):
+        for i, values in enumerate(zip(actual, *(other[index] for other in others), strict=True)):
+            assert_as_exact_as_torch(*values, f"{kind} {i}")
+
+
 def strided_like(tensor):
     """The same values in a tensor that is not contiguous: every second element of a wider last dimension."""
     wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] * 2)

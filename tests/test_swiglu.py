@@ -1,0 +1,350 @@
+"""swiglu and swiglu_packed against float64, and their in-place backward, in every backend that runs here."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import DTYPES, assert_as_exact_as_torch, check_op, strided_like
+
+import liger
+
+SHAPES = [(8,), (1, 1), (5, 64), (2, 3, 129), (7, 1000), (3, 4100), (300, 256), (2, 2, 2, 6), (1, 20001)]
+PLAIN = {
+    "swiglu": lambda gate, up: F.silu(gate) * up,
+    "swiglu_packed": lambda gate_up: _plain_packed(gate_up),
+}
+
+
+def _plain_packed(gate_up):
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def make(device, name="swiglu", shape=(6, 40), dtype=torch.float32):
+    """The inputs of one op: [gate, up], or [gate_up] with both side by side."""
+    parts = [torch.randn(shape, device=device, dtype=dtype) * 3 for _ in range(2)]
+    return parts if name == "swiglu" else [torch.cat(parts, -1)]
+
+
+def leaves(*tensors):
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+@pytest.fixture(params=PLAIN)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_swiglu(device, name, shape, dtype):
+    check_op(getattr(liger, name), PLAIN[name], make(device, name, shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_magnitudes(device, name, dtype):
+    """No overflow in exp, and a gradient of the sigmoid that is exactly 0 or 1 far from the origin."""
+    gate = torch.tensor(
+        [-3e4, -200.0, -90.0, -30.0, -0.0, 0.0, 30.0, 90.0, 200.0, 3e4], device=device, dtype=dtype
+    )
+    up = torch.ones_like(gate)
+    inputs = [gate, up] if name == "swiglu" else [torch.cat([gate, up])]
+    check_op(getattr(liger, name), PLAIN[name], inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_product_of_the_backward(device, name, dtype):
+    inputs = make(device, name, (7, 130), dtype)
+    output = getattr(liger, name)(*inputs)
+    backward = getattr(torch.ops.liger, f"{name}_backward")
+    *grads, product = backward(torch.ones_like(output), *inputs, True)
+    exact = PLAIN[name](*(t.double() for t in inputs))
+    assert_as_exact_as_torch(product, PLAIN[name](*inputs), exact, "product")
+    *others, nothing = backward(torch.ones_like(output), *inputs)
+    assert nothing.numel() == 0
+    for a, b in zip(grads, others, strict=True):
+        assert torch.equal(a, b)
+
+
+LAYOUTS = {
+    "every_second": strided_like,
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns_first": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "slice": lambda t: F.pad(t, (3, 5))[..., 3:-5],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_inputs_and_gradients(device, name, layout):
+    inputs = make(device, name, (6, 5, 48))
+    grad = torch.randn(6, 5, 48, device=device)
+    results = []
+    for move in (lambda t: t, LAYOUTS[layout]):
+        moved = leaves(*map(move, inputs))
+        output = getattr(liger, name)(*moved)
+        results.append([output, *torch.autograd.grad(output, moved, move(grad))])
+        expected = torch.empty_like(moved[0]) if name == "swiglu" else torch.empty(6, 5, 48)
+        assert output.stride() == expected.stride()
+        for got, source in zip(results[-1][1:], moved, strict=True):
+            assert got.stride() == torch.empty_like(source).stride()
+    for contiguous, strided in zip(*results, strict=True):
+        torch.testing.assert_close(strided, contiguous, rtol=1e-6, atol=1e-6)
+
+
+def test_gate_and_up_of_different_layouts(device):
+    gate, up = make(device, shape=(6, 5, 48))
+    moved = leaves(gate.transpose(0, 1).contiguous().transpose(0, 1), strided_like(up))
+    plain = leaves(gate, up)
+    liger.swiglu(*moved).sum().backward()  # an expanded gradient: all its strides are 0
+    PLAIN["swiglu"](*plain).sum().backward()
+    for a, b in zip(moved, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (3, 0), (0,)], ids=str)
+def test_empty(device, name, shape):
+    for inplace in (False, True):
+        inputs = leaves(*make(device, name, shape))
+        output = getattr(liger, name)(*(t * 1 for t in inputs), inplace=inplace)
+        assert output.shape == shape
+        output.sum().backward()
+        assert all(t.grad.shape == t.shape for t in inputs)
+
+
+@pytest.mark.parametrize("frozen", [0, 1], ids=["gate", "up"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_frozen_side_gets_no_gradient_and_stays(device, frozen, inplace):
+    inputs = make(device)
+    plain = leaves(*inputs)
+    learned = inputs[1 - frozen].clone().requires_grad_()
+    arguments = list(inputs)
+    arguments[1 - frozen] = learned * 1
+    kept = inputs[frozen].clone()
+    liger.swiglu(*arguments, inplace=inplace).square().sum().backward()
+    PLAIN["swiglu"](*plain).square().sum().backward()
+    assert inputs[frozen].grad is None and torch.equal(inputs[frozen], kept)
+    torch.testing.assert_close(learned.grad, plain[1 - frozen].grad, rtol=1e-5, atol=1e-5)
+
+
+def test_same_bits_twice_and_inputs_untouched(device, name):
+    inputs = leaves(*make(device, name, (130, 512)))
+    kept = [t.detach().clone() for t in inputs]
+    output = getattr(liger, name)(*inputs)
+    grad = torch.randn_like(output)
+    kept.append(grad.clone())
+    first = torch.autograd.grad(output, inputs, grad, retain_graph=True)
+    second = torch.autograd.grad(output, inputs, grad)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    for now, before in zip((*inputs, grad), kept, strict=True):
+        assert torch.equal(now, before) and now._version == 0
+
+
+def test_float64_gradcheck(device, backend, name):
+    if backend != "torch":
+        pytest.skip("float64 is served by the torch backend alone")
+    assert torch.autograd.gradcheck(getattr(liger, name), leaves(*make(device, name, (3, 4), torch.float64)))
+
+
+# --- inplace=True -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 129), (3, 4100)], ids=str)
+def test_inplace_gives_the_same_gradients(device, name, shape, dtype):
+    inputs = make(device, name, shape, dtype)
+    results = []
+    for inplace in (False, True):
+        start = leaves(*inputs)
+        output = getattr(liger, name)(*(t * 1 for t in start), inplace=inplace)
+        results.append([output, *torch.autograd.grad(output, start, torch.ones_like(output))])
+    for functional, written in zip(*results, strict=True):
+        assert torch.equal(functional, written)
+
+
+def test_inplace_gradients_lie_over_the_inputs(device, name):
+    start = leaves(*make(device, name))
+    middle = [t * 1 for t in start]
+    places = []
+    for tensor in middle:
+        tensor.register_hook(lambda grad: places.append(grad.data_ptr()))
+    getattr(liger, name)(*middle, inplace=True).sum().backward()
+    assert sorted(places) == sorted(t.data_ptr() for t in middle)
+    assert all(t._version > 0 for t in middle)
+    assert all(t._version == 0 for t in start)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inplace_with_strides(device, name, layout):
+    inputs = make(device, name, (6, 5, 48))
+    grads = []
+    for inplace in (False, True):
+        start = leaves(*inputs)
+        middle = [LAYOUTS[layout](t * 1) for t in start]
+        getattr(liger, name)(*middle, inplace=inplace).square().sum().backward()
+        grads.append([t.grad for t in start])
+    for functional, written in zip(*grads, strict=True):
+        assert torch.equal(functional, written)
+
+
+def test_inplace_and_another_use_of_the_input_raises(device, name):
+    """The other use saved what the in-place backward has overwritten: torch must notice."""
+    start = leaves(*make(device, name))
+    middle = [t * 1 for t in start]
+    other = middle[0].square().sum()
+    getattr(liger, name)(*middle, inplace=True).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def test_inplace_twice_on_the_same_input_raises(device, name):
+    start = leaves(*make(device, name))
+    middle = [t * 1 for t in start]
+    total = sum(getattr(liger, name)(*middle, inplace=True).sum() for _ in range(2))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_inplace_second_backward_raises(device, name):
+    start = leaves(*make(device, name))
+    output = getattr(liger, name)(*(t * 1 for t in start), inplace=True).sum()
+    output.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        output.backward()
+
+
+@pytest.mark.parametrize("keep", [{"retain_graph": True}, {"create_graph": True}], ids=["retain", "create"])
+def test_inplace_with_a_kept_graph_raises_and_writes_nothing(device, name, keep):
+    start = leaves(*make(device, name))
+    middle = [t * 1 for t in start]
+    kept = [t.detach().clone() for t in middle]
+    output = getattr(liger, name)(*middle, inplace=True).sum()
+    with pytest.raises(RuntimeError, match=f"^{name}: inplace=True overwrites what the graph has saved"):
+        torch.autograd.grad(output, start, **keep)
+    assert all(torch.equal(now, before) for now, before in zip(middle, kept, strict=True))
+
+
+def test_inplace_over_a_leaf_raises(device, name):
+    inputs = leaves(*make(device, name))
+    first = "gate" if name == "swiglu" else "gate_up"
+    with pytest.raises(RuntimeError, match=f"^{name}: {first} is a leaf that requires grad"):
+        getattr(liger, name)(*inputs, inplace=True)
+    with pytest.raises(RuntimeError, match=f"^{name}: {first} is a leaf that requires grad"):
+        getattr(liger, name)(*(t[:3] for t in inputs), inplace=True)
+    with torch.no_grad():
+        assert torch.equal(getattr(liger, name)(*inputs, inplace=True), getattr(liger, name)(*inputs))
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda t: (t, t),
+        lambda t: t.chunk(2, -1),
+        lambda t: (t[..., :-1], t[..., 1:]),
+        lambda t: (t[:1].expand(6, -1), t * 2),
+        lambda t: (t.flatten().unfold(0, 40, 20)[:6], t * 2),
+    ],
+    ids=["same", "chunks", "shifted", "expanded", "windows"],
+)
+def test_inplace_leaves_shared_memory_alone(device, share):
+    """One write would disturb another there, so the functional form runs."""
+    x = make(device)[0]
+    grads = []
+    for inplace in (False, True):
+        (start,) = leaves(x)
+        middle = share(start * 1)
+        liger.swiglu(*middle, inplace=inplace).square().sum().backward()
+        grads.append(start.grad)
+        assert all(t._version == 0 for t in middle)
+    assert torch.equal(*grads)
+
+
+def test_inplace_has_no_effect_in_compiled_code(device, name):
+    start = leaves(*make(device, name))
+    kept = [t.detach().clone() for t in start]
+    function = torch.compile(
+        lambda *t: getattr(liger, name)(*t, inplace=True), backend="aot_eager", fullgraph=True
+    )
+    middle = [t * 1 for t in start]
+    output = function(*middle)
+    grads = torch.autograd.grad(output.square().sum(), start, retain_graph=True)
+    expected = torch.autograd.grad(getattr(liger, name)(*start).square().sum(), start)
+    for a, b in zip(grads, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert all(torch.equal(now, before) for now, before in zip(middle, kept, strict=True))
+
+
+def test_the_writing_ops_refuse_autograd(device, name):
+    inputs = leaves(*make(device, name))
+    backward = getattr(torch.ops.liger, f"{name}_backward_")
+    grad = torch.ones(6, 40, device=device)
+    middle = [t * 1 for t in inputs]
+    with pytest.raises(RuntimeError, match=f"liger::{name}_backward_ writes over its arguments"):
+        backward(grad, *middle)
+    assert all(t._version == 0 for t in middle)
+    functional = getattr(torch.ops.liger, f"{name}_backward")(grad, *middle)
+    with torch.no_grad():
+        backward(grad, *middle)
+    assert all(t._version > 0 for t in middle)
+    for written, expected in zip(middle, functional, strict=False):
+        assert torch.equal(written, expected)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("swiglu", [(4, 8), (4, 7)], "swiglu: up has shape (4, 7), expected that of gate, (4, 8)"),
+        ("swiglu", [(4, 8), (8,)], "swiglu: up has shape (8,), expected that of gate, (4, 8)"),
+        (
+            "swiglu",
+            [(4, 8), ((4, 8), torch.float16)],
+            "swiglu: up has dtype float16, expected that of gate, float32",
+        ),
+        (
+            "swiglu",
+            [((4, 8), torch.int64), ((4, 8), torch.int64)],
+            "swiglu: gate has dtype int64, expected float16, bfloat16, float32 or float64",
+        ),
+        ("swiglu", [(), ()], "swiglu: gate has shape (), expected at least one dimension"),
+        (
+            "swiglu_packed",
+            [(4, 7)],
+            "swiglu_packed: gate_up has a last dimension of 7, expected an even number",
+        ),
+        (
+            "swiglu_packed",
+            [((4, 8), torch.int64)],
+            "swiglu_packed: gate_up has dtype int64, expected float16",
+        ),
+        ("swiglu_packed", [()], "swiglu_packed: gate_up has shape (), expected at least one dimension"),
+    ],
+)
+def test_bad_input(device, name, arguments, words):
+    tensors = []
+    for argument in arguments:
+        shape, dtype = argument if argument and isinstance(argument[0], tuple) else (argument, torch.float32)
+        tensors.append(torch.ones(shape, device=device, dtype=dtype))
+    with pytest.raises(RuntimeError) as caught:
+        getattr(liger, name)(*tensors)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["_backward", "_backward_"])
+def test_bad_gradient(device, name, suffix):
+    op = f"{name}{suffix}"
+    inputs = make(device, name)
+    with pytest.raises(
+        RuntimeError, match=rf"^{op}: grad_out has shape \(6, 41\), expected that of the product"
+    ):
+        getattr(torch.ops.liger, op)(torch.ones(6, 41, device=device), *inputs)
+    with pytest.raises(RuntimeError, match=f"^{op}: grad_out has dtype float16, expected that of gate"):
+        getattr(torch.ops.liger, op)(torch.ones(6, 40, device=device, dtype=torch.float16), *inputs)
+
+
+@pytest.mark.gpu
+def test_up_on_another_device(device):
+    gate, up = make(device)
+    with pytest.raises(RuntimeError, match="swiglu: up is on cpu, expected the device of gate, cuda:0"):
+        liger.swiglu(gate, up.cpu())
