@@ -76,6 +76,39 @@ def forbid_autograd(op_name):
     _library.impl(op_name, count, "ADInplaceOrView", with_keyset=True)
 
 
+def check_given_up(op, names, tensors):
+    """For ``inplace=True``: raises where the backward would write over a leaf, that is, a parameter."""
+    for name, tensor in zip(names, tensors, strict=True):
+        owner = tensor._base if tensor._is_view() else tensor
+        if owner.is_leaf and owner.requires_grad:
+            raise RuntimeError(
+                f"{op}: {name} is a leaf that requires grad (or a view of one), and inplace=True would overwrite it"
+            )
+
+
+def own_their_memory(tensors):
+    """Whether every element of every tensor has a place of its own, so that each can be overwritten alone."""
+    storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
+    if len(set(storages)) < len(storages):
+        return False
+    for tensor in tensors:
+        span = 1
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if size > 1 and stride < span:
+                return False
+            span += stride * (size - 1)
+    return True
+
+
+def refuse_kept_graph(op):
+    """Inside a backward with ``inplace=True``: raises where the graph is to run again."""
+    if graph_is_kept():
+        raise RuntimeError(
+            f"{op}: inplace=True overwrites what the graph has saved, so retain_graph=True and create_graph=True "
+            "are not possible with it"
+        )
+
+
 def to_front(tensor, dim, size):
     """For a vmap rule: the tensor with the mapped dimension first, repeated ``size`` times if it is not mapped."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

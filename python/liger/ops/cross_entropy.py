@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable_once, forbid_autograd, graph_is_kept
+from ._autograd import check_given_up, differentiable_once, forbid_autograd, own_their_memory, refuse_kept_graph
 from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
 from ._rows import row_blocks
 from .rms_norm import accumulate_dtype
-from .swiglu import _check_given_up, _own_their_memory
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -150,8 +149,8 @@ def _setup(ctx, inputs, output):
     # Compiled code takes the functional form, whose buffers the compiler places itself.
     ctx.inplace = inplace and not torch.compiler.is_compiling()
     if ctx.inplace:
-        _check_given_up("cross_entropy", ["logits"], [logits])
-        ctx.inplace = _own_their_memory([logits])
+        check_given_up("cross_entropy", ["logits"], [logits])
+        ctx.inplace = own_their_memory([logits])
     ctx.options = options
     ctx.save_for_backward(logits, target, lse, used_denominator, ce_weight, token_weight)
     ctx.mark_non_differentiable(*others, lse, used_denominator)
@@ -166,11 +165,7 @@ def _backward(ctx, grad_loss, *_grad_others):
     if not ctx.inplace:
         grad_logits = torch.ops.liger.cross_entropy_backward(grad_loss, logits, *saved, *ctx.options)
     else:
-        if graph_is_kept():
-            raise RuntimeError(
-                "cross_entropy: inplace=True overwrites what the graph has saved, so retain_graph=True and "
-                "create_graph=True are not possible with it"
-            )
+        refuse_kept_graph("cross_entropy")
         # Detached, because the logits of the forward would carry their own history into the gradient.
         grad_logits = logits.detach()
         torch.ops.liger.cross_entropy_backward_(grad_loss, grad_logits, *saved, *ctx.options)

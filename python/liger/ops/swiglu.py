@@ -7,7 +7,14 @@ in the last dimension of one tensor, as one GEMM of a merged projection writes t
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable_once, forbid_autograd, graph_is_kept, to_front
+from ._autograd import (
+    check_given_up,
+    differentiable_once,
+    forbid_autograd,
+    own_their_memory,
+    refuse_kept_graph,
+    to_front,
+)
 from .rms_norm import accumulate_dtype
 
 
@@ -162,38 +169,11 @@ class _Inplace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        if graph_is_kept():
-            raise RuntimeError(
-                f"{ctx.op.__name__}: inplace=True overwrites what the graph has saved, so retain_graph=True and "
-                "create_graph=True are not possible with it"
-            )
+        refuse_kept_graph(ctx.op.__name__)
         # Detached, because the tensors of the forward would carry their own history into the gradients.
         inputs = [t.detach() for t in ctx.saved_tensors]
         ctx.backward_op(grad_out, *inputs)
         return None, None, *inputs
-
-
-def _check_given_up(op, names, tensors):
-    for name, tensor in zip(names, tensors, strict=True):
-        owner = tensor._base if tensor._is_view() else tensor
-        if owner.is_leaf and owner.requires_grad:
-            raise RuntimeError(
-                f"{op}: {name} is a leaf that requires grad (or a view of one), and inplace=True would overwrite it"
-            )
-
-
-def _own_their_memory(tensors):
-    """Whether every element of every tensor has a place of its own, so that each can be overwritten alone."""
-    storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
-    if len(set(storages)) < len(storages):
-        return False
-    for tensor in tensors:
-        span = 1
-        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-            if size > 1 and stride < span:
-                return False
-            span += stride * (size - 1)
-    return True
 
 
 def _inplace_applies(op, names, tensors):
@@ -203,8 +183,8 @@ def _inplace_applies(op, names, tensors):
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return False
-    _check_given_up(op, names, tensors)
-    return all(t.requires_grad for t in tensors) and _own_their_memory(tensors)
+    check_given_up(op, names, tensors)
+    return all(t.requires_grad for t in tensors) and own_their_memory(tensors)
 
 
 # --- vmap ---------------------------------------------------------------------------------------------------------
