@@ -3,6 +3,8 @@
 The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch, registered as ``torch.ops.liger.*``.
 """
 
+import importlib
+
 from . import _load  # noqa: F401  (registers the schemas; everything below needs them)
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
@@ -21,10 +23,23 @@ __all__ = [
     "cross_entropy",
     "fused_add_rms_norm",
     "fused_linear_ce",
+    "nn",
+    "patch",
     "rms_norm",
     "rope",
     "set_backend",
     "swiglu",
     "swiglu_packed",
+    "transformers",
+    "unpatch",
     "use_backend",
 ]
+
+
+def __getattr__(name):
+    # Looked up when first used, so that importing liger imports no more than torch.
+    if name in ("nn", "transformers"):
+        return importlib.import_module(f"liger.{name}")
+    if name in ("patch", "unpatch"):
+        return getattr(importlib.import_module("liger.transformers"), name)
+    raise AttributeError(f"module 'liger' has no attribute '{name}'")

@@ -1,0 +1,30 @@
+"""Rotary position embedding as a module."""
+
+from torch import nn
+
+from ..ops.rope import rope
+
+
+class ApplyRotaryEmb(nn.Module):
+    """Rotates queries and keys by given cosines and sines, both in one pass.
+
+    Args:
+        interleaved: pairs are entries (2i, 2i + 1) of a head instead of (i, i + rotary_dim / 2).
+        unsqueeze_dim: the dimension of the heads in q and k: 1 for (B, H, T, D), 2 for (B, T, H, D).
+
+    Shape:
+        q: (B, Hq, T, D); k: (B, Hk, T, D); cos, sin: (T, R), (1, T, R) or (B, T, R) with R <= D.
+        The results have the shapes of q and k.
+
+    Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
+    """
+
+    def __init__(self, interleaved=False, unsqueeze_dim=1):
+        super().__init__()
+        self.interleaved, self.unsqueeze_dim = interleaved, unsqueeze_dim
+
+    def forward(self, q, k, cos, sin):
+        return rope(q, k, cos, sin, self.unsqueeze_dim, self.interleaved)
+
+    def extra_repr(self):
+        return f"interleaved={self.interleaved}, unsqueeze_dim={self.unsqueeze_dim}"
