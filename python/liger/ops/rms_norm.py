@@ -10,6 +10,7 @@ With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x
 import torch
 
 from ..backend import register_family
+from ._autograd import differentiable_once, to_front
 
 
 def accumulate_dtype(dtype):
@@ -154,6 +155,7 @@ def _setup_rms_norm(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("rms_norm")
 def _backward_rms_norm(ctx, grad_y, _grad_rstd):
     if grad_y is None:
         return None, None, None, None, None
@@ -176,6 +178,7 @@ def _setup_fused_add_rms_norm(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("fused_add_rms_norm")
 def _backward_fused_add_rms_norm(ctx, grad_y, grad_new_residual, _grad_rstd):
     new_residual, weight, rstd = ctx.saved_tensors
     need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
@@ -198,6 +201,18 @@ def _backward_fused_add_rms_norm(ctx, grad_y, grad_new_residual, _grad_rstd):
 torch.library.register_autograd(
     "liger::fused_add_rms_norm", _backward_fused_add_rms_norm, setup_context=_setup_fused_add_rms_norm
 )
+
+
+# --- vmap ---------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_vmap("liger::rms_norm")
+def _(info, in_dims, x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
+    x = to_front(x, in_dims[0], info.batch_size)
+    if in_dims[1] is not None:
+        raise NotImplementedError("rms_norm: vmap over the weight is not supported, map over x alone")
+    y, rstd = torch.ops.liger.rms_norm(x, weight, eps, offset, casting_mode)
+    return (y, rstd.unflatten(0, (info.batch_size, -1))), (0, 0)
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
