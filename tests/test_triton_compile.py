@@ -1,0 +1,97 @@
+"""Every Triton launch compiles for every architecture, without a GPU.
+
+The launchers run on CPU tensors with the launch itself replaced by a recorder, so what is compiled is exactly what they
+would launch: the same constants, the same specialisation of strides and pointers, the same number of warps.
+"""
+
+# ruff: noqa: E402  (Triton is optional)
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from liger.triton_kernels import rms_norm
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime import JITFunction
+
+from liger.backend import triton_interpreted
+
+pytestmark = pytest.mark.skipif(
+    triton_interpreted(), reason="under TRITON_INTERPRET=1 kernels are Python functions"
+)
+
+CAPABILITIES = [80, 90, 100]
+DTYPES = [torch.bfloat16, torch.float32]
+POINTEES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def rms_norm_launches(dtype):
+    # Several rows per program, one row per program, and rows larger than a tile.
+    for hidden in (128, 4096, 40000):
+        x, weight = torch.zeros(3, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+        for casting_mode in ("llama", "gemma", "none"):
+            _, rstd = rms_norm.rms_norm(x, weight, 1e-6, 0.0, casting_mode)
+            rms_norm.rms_norm_backward(x, x, weight, rstd, 0.0, casting_mode, True, True)
+        rms_norm.fused_add_rms_norm(x, x, None)
+        rms_norm.fused_add_rms_norm_backward(x, x, x, weight, rstd, 1.0, "gemma", True, False)
+
+
+LAUNCHES = {rms_norm: rms_norm_launches}
+
+
+def source_and_options(kernel, args, kwargs):
+    """What ``kernel[grid](*args, **kwargs)`` would compile: its specialised source and the compiler options."""
+    names = [p.name for p in kernel.params]
+    values = dict(zip(names, args, strict=False)) | {k: v for k, v in kwargs.items() if k in names}
+    options = {k: v for k, v in kwargs.items() if k not in names}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        aligned = False
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name], constants[index,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + POINTEES[value.dtype]
+            aligned = value.data_ptr() % 16 == 0
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        elif value == 1 and not parameter.do_not_specialize:
+            signature[parameter.name], constants[index,] = "constexpr", 1
+        else:
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            aligned = value % 16 == 0 and not parameter.do_not_specialize
+        if aligned:
+            attributes[index,] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attributes), options
+
+
+def record(monkeypatch, module, dtype):
+    launches = []
+    monkeypatch.setattr(
+        JITFunction, "run", lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
+    )
+    LAUNCHES[module](dtype)
+    return launches
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("module", LAUNCHES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_every_launch_compiles(monkeypatch, module, dtype, capability):
+    launches = record(monkeypatch, module, dtype)
+    kernels = {
+        k for k in vars(module).values() if isinstance(k, JITFunction) and k.__name__.endswith("_kernel")
+    }
+    assert {kernel for kernel, _, _ in launches} == kernels
+    for kernel, args, kwargs in launches:
+        source, options = source_and_options(kernel, args, kwargs)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert compiled.asm["cubin"], kernel.__name__
