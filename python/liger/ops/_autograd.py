@@ -18,9 +18,15 @@ def graph_is_kept():
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-def may_write_saved():
-    """Inside a backward: whether saved tensors die with it and may be overwritten. Never while compiling."""
-    return not torch.compiler.is_compiling() and not graph_is_kept()
+def is_traced(*tensors):
+    """Whether a compiler is looking at these tensors: under torch.compile, or stand-ins of a direct AOT trace."""
+    plain = (torch.Tensor, torch.nn.Parameter, type(None))
+    return torch.compiler.is_compiling() or any(type(t) not in plain for t in tensors)
+
+
+def may_write_saved(*tensors):
+    """Inside a backward: whether these saved tensors die with it and may be overwritten. Never while tracing."""
+    return not is_traced(*tensors) and not graph_is_kept()
 
 
 def differentiable_once(op):

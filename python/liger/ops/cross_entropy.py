@@ -9,7 +9,14 @@ from typing import NamedTuple
 import torch
 
 from ..backend import register_family
-from ._autograd import check_given_up, differentiable_once, forbid_autograd, own_their_memory, refuse_kept_graph
+from ._autograd import (
+    check_given_up,
+    differentiable_once,
+    forbid_autograd,
+    is_traced,
+    own_their_memory,
+    refuse_kept_graph,
+)
 from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
 from ._rows import row_blocks
 from .rms_norm import accumulate_dtype
@@ -147,7 +154,7 @@ def _setup(ctx, inputs, output):
     refuse_gradients("cross_entropy", ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
     _loss, *others, lse, used_denominator = output
     # Compiled code takes the functional form, whose buffers the compiler places itself.
-    ctx.inplace = inplace and not torch.compiler.is_compiling()
+    ctx.inplace = inplace and not is_traced(logits)
     if ctx.inplace:
         check_given_up("cross_entropy", ["logits"], [logits])
         ctx.inplace = own_their_memory([logits])

@@ -177,7 +177,7 @@ def _backward(ctx, grad_loss, *_grad_others):
         grads = _recomputed(ctx, grad_loss, needed)
     else:
         grads = ctx.saved_tensors
-        if may_write_saved():
+        if may_write_saved(*grads):
             # They belong to this node alone and die with it: scaled in place, they need no second buffer.
             for grad, need in zip(grads, needed, strict=True):
                 if need:
