@@ -180,7 +180,8 @@ void check_cross_entropy(const std::string& op, const Tensor& logits, const Tens
                          const std::optional<Tensor>& ce_weight, const std::optional<Tensor>& token_weight,
                          const std::optional<Tensor>& denominator, double label_smoothing,
                          std::optional<double> softcap, const std::string& reduction) {
-  require(logits.dim() == 2, op, ": logits has shape ", shape_text(logits), ", expected (rows, classes)");
+  require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits),
+          ", expected (rows, classes) with at least one class");
   check_floating(op, "logits", logits);
   check_ce_options(op, logits, logits.size(0), logits.size(1), target, ce_weight, token_weight, denominator,
                    label_smoothing, softcap, reduction);
