@@ -1,4 +1,7 @@
-"""The ``liger`` command: one file per subcommand, each with ``add_arguments(parser)`` and ``run(arguments) -> exit code``."""
+"""The ``liger`` command: one file per subcommand.
+
+Each has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit code.
+"""
 
 import argparse
 

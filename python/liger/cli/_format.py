@@ -3,13 +3,13 @@
 
 def human_bytes(count):
     """1536 -> '1.5 KiB'; powers of 1024."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            break
+    if abs(count) < 1024:
+        return f"{count} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
-    else:
-        unit = "TiB"
-    return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        if abs(count) < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
 
 
 def table(rows, header=None):

@@ -1,9 +1,131 @@
-"""Trains a Llama with and without liger on this machine and compares."""
+"""Trains the same Llama on the same text twice, as it is and patched with one line of liger, and compares the two:
+losses step by step, tokens per second and peak memory.
+
+The text is the source code of Python's standard library, the tokenizer is trained on the spot: nothing is downloaded.
+Each model trains in a process of its own, from the same weights and data. A third run, unpatched but with every weight
+moved by one rounding, shows how far rounding alone takes the losses apart: the yardstick that liger's losses must meet.
+Exit code: 0, 1 if a run fails or the losses disagree, 2 if a needed package is missing.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from . import _demo_report as report
+from ._demo_sizes import SIZES
+
+EXTRA = 'pip install "liger-ops[demo]"'
+RUNS = {"unpatched": "unpatched", "liger": "patched with liger", "nudged": "rounding yardstick"}
 
 
-def add_arguments(p):
-    pass
+def add_arguments(parser):
+    parser.add_argument(
+        "--size",
+        choices=list(SIZES),
+        help="of the model: tiny, cpu (a few million parameters), gpu (Llama-3.2-1B's shape); default: by the device",
+    )
+    parser.add_argument("--quick", action="store_true", help="the tiny size: half a minute on two CPU cores")
+    parser.add_argument("--steps", type=int, help="training steps (default: by the size)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for demo.png and results.json (demo-output)",
+    )
 
 
-def run(a):
-    return 0
+class RunFailed(Exception):
+    """A training process ended with an error; it has printed the reason."""
+
+
+def run(arguments):
+    missing = [name for name in ("transformers", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"liger demo needs {' and '.join(missing)}: {EXTRA}", file=sys.stderr)
+        return 2
+    if arguments.steps is not None and arguments.steps < 2:
+        print(f"liger demo: --steps is {arguments.steps}, expected at least 2", file=sys.stderr)
+        return 2
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = "tiny" if arguments.quick else arguments.size or ("gpu" if device == "cuda" else "cpu")
+    size = SIZES[name] if arguments.steps is None else replace(SIZES[name], steps=arguments.steps)
+
+    print(report.headline(size, device), flush=True)
+    try:
+        results = {
+            "size": size.as_dict(),
+            "device": report.device_name(device),
+            "runs": train_all(size, device),
+        }
+    except RunFailed as error:
+        print(f"liger demo: {error}", file=sys.stderr)
+        return 1
+    results["comparison"] = report.compare(results["runs"], size)
+    print(report.text(results))
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    saved = [arguments.output / "results.json"]
+    saved[0].write_text(json.dumps(results, indent=2))
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"No picture, because matplotlib is not installed: {EXTRA}")
+    else:
+        saved.append(arguments.output / "demo.png")
+        report.picture(results, saved[1])
+    print("Saved " + " and ".join(str(path) for path in saved))
+    return 0 if results["comparison"]["agree"] else 1
+
+
+def train_all(size, device):
+    """{kind: {"losses", "seconds", "peak_memory", ...}} of the three runs, each in its own process."""
+    from ._demo_data import token_batches
+
+    with tempfile.TemporaryDirectory(prefix="liger-demo-") as folder:
+        batches, vocabulary = token_batches(size)
+        path = Path(folder) / "batches.pt"
+        torch.save(batches, path)
+        print(
+            f"Text: the sources of Python's standard library, tokenizer of {vocabulary} entries trained on it"
+        )
+        return {kind: train(kind, size, device, path) for kind in RUNS}
+
+
+def train(kind, size, device, batches):
+    """One run in its own process, with a progress bar. Raises RunFailed."""
+    from tqdm import tqdm
+
+    description = batches.with_name(f"{kind}.json")
+    description.write_text(
+        json.dumps({"kind": kind, "size": size.as_dict(), "device": device, "batches": str(batches)})
+    )
+    environment = dict(os.environ)
+    if size.memory_budget:
+        environment.setdefault("LIGER_MEMORY_BUDGET", size.memory_budget)
+    losses, seconds, last = [], [], {}
+    with (
+        tqdm(total=size.steps, desc=f"{RUNS[kind]:18s}", unit="step") as bar,
+        subprocess.Popen(
+            [sys.executable, "-m", "liger.cli._demo_worker", str(description)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
+        for line in process.stdout:
+            last = json.loads(line)
+            if "step" in last:
+                losses.append(last["loss"])
+                seconds.append(last["seconds"])
+                bar.set_postfix_str(f"loss {last['loss']:.4f}", refresh=False)
+                bar.update()
+    if process.returncode or "peak_memory" not in last:
+        raise RunFailed(
+            f"the {RUNS[kind]} run ended with exit code {process.returncode} after {len(losses)} steps"
+        )
+    return {"losses": losses, "seconds": seconds, **last}

@@ -1,17 +1,18 @@
 """How fused_linear_ce cuts a batch into chunks, and the memory of the head with and without it.
 
 What is counted, for one training step of an lm_head without bias and its loss, beside the weights and activations that
-both need anyway. Without liger: what the Hugging Face causal-LM loss keeps in eager PyTorch while the model's output is
-held, at its two peaks. In the backward of log_softmax: the logits in their dtype, and in float32 the log-probabilities,
-their gradient and the gradient of the logits (14 bytes per logit for bfloat16, 16 for float32). In the backward of the
-linear layer: the logits, their gradient, and the gradients of the hidden states and of the weight. With liger: the
-logits of one chunk, overwritten by their gradient; the float32 sum of the weight gradient where there is one; the
-gradients of the hidden states and of the weight. Where there is a float32 sum, the logits of a chunk lie in the memory
-of the weight gradient, which is written last.
+both need anyway. Without liger: the two moments at which the Hugging Face causal-LM loss needs most in eager PyTorch.
+In the backward of log_softmax: in float32 the log-probabilities, their gradient and the gradient of the logits, 12
+bytes per logit whatever the dtype (and the logits once more, if the caller still holds the model's output). In the
+backward of the linear layer: the gradient of the logits, and the gradients of the hidden states and of the weight.
+With liger: the logits of one chunk, overwritten by their gradient; the float32 sum of the weight gradient where there
+is one; the gradients of the hidden states and of the weight. Where there is a float32 sum, the logits of a chunk lie in
+the memory of the weight gradient, which is written last.
 """
 
 import json
 import os
+import sys
 
 import torch
 
@@ -64,15 +65,16 @@ def head_memory(tokens, hidden, vocab, element_size, exact_accumulation=True):
         accumulator (the float32 sum), gradients (of hidden states and weight), peak and peak_liger.
 
     Raises:
-        RuntimeError: negative sizes, or a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        ValueError: negative sizes, or a LIGER_MEMORY_BUDGET that is not a positive number of bytes (RuntimeError
+            with a torch older than 2.13, whose stable ABI knows no other error).
     """
     chunk_rows, chunks, chunk_logits, accumulator = torch.ops.liger.plan_chunks(
         tokens, hidden, vocab, element_size, True, exact_accumulation
     )
-    logits = tokens * vocab * (element_size + 3 * 4)
+    logits = tokens * vocab * 3 * 4
     weight_gradient = vocab * hidden * element_size
     input_gradient = tokens * hidden * element_size
-    linear_backward = 2 * tokens * vocab * element_size + weight_gradient + input_gradient
+    linear_backward = tokens * vocab * element_size + weight_gradient + input_gradient
     shared = max(chunk_logits, weight_gradient) if accumulator else chunk_logits + weight_gradient
     return {
         "chunk_rows": chunk_rows,
@@ -94,8 +96,8 @@ def run(arguments):
     exact = arguments.accum == "fp32"
     try:
         memory = head_memory(arguments.tokens, arguments.hidden, arguments.vocab, dtype.itemsize, exact)
-    except RuntimeError as error:
-        print(f"liger plan: {error}")
+    except (ValueError, RuntimeError) as error:
+        print(f"liger plan: {error}", file=sys.stderr)
         return 2
     if arguments.json:
         print(json.dumps(memory, indent=2))
@@ -108,7 +110,7 @@ def run(arguments):
     )
     print(f"{memory['chunks']} chunks of {memory['chunk_rows']} rows\n")
     rows = [
-        ("logits, log-probabilities, their gradients", memory["logits"], memory["logits_liger"]),
+        ("log-probabilities, gradients, logits", memory["logits"], memory["logits_liger"]),
         ("float32 sum of the weight gradient", 0, memory["accumulator"]),
         ("gradients of hidden states and weight", memory["gradients"], memory["gradients"]),
         ("most at one time", memory["peak"], memory["peak_liger"]),
