@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -155,9 +156,12 @@ def _apply(family, wanted):
         )
         if keys:
             family._override = torch.library.Library("liger", "IMPL")
-            for op, kernel in kernels.items():
-                for key in keys:
-                    family._override.impl(op, kernel, key, allow_override=True)
+            with warnings.catch_warnings():
+                # torch warns that a kernel is overridden, which is the purpose here.
+                warnings.filterwarnings("ignore", message="Warning only once for all operators")
+                for op, kernel in kernels.items():
+                    for key in keys:
+                        family._override.impl(op, kernel, key, allow_override=True)
     family.choice, family.reason = backend, reason
 
 

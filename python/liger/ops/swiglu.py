@@ -11,6 +11,7 @@ from ._autograd import (
     check_given_up,
     differentiable_once,
     forbid_autograd,
+    is_traced,
     own_their_memory,
     refuse_kept_graph,
     to_front,
@@ -181,7 +182,7 @@ def _inplace_applies(op, names, tensors):
 
     Compiled code takes the functional form, whose buffers the compiler places itself.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if is_traced(*tensors) or not torch.is_grad_enabled():
         return False
     check_given_up(op, names, tensors)
     return all(t.requires_grad for t in tensors) and own_their_memory(tensors)

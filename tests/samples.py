@@ -1,0 +1,274 @@
+"""Arguments for every op of torch.ops.liger, for the tests that go over all of them."""
+
+import torch
+
+
+def _float(device, *shape, scale=1.0):
+    return torch.randn(shape, device=device) * scale
+
+
+def _transposed(tensor):
+    """The same values, laid out with the first two dimensions exchanged."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _rms_norm(d):
+    return [
+        (_float(d, 3, 16), _float(d, 16)),
+        (_transposed(_float(d, 3, 4, 16)), None, 1e-5, 1.0, "gemma"),
+        (_float(d, 0, 16), _float(d, 16), 1e-6, 0.0, "none"),
+    ]
+
+
+def _rms_norm_backward(d):
+    x, weight = _float(d, 2, 3, 16), _float(d, 16)
+    return [
+        (_float(d, 2, 3, 16), _transposed(x), weight, _float(d, 6).abs(), 0.0, "llama", True, True),
+        (_float(d, 2, 3, 16), x, weight, _float(d, 6).abs(), 1.0, "gemma", False, True),
+        (_float(d, 2, 3, 16), x, None, _float(d, 6).abs(), 0.0, "none", True, False),
+    ]
+
+
+def _fused_add_rms_norm(d):
+    return [
+        (_float(d, 3, 16), _float(d, 3, 16), _float(d, 16)),
+        (_transposed(_float(d, 2, 3, 16)), _float(d, 2, 3, 16), None, 1e-5, 0.0, "none"),
+    ]
+
+
+def _fused_add_rms_norm_backward(d):
+    x, weight, rstd = _float(d, 2, 3, 16), _float(d, 16), _float(d, 6).abs()
+    return [
+        (_float(d, 2, 3, 16), _float(d, 2, 3, 16), _transposed(x), weight, rstd, 0.0, "llama", True, True),
+        (_float(d, 2, 3, 16), None, x, weight, rstd, 1.0, "gemma", True, False),
+        (_float(d, 2, 3, 16), None, x, None, rstd, 0.0, "none", False, False),
+    ]
+
+
+def _rope(d):
+    return [
+        (_float(d, 2, 4, 3, 8), _float(d, 2, 2, 3, 8), _float(d, 3, 8), _float(d, 3, 8)),
+        (
+            _float(d, 2, 3, 4, 8).transpose(1, 2),
+            _float(d, 2, 3, 1, 8).transpose(1, 2),
+            _float(d, 2, 3, 4),
+            _float(d, 2, 3, 4),
+            True,
+        ),
+        (_float(d, 2, 4, 0, 8), _float(d, 2, 2, 0, 8), _float(d, 1, 0, 8), _float(d, 1, 0, 8)),
+    ]
+
+
+def _gate_and_up(d):
+    return [
+        (_float(d, 3, 16), _float(d, 3, 16)),
+        (_transposed(_float(d, 2, 3, 10)), _float(d, 2, 3, 20)[..., ::2]),
+        (_float(d, 0, 16), _float(d, 0, 16)),
+    ]
+
+
+def _packed(d):
+    return [(_float(d, 3, 16),), (_transposed(_float(d, 2, 3, 10)),), (_float(d, 0, 16),)]
+
+
+def _after_gradient(samples, product_of, *options):
+    """Samples of a backward op: the upstream gradient, the inputs, the options."""
+    return lambda d: [(torch.randn_like(product_of(*inputs)), *inputs, *options) for inputs in samples(d)]
+
+
+def _first(gate, up):
+    return gate
+
+
+def _first_half(gate_up):
+    return gate_up[..., : gate_up.shape[-1] // 2]
+
+
+def _target(d, rows, classes, ignored=1):
+    target = torch.randint(classes, (rows,), device=d)
+    target[:ignored] = -100
+    return target
+
+
+def _cross_entropy(d):
+    return [
+        (_float(d, 2, 3, 11), _target(d, 6, 11).view(2, 3)),
+        (
+            _float(d, 5, 11),
+            _target(d, 5, 11),
+            _float(d, 11).abs(),
+            _float(d, 5).abs(),
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "none",
+        ),
+        (
+            _float(d, 5, 11),
+            _target(d, 5, 11),
+            None,
+            None,
+            torch.tensor(7, device=d),
+            -100,
+            0.0,
+            0.0,
+            None,
+            "sum",
+        ),
+    ]
+
+
+def _cross_entropy_forward(d):
+    logits, target = _float(d, 6, 11), _target(d, 6, 11)
+    none, every = (False,) * 5, (True,) * 5
+    weights = _float(d, 11).abs(), _float(d, 6).abs()
+    return [
+        (logits, target, None, None, None, -100, 0.0, 0.0, None, "mean", *none, False),
+        (_transposed(logits), target, *weights, None, -100, 0.1, 1e-3, 5.0, "none", *every, False),
+        (logits, target, None, None, torch.tensor(4.0, device=d), -100, 0.0, 0.0, None, "sum", *every, False),
+    ]
+
+
+def _cross_entropy_backward(d):
+    logits, target = _float(d, 6, 11), _target(d, 6, 11)
+    lse = logits.logsumexp(-1)
+    one = torch.tensor(5.0, device=d)
+    return [
+        (torch.tensor(2.0, device=d), logits, target, lse, one, None, None, -100, 0.0, 0.0, None),
+        (
+            _float(d, 6),
+            _transposed(_float(d, 6, 11)),
+            target,
+            lse,
+            torch.ones_like(one),
+            _float(d, 11).abs(),
+            _float(d, 6).abs(),
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+        ),
+    ]
+
+
+def _fused_linear_ce(d):
+    return [
+        (_float(d, 2, 3, 8), _float(d, 11, 8), _target(d, 6, 11).view(2, 3)),
+        (
+            _float(d, 6, 8),
+            _float(d, 11, 8),
+            _target(d, 6, 11),
+            _float(d, 11),
+            _float(d, 11).abs(),
+            _float(d, 6).abs(),
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "none",
+        ),
+    ]
+
+
+def _fused_linear_ce_forward(d):
+    tensors = _float(d, 6, 8), _float(d, 11, 8), _target(d, 6, 11)
+    weights = _float(d, 11).abs(), _float(d, 6).abs()
+    none, every = (False,) * 5, (True,) * 5
+    plain = (None, None, None, None, -100, 0.0, 0.0, None)
+    return [
+        (*tensors, *plain, "mean", None, None, *none, True, True, False),
+        (*tensors, *plain, "mean", None, 64, *none, True, True, False),
+        (*tensors, *plain, "sum", torch.float32, None, *none, False, True, False),
+        (*tensors, *plain, "mean", None, None, *none, True, False, False),
+        (
+            *tensors,
+            _float(d, 11),
+            *weights,
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "sum",
+            None,
+            None,
+            *every,
+            True,
+            True,
+            True,
+        ),
+        (
+            *tensors,
+            _float(d, 11),
+            *weights,
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "none",
+            None,
+            None,
+            *every,
+            *none[:3],
+        ),
+    ]
+
+
+def _rescale(d):
+    return [
+        (_float(d, 3, 4), torch.tensor(2.5, device=d)),
+        (_transposed(_float(d, 3, 4)), torch.tensor([2.5], device=d)),
+        (_float(d, 0, 4), torch.tensor(2.5, device=d)),
+    ]
+
+
+def _on_logits(d):
+    return [(_float(d, 6, 11), _target(d, 6, 11), _float(d, 11), None, None, 0.1, 5.0, "mean")]
+
+
+def _on_input(d):
+    tensors = _float(d, 6, 8), _float(d, 11, 8), _target(d, 6, 11)
+    return [(*tensors, None, None, None, None, 0.0, None, "mean", torch.float32, 1024)]
+
+
+SAMPLES = {
+    "rms_norm": _rms_norm,
+    "rms_norm_backward": _rms_norm_backward,
+    "fused_add_rms_norm": _fused_add_rms_norm,
+    "fused_add_rms_norm_backward": _fused_add_rms_norm_backward,
+    "rope": _rope,
+    "rope_backward": _rope,
+    "swiglu": _gate_and_up,
+    "swiglu_backward": lambda d: [
+        *_after_gradient(_gate_and_up, _first)(d),
+        *_after_gradient(_gate_and_up, _first, True)(d),
+    ],
+    "swiglu_backward_": _after_gradient(_gate_and_up, _first),
+    "swiglu_packed": _packed,
+    "swiglu_packed_backward": lambda d: [
+        *_after_gradient(_packed, _first_half)(d),
+        *_after_gradient(_packed, _first_half, True)(d),
+    ],
+    "swiglu_packed_backward_": _after_gradient(_packed, _first_half),
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_forward": _cross_entropy_forward,
+    "cross_entropy_backward": _cross_entropy_backward,
+    "cross_entropy_backward_": _cross_entropy_backward,
+    "fused_linear_ce": _fused_linear_ce,
+    "fused_linear_ce_forward": _fused_linear_ce_forward,
+    "rescale": _rescale,
+    "rescale_": _rescale,
+    "check_rms_norm": lambda d: [("rms_norm", _float(d, 3, 16), None, _float(d, 16), "llama")],
+    "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
+    "check_swiglu": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
+    "check_cross_entropy": lambda d: [("cross_entropy", *arguments) for arguments in _on_logits(d)],
+    "check_fused_linear_ce": _on_input,
+    "plan_chunks": lambda d: [
+        (4096, 2048, 32000, 2, True, True),
+        (4096, 2048, 32000, 2, False, True, 1 << 20),
+    ],
+}
