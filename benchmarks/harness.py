@@ -192,7 +192,7 @@ def liger_kernel(function, label="", overwrites=()):
 
 def compiled(options, function):
     """torch.compile of an eager candidate, if the run asks for it."""
-    return [Candidate("torch.compile", torch.compile(function))] if options.compile else []
+    return [Candidate("torch.compile", torch.compile(function, dynamic=False))] if options.compile else []
 
 
 def providers(candidates, work, *names):

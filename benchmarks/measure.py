@@ -11,6 +11,7 @@ Providers take turns in rounds within one process, so that a chip that lowers it
 
 import gc
 import importlib.util
+import math
 import statistics
 import sys
 import time
@@ -173,7 +174,10 @@ class Contestant:
         errors = {
             name: relative_error(results[name], value) for name, value in exact.items() if name in results
         }
-        self.record["errors"] = errors
+        # JSON has no nan.
+        self.record["errors"] = {
+            name: value if math.isfinite(value) else None for name, value in errors.items()
+        }
         wrong = [f"{name} {value:.2g}" for name, value in errors.items() if not value <= WRONG]
         if wrong:
             self.record.update(status="wrong", reason="relative error: " + ", ".join(wrong))

@@ -115,8 +115,19 @@ def judge(record, contest):
 
 
 def verdict(records):
+    """The lines of all contests that have results on both sides."""
     lines = [judge(record, contest) for record in records for contest in record["contests"]]
     return [line for line in lines if line is not None]
+
+
+def faults(records):
+    """What is wrong with our own providers, in words."""
+    return [
+        f"{record['name']}: {name} {provider['status']}: {provider['reason']}"
+        for record in records
+        for name, provider in record["providers"].items()
+        if provider["group"] == "ours" and provider["status"] != "ok"
+    ]
 
 
 # --- Markdown -----------------------------------------------------------------------------------------------------
@@ -135,13 +146,16 @@ def _device_cells(record, provider, ceiling):
     time = provider["ms"]
     speed = f"{record['nbytes'] / time['median'] / 1e9:.2f}" if record["nbytes"] else "-"
     ratio = f"{time['median'] / ceiling:.3f}" if ceiling else "-"
-    errors = ", ".join(f"{name} {value:.1e}" for name, value in provider.get("errors", {}).items())
+    errors = {
+        name: "not finite" if value is None else f"{value:.1e}"
+        for name, value in provider.get("errors", {}).items()
+    }
     spread = f"{_number(time['q25'], 4)} - {_number(time['q75'], 4)}"
     latency = provider.get("latency_ms", {}).get("median")
     peak = provider.get("peak_mib")
     return [
         _number(time["median"], 4), spread, speed, ratio, "-" if peak is None else f"{peak:.0f}",
-        _number(latency, 4), errors or "-",
+        _number(latency, 4), ", ".join(f"{name} {value}" for name, value in errors.items()) or "-",
     ]  # fmt: skip
 
 
@@ -232,7 +246,7 @@ def plot(result, stem):
     from matplotlib import pyplot
 
     paths = []
-    for op in dict.fromkeys(record["op"] for record in result["rows"]):
+    for op in dict.fromkeys(record["op"] for record in result["rows"] if record["contests"]):
         records = [record for record in result["rows"] if record["op"] == op]
         colors = _colors(records)
         heights = [1 + 0.22 * len(record["providers"]) for record in records]

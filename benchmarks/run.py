@@ -1,7 +1,7 @@
 """Runs the benchmarks: ``python benchmarks/run.py [op ...] [--quick] [--plots] [--json PATH] [--compile]``.
 
 Prints one table per row and, at the end, the verdict against liger-kernel; writes the same as Markdown and JSON.
-See docs/performance/README.md.
+The exit status is 1 if one of our own providers failed or gave wrong results. See docs/performance/README.md.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from harness import Options, Row
 from measure import MIB, Cpu, Gpu, measure_all
-from report import environment, markdown, plot, verdict
+from report import environment, faults, markdown, plot, verdict
 
 OPS = ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce")
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -92,7 +92,10 @@ def main(arguments=None):
     if parsed.plots:
         for picture in plot(result, path.with_suffix("")):
             print(f"written: {picture}", file=sys.stderr)
-    return 0
+    problems = faults(result["rows"])
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
