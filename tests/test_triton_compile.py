@@ -10,7 +10,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from liger.triton_kernels import rms_norm
+from liger.triton_kernels import rescale, rms_norm, rope, swiglu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
@@ -44,7 +44,38 @@ def rms_norm_launches(dtype):
         rms_norm.fused_add_rms_norm_backward(x, x, x, weight, rstd, 1.0, "gemma", True, False)
 
 
-LAUNCHES = {rms_norm: rms_norm_launches}
+def rope_launches(dtype):
+    q, k = torch.zeros(2, 9, 32, 128, dtype=dtype).transpose(1, 2), torch.zeros(2, 8, 9, 128, dtype=dtype)
+    for rotary in (128, 48):
+        for interleaved in (False, True):
+            rope.rope(q, k, *torch.zeros(2, 9, rotary, dtype=dtype), interleaved)
+            rope.rope_backward(q, k, *torch.zeros(2, 2, 9, rotary), interleaved)
+
+
+def swiglu_launches(dtype):
+    for width in (100, 14336):
+        packed = torch.zeros(3, 2 * width, dtype=dtype)
+        gate, up = packed.chunk(2, -1)
+        for emit_product in (False, True):
+            swiglu.swiglu_backward(gate, gate, up, emit_product)
+            swiglu.swiglu_packed_backward(gate, packed, emit_product)
+        swiglu.swiglu(gate, up)
+        swiglu.swiglu_packed(packed)
+        swiglu.swiglu_packed_backward_(gate, packed)
+
+
+def rescale_launches(dtype):
+    for factor in (torch.zeros(()), torch.zeros(1, dtype=dtype)):
+        rescale.rescale(torch.zeros(5, 4096, dtype=dtype), factor)
+        rescale.rescale_(torch.zeros(333, dtype=dtype), factor)
+
+
+LAUNCHES = {
+    rms_norm: rms_norm_launches,
+    rope: rope_launches,
+    swiglu: swiglu_launches,
+    rescale: rescale_launches,
+}
 
 
 def source_and_options(kernel, args, kwargs):

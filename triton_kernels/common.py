@@ -1,4 +1,4 @@
-"""What the launchers share: dtype checks, rows of strided tensors, launch sizes.
+"""What the ops share: dtype checks, rows of strided tensors, tiles, launch sizes.
 
 A row is the last dimension of a tensor. Kernels take tensors whose rows are dense and evenly spaced, as a pointer and
 one row stride; everything else is copied before (inputs) or after (outputs).
@@ -7,6 +7,8 @@ one row stride; everything else is copied before (inputs) or after (outputs).
 import functools
 
 import torch
+import triton
+import triton.language as tl
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -84,6 +86,22 @@ def multiprocessors(tensor):
     """Streaming multiprocessors of the device of a tensor; under the interpreter a number that leaves several rows to
     a program even in small tests."""
     return _multiprocessors(tensor.device) if tensor.is_cuda else 2
+
+
+def elementwise_tile(n_rows, n_cols):
+    """(rows per tile, columns per tile, tiles) for kernels that treat every element alone."""
+    block_cols = min(triton.next_power_of_2(n_cols), 1024)
+    block_rows = 1024 // block_cols
+    return block_rows, block_cols, triton.cdiv(n_rows, block_rows) * triton.cdiv(n_cols, block_cols)
+
+
+@triton.jit
+def tile_at(index, n_rows, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """(row indices as a column, column indices as a row, mask) of a tile; tiles are numbered along the rows."""
+    tiles_per_row = tl.cdiv(n_cols, BLOCK_COLS)
+    rows = (index // tiles_per_row).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    cols = (index % tiles_per_row) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
+    return rows, cols, (rows < n_rows) & (cols < n_cols)
 
 
 def warps_for(elements):

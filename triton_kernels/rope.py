@@ -1,0 +1,139 @@
+"""Rotary position embedding of queries and keys in one launch, forward and backward.
+
+A program takes one token: it loads the cosines and sines once and rotates all heads of q, then all of k. Tensors are
+addressed by their four strides, so that views such as ``(B, T, H, D).transpose(1, 2)`` need no copy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import on_device_of, require_dtype
+
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_pairs(
+    rows_ptr, stride, row_mask, half, ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    """The first and the second entries of the pairs, two (ROWS, HALF) tiles in float32."""
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * HALF)[None, :]
+        x = tl.load(rows_ptr + cols * stride, mask=row_mask & (cols < 2 * half), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, [ROWS, HALF, 2]))
+    else:
+        cols = tl.arange(0, HALF)[None, :]
+        mask = row_mask & (cols < half)
+        first = tl.load(rows_ptr + cols * stride, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(rows_ptr + (half + cols) * stride, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _store_pairs(
+    rows_ptr, stride, row_mask, half, first, second,
+    ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = rows_ptr.dtype.element_ty
+    if INTERLEAVED:
+        cols = tl.arange(0, 2 * HALF)[None, :]
+        x = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), [ROWS, 2 * HALF])
+        tl.store(rows_ptr + cols * stride, x, mask=row_mask & (cols < 2 * half))
+    else:
+        cols = tl.arange(0, HALF)[None, :]
+        mask = row_mask & (cols < half)
+        tl.store(rows_ptr + cols * stride, first.to(dtype), mask=mask)
+        tl.store(rows_ptr + (half + cols) * stride, second.to(dtype), mask=mask)
+
+
+@triton.jit
+def _rotate_heads(
+    x_ptr, x_head_stride, x_dim_stride, out_ptr, out_head_stride, out_dim_stride, n_heads, cos1, cos2, sin1, sin2,
+    half, rest, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    for first_head in range(0, n_heads, HEADS):
+        heads = (first_head + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+        head_mask = heads < n_heads
+        x_rows = x_ptr + heads * x_head_stride
+        out_rows = out_ptr + heads * out_head_stride
+        x1, x2 = _load_pairs(x_rows, x_dim_stride, head_mask, half, HEADS, HALF, INTERLEAVED)
+        out1, out2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+        _store_pairs(out_rows, out_dim_stride, head_mask, half, out1, out2, HEADS, HALF, INTERLEAVED)
+        if REST > 0:
+            cols = tl.arange(0, REST)[None, :]
+            mask = head_mask & (cols < rest)
+            passed = tl.load(x_rows + (2 * half + cols) * x_dim_stride, mask=mask)
+            tl.store(out_rows + (2 * half + cols) * out_dim_stride, passed, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_tokens", "cos_batch_stride", "sin_batch_stride"])
+def rope_kernel(
+    q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_dim_stride,
+    k_ptr, k_batch_stride, k_head_stride, k_token_stride, k_dim_stride,
+    q_out_ptr, q_out_batch_stride, q_out_head_stride, q_out_token_stride, q_out_dim_stride,
+    k_out_ptr, k_out_batch_stride, k_out_head_stride, k_out_token_stride, k_out_dim_stride,
+    cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
+    sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride,
+    n_tokens, q_heads, k_heads, half, rest,
+    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    batch = (tl.program_id(0) // n_tokens).to(tl.int64)
+    token = (tl.program_id(0) % n_tokens).to(tl.int64)
+    one_row = tl.full([1, 1], True, tl.int1)
+    cos_row = cos_ptr + batch * cos_batch_stride + token * cos_token_stride + tl.zeros([1, 1], tl.int32)
+    sin_row = sin_ptr + batch * sin_batch_stride + token * sin_token_stride + tl.zeros([1, 1], tl.int32)
+    cos1, cos2 = _load_pairs(cos_row, cos_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
+    sin1, sin2 = _load_pairs(sin_row, sin_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
+    if BACKWARD:
+        # The transpose of [[cos1, -sin1], [sin2, cos2]].
+        sin1, sin2 = -sin2, -sin1
+    _rotate_heads(
+        q_ptr + batch * q_batch_stride + token * q_token_stride, q_head_stride, q_dim_stride,
+        q_out_ptr + batch * q_out_batch_stride + token * q_out_token_stride, q_out_head_stride, q_out_dim_stride,
+        q_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
+    )  # fmt: skip
+    _rotate_heads(
+        k_ptr + batch * k_batch_stride + token * k_token_stride, k_head_stride, k_dim_stride,
+        k_out_ptr + batch * k_out_batch_stride + token * k_out_token_stride, k_out_head_stride, k_out_dim_stride,
+        k_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
+    )  # fmt: skip
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------
+
+
+def _table_strides(table):
+    """(batch, token, dim) strides of a cosine or sine table of either rank; one table serves every batch entry."""
+    *batch, token, dim = table.stride()
+    return (batch[0] if batch and table.shape[0] > 1 else 0), token, dim
+
+
+def _rope(op, q, k, cos, sin, interleaved, backward):
+    torch.ops.liger.check_rope(q, k, cos, sin, interleaved)
+    require_dtype(op, "q", q)
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    batch, q_heads, n_tokens, head_dim = q.shape
+    k_heads = k.shape[1]
+    if batch * n_tokens * head_dim * (q_heads + k_heads) == 0:
+        return q_out, k_out
+    half = cos.shape[-1] // 2
+    rest = head_dim - 2 * half
+    half_block = triton.next_power_of_2(max(half, 1))
+    heads = min(max(2048 // half_block, 1), triton.next_power_of_2(max(q_heads, k_heads)))
+    with on_device_of(q):
+        rope_kernel[(batch * n_tokens,)](
+            q, *q.stride(), k, *k.stride(), q_out, *q_out.stride(), k_out, *k_out.stride(),
+            cos, *_table_strides(cos), sin, *_table_strides(sin), n_tokens, q_heads, k_heads, half, rest,
+            backward, interleaved, heads, half_block, triton.next_power_of_2(rest) if rest else 0,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def rope(q, k, cos, sin, interleaved=False):
+    return _rope("rope", q, k, cos, sin, interleaved, False)
+
+
+def rope_backward(grad_q_out, grad_k_out, cos, sin, interleaved=False):
+    return _rope("rope_backward", grad_q_out, grad_k_out, cos, sin, interleaved, True)
