@@ -1,7 +1,7 @@
 # Whether to build the CUDA kernels, and for which architectures.
 #
 #   LIGER_BUILD_CUDA   auto (default): build them where nvcc is found; 1: nvcc is required; 0: leave them out
-#   LIGER_CUDA_ARCHS   e.g. "80;90a"; TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX") is read when it is not set
+#   LIGER_CUDA_ARCHS   e.g. "80;90a" or "8.0 9.0a"; TORCH_CUDA_ARCH_LIST ("8.0;9.0a+PTX") is read when it is not set
 
 set(LIGER_DEFAULT_ARCHS 80 86 89 90a 100 120)
 
@@ -31,6 +31,10 @@ endif()
 
 if(NOT cuda_wanted STREQUAL "0")
   include(CheckLanguage)
+  if(NOT CMAKE_CUDA_COMPILER)
+    # "Not found" is cached: forget it, so that a build folder sees an nvcc that was installed since.
+    unset(CMAKE_CUDA_COMPILER CACHE)
+  endif()
   # An explicit architecture keeps the compiler probe from asking for one that this nvcc may have dropped.
   set(CMAKE_CUDA_ARCHITECTURES 80)
   check_language(CUDA)
@@ -52,18 +56,18 @@ set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 
 # Architectures as numbers (80, 90a), from whichever setting was given.
-set(archs ${LIGER_CUDA_ARCHS})
-if(NOT archs AND DEFINED ENV{TORCH_CUDA_ARCH_LIST})
-  string(REGEX REPLACE "[ ,]+" ";" archs "$ENV{TORCH_CUDA_ARCH_LIST}")
-  string(REPLACE "+PTX" "" archs "${archs}")
-  string(REPLACE "." "" archs "${archs}")
+set(archs "${LIGER_CUDA_ARCHS}")
+if(archs STREQUAL "")
+  set(archs "$ENV{TORCH_CUDA_ARCH_LIST}")
 endif()
 string(REGEX REPLACE "[ ,]+" ";" archs "${archs}")
+# PTX is added below, whether asked for or not.
+string(REGEX REPLACE "[+]PTX|[.]" "" archs "${archs}")
 
 execute_process(COMMAND ${CMAKE_CUDA_COMPILER} --list-gpu-arch OUTPUT_VARIABLE known_archs OUTPUT_STRIP_TRAILING_WHITESPACE)
 string(REGEX MATCHALL "[0-9]+" known_archs "${known_archs}")
 function(liger_arch_known arch out)
-  string(REGEX REPLACE "[a-z]+$" "" number "${arch}")
+  string(REGEX REPLACE "[af]$" "" number "${arch}")
   if(number IN_LIST known_archs)
     set(${out} TRUE PARENT_SCOPE)
   else()
@@ -106,6 +110,11 @@ endif()
 list(JOIN built " " LIGER_CUDA_ARCHS_BUILT)
 message(STATUS "liger: CUDA ${CMAKE_CUDA_COMPILER_VERSION} kernels for ${LIGER_CUDA_ARCHS_BUILT}")
 
+# ninja runs one nvcc per source and core; cores that this leaves over compile architectures side by side.
+cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
+list(LENGTH LIGER_CUDA_OPS sources)
+math(EXPR nvcc_threads "(${cores} + ${sources} - 1) / ${sources}")
+
 add_library(liger_cuda_flags INTERFACE)
 add_library(liger::cuda ALIAS liger_cuda_flags)
 target_include_directories(liger_cuda_flags INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
@@ -114,7 +123,8 @@ target_compile_definitions(liger_cuda_flags INTERFACE USE_CUDA)
 target_compile_options(liger_cuda_flags INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:${gencode}>"
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>
-  $<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda>)
+  $<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda>
+  $<$<COMPILE_LANGUAGE:CUDA>:--threads=${nvcc_threads}>)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(liger_cuda_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
 endif()
