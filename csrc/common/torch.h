@@ -1,4 +1,5 @@
-// The little that CUDA ops need from torch beyond torch::stable: the current stream, launch errors, allocation.
+// The little that CUDA ops need from torch beyond torch::stable: the current stream, launch errors,
+// allocation.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/rows.cuh"
 
 namespace liger {
 
@@ -25,8 +27,11 @@ inline void check_cuda(cudaError_t status, const char* op) {
   require(status == cudaSuccess, op, ": ", cudaGetErrorName(status), ": ", cudaGetErrorString(status));
 }
 
-// After every launch: a kernel that could not start (no image for this device, too much shared memory) says so here.
-inline void check_launch(const char* op) { check_cuda(cudaGetLastError(), op); }
+// After every launch: a kernel that could not start (no image for this device, too much shared memory) says
+// so here.
+inline void check_launch(const char* op) {
+  check_cuda(cudaGetLastError(), op);
+}
 
 // Attributes never change while the process lives, and cudaGetDeviceProperties takes milliseconds.
 struct DeviceAttributes {
@@ -41,9 +46,44 @@ inline Tensor empty(std::vector<int64_t> shape, ScalarType dtype, const Tensor& 
 }
 
 // The stand-in for an output that was not asked for.
-inline Tensor no_tensor(ScalarType dtype, const Tensor& like) { return empty({0}, dtype, like); }
+inline Tensor no_tensor(ScalarType dtype, const Tensor& like) {
+  return empty({0}, dtype, like);
+}
 
-inline const void* data(const std::optional<Tensor>& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
+inline const void* data(const std::optional<Tensor>& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
+}
+
+// The rows of a tensor (..., H), or nothing where its last dimension is not dense or its leading ones are too
+// scattered.
+std::optional<Rows> rows_of(const Tensor& tensor);
+
+// An argument seen as rows; its tensor is a contiguous copy where its strides are no rows, or where
+// `one_stride` asks for evenly spaced ones and they are not.
+struct RowInput {
+  Tensor tensor;
+  Rows rows;
+  const void* data() const { return tensor.const_data_ptr(); }
+};
+RowInput row_input(const Tensor& tensor, bool one_stride = false);
+
+// A result seen as rows. A kernel writes `written`; finish() copies it over where the strides of `result` are
+// no rows.
+struct RowOutput {
+  Tensor result, written;
+  Rows rows;
+  void* data() const { return written.mutable_data_ptr(); }
+  void finish();
+};
+RowOutput row_output(const Tensor& result, bool one_stride = false);
+
+// Whether the elements fill their memory without gaps or overlaps, in any order of the dimensions.
+bool is_dense(const Tensor& tensor);
+// Whether equal offsets in memory mean equal indices.
+bool same_strides(const Tensor& a, const Tensor& b);
+
+void require_like(const char* op, const char* name, const Tensor& tensor, const char* other_name,
+                  const Tensor& other);
 
 // CUDA kernels compute float16, bfloat16 and float32; float64 belongs to the torch backend.
 void require_cuda_dtype(const char* op, const char* name, const Tensor& tensor);

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace liger {
 
@@ -51,6 +52,33 @@ __device__ __forceinline__ float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
+// Conversions of a whole vector, two elements per instruction where the hardware has one.
+template <typename T, int N>
+__device__ __forceinline__ void unpack(const Vec<T, N>& x, float (&out)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = to_float(x.v[i]);
+}
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> pack(const float (&x)[N]) {
+  Vec<T, N> out;
+  if constexpr (N % 2 == 0 && sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const __half2 two = __floats2half2_rn(x[i], x[i + 1]);
+        out.v[i] = two.x, out.v[i + 1] = two.y;
+      } else {
+        const __nv_bfloat162 two = __floats2bfloat162_rn(x[i], x[i + 1]);
+        out.v[i] = two.x, out.v[i + 1] = two.y;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out.v[i] = from_float<T>(x[i]);
+  }
+  return out;
+}
+
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);
@@ -73,6 +101,67 @@ __device__ __forceinline__ void store_streaming(T* p, const Vec<T, N>& x) {
   __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&x));
 }
 
-inline bool is_aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+// N consecutive elements as floats, in 16-byte accesses where N fills them.
+template <int N, typename T>
+__device__ __forceinline__ void load_floats(const T* p, float (&out)[N]) {
+  constexpr int kWidth = N < kVec<T> ? N : kVec<T>;
+#pragma unroll
+  for (int i = 0; i < N; i += kWidth) {
+    const Vec<T, kWidth> x = load<T, kWidth>(p + i);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) out[i + j] = to_float(x.v[j]);
+  }
+}
+template <int N>
+__device__ __forceinline__ void store_floats(float* p, const float (&x)[N]) {
+  constexpr int kWidth = N < 4 ? N : 4;
+#pragma unroll
+  for (int i = 0; i < N; i += kWidth) {
+    Vec<float, kWidth> out;
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) out.v[j] = x[i + j];
+    store(p + i, out);
+  }
+}
+
+// Global to shared memory without passing through registers (cp.async needs 4, 8 or 16 bytes).
+template <typename T, int N>
+__device__ __forceinline__ void copy_async(Vec<T, N>* shared, const T* global) {
+  constexpr int kBytes = sizeof(Vec<T, N>);
+  if constexpr (kBytes == 16) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+  } else if constexpr (kBytes >= 4) {
+    const unsigned address = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(global), "n"(kBytes)
+                 : "memory");
+  } else {
+    *shared = load<T, N>(global);
+  }
+}
+__device__ __forceinline__ void commit_async() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Waits until at most `pending` (0 to 3) of this thread's committed groups are still under way.
+__device__ __forceinline__ void wait_async(int pending) {
+  switch (pending) {
+    case 0:
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      break;
+    case 1:
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      break;
+    case 2:
+      asm volatile("cp.async.wait_group 2;" ::: "memory");
+      break;
+    default:
+      asm volatile("cp.async.wait_group 3;" ::: "memory");
+      break;
+  }
+}
+
+inline bool is_aligned16(const void* p) {
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0;
+}
 
 }  // namespace liger

@@ -1,0 +1,349 @@
+// RMSNorm backward: grad_x and grad_weight from one reading of x and grad_y.
+//
+// With w = offset + weight and c = mean(grad_y * w * x * rstd): grad_x = rstd * (grad_y * w - x * rstd * c),
+// and grad_weight = sum over rows of grad_y * (x * rstd). Blocks are persistent and keep their part of
+// grad_weight in float registers over all their rows; the parts meet in a second kernel in a fixed order, so
+// that the bits never vary.
+#pragma once
+
+#include "common/rows.cuh"
+#include "kernels/rms_norm.cuh"
+#include "kernels/row_tile.cuh"
+
+namespace liger {
+
+struct RmsNormBackward {
+  const void *grad_y, *grad_residual, *x, *weight;  // grad_residual (added to grad_x) and weight may be null
+  const float* rstd;
+  void* grad_x;    // null where it is not needed
+  float* partial;  // (blocks, hidden) parts of grad_weight; null where it is not needed
+  Rows grad_y_rows, grad_residual_rows, x_rows, grad_x_rows;
+  int64_t rows, hidden;
+  float offset;
+  bool float_weight, round_scaled;
+};
+
+// The share of a row in c, and its share in grad_weight.
+template <typename T, int N>
+__device__ __forceinline__ void accumulate_weight_grad(const float (&x)[N], const float (&g)[N], float rstd,
+                                                       bool round_scaled, float (&sum)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float scaled = x[i] * rstd;
+    sum[i] = fmaf(g[i], round_scaled ? round_to<T>(scaled) : scaled, sum[i]);
+  }
+}
+
+// rstd * (g * w) - x * shift (+ residual), with shift = rstd^2 * c.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T, N>& g, const float (&w)[N],
+                                                 const Vec<T, N>* residual, float rstd, float shift) {
+  float xs[N], gs[N];
+  unpack(x, xs);
+  unpack(g, gs);
+#pragma unroll
+  for (int i = 0; i < N; ++i) gs[i] = fmaf(-shift, xs[i], rstd * (gs[i] * w[i]));
+  if (residual) {
+    unpack(*residual, xs);
+#pragma unroll
+    for (int i = 0; i < N; ++i) gs[i] += xs[i];
+  }
+  return pack<T, N>(gs);
+}
+
+template <typename T, int N, int V, int R, bool Residual>
+__global__ void __launch_bounds__(V == 1 ? 256 : kMaxRowThreads, V == 1 ? 2 : 1)
+    rms_norm_backward_kernel(const RmsNormBackward p, int lanes, int stages) {
+  using Vector = Vec<T, N>;
+  constexpr int kStreams = Residual ? 3 : 2;
+  extern __shared__ __align__(16) unsigned char shared[];
+  __shared__ float scratch[RowSum<R>::kScratch];
+  Vector* ring = reinterpret_cast<Vector*>(shared) + threadIdx.x;
+  const int groups = blockDim.x / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const int vectors = static_cast<int>(p.hidden / N);
+  const int64_t step = int64_t{gridDim.x} * groups * R;
+
+  const auto slot = [&](int stage, int r, int stream, int j) -> Vector& {
+    return ring[(((stage * R + r) * kStreams + stream) * V + j) * blockDim.x];
+  };
+  const auto fetch = [&](int stage, int64_t first) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int64_t row = first + r * groups;
+      if (row >= p.rows) break;
+      const T* x = static_cast<const T*>(p.x) + p.x_rows.offset(row);
+      const T* g = static_cast<const T*>(p.grad_y) + p.grad_y_rows.offset(row);
+      const T* residual =
+          Residual ? static_cast<const T*>(p.grad_residual) + p.grad_residual_rows.offset(row) : nullptr;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const int vector = lane + j * lanes;
+        if (vector < vectors) {
+          copy_async(&slot(stage, r, 0, j), x + vector * N);
+          copy_async(&slot(stage, r, 1, j), g + vector * N);
+          if constexpr (Residual) copy_async(&slot(stage, r, 2, j), residual + vector * N);
+        }
+      }
+    }
+    commit_async();
+  };
+  const auto fetch_rstd = [&](int64_t first, float (&rstd)[R]) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) rstd[r] = first + r * groups < p.rows ? p.rstd[first + r * groups] : 0.0f;
+  };
+
+  int64_t first = int64_t{blockIdx.x} * groups * R + group;
+  for (int stage = 0; stage < stages; ++stage) fetch(stage, first + stage * step);
+  float next_rstd[R];
+  fetch_rstd(first, next_rstd);
+  float w[V][N], weight_grad[V][N];
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int vector = lane + j * lanes;
+    if (vector < vectors) load_weight<T, N>(p.weight, p.float_weight, p.offset, int64_t{vector} * N, w[j]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) weight_grad[j][i] = 0.0f;
+  }
+  RowSum<R> row_sum(scratch, lanes);
+  const bool need_x = p.grad_x != nullptr, need_weight = p.partial != nullptr;
+  const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
+
+  int stage = 0;
+  // All threads of a block take the same number of steps, rows or not: they meet in row_sum.
+  for (; first - group < p.rows; first += step) {
+    wait_async(stages - 1);
+    float rstd[R], dot[R];
+    Vector x[R][V], g[R][V], residual[Residual ? R : 1][Residual ? V : 1];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      rstd[r] = next_rstd[r];
+      dot[r] = 0.0f;
+      const bool active = first + r * groups < p.rows;
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (!active || lane + j * lanes >= vectors) continue;
+        x[r][j] = slot(stage, r, 0, j);
+        g[r][j] = slot(stage, r, 1, j);
+        if constexpr (Residual) residual[r][j] = slot(stage, r, 2, j);
+        float xs[N], gs[N];
+        unpack(x[r][j], xs);
+        unpack(g[r][j], gs);
+#pragma unroll
+        for (int i = 0; i < N; ++i) dot[r] = fmaf(gs[i] * w[j][i], xs[i], dot[r]);
+        if (need_weight) accumulate_weight_grad<T, N>(xs, gs, rstd[r], p.round_scaled, weight_grad[j]);
+      }
+    }
+    fetch(stage, first + stages * step);
+    fetch_rstd(first + step, next_rstd);
+    stage = stage + 1 == stages ? 0 : stage + 1;
+    if (!need_x) continue;
+    row_sum(dot);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int64_t row = first + r * groups;
+      if (row >= p.rows) break;
+      const float shift = rstd[r] * rstd[r] * rstd[r] * (dot[r] * inverse_hidden);
+      T* grad_x = static_cast<T*>(p.grad_x) + p.grad_x_rows.offset(row);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        const int vector = lane + j * lanes;
+        if (vector < vectors) {
+          const Vector* extra = Residual ? &residual[Residual ? r : 0][Residual ? j : 0] : nullptr;
+          store(grad_x + vector * N, grad_vector(x[r][j], g[r][j], w[j], extra, rstd[r], shift));
+        }
+      }
+    }
+  }
+
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+  if (!need_weight) return;
+  float* out = p.partial + int64_t{blockIdx.x} * p.hidden;
+  if (groups == 1) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const int vector = lane + j * lanes;
+      if (vector < vectors) store_floats<N>(out + vector * N, weight_grad[j]);
+    }
+    return;
+  }
+  // The rows of a block meet in shared memory, in the order of their groups. Nothing is under way into the
+  // ring: the groups committed last were empty, but they must be seen to end before it is used anew.
+  wait_async(0);
+  __syncthreads();
+  float* sums = reinterpret_cast<float*>(shared);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int vector = lane + j * lanes;
+    if (vector < vectors) store_floats<N>(sums + (group * vectors + vector) * N, weight_grad[j]);
+  }
+  __syncthreads();
+  for (int column = threadIdx.x; column < p.hidden; column += blockDim.x) {
+    float sum = 0.0f;
+    for (int other = 0; other < groups; ++other) sum += sums[other * p.hidden + column];
+    out[column] = sum;
+  }
+}
+
+// grad_x of rows that are too wide to be held; the second reading mostly meets the L2 cache.
+template <typename T, int N>
+__global__ void __launch_bounds__(kMaxRowThreads) rms_norm_backward_wide_kernel(const RmsNormBackward p) {
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(p.x) + p.x_rows.offset(row);
+  const T* g = static_cast<const T*>(p.grad_y) + p.grad_y_rows.offset(row);
+  const T* residual = static_cast<const T*>(p.grad_residual) + p.grad_residual_rows.offset(row);
+  T* grad_x = static_cast<T*>(p.grad_x) + p.grad_x_rows.offset(row);
+  const int64_t begin = int64_t{threadIdx.x} * N, step = int64_t{blockDim.x} * N;
+  const float rstd = p.rstd[row];
+  float dot = 0.0f;
+#pragma unroll 2
+  for (int64_t column = begin; column < p.hidden; column += step) {
+    float w[N], xs[N], gs[N];
+    load_weight<T, N>(p.weight, p.float_weight, p.offset, column, w);
+    unpack(load<T, N>(x + column), xs);
+    unpack(load<T, N>(g + column), gs);
+#pragma unroll
+    for (int i = 0; i < N; ++i) dot = fmaf(gs[i] * w[i], xs[i], dot);
+  }
+  dot = block_reduce<Sum>(dot, scratch);
+  const float shift = rstd * rstd * rstd * (dot / static_cast<float>(p.hidden));
+#pragma unroll 2
+  for (int64_t column = begin; column < p.hidden; column += step) {
+    float w[N];
+    load_weight<T, N>(p.weight, p.float_weight, p.offset, column, w);
+    Vec<T, N> extra;
+    if (p.grad_residual) extra = load<T, N>(residual + column);
+    store(grad_x + column, grad_vector(load<T, N>(x + column), load<T, N>(g + column), w,
+                                       p.grad_residual ? &extra : nullptr, rstd, shift));
+  }
+}
+
+// Parts of grad_weight of wide rows: a thread owns N columns, a block every gridDim.y-th row of them.
+template <typename T, int N>
+__global__ void __launch_bounds__(256) rms_norm_weight_grad_kernel(const RmsNormBackward p) {
+  const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N;
+  if (column >= p.hidden) return;
+  float sum[N] = {};
+#pragma unroll 4
+  for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
+    float xs[N], gs[N];
+    unpack(load<T, N>(static_cast<const T*>(p.x) + p.x_rows.offset(row) + column), xs);
+    unpack(load<T, N>(static_cast<const T*>(p.grad_y) + p.grad_y_rows.offset(row) + column), gs);
+    accumulate_weight_grad<T, N>(xs, gs, p.rstd[row], p.round_scaled, sum);
+  }
+  store_floats<N>(p.partial + blockIdx.y * p.hidden + column, sum);
+}
+
+// out[h] = sum of partial[b][h] over the blocks b. A block takes 32 columns; its 32 warps take every 32nd
+// part each.
+template <typename W>
+__global__ void __launch_bounds__(1024)
+    sum_partials_kernel(const float* partial, W* out, int64_t hidden, int parts) {
+  __shared__ float sums[32][33];
+  const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+  float sum = 0.0f;
+  if (column < hidden) {
+#pragma unroll 4
+    for (int part = threadIdx.y; part < parts; part += 32) sum += partial[part * hidden + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  sum = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
+  const int64_t own = int64_t{blockIdx.x} * 32 + threadIdx.y;
+  if (threadIdx.x == 0 && own < hidden) out[own] = from_float<W>(sum);
+}
+
+// How many parts of grad_weight launch_rms_norm_backward will write: a function of the shape and the device
+// only.
+struct BackwardPlan {
+  RowPlan rows;
+  int parts;
+};
+
+template <typename T>
+BackwardPlan plan_rms_norm_backward(int64_t rows, int64_t hidden, bool vectorised, bool residual,
+                                    int multiprocessors, int shared_limit) {
+  const int n = vectorised ? kVec<T> : 1;
+  BackwardPlan plan{plan_rows(rows, hidden / n, n * sizeof(T), vectorised, residual ? 3 : 2, true,
+                              multiprocessors, shared_limit),
+                    0};
+  if (plan.rows.width == 0) {
+    const int64_t columns = (hidden + 256 * n - 1) / (256 * n);
+    plan.parts = static_cast<int>(std::min(rows, std::max<int64_t>(1, 8 * multiprocessors / columns)));
+  } else {
+    plan.parts = plan.rows.blocks;
+    if (plan.rows.groups() > 1) {
+      const int sums = plan.rows.groups() * static_cast<int>(hidden * sizeof(float));
+      plan.rows.shared = std::max(plan.rows.shared, sums);
+    }
+  }
+  return plan;
+}
+
+template <typename T, int N, int V, int R, bool Residual>
+void launch_rms_norm_backward_tile(const RmsNormBackward& p, const RowPlan& plan, cudaStream_t stream) {
+  const auto kernel = rms_norm_backward_kernel<T, N, V, R, Residual>;
+  allow_shared(kernel, plan.shared);
+  kernel<<<plan.blocks, plan.threads, plan.shared, stream>>>(p, plan.lanes, plan.stages);
+}
+
+template <typename T, bool Residual>
+void launch_rms_norm_backward_rows(const RmsNormBackward& p, const RowPlan& plan, bool vectorised,
+                                   cudaStream_t stream) {
+  if (!vectorised) {
+    launch_rms_norm_backward_tile<T, 1, 8, 1, Residual>(p, plan, stream);
+  } else if (plan.width == 1) {
+    launch_rms_norm_backward_tile<T, kVec<T>, 1, 2, Residual>(p, plan, stream);
+  } else if (plan.width == 2) {
+    launch_rms_norm_backward_tile<T, kVec<T>, 2, 1, Residual>(p, plan, stream);
+  } else {
+    launch_rms_norm_backward_tile<T, kVec<T>, 4, 1, Residual>(p, plan, stream);
+  }
+}
+
+template <typename T, int N>
+void launch_rms_norm_backward_wide(const RmsNormBackward& p, int parts, cudaStream_t stream) {
+  if (p.grad_x)
+    rms_norm_backward_wide_kernel<T, N><<<static_cast<unsigned>(p.rows), kMaxRowThreads, 0, stream>>>(p);
+  if (p.partial) {
+    const dim3 grid(static_cast<unsigned>((p.hidden + 256 * N - 1) / (256 * N)), parts);
+    rms_norm_weight_grad_kernel<T, N><<<grid, 256, 0, stream>>>(p);
+  }
+}
+
+// vectorised: every row of every tensor starts at a multiple of 16 bytes and holds whole vectors.
+template <typename T>
+void launch_rms_norm_backward(const RmsNormBackward& p, const BackwardPlan& plan, bool vectorised,
+                              cudaStream_t stream) {
+  if (plan.rows.width == 0) {
+    vectorised ? launch_rms_norm_backward_wide<T, kVec<T>>(p, plan.parts, stream)
+               : launch_rms_norm_backward_wide<T, 1>(p, plan.parts, stream);
+  } else if (p.grad_residual) {
+    launch_rms_norm_backward_rows<T, true>(p, plan.rows, vectorised, stream);
+  } else {
+    launch_rms_norm_backward_rows<T, false>(p, plan.rows, vectorised, stream);
+  }
+}
+
+// overlap: the launch itself runs beside the end of the kernel before it (compute capability 9.0 and later).
+template <typename W>
+void launch_sum_partials(const float* partial, W* out, int64_t hidden, int parts, bool overlap,
+                         cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((hidden + 31) / 32));
+  config.blockDim = dim3(32, 32);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  cudaLaunchKernelEx(&config, sum_partials_kernel<W>, partial, out, hidden, parts);
+}
+
+}  // namespace liger

@@ -1,0 +1,112 @@
+// How the row kernels spread rows over threads, keep rows to come under way, and sum along a row.
+//
+// A row belongs to `lanes` neighbouring threads, each with `width` vectors of it: small rows share a block,
+// larger ones take a whole block. Blocks are persistent; every thread copies its own vectors of the next
+// `stages` steps into its own slots of shared memory, so the ring needs no barrier, and a slot is refilled as
+// soon as its thread has read it.
+#pragma once
+
+#include <algorithm>
+
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+
+namespace liger {
+
+inline constexpr int kMaxRowThreads = 512;
+inline constexpr int kMaxRowWarps = kMaxRowThreads / 32;
+
+struct RowPlan {
+  int width;    // vectors per thread; 0: the row is too wide for one block to hold
+  int rows;     // rows per thread group and step
+  int lanes;    // threads per row
+  int threads;  // threads per block
+  int stages;   // steps under way
+  int blocks;
+  int shared;  // bytes of dynamic shared memory
+  int groups() const { return threads / lanes; }
+};
+
+// backward: two tensors are read per row instead of one, and blocks are few because each writes a partial
+// result.
+inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool vectorised, int streams,
+                         bool backward, int multiprocessors, int shared_limit) {
+  RowPlan plan{};
+  if (!vectorised) {
+    plan.width = vectors <= 8 * kMaxRowThreads ? 8 : 0;
+  } else if (vectors <= 128) {
+    plan.width = vectors <= 32 ? 1 : vectors <= 64 ? 2 : 4;
+  } else {
+    plan.width = vectors <= 256 ? 1 : vectors <= 1024 ? 2 : vectors <= 2048 ? 4 : 0;
+  }
+  if (plan.width == 0) return plan;
+
+  const int lanes = static_cast<int>((vectors + plan.width - 1) / plan.width);
+  if (lanes <= 32) {
+    plan.lanes = 1;
+    while (plan.lanes < lanes) plan.lanes *= 2;
+    plan.threads = 256;
+  } else {
+    plan.lanes = plan.threads = (lanes + 31) / 32 * 32;
+  }
+  // Two rows at once where a thread holds little of one: their reductions overlap.
+  plan.rows = backward && plan.width == 1 ? 2 : 1;
+
+  const bool many_registers = backward || plan.width >= 4;
+  const int per_multiprocessor =
+      std::clamp((many_registers ? 512 : 1024) / plan.threads, 1, backward ? 4 : 16);
+  const int64_t steps = (rows + plan.groups() * plan.rows - 1) / (plan.groups() * plan.rows);
+  plan.blocks = static_cast<int>(std::min<int64_t>(steps, int64_t{multiprocessors} * per_multiprocessor));
+
+  // Enough bytes under way per multiprocessor to cover the latency of memory, with room for slower moments.
+  const int in_flight = backward ? 96 * 1024 : 64 * 1024;
+  const int stage_bytes = plan.threads * plan.width * plan.rows * streams * vector_bytes;
+  plan.stages = std::clamp(in_flight / (per_multiprocessor * stage_bytes), 2, 4);
+  while (plan.stages > 1 && plan.stages * stage_bytes > shared_limit - 1024) --plan.stages;
+  plan.shared = plan.stages * stage_bytes;
+  return plan;
+}
+
+// Sums R values over the lanes of a row; every lane gets the results. Two scratch buffers in turn make one
+// barrier per call enough. Unused warps count as zero, so the scratch must start as zeros.
+template <int R>
+struct RowSum {
+  static constexpr int kScratch = 2 * R * kMaxRowWarps;
+  float* scratch;
+  int lanes;
+  int turn = 0;
+
+  __device__ RowSum(float* scratch, int lanes) : scratch(scratch), lanes(lanes) {
+    for (int i = threadIdx.x; i < kScratch; i += blockDim.x) scratch[i] = 0.0f;
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void operator()(float (&x)[R]) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      if (2 * offset <= lanes) {
+#pragma unroll
+        for (int r = 0; r < R; ++r) x[r] += __shfl_xor_sync(0xffffffffu, x[r], offset);
+      }
+    }
+    if (lanes <= 32) return;
+    float* sums = scratch + turn * R * kMaxRowWarps;
+    turn ^= 1;
+    if (threadIdx.x % 32 == 0) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) sums[r * kMaxRowWarps + threadIdx.x / 32] = x[r];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int r = 0; r < R; ++r)
+      x[r] = warp_reduce<Sum, kMaxRowWarps>(sums[r * kMaxRowWarps + threadIdx.x % kMaxRowWarps]);
+  }
+};
+
+// The dynamic shared memory of a kernel beyond the 48 KB that every kernel may have.
+template <typename Kernel>
+void allow_shared(Kernel kernel, int bytes) {
+  if (bytes > 48 * 1024) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+}  // namespace liger
