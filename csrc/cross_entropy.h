@@ -1,0 +1,50 @@
+// What fused_linear_ce shares with cross_entropy: its options as device pointers, and the launches around the
+// rows.
+#pragma once
+
+#include <string>
+
+#include "common/torch.h"
+#include "kernels/cross_entropy_rule.cuh"
+
+namespace liger {
+
+// The options of one call, converted to what the kernels read; it owns the converted tensors.
+struct CrossEntropyOptions {
+  Tensor target;
+  std::optional<Tensor> class_weight, token_weight, weight_sum;
+  ce::Problem problem{};  // vocab, targets and options are set; logits and results are not
+
+  CrossEntropyOptions(const Tensor& target, const std::optional<Tensor>& ce_weight,
+                      const std::optional<Tensor>& token_weight, int64_t vocab, int64_t ignore_index,
+                      double label_smoothing, double lse_square_scale, std::optional<double> softcap);
+  // The problem of the rows from this one on.
+  ce::Problem at_row(int64_t row) const;
+};
+
+// Writes the denominator of the loss (scalar, float32), if it is wanted, and the sum of class weights, if one
+// is needed. Checks the targets first under LIGER_CHECK_TARGETS=1.
+void prepare_cross_entropy(const char* op, CrossEntropyOptions& options, const std::optional<Tensor>& given,
+                           bool mean, const std::optional<Tensor>& denominator);
+
+// Per-row results of a whole call, and the scalars that follow from them.
+struct CrossEntropyResults {
+  Tensor row_loss, row_z_loss, predicted, logprobs, entropy;
+  Tensor loss, z_loss, token_accuracy, predicted_tokens;  // as the ops return them
+
+  CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row, bool z_loss, bool token_accuracy,
+                      bool predicted_tokens, bool logprobs, bool entropy);
+  // Sets the result pointers of a problem that starts at this row, and the extras that they need.
+  void attach(ce::Problem& problem, int64_t first_row) const;
+  // After the last row.
+  void reduce(const char* op, const CrossEntropyOptions& options, const Tensor& denominator) const;
+
+ private:
+  bool per_row_;
+};
+
+// Loss and metrics of problem.rows rows; with write_gradient their logits are overwritten by the gradient.
+void launch_rows(const char* op, const ce::Problem& problem, ScalarType dtype, bool write_gradient,
+                 int device, cudaStream_t stream);
+
+}  // namespace liger

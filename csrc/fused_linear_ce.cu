@@ -1,0 +1,164 @@
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "common/dispatch.h"
+#include "common/gemm.h"
+#include "cross_entropy.h"
+#include "kernels/fused_linear_ce.cuh"
+#include "planner.h"
+
+namespace liger {
+namespace {
+
+constexpr const char* kOp = "fused_linear_ce";
+
+// The gradients that one call computes and what they need meanwhile.
+struct Gradients {
+  Tensor input, weight, bias;                  // as the op returns them
+  std::optional<Tensor> weight_sum, bias_sum;  // float32, over chunks
+};
+
+void zero(const Tensor& tensor, cudaStream_t stream) {
+  if (tensor.numel() == 0) return;
+  check_cuda(cudaMemsetAsync(tensor.mutable_data_ptr(), 0, tensor.numel() * tensor.element_size(), stream),
+             kOp);
+}
+
+void add_column_sums(const Matrix& x, int64_t rows, int64_t columns, const Tensor& total, bool first,
+                     const Tensor* rounded, cudaStream_t stream) {
+  dispatch_dtype(x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t per_block = 32 * kVec<T>;
+    flce::sum_columns<T>
+        <<<static_cast<unsigned>((columns + per_block - 1) / per_block), dim3(32, flce::kColumnWarps), 0,
+           stream>>>(static_cast<const T*>(x.data), x.stride, static_cast<int>(rows),
+                     static_cast<int>(columns), static_cast<float*>(total.mutable_data_ptr()), first,
+                     rounded ? static_cast<T*>(rounded->mutable_data_ptr()) : nullptr);
+  });
+  check_launch(kOp);
+}
+
+void round_into(const Tensor& result, const Tensor& sum, cudaStream_t stream) {
+  const int64_t size = result.numel();
+  dispatch_dtype(result.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t per_block = int64_t{flce::kRoundThreads} * kVec<T>;
+    flce::round_sum<T>
+        <<<static_cast<unsigned>((size + per_block - 1) / per_block), flce::kRoundThreads, 0, stream>>>(
+            static_cast<const float*>(sum.const_data_ptr()), static_cast<T*>(result.mutable_data_ptr()),
+            size);
+  });
+  check_launch(kOp);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fused_linear_ce_forward(
+    const Tensor& input, const Tensor& weight, const Tensor& target, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& ce_weight, const std::optional<Tensor>& token_weight,
+    const std::optional<Tensor>& denominator, int64_t ignore_index, double label_smoothing,
+    double lse_square_scale, std::optional<double> softcap, const std::string& reduction,
+    std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget, bool return_z_loss,
+    bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy,
+    bool need_grad_input, bool need_grad_weight, bool need_grad_bias) {
+  check_fused_linear_ce(input, weight, target, bias, ce_weight, token_weight, denominator, label_smoothing,
+                        softcap, reduction, accum_dtype, memory_budget);
+  require_cuda_dtype(kOp, "input", input);
+  const int device = input.get_device_index();
+  const DeviceGuard guard(device);
+  const cudaStream_t stream = current_stream(input);
+  const ScalarType dtype = input.scalar_type();
+  const int64_t rows = input.size(0), hidden = input.size(1), vocab = weight.size(0);
+  const int64_t element = static_cast<int64_t>(input.element_size());
+  need_grad_bias = need_grad_bias && bias.has_value();
+
+  CrossEntropyOptions options(target, ce_weight, token_weight, vocab, ignore_index, label_smoothing,
+                              lse_square_scale, softcap);
+  const Tensor used_denominator = empty({}, ScalarType::Float, input);
+  prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
+  const CrossEntropyResults results(input, rows, reduction == "none", return_z_loss, return_token_accuracy,
+                                    return_predicted_tokens, return_logprobs, return_entropy);
+
+  const bool exact = !accum_dtype || *accum_dtype == ScalarType::Float;
+  const ChunkPlan plan = plan_chunks({rows, hidden, vocab, element, need_grad_weight, exact,
+                                      memory_budget ? *memory_budget : default_memory_budget()});
+  const auto gradient = [&](bool wanted, std::vector<int64_t> shape) {
+    return wanted ? empty(std::move(shape), dtype, input) : no_tensor(dtype, input);
+  };
+  Gradients grads{gradient(need_grad_input, {rows, hidden}), gradient(need_grad_weight, {vocab, hidden}),
+                  gradient(need_grad_bias, {vocab}), std::nullopt, std::nullopt};
+  if (plan.accumulator_bytes > 0) grads.weight_sum = empty({vocab, hidden}, ScalarType::Float, input);
+  if (need_grad_bias) grads.bias_sum = empty({vocab}, ScalarType::Float, input);
+
+  // The rows of logits start at 16-byte boundaries whatever the vocabulary: odd strides slow every product
+  // down.
+  const int64_t stride = logits_row_bytes(vocab, element) / element;
+  // While the weight gradient is summed elsewhere, its own memory is free for the logits.
+  const bool hosted = grads.weight_sum && plan.chunk_rows * stride <= vocab * hidden;
+  const Tensor logits = hosted ? grads.weight : empty({plan.chunk_rows, stride}, dtype, input);
+  const Matrix chunk{logits.mutable_data_ptr(), dtype, stride};
+  const Matrix chunk_transposed{chunk.data, dtype, stride, true};
+
+  const Tensor x = as_matrix(input), w = as_matrix(weight);
+  std::optional<Tensor> dense_bias;
+  if (bias) dense_bias = torch::stable::contiguous(*bias);
+  const bool write_gradient = need_grad_input || need_grad_weight || need_grad_bias;
+  const Tensor& weight_target = grads.weight_sum ? *grads.weight_sum : grads.weight;
+  const auto from_row = [&](Matrix m, int64_t row) {
+    m.data = static_cast<char*>(m.data) + row * m.stride * element;
+    return m;
+  };
+
+  const Gemm gemm(kOp, stream);
+  for (int64_t i = 0; i < plan.chunks; ++i) {
+    const int64_t first = i * plan.chunk_rows, count = std::min(plan.chunk_rows, rows - first);
+    const Matrix x_rows = from_row(matrix(x), first);
+    gemm(count, vocab, hidden, x_rows, matrix(w, true), 0.0f, chunk);
+
+    ce::Problem problem = options.at_row(first);
+    problem.logits = chunk.data;
+    problem.row_stride = stride;
+    problem.rows = count;
+    problem.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
+    if (dense_bias) {
+      problem.bias = dense_bias->const_data_ptr();
+      problem.extras |= ce::kBias;
+    }
+    results.attach(problem, first);
+    launch_rows(kOp, problem, dtype, write_gradient, device, stream);
+
+    if (need_grad_input)
+      gemm(count, hidden, vocab, chunk, matrix(w), 0.0f, from_row(matrix(grads.input), first));
+    if (need_grad_weight) {
+      gemm(vocab, hidden, count, chunk_transposed, x_rows, i == 0 ? 0.0f : 1.0f, matrix(weight_target));
+    }
+    if (need_grad_bias) {
+      add_column_sums(chunk, count, vocab, *grads.bias_sum, i == 0,
+                      i + 1 == plan.chunks ? &grads.bias : nullptr, stream);
+    }
+  }
+  if (plan.chunks == 0) {
+    zero(grads.weight, stream);
+    zero(grads.bias, stream);
+  } else if (grads.weight_sum) {
+    round_into(grads.weight, *grads.weight_sum, stream);
+  }
+  results.reduce(kOp, options, used_denominator);
+  return {results.loss,
+          results.z_loss,
+          results.token_accuracy,
+          results.predicted_tokens,
+          results.logprobs,
+          results.entropy,
+          grads.input,
+          grads.weight,
+          grads.bias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("fused_linear_ce_forward", TORCH_BOX(&fused_linear_ce_forward));
+}
+
+}  // namespace liger

@@ -1,0 +1,187 @@
+// Rows of logits -> loss, metrics and, in place, the gradient. Two kernels compute the same:
+//
+//   rows_streamed   one block per row; statistics in one read, the gradient in a second. Any device, any
+//   size. rows_resident   sm_90 and later: a cluster of blocks keeps the row in its shared memory, so that
+//   statistics and
+//                   gradient take one read and one write of memory together.
+#pragma once
+
+#include "common/cluster.cuh"
+#include "kernels/cross_entropy_rule.cuh"
+
+namespace liger::ce {
+
+inline constexpr int kMaxThreads = 512;
+inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
+inline constexpr int kStages = 4;      // pieces of a resident row whose arrival is awaited one by one
+
+template <typename T>
+__device__ __forceinline__ void write_zeros(T* row, const Span& span, int vocab, int begin, int end,
+                                            bool edges) {
+  Vec<T, kVec<T>> zeros;
+#pragma unroll
+  for (int i = 0; i < kVec<T>; ++i) zeros.v[i] = from_float<T>(0.0f);
+  T* body = row + span.head;
+  for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += static_cast<int>(blockDim.x)) {
+    store(body + static_cast<int64_t>(v) * kVec<T>, zeros);
+  }
+  if (edges && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
+}
+
+// Merges the statistics of all threads of a block, or of all blocks of a cluster; every thread gets the same
+// bits. slots: one for each warp of the cluster, in the shared memory of each block.
+template <bool kExtras>
+__device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slots, int rank, int blocks) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  merge_warp(s);
+  if (blocks == 1) {
+    if (lane == 0) slots[warp] = s;
+    __syncthreads();
+  } else {
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    cluster_wait();  // for the start of every block; the arrival was at the start of the kernel
+    if (lane < blocks) {
+      constexpr int kWords = sizeof(Stats<kExtras>) / sizeof(uint32_t);
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
+      uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
+    }
+    __syncwarp();
+    // No block touches another one's memory after this barrier, so each may exit when it likes.
+    cluster_arrive();
+    cluster_wait();
+#endif
+  }
+  s = no_stats<kExtras>();
+  for (int i = lane; i < warps * blocks; i += 32) merge(s, slots[i]);
+  merge_warp(s);
+}
+
+// grid: rows. Any number of threads that is a multiple of 32.
+template <typename T, bool kExtras>
+__global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p, bool write_gradient) {
+  constexpr int N = kVec<T>, kUnroll = 4;
+  __shared__ Stats<kExtras> slots[kMaxThreads / 32];
+  const int64_t index = blockIdx.x;
+  T* logits = static_cast<T*>(p.logits) + index * p.row_stride;
+  const Span span = span_of(logits, p.vocab);
+  const int64_t y = p.targets[index];
+  if (y == p.targets.ignore_index) {
+    if (write_gradient) write_zeros(logits, span, p.vocab, 0, span.vectors, true);
+    if (threadIdx.x == 0) write_ignored(p, index);
+    return;
+  }
+
+  const Row row = read_row<kExtras>(p, logits, index, y);
+  const float share = write_gradient ? row.token_weight / *p.denominator : 0.0f;
+  T* body = logits + span.head;
+  const int step = blockDim.x;
+  Stats<kExtras> stats = no_stats<kExtras>();
+  int v = threadIdx.x;
+  for (; v + (kUnroll - 1) * step < span.vectors; v += kUnroll * step) {
+    Vec<T, N> raw[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) raw[u] = load<T, N>(body + static_cast<int64_t>(v + u * step) * N);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) accumulate(stats, raw[u], span.head + (v + u * step) * N, p);
+  }
+  for (; v < span.vectors; v += step) {
+    accumulate(stats, load<T, N>(body + static_cast<int64_t>(v) * N), span.head + v * N, p);
+  }
+  if (threadIdx.x < span.edges()) {
+    const int column = span.edge_column(threadIdx.x, p.vocab);
+    accumulate(stats, Vec<T, 1>{logits[column]}, column, p);
+  }
+  merge_row(stats, slots, 0, 1);
+  if (threadIdx.x == 0) write_results(p, row, stats);
+  if (!write_gradient) return;
+
+  Gradient g = gradient_weights(p, row, stats.max + log_sum(stats.max, stats.sum), share);
+  refer_to_max(g, stats.max, stats.sum);
+#pragma unroll 2
+  for (v = threadIdx.x; v < span.vectors; v += step) {
+    T* at = body + static_cast<int64_t>(v) * N;
+    store(at, gradient<kExtras>(load<T, N>(at), span.head + v * N, p, g));
+  }
+  if (threadIdx.x < span.edges()) {
+    const int column = span.edge_column(threadIdx.x, p.vocab);
+    logits[column] = gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
+  }
+}
+
+// grid: rows x blocks, the blocks of a row being a cluster. Block `rank` keeps vectors [rank, rank + 1) x
+// slice. Dynamic shared memory: slice vectors.
+template <typename T, bool kExtras>
+__global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, int slice, int blocks) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int N = kVec<T>;
+  extern __shared__ __align__(128) unsigned char shared_row[];
+  __shared__ Stats<kExtras> slots[kMaxThreads / 32 * kMaxCluster];
+  __shared__ uint64_t arrived[kStages];
+  const int64_t index = blockIdx.x / blocks;
+  const int rank = blockIdx.x % blocks;
+  T* logits = static_cast<T*>(p.logits) + index * p.row_stride;
+  const Span span = span_of(logits, p.vocab);
+  const int begin = min(rank * slice, span.vectors), end = min(begin + slice, span.vectors);
+  const bool edges = rank == 0;
+  const int64_t y = p.targets[index];
+  if (y == p.targets.ignore_index) {
+    write_zeros(logits, span, p.vocab, begin, end, edges);
+    if (edges && threadIdx.x == 0) write_ignored(p, index);
+    return;
+  }
+
+  const int step = blockDim.x;
+  const int stage = ((slice + kStages - 1) / kStages + step - 1) / step * step;
+  if (blocks > 1) cluster_arrive_relaxed();
+  T* body = logits + span.head + static_cast<int64_t>(begin) * N;
+  const T* kept = reinterpret_cast<const T*>(shared_row);
+  const int count = end - begin;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&arrived[i]);
+    mbarrier_init_fence();
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      const int first = i * stage, vectors = min(count - first, stage);
+      if (vectors <= 0) break;
+      mbarrier_arrive_expect(&arrived[i], vectors * 16);
+      bulk_load(shared_row + static_cast<int64_t>(first) * 16, body + static_cast<int64_t>(first) * N,
+                vectors * 16, &arrived[i]);
+    }
+  }
+  const Row row = read_row<kExtras>(p, logits, index, y);
+  const float share = row.token_weight / *p.denominator;
+  const int edge_column = edges && threadIdx.x < span.edges() ? span.edge_column(threadIdx.x, p.vocab) : -1;
+  Vec<T, 1> edge = {};
+  if (edge_column >= 0) edge.v[0] = logits[edge_column];
+  __syncthreads();  // the barriers are initialised
+
+  const int first_column = span.head + begin * N;
+  Stats<kExtras> stats = no_stats<kExtras>();
+  for (int i = 0; i < kStages && i * stage < count; ++i) {
+    mbarrier_wait(&arrived[i], 0);
+    const int stop = min(count, (i + 1) * stage);
+#pragma unroll 2
+    for (int v = i * stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
+      accumulate(stats, load<T, N>(kept + v * N), first_column + v * N, p);
+    }
+  }
+  if (edge_column >= 0) accumulate(stats, edge, edge_column, p);
+  merge_row(stats, slots, rank, blocks);
+  if (edges && threadIdx.x == 0) write_results(p, row, stats);
+
+  Gradient g = gradient_weights(p, row, stats.max + log_sum(stats.max, stats.sum), share);
+  refer_to_max(g, stats.max, stats.sum);
+#pragma unroll 2
+  for (int v = threadIdx.x; v < count; v += step) {
+    store(body + static_cast<int64_t>(v) * N,
+          gradient<kExtras>(load<T, N>(kept + v * N), first_column + v * N, p, g));
+  }
+  if (edge_column >= 0) logits[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];
+#endif
+}
+
+}  // namespace liger::ce
