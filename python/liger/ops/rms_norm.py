@@ -206,13 +206,26 @@ torch.library.register_autograd(
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_vmap("liger::rms_norm")
-def _(info, in_dims, x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    x = to_front(x, in_dims[0], info.batch_size)
-    if in_dims[1] is not None:
-        raise NotImplementedError("rms_norm: vmap over the weight is not supported, map over x alone")
-    y, rstd = torch.ops.liger.rms_norm(x, weight, eps, offset, casting_mode)
-    return (y, rstd.unflatten(0, (info.batch_size, -1))), (0, 0)
+def _batched(op, tensors):
+    """vmap rule of a norm of ``tensors`` activations: their mapped dimension becomes one more dimension of rows."""
+
+    def rule(info, in_dims, *args):
+        xs = [to_front(args[i], in_dims[i], info.batch_size) for i in range(tensors)]
+        weight, *options = args[tensors:]
+        dim = in_dims[tensors]
+        if dim is None:
+            *ys, rstd = op(*xs, weight, *options)
+            outputs = *ys, rstd.unflatten(0, (info.batch_size, -1))
+        else:
+            each = [op(*(x[i] for x in xs), weight.select(dim, i), *options) for i in range(info.batch_size)]
+            outputs = tuple(map(torch.stack, zip(*each, strict=True)))
+        return outputs, (0,) * len(outputs)
+
+    return rule
+
+
+torch.library.register_vmap("liger::rms_norm", _batched(torch.ops.liger.rms_norm, 1))
+torch.library.register_vmap("liger::fused_add_rms_norm", _batched(torch.ops.liger.fused_add_rms_norm, 2))
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
