@@ -1,0 +1,173 @@
+"""The loss of a causal language model, computed inside its head.
+
+A model's own forward calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. In a patched
+model the call of forward announces its labels; the head, finding them, returns the loss where it would have returned
+logits, and the loss function passes it on. So the head's weight is used within the head's own call, where the hooks of
+FSDP2 and ZeRO-3 have gathered it. A head that does not take part (a LoRA layer, a sharded weight) returns logits as
+ever, and the loss function computes the loss from them.
+"""
+
+import functools
+import inspect
+import logging
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from ..ops.cross_entropy import cross_entropy
+from ..ops.fused_linear_ce import fused_linear_ce
+from ._classes import recipe_of
+from ._tensors import is_dtensor
+
+logger = logging.getLogger("liger.transformers")
+
+
+class _Active(threading.local):
+    """The innermost call of a patched model in this thread that wants its loss from the head."""
+
+    call = None
+
+
+_active = _Active()
+
+
+class _LossCall:
+    """One forward of a model: what the head needs beside the hidden states, and then the loss."""
+
+    def __init__(self, heads, labels, keywords, softcap):
+        self.heads, self.labels, self.keywords, self.softcap = heads, labels, keywords, softcap
+        self.loss = None
+
+    def compute(self, hidden, weight, bias):
+        target, options = _target_and_options(hidden, self.labels, **self.keywords)
+        self.loss = fused_linear_ce(
+            hidden.reshape(-1, hidden.shape[-1]), weight, target, bias, softcap=self.softcap, **options
+        )
+        return self.loss
+
+
+def _target_and_options(
+    rows, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **others_are_ignored
+):
+    """The flat target and the loss options that transformers' ForCausalLMLoss reads from its keywords."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if isinstance(num_items_in_batch, torch.Tensor):
+        num_items_in_batch = num_items_in_batch.to(rows.device)
+    options = {"denominator": num_items_in_batch, "ignore_index": ignore_index}
+    return shift_labels.reshape(-1).to(rows.device), options
+
+
+def _loss_from_logits(logits, labels, vocab_size=None, **keywords):
+    """Replaces ForCausalLMLoss, whose arguments it has."""
+    call = _active.call
+    if call is not None and call.loss is not None:
+        return call.loss
+    target, options = _target_and_options(logits, labels, **keywords)
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
+
+
+@dataclass(frozen=True)
+class HeadRecipe:
+    """An nn.Linear that returns the loss while a call of its model wants that, and logits otherwise."""
+
+    kind: ClassVar[str] = "fused_linear_cross_entropy"
+
+    def members(self, original):
+        def forward(self, input):
+            call = _active.call
+            # A tensor-parallel weight is a DTensor, of which this module holds only a part.
+            if call is None or is_dtensor(self.weight) or not any(head is self for head in call.heads):
+                return original.forward(self, input)
+            return call.compute(input, self.weight, self.bias)
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+@dataclass(frozen=True)
+class CausalLMRecipe:
+    """A model that takes its loss from its head (``fused``), or only replaces its loss function."""
+
+    head_name: str
+    fused: bool
+    softcap: float | None = None
+
+    @property
+    def kind(self):
+        return "fused_linear_cross_entropy" if self.fused else "cross_entropy"
+
+    def members(self, original):
+        loss_function = property(_get_loss_function, _set_loss_function)
+        if not self.fused:
+            return {"loss_function": loss_function}
+        return {"loss_function": loss_function, "forward": _fused_forward(original, self)}
+
+
+def _get_loss_function(self):
+    custom = getattr(self, "_loss_function", None)
+    return _loss_from_logits if custom is None else custom
+
+
+def _set_loss_function(self, value):
+    self._loss_function = value
+
+
+def linear_heads(head):
+    """The nn.Linear modules that a head may run: itself, or the copies in PEFT's wrapper of ``modules_to_save``."""
+    if isinstance(head, nn.Linear):
+        return [head]
+    copies = getattr(head, "modules_to_save", None)
+    inner = (
+        [getattr(head, "original_module", None), *copies.values()]
+        if isinstance(copies, nn.ModuleDict)
+        else [None]
+    )
+    return inner if all(isinstance(module, nn.Linear) for module in inner) else []
+
+
+def _fused_forward(original, recipe):
+    labels_at = list(inspect.signature(original.forward).parameters).index("labels") - 1
+
+    @functools.wraps(original.forward)
+    def forward(self, *args, skip_logits=None, **kwargs):
+        labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits=True needs labels: without them the logits are the only result")
+        skip = labels is not None and (self.training if skip_logits is None else skip_logits)
+        call = None
+        if skip and getattr(self, "_loss_function", None) is None:
+            heads = [h for h in linear_heads(getattr(self, recipe.head_name)) if recipe_of(h) is not None]
+            if not heads and not torch.compiler.is_compiling():
+                _warn_about_head(type(getattr(self, recipe.head_name)))
+            call = _LossCall(
+                heads, labels, {n: kwargs[n] for n in _LOSS_KEYWORDS if n in kwargs}, recipe.softcap
+            )
+        before, _active.call = _active.call, call
+        try:
+            output = original.forward(self, *args, **kwargs)
+        finally:
+            _active.call = before
+        return _without_logits(output) if skip else output
+
+    return forward
+
+
+_LOSS_KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")
+
+
+@functools.cache
+def _warn_about_head(cls):
+    logger.warning(
+        "liger: the head is a %s.%s, not the linear layer that was patched: the loss is computed from full logits",
+        cls.__module__,
+        cls.__name__,
+    )
+
+
+def _without_logits(output):
+    if isinstance(output, tuple):
+        return (output[0], *output[2:])
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})

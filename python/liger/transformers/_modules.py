@@ -1,0 +1,119 @@
+"""Recipes for norms, MLPs and attention: what a patched class does, once _behaviour.py has found it to be the same.
+
+What an op does not take (mixed dtypes, DTensors, unusual arguments) goes to the original code.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..ops.rms_norm import rms_norm
+from ..ops.rope import rope
+from ..ops.swiglu import swiglu, swiglu_packed
+from ._rename import rename_global, uses_global
+from ._tensors import is_dtensor
+
+ROPE_NAME = "apply_rotary_pos_emb"
+_NEW_ROPE_NAME = "_liger_apply_rotary_pos_emb"
+
+
+@dataclass(frozen=True)
+class NormRecipe:
+    eps_name: str
+    offset: float
+    casting_mode: str
+    kind: ClassVar[str] = "rms_norm"
+
+    def run(self, x, weight, eps):
+        return rms_norm(x, weight, eps, self.offset, self.casting_mode)
+
+    def members(self, original):
+        recipe = self
+
+        def forward(self, *args, **kwargs):
+            weight = self.weight
+            # With a wider weight, as under autocast, eager code returns the dtype of the weight.
+            if (
+                kwargs
+                or len(args) != 1
+                or args[0].dtype != weight.dtype
+                or is_dtensor(args[0])
+                or is_dtensor(weight)
+            ):
+                return original.forward(self, *args, **kwargs)
+            return recipe.run(args[0], weight, getattr(self, recipe.eps_name))
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+@dataclass(frozen=True)
+class MLPRecipe:
+    """``down_proj(silu(gate) * up)``, from two projections or, packed, from one."""
+
+    inputs: tuple
+    act_name: str
+    inplace: bool
+    kind: ClassVar[str] = "swiglu"
+
+    @property
+    def packed(self):
+        return len(self.inputs) == 1
+
+    def run(self, module, x):
+        projections = [getattr(module, name) for name in self.inputs]
+        # Gate and up belong to this call alone, unless a forward hook has seen them.
+        inplace = self.inplace and not any(p._forward_hooks for p in projections)
+        gate_up = [projection(x) for projection in projections]
+        if is_dtensor(gate_up[0]) or gate_up[0].dtype != gate_up[-1].dtype:
+            gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
+            product = getattr(module, self.act_name)(gate) * up
+        elif self.packed:
+            product = swiglu_packed(gate_up[0], inplace=inplace)
+        else:
+            product = swiglu(*gate_up, inplace=inplace)
+        return module.down_proj(product)
+
+    def members(self, original):
+        recipe = self
+
+        def forward(self, *args, **kwargs):
+            if kwargs or len(args) != 1:
+                return original.forward(self, *args, **kwargs)
+            return recipe.run(self, args[0])
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+@dataclass(frozen=True)
+class RopeRecipe:
+    """An attention whose forward calls liger.rope where it called its module's apply_rotary_pos_emb."""
+
+    interleaved: bool
+    kind: ClassVar[str] = "rope"
+
+    def members(self, original):
+        namespace = uses_global(original.forward, ROPE_NAME)
+        namespace.setdefault(_NEW_ROPE_NAME, rotary_function(namespace[ROPE_NAME], self.interleaved))
+        return {"forward": rename_global(original.forward, ROPE_NAME, _NEW_ROPE_NAME)}
+
+
+def rotary_function(original, interleaved):
+    """liger.rope with the arguments that transformers' apply_rotary_pos_emb is called with."""
+
+    @functools.wraps(original)
+    def apply(q, k, cos, sin, *args, unsqueeze_dim=1, **kwargs):
+        if args or kwargs or not _rope_takes(q, k, cos):
+            return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
+        return rope(q, k, cos, sin, unsqueeze_dim, interleaved)
+
+    return apply
+
+
+def _rope_takes(q, k, cos):
+    return (
+        q.dim() == 4
+        and cos.dim() in (2, 3)
+        and q.dtype == k.dtype
+        and not cos.requires_grad
+        and not (is_dtensor(q) or is_dtensor(cos))
+    )

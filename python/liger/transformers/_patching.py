@@ -1,0 +1,165 @@
+"""patch, unpatch and their report."""
+
+import functools
+import logging
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from . import _behaviour
+from ._classes import forward_is_hidden, give_class, patched_class, restore_class
+from ._loss import HeadRecipe, linear_heads
+
+logger = logging.getLogger("liger.transformers")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to patch; the keywords of :func:`patch`."""
+
+    rope: bool = True
+    rms_norm: bool = True
+    swiglu: bool = True
+    cross_entropy: bool = False
+    fused_linear_cross_entropy: bool = True
+    mlp: bool | None = None
+    inplace: bool = True
+
+    def __post_init__(self):
+        if self.cross_entropy and self.fused_linear_cross_entropy:
+            raise ValueError(
+                "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused form has no logits to "
+                "compute a cross entropy from"
+            )
+        if self.mlp is not None:
+            object.__setattr__(self, "swiglu", self.mlp)
+
+    @property
+    def any(self):
+        wanted = (self.rope, self.rms_norm, self.swiglu, self.cross_entropy, self.fused_linear_cross_entropy)
+        return any(wanted)
+
+
+@dataclass
+class PatchReport:
+    """What :func:`patch` did, by module name ("" is the model itself).
+
+    Attributes:
+        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"cross_entropy"`` or
+            ``"fused_linear_cross_entropy"``.
+        left: module name -> why a module that looked as if it could be patched was left as it is.
+    """
+
+    replaced: dict = field(default_factory=dict)
+    left: dict = field(default_factory=dict)
+
+    def __str__(self):
+        kinds = list(self.replaced.values())
+        lines = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
+        reasons = list(self.left.values())
+        lines += [f"left {reasons.count(reason)} as before: {reason}" for reason in dict.fromkeys(reasons)]
+        return "; ".join(lines) or "nothing"
+
+
+def patch(model, **options):
+    """Makes one model use the ops of liger. Other models, its classes and torch.nn stay as they are.
+
+    Any module of the model is patched that looks like one liger can replace and that gives, tried on a few random
+    numbers, the same results. Parameters, buffers, hooks and ``state_dict`` are untouched. Patching again replaces the
+    former patch. In training, with labels, the loss is computed inside the head and ``output.logits`` is None: call the
+    model with ``skip_logits=False`` to get them, or with ``skip_logits=True`` to do without them in evaluation.
+
+    Args:
+        model: a transformers model, or a module that contains some (PEFT, DDP). Before ``fully_shard`` and
+            ``accelerator.prepare``, after which forward methods may no longer be those of the classes.
+        rope: rotary position embeddings, default True.
+        rms_norm: RMS norms, default True.
+        swiglu: MLPs of the form ``down(silu(gate) * up)``, default True.
+        cross_entropy: the loss from the logits, default False.
+        fused_linear_cross_entropy: the loss without logits, default True. Not together with cross_entropy.
+        mlp: another name of swiglu.
+        inplace: whether MLPs reuse, in the backward, the memory of their activations, default True. It excludes
+            ``retain_graph=True``.
+
+    Returns:
+        The same model. :func:`liger.transformers.patch_report` says what was replaced.
+
+    Raises:
+        TypeError: model is not a module, or an unknown option.
+        ValueError: cross_entropy and fused_linear_cross_entropy together, or nothing in the model can be patched.
+        RuntimeError: the model was patched and then sharded by ``fully_shard``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"liger.patch expects a torch.nn.Module, not {type(model).__name__}")
+    options = Options(**options)
+    unpatch(model)
+    report = apply(model, options)
+    if options.any and not report.replaced:
+        raise ValueError(f"liger.patch: nothing in {type(model).__name__} can be patched as asked ({report})")
+    return model
+
+
+def unpatch(model):
+    """Restores a model that :func:`patch` changed; a model that is not patched stays as it is.
+
+    Args:
+        model: the patched model, or a module that contains it.
+
+    Returns:
+        The same model.
+
+    Raises:
+        RuntimeError: ``fully_shard`` has derived other classes from the patched ones.
+    """
+    for module in model.modules():
+        restore_class(module)
+        module.__dict__.pop("_liger_report", None)
+    return model
+
+
+def patch_report(model):
+    """The :class:`PatchReport` of a model that was given to :func:`patch`; an empty one if it was not."""
+    return model.__dict__.get("_liger_report", PatchReport())
+
+
+def apply(model, options):
+    """Patches what can be patched and keeps the report on the model, where copies of the model find it too."""
+    report = PatchReport()
+    # Trials run on the CPU, also while a model is being made on the meta device.
+    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for name, module in list(model.named_modules()):
+            recipe = _recipe(module, options)
+            if recipe is not None and not isinstance(recipe, str) and forward_is_hidden(module):
+                recipe = "its forward was replaced on the instance"
+            if isinstance(recipe, str):
+                report.left[name] = recipe
+            elif recipe is not None:
+                _apply_recipe(module, recipe)
+                report.replaced[name] = recipe.kind
+    model.__dict__["_liger_report"] = report
+    logger.log(
+        logging.WARNING if report.left else logging.INFO, "liger: %s: %s", type(model).__name__, report
+    )
+    return report
+
+
+def _recipe(module, options):
+    """How to patch one module, why not (a string), or None if it does not look like anything liger replaces."""
+    trials = []
+    if options.rms_norm:
+        trials.append(_behaviour.norm)
+    if options.swiglu:
+        trials.append(functools.partial(_behaviour.mlp, inplace=options.inplace))
+    if options.rope:
+        trials.append(_behaviour.attention)
+    if options.cross_entropy or options.fused_linear_cross_entropy:
+        trials.append(functools.partial(_behaviour.causal_lm, fused=options.fused_linear_cross_entropy))
+    return next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
+
+
+def _apply_recipe(module, recipe):
+    if getattr(recipe, "fused", False):
+        for head in linear_heads(module.get_output_embeddings()):
+            give_class(head, patched_class(type(head), HeadRecipe()))
+    give_class(module, patched_class(type(module), recipe))
