@@ -188,8 +188,8 @@ forbid_autograd("cross_entropy_backward_")
 
 def flatten_rows(op, name, x, target, token_weight):
     """x as (rows, features), target and token_weight as (rows,)."""
-    if x.dim() == 2 and target.dim() == 1:
-        return x, target, token_weight
+    if x.dim() == 0 or (x.dim() == 2 and target.dim() == 1):
+        return x, target, token_weight  # flat already, or for the op's own check to refuse
     for other_name, other in (("target", target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
             raise RuntimeError(

@@ -1,0 +1,109 @@
+"""Cross entropy as plain torch would write it, for any dtype, with every option; docs/cross_entropy.md in code."""
+
+import torch
+
+# Every option alone, and all together. Tensors are made by `options` for a given size.
+OPTIONS = {
+    "plain": (),
+    "class weights": ("ce_weight",),
+    "token weights": ("token_weight",),
+    "ignore_index": ("ignore_index",),
+    "smoothing": ("label_smoothing",),
+    "full smoothing": ("full_smoothing",),
+    "z-loss": ("lse_square_scale",),
+    "softcap": ("softcap",),
+    "denominator": ("denominator",),
+    "smoothing and class weights": ("ce_weight", "label_smoothing"),
+    "z-loss and class weights": ("ce_weight", "lse_square_scale"),
+    "all": ("ce_weight", "token_weight", "ignore_index", "label_smoothing", "lse_square_scale", "softcap"),
+    "all and denominator": (
+        "ce_weight", "token_weight", "ignore_index", "label_smoothing", "lse_square_scale", "softcap", "denominator",
+    ),
+}  # fmt: skip
+
+
+def options(name, rows, vocab, device, reduction="mean"):
+    """Keyword arguments of the public functions for one entry of OPTIONS; all inputs are random."""
+    made = {
+        "ce_weight": lambda: torch.rand(vocab, device=device) + 0.1,
+        "token_weight": lambda: torch.rand(rows, device=device) + 0.1,
+        "ignore_index": lambda: 2,
+        "label_smoothing": lambda: 0.1,
+        "full_smoothing": lambda: 1.0,
+        "lse_square_scale": lambda: 1e-2,
+        "softcap": lambda: 2.5,
+        "denominator": lambda: torch.tensor(3.5, device=device),
+    }
+    chosen = {key: made[key]() for key in OPTIONS[name]}
+    if "full_smoothing" in chosen:
+        chosen["label_smoothing"] = chosen.pop("full_smoothing")
+    if reduction == "none":
+        chosen.pop("denominator", None)
+    return {**chosen, "reduction": reduction}
+
+
+def random_target(rows, vocab, device, ignore_index=-100):
+    """Random classes with about a quarter of the rows ignored, but never the first."""
+    target = torch.randint(0, vocab, (rows,), device=device)
+    ignored = torch.rand(rows, device=device) < 0.25
+    ignored[:1] = False
+    target[ignored] = ignore_index
+    if ignore_index >= 0:
+        target[:1] = (ignore_index + 1) % vocab
+    return target
+
+
+def reference(
+    logits, target, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
+    lse_square_scale=0.0, softcap=None, reduction="mean",
+):  # fmt: skip
+    """A dict of the loss and all metrics for logits (N, V), in float32 or in float64 if the logits are that."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    vocab = logits.shape[1]
+    raw = logits
+    z = logits.to(dtype)
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    live = target != ignore_index
+    index = torch.where(live, target, 0).long()
+    w = torch.ones(vocab, dtype=dtype, device=z.device) if ce_weight is None else ce_weight.to(dtype)
+    t = 1.0 if token_weight is None else token_weight.to(dtype)
+
+    lse = torch.logsumexp(z, -1)
+    logp = z - lse.unsqueeze(1)
+    chosen = logp.gather(1, index.unsqueeze(1)).squeeze(1)
+    loss = -(1 - label_smoothing) * w[index] * chosen
+    if label_smoothing:
+        loss = loss - label_smoothing / vocab * (w * logp).sum(-1)
+    z_loss = t * lse_square_scale * w[index] * lse.square()
+    loss = torch.where(live, t * loss + z_loss, 0.0)
+    z_loss = torch.where(live, z_loss, 0.0)
+    if reduction != "none":
+        loss, z_loss = loss.sum(), z_loss.sum()
+        if denominator is not None:
+            loss, z_loss = loss / denominator.to(dtype), z_loss / denominator.to(dtype)
+        elif reduction == "mean":
+            total = torch.where(live, w[index], 0.0).sum()
+            loss, z_loss = loss / total, z_loss / total
+
+    classes = torch.arange(vocab, device=z.device)
+    largest = raw == raw.max(-1, keepdim=True).values
+    predicted = torch.where(largest, classes, vocab).min(-1).values
+    return {
+        "loss": loss,
+        "z_loss": z_loss,
+        "token_accuracy": (live & (predicted == target)).sum().to(dtype) / live.sum(),
+        "predicted_tokens": torch.where(live, predicted, -1),
+        "logprobs": torch.where(live, chosen, 0.0),
+        "entropy": torch.where(live, -(logp.exp() * logp).sum(-1), 0.0),
+    }
+
+
+METRICS = ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")
+RETURN_ALL = {f"return_{name}": True for name in METRICS}
+
+
+def shared_denominator(target, ce_weight, ignore_index=-100):
+    """What a mean over this whole batch divides by, as a device tensor."""
+    live = target != ignore_index
+    return torch.where(live, ce_weight[torch.where(live, target, 0)], 0.0).sum()

@@ -1,0 +1,157 @@
+"""How fused_linear_ce cuts its rows: properties of plan_chunks over many problems, and its environment variable."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import liger
+
+MIB = 1 << 20
+PROBLEMS = list(
+    itertools.product(
+        [1, 2, 127, 128, 129, 1000, 4096, 16384, 100003],  # rows
+        [1, 64, 2048, 4096],  # hidden
+        [1, 7, 1000, 32003, 128256],  # vocab
+        [2, 4, 8],  # bytes per element
+        [False, True],  # weight gradient
+        [False, True],  # exact accumulation
+        [1, 10_000, 64 * MIB, 512 * MIB, 1 << 40],  # budget
+    )
+)
+
+
+def plan(*problem):
+    return torch.ops.liger.plan_chunks(*problem)
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def sums_in_float32(element_size, need_grad_weight, exact):
+    return need_grad_weight and exact and element_size < 4
+
+
+def test_every_row_is_in_one_chunk():
+    for problem in PROBLEMS:
+        rows, _, vocab, element_size = problem[:4]
+        chunk_rows, chunks, logits_bytes, _ = plan(*problem)
+        assert 1 <= chunk_rows <= rows, problem
+        assert (chunks - 1) * chunk_rows < rows <= chunks * chunk_rows, problem
+        assert logits_bytes == chunk_rows * vocab * element_size, problem
+
+
+def test_within_the_budget_or_in_memory_that_is_needed_anyway():
+    for problem in PROBLEMS:
+        _, hidden, vocab, element_size, need_grad_weight, exact, budget = problem
+        _, chunks, logits_bytes, accumulator_bytes = plan(*problem)
+        allowed = max(budget, vocab * element_size)  # one row is the least there can be
+        if sums_in_float32(element_size, need_grad_weight, exact):
+            # One chunk: instead of the float32 sum. Several: in the memory of the final gradient.
+            allowed = max(allowed, 4 * vocab * hidden if chunks == 1 else element_size * vocab * hidden)
+        assert logits_bytes <= allowed, problem
+        wants_sum = chunks > 1 and sums_in_float32(element_size, need_grad_weight, exact)
+        assert accumulator_bytes == (4 * vocab * hidden if wants_sum else 0), problem
+
+
+def test_never_more_chunks_than_the_budget_asks_for():
+    for problem in PROBLEMS:
+        rows, _, vocab, element_size, *_, budget = problem
+        fitting = max(1, budget // (vocab * element_size))
+        assert plan(*problem)[1] <= ceil_div(rows, fitting), problem
+
+
+def test_chunks_are_equal_up_to_a_tile():
+    for problem in PROBLEMS:
+        rows = problem[0]
+        chunk_rows, chunks, _, _ = plan(*problem)
+        assert chunk_rows - ceil_div(rows, chunks) < 128, problem
+
+
+def test_chunks_are_whole_tiles_where_the_budget_allows():
+    for problem in PROBLEMS:
+        _, _, vocab, element_size, *_, budget = problem
+        chunk_rows, chunks, _, _ = plan(*problem)
+        if chunks > 1 and chunk_rows % 128:
+            rounded = ceil_div(chunk_rows, 128) * 128
+            assert rounded * vocab * element_size > budget, problem
+
+
+def test_a_larger_budget_never_makes_more_chunks():
+    for problem in itertools.product([1000, 16384], [64, 4096], [7, 32003], [2, 4], [False, True], [False, True]):
+        counts = [plan(*problem, 1 << bits)[1] for bits in range(10, 42)]
+        assert counts == sorted(counts, reverse=True) and counts[-1] == 1, problem
+
+
+def test_no_rows():
+    assert plan(0, 64, 1000, 2, True, True, None) == [0, 0, 0, 0]
+
+
+def test_larger_than_32_bits():
+    chunk_rows, chunks, logits_bytes, _ = plan(1 << 33, 4096, 1 << 18, 2, False, False, 1 << 42)
+    assert (chunk_rows, chunks, logits_bytes) == (1 << 23, 1 << 10, 1 << 42)
+
+
+def test_the_default_budget_is_512_mib(monkeypatch):
+    monkeypatch.delenv("LIGER_MEMORY_BUDGET", raising=False)
+    for problem in ((16384, 64, 128256, 2, False, True), (4096, 4096, 32003, 4, True, True)):
+        assert plan(*problem, None) == plan(*problem) == plan(*problem, 512 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("100000", 100000), ("64K", 64 << 10), ("3m", 3 << 20), ("2M", 2 << 20), ("1G", 1 << 30), ("", 512 * MIB)],
+)
+def test_budget_from_the_environment(monkeypatch, text, number):
+    problem = (16384, 64, 32003, 2, False, True)
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", text)
+    assert plan(*problem, None) == plan(*problem, number)
+    assert plan(*problem, 5 * MIB) == plan(*problem, 5 << 20), "an argument wins over the environment"
+
+
+def test_budget_from_the_environment_of_a_process():
+    code = "import torch, liger; print(torch.ops.liger.plan_chunks(16384, 64, 32003, 2, False, True))"
+    environment = {**os.environ, "LIGER_MEMORY_BUDGET": "64M"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == str(plan(16384, 64, 32003, 2, False, True, 64 * MIB)), done.stderr
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "1T", "12 M", "lots", "1.5G", "99999999999G", "M"])
+def test_unreadable_budget_in_the_environment(monkeypatch, text):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", text)
+    words = "LIGER_MEMORY_BUDGET: expected a positive number of bytes, with an optional suffix K, M or G, got "
+    with pytest.raises(ValueError) as caught:
+        plan(128, 64, 1000, 2, True, True, None)
+    assert str(caught.value).splitlines()[0] == f"{words}'{text}'"
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_budget_that_is_not_positive(budget):
+    with pytest.raises(ValueError, match=f"memory_budget: expected a positive number of bytes, got {budget}"):
+        plan(128, 64, 1000, 2, True, True, budget)
+
+
+def test_negative_sizes():
+    with pytest.raises(ValueError, match="must not be negative, got rows=-1 hidden=64 vocab=1000"):
+        plan(-1, 64, 1000, 2, True, True, None)
+
+
+def test_the_python_module_makes_the_same_plans():
+    _C = pytest.importorskip("liger._C")
+    for problem in PROBLEMS[::97]:
+        made = _C.plan_chunks(*problem)
+        assert list(made) == ["chunk_rows", "chunks", "logits_bytes", "accumulator_bytes"]
+        assert list(made.values()) == plan(*problem)
+
+
+def test_the_plan_is_what_runs(monkeypatch):
+    """The environment's budget reaches fused_linear_ce: a budget that cannot be read stops it."""
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "lots")
+    arguments = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([1, 2, 3, 4])
+    with pytest.raises(ValueError, match="LIGER_MEMORY_BUDGET"):
+        liger.fused_linear_ce(*arguments)
+    assert liger.fused_linear_ce(*arguments, memory_budget=1000).isfinite()
