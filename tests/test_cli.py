@@ -1,0 +1,239 @@
+"""The liger command: what info and plan say, and what demo concludes."""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import liger
+from liger import cli
+from liger.cli import _demo_data, _demo_report, _format, demo
+from liger.cli._demo_sizes import SIZES
+from liger.cli.plan import head_memory
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+)
+
+
+# --- info -----------------------------------------------------------------------------------------------------------
+
+
+def test_info_as_json(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "64M")
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["ops"] == liger.backend_report()
+    assert found["environment"]["LIGER_MEMORY_BUDGET"] == "64M"
+    assert len(found["devices"]) == torch.cuda.device_count()
+    assert found["build"]["version"] == liger.__version__
+
+
+def test_info_as_text(capsys, monkeypatch):
+    monkeypatch.delenv("LIGER_CHECK_TARGETS", raising=False)
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for op, row in liger.backend_report().items():
+        assert any(line.split() == [op, row["backend"], *row["reason"].split()] for line in lines)
+    assert any(line.split() == ["LIGER_CHECK_TARGETS", "not", "set:", "0"] for line in lines)
+
+
+def test_info_without_the_introspection_module(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger._C", None)
+    monkeypatch.delattr(liger, "_C", raising=False)
+    assert cli.main(["info"]) == 0
+    assert "liger._C does not import" in capsys.readouterr().out
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes alive at one time in tensors that ops made inside the block, the given ones not counted."""
+
+    def __init__(self, *given):
+        super().__init__()
+        self.live = self.peak = 0
+        self._known = weakref.WeakKeyDictionary({tensor.untyped_storage(): True for tensor in given})
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self._known:
+                storage = tensor.untyped_storage()
+                self._known[storage] = True
+                self.live += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def _free(self, count):
+        self.live -= count
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(256, 32, 4096), (16, 512, 2048)])
+def test_the_memory_without_liger_is_what_eager_needs(tokens, hidden, vocab, dtype):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    weight = torch.randn(vocab, hidden, dtype=dtype, requires_grad=True)
+    states = torch.randn(1, tokens, hidden, dtype=dtype, requires_grad=True)
+    target = torch.randint(vocab, (1, tokens))
+    with LiveBytes(states, weight, target) as memory:
+        ForCausalLMLoss(torch.nn.functional.linear(states, weight), target, vocab).backward()
+    planned = head_memory(tokens, hidden, vocab, dtype.itemsize)["peak"]
+    # What eager keeps besides are vectors of one number per token, and the two scalars of the loss.
+    assert planned <= memory.peak <= planned + 64 * tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [None, 32 << 20])
+def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget):
+    tokens, hidden, vocab = 8192, 1024, 65536
+    if budget is None:
+        monkeypatch.delenv("LIGER_MEMORY_BUDGET", raising=False)
+    else:
+        monkeypatch.setenv("LIGER_MEMORY_BUDGET", str(budget))
+    weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    states = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    target = torch.randint(vocab, (tokens,), device="cuda")
+    with liger.use_backend("cuda"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        liger.fused_linear_ce(states, weight, target).backward()
+        used = torch.cuda.max_memory_allocated() - before
+    # Beside the plan: numbers per token, and the workspace of the GEMMs.
+    assert used <= head_memory(tokens, hidden, vocab, 2)["peak_liger"] + (64 << 20)
+
+
+def test_plan_as_json_is_the_planner(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "1G")
+    arguments = ["plan", "--tokens", "8192", "--hidden", "2048", "--vocab", "128256", "--json"]
+    assert cli.main([*arguments, "--budget", "256M"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = torch.ops.liger.plan_chunks(8192, 2048, 128256, 2, True, True, 256 << 20)
+    assert [found[key] for key in ("chunk_rows", "chunks", "logits_liger", "accumulator")] == list(plan)
+    assert found["accumulator"] == 4 * 2048 * 128256
+    assert found["peak_liger"] < found["peak"]
+    assert cli.main([*arguments, "--accum", "same"]) == 0
+    assert json.loads(capsys.readouterr().out)["accumulator"] == 0
+
+
+def test_plan_as_text(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
+    assert cli.main(["plan", "--tokens", "4096", "--hidden", "64", "--vocab", "1000", "--dtype", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert "4096 tokens, hidden 64, vocabulary 1000, float32, budget 512M\n1 chunks of 4096 rows" in out
+    assert re.search(r"logits +46.9 MiB +15.6 MiB\n", out)  # 12 and 4 bytes per logit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "8", "--budget", "lots"], "LIGER_MEMORY_BUDGET: expected a positive number of bytes"),
+        (["--tokens", "8", "--budget=-1M"], "LIGER_MEMORY_BUDGET: expected a positive number of bytes"),
+        (["--tokens", "-8"], "rows, hidden and vocab must not be negative"),
+    ],
+)
+def test_plan_with_bad_input(capsys, monkeypatch, arguments, words):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
+    assert cli.main(["plan", "--hidden", "64", "--vocab", "1000", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_human_bytes():
+    cases = {0: "0 bytes", 1023: "1023 bytes", 1536: "1.5 KiB", 3 << 29: "1.5 GiB", 5 << 40: "5.0 TiB"}
+    assert {count: _format.human_bytes(count) for count in cases} == cases
+
+
+# --- demo -----------------------------------------------------------------------------------------------------------
+
+
+def runs(difference, rounding):
+    plain = [9.0, 8.0, 7.0, 6.0]
+    rest = {"seconds": [5.0, 1.0, 1.0, 0.5], "peak_memory": 1000, "memory_exact": True, "parameters": 10}
+    return {
+        "unpatched": {"losses": plain, **rest},
+        "liger": {"losses": [7.0 + difference if x == 7.0 else x for x in plain], **rest, "peak_memory": 250},
+        "nudged": {"losses": [x + rounding for x in plain], **rest},
+    }
+
+
+@pytest.mark.parametrize(
+    ("difference", "rounding", "agree"),
+    [
+        (0.0, 0.0, True),
+        (0.04, 0.0101, True),
+        (-0.05, 0.01, False),
+        (1e-3, 0.0, False),
+        (math.nan, 1.0, False),
+    ],
+)
+def test_demo_judges_losses_by_what_rounding_does(difference, rounding, agree):
+    found = _demo_report.compare(runs(difference, rounding), SIZES["tiny"])
+    assert found["agree"] is agree
+    assert found["memory_ratio"] == 4
+    assert found["tokens_per_second"]["liger"] == SIZES["tiny"].tokens / 0.5
+
+
+def test_demo_text_and_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = {"size": SIZES["tiny"].as_dict(), "device": "CPU, 2 threads", "runs": runs(0.5, 0.01)}
+    results["comparison"] = _demo_report.compare(results["runs"], SIZES["tiny"])
+    text = _demo_report.text(results)
+    assert "3      7.000000    7.500000    +5.0e-01" in text
+    assert "The losses DISAGREE: largest difference 5.0e-01" in text
+    assert "4.00 x less" in text
+    _demo_report.picture(results, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_names_the_extra_when_something_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["demo", "--quick"]) == 2
+    assert 'liger demo needs transformers and tqdm: pip install "liger-ops[demo]"' in capsys.readouterr().err
+
+
+@needs_transformers
+def test_demo_refuses_too_few_steps(capsys):
+    assert cli.main(["demo", "--quick", "--steps", "1"]) == 2
+    assert "--steps is 1, expected at least 2" in capsys.readouterr().err
+
+
+@needs_transformers
+def test_demo_text_is_the_same_every_time():
+    size = replace(SIZES["tiny"], text_bytes=1 << 16, vocab=512, steps=3)
+    (batches, vocabulary), (again, _) = _demo_data.token_batches(size), _demo_data.token_batches(size)
+    assert batches.shape == (3, size.batch, size.sequence)
+    assert torch.equal(batches, again)
+    assert vocabulary <= 512 and 256 <= batches.max() < 512
+
+
+@needs_transformers
+def test_demo_reports_a_failed_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], text_bytes=1 << 16, heads=5))
+    assert cli.main(["demo", "--quick", "--output", str(tmp_path / "out")]) == 1
+    assert "the unpatched run ended with exit code 1 after 0 steps" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@needs_transformers
+def test_demo(tmp_path, capsys):
+    assert cli.main(["demo", "--quick", "--steps", "4", "--output", str(tmp_path)]) == 0
+    assert "The losses agree" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["runs"]) == set(demo.RUNS)
+    for run in results["runs"].values():
+        assert len(run["losses"]) == 4 and run["losses"][-1] < run["losses"][0]
+    assert results["comparison"]["memory_ratio"] > 1
