@@ -26,3 +26,12 @@ target_compile_definitions(liger_torch INTERFACE TORCH_TARGET_VERSION=0x020a0000
 # libtorch.so is what pulls libtorch_cuda.so in, on a torch that has one; a linker would drop it as unused here.
 target_link_options(liger_torch INTERFACE LINKER:--no-as-needed)
 target_link_libraries(liger_torch INTERFACE ${LIGER_TORCH_DIR}/lib/libtorch.so ${LIGER_TORCH_DIR}/lib/libtorch_cpu.so)
+
+# Exceptions cross into torch, so both must share one C++ runtime; a toolchain that would link its static copy gets the
+# shared one named. Symbols of static libraries (the CUDA runtime) stay inside, where no other library can take them over.
+execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
+                OUTPUT_VARIABLE shared_runtime OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(IS_ABSOLUTE "${shared_runtime}")
+  target_link_libraries(liger_torch INTERFACE ${shared_runtime})
+endif()
+target_link_options(liger_torch INTERFACE LINKER:--exclude-libs,ALL)
