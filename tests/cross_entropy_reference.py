@@ -31,7 +31,7 @@ def options(name, rows, vocab, device, reduction="mean"):
         "label_smoothing": lambda: 0.1,
         "full_smoothing": lambda: 1.0,
         "lse_square_scale": lambda: 1e-2,
-        "softcap": lambda: 2.5,
+        "softcap": lambda: 8.0,
         "denominator": lambda: torch.tensor(3.5, device=device),
     }
     chosen = {key: made[key]() for key in OPTIONS[name]}
@@ -98,6 +98,9 @@ def reference(
         "entropy": torch.where(live, -(logp.exp() * logp).sum(-1), 0.0),
     }
 
+
+# exp(z - lse) turns the float32 rounding of lse, here at most about this large, into a relative error.
+LARGEST_LSE = 16.0
 
 METRICS = ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")
 RETURN_ALL = {f"return_{name}": True for name in METRICS}
