@@ -11,7 +11,8 @@ import inspect
 import torch
 from torch import nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
 
 from ..ops.rope import rope
 from ._loss import CausalLMRecipe, linear_heads
@@ -102,7 +103,10 @@ def attention(module):
 
 def causal_lm(module, fused):
     """A recipe for the model and the linear layers of its head, a reason, or None."""
-    if LOSS_MAPPING.get(getattr(module, "loss_type", None)) is not ForCausalLMLoss:
+    if not isinstance(module, PreTrainedModel):
+        return None
+    # transformers takes the causal loss for any class whose name tells it nothing.
+    if LOSS_MAPPING.get(module.loss_type, ForCausalLMLoss) is not ForCausalLMLoss:
         return None
     head = module.get_output_embeddings()
     if head is None or "labels" not in inspect.signature(_original(module).forward).parameters:
@@ -126,12 +130,12 @@ def _try_causal_lm(module, head_name):
     hidden, weight = _random(1, 4, 16), _random(20, 16)
     seen = []
 
-    def loss_function(logits, labels, **_):
+    def loss_function(logits, labels, *_, **__):
         seen.append(logits)
         return logits.new_zeros(())
 
     attributes = {
-        module.base_model_prefix: lambda *_, **__: BaseModelOutputWithPast(last_hidden_state=hidden),
+        module.base_model_prefix: lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden),
         head_name: lambda x: nn.functional.linear(x, weight),
         "_loss_function": loss_function,
     }

@@ -62,10 +62,12 @@ def _target_and_options(
 
 
 def _loss_from_logits(logits, labels, vocab_size=None, **keywords):
-    """Replaces ForCausalLMLoss, whose arguments it has."""
+    """Replaces ForCausalLMLoss, whose arguments it has. ``logits`` is what the model made of its head's result."""
     call = _active.call
     if call is not None and call.loss is not None:
-        return call.loss
+        # What the head's call returned and not call.loss: hooks on the head may have wrapped it, to gather the weight
+        # before the backward. After a softcap only its place in the graph is left of it, which the sum keeps.
+        return logits if call.softcap is None else call.loss + 0.0 * logits
     target, options = _target_and_options(logits, labels, **keywords)
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
 

@@ -1,0 +1,359 @@
+"""What patching touches and what it does not: instances, classes, globals, copies, pickles, and the way back."""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import liger
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
+
+import liger.transformers as lt  # noqa: E402
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _reverted():
+    yield
+    lt.revert()
+
+
+def results(model):
+    """Everything a step shows, bit by bit."""
+    output, grads = step(model, **batch())
+    return [output.loss, output.logits, *grads.values()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def is_patched(model):
+    return any("_liger_recipe" in type(module).__dict__ for module in model.modules())
+
+
+def snapshot(modeling):
+    """The code of a modeling module: globals, and the attributes of its classes."""
+    names = {name: value for name, value in vars(modeling).items() if not name.startswith("_liger")}
+    classes = {name: dict(vars(value)) for name, value in names.items() if inspect.isclass(value)}
+    return names, classes
+
+
+# --- only this model ----------------------------------------------------------------------------------------------
+
+
+def test_unpatch_restores_everything(family):
+    model = make(family)
+    before = results(model)
+    modules = [(type(m), dict(m.__dict__)) for m in model.modules()]
+    state = model.state_dict()
+    keys, pointers = list(state), [t.data_ptr() for t in state.values()]
+    liger.patch(model)
+    assert is_patched(model)
+    assert list(model.state_dict()) == keys
+    assert [t.data_ptr() for t in model.state_dict().values()] == pointers
+    assert liger.unpatch(model) is model
+    assert [(type(m), m.__dict__) for m in model.modules()] == modules
+    assert same(results(model), before)
+
+
+def test_other_models_and_torch_are_untouched(family):
+    modeling = inspect.getmodule(type(make(family)))
+    other = make(family)
+    before, names = results(other), snapshot(modeling)
+    torch_names = [dict(vars(owner)) for owner in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)]
+    model = make(family)
+    results(liger.patch(model))
+    assert snapshot(modeling) == names
+    assert [dict(vars(o)) for o in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)] == torch_names
+    assert not is_patched(other) and same(results(other), before)
+    assert not is_patched(make(family))
+
+
+def test_patching_takes_no_random_numbers():
+    model = make("llama")
+    torch.manual_seed(5)
+    liger.patch(model)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_hooks_are_kept_and_called():
+    model, calls = make("llama"), []
+    names = ["lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn"]
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_hook(lambda *_, n=name: calls.append(n))
+        module.register_full_backward_hook(lambda *_, n=name: calls.append(f"backward {n}"))
+    step(liger.patch(model), **batch())
+    assert sorted(calls) == sorted([*names, *(f"backward {name}" for name in names)])
+
+
+def test_patching_again_replaces_the_options():
+    model = liger.patch(make("llama"))
+    liger.patch(model, rope=False, swiglu=False, fused_linear_cross_entropy=False)
+    assert set(lt.patch_report(model).replaced.values()) == {"rms_norm"}
+    assert type(model.lm_head) is nn.Linear
+    none = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
+    assert not is_patched(liger.patch(model, **none))
+
+
+def test_threads_do_not_mix_their_losses():
+    """A second thread that wants logits, while the first is inside a call that wants its loss."""
+    model = liger.patch(make("llama"))
+    hidden, seen = torch.randn(1, 3, 64), []
+
+    def while_labels_are_active(*_):
+        thread = threading.Thread(target=lambda: seen.append(model.lm_head(hidden)))
+        thread.start()
+        thread.join()
+
+    model.model.norm.register_forward_hook(while_labels_are_active)
+    model(**batch())
+    assert seen[0].shape == (1, 3, VOCAB)
+
+
+def test_a_model_inside_another_keeps_its_own_labels():
+    teacher, student = liger.patch(make("qwen2")), liger.patch(make("llama"))
+    expected = student(**batch()).loss
+    student.model.register_forward_hook(lambda *_: teacher(**batch(tokens=5)) and None)
+    assert torch.equal(student(**batch()).loss, expected)
+
+
+# --- copies and files ---------------------------------------------------------------------------------------------
+
+
+def test_deepcopy_and_pickle_stay_patched(family):
+    model = liger.patch(make(family))
+    expected = results(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        assert str(lt.patch_report(other)) == str(lt.patch_report(model))
+        assert same(results(other), expected)
+        other.lm_head.weight.data.zero_()
+        assert not is_patched(liger.unpatch(other))
+    assert is_patched(model) and same(results(model), expected)
+
+
+def test_save_pretrained(tmp_path, family):
+    plain = make(family)
+    model = liger.patch(twin(plain))
+    model.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path, attn_implementation="eager").train()
+    assert type(loaded) is type(plain) and loaded.config.architectures == [type(plain).__name__]
+    assert same(results(loaded), results(plain))
+
+
+def test_no_reference_outlives_the_model():
+    model = liger.patch(make("llama"))
+    results(model)
+    before = sum(isinstance(o, nn.Parameter) for o in gc.get_objects())
+    count = len(list(model.parameters()))
+    del model
+    gc.collect()
+    assert sum(isinstance(o, nn.Parameter) for o in gc.get_objects()) <= before - count
+
+
+# --- what is not patched, and why ---------------------------------------------------------------------------------
+
+
+def test_other_activation_is_left_alone():
+    plain = make("llama", hidden_act="gelu")
+    model = liger.patch(twin(plain))
+    assert "swiglu" not in lt.patch_report(model).replaced.values()
+    reasons = {n: r for n, r in lt.patch_report(model).left.items() if n.endswith("mlp")}
+    assert len(reasons) == 2 and all("GELU" in reason for reason in reasons.values())
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+def test_a_norm_that_computes_something_else_is_left_alone(monkeypatch):
+    plain = make("llama")
+    cls = type(plain.model.norm)
+    monkeypatch.setattr(cls, "forward", lambda self, x: self.weight * x)
+    model = liger.patch(twin(plain))
+    assert "rms_norm" not in lt.patch_report(model).replaced.values()
+    assert len(lt.patch_report(model).left) == 5
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+def test_a_forward_that_changes_its_logits_keeps_its_loss():
+    class ScaledLlama(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids, **kwargs)[0]) / 3
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
+            return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
+
+    plain = ScaledLlama(config("llama"))
+    model = liger.patch(twin(plain))
+    assert "changes the logits" in lt.patch_report(model).left[""]
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+@pytest.mark.parametrize("loss_type", ["own", "later"])
+def test_a_loss_function_of_the_user_is_used(loss_type):
+    def count_logits(logits, labels, **_):
+        return logits.square().mean()
+
+    plain = make("llama")
+    model = twin(plain)
+    plain.loss_function = count_logits
+    if loss_type == "own":
+        model.loss_function = count_logits
+        liger.patch(model)
+        assert "loss function of its own" in lt.patch_report(model).left[""]
+    else:
+        liger.patch(model).loss_function = count_logits
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+def test_a_forward_set_on_the_instance_is_left_alone():
+    model = make("llama")
+    model.model.norm.forward = lambda x: x * 2
+    liger.patch(model)
+    assert lt.patch_report(model).left == {"model.norm": "its forward was replaced on the instance"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds", "left"),
+    [
+        ("Gemma2", {"rms_norm": 9, "rope": 2, "fused_linear_cross_entropy": 1}, {"GELUTanh": 2}),
+        ("Phi3", {"rms_norm": 5, "swiglu": 2, "rope": 2, "fused_linear_cross_entropy": 1}, {}),
+        ("Granite", {"rms_norm": 5, "swiglu": 2, "rope": 2}, {"changes the logits": 1}),
+    ],
+)
+def test_architectures_without_a_function_of_their_own(name, kinds, left):
+    plain = make(name, **({"logits_scaling": 3.0} if name == "Granite" else {}))
+    model = liger.patch(twin(plain))
+    report = lt.patch_report(model)
+    found = list(report.replaced.values())
+    assert {kind: found.count(kind) for kind in found} == kinds
+    for words, count in left.items():
+        assert sum(words in reason for reason in report.left.values()) == count
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+def test_models_without_a_language_model_head():
+    for name in ("LlamaModel", "LlamaForSequenceClassification"):
+        plain = getattr(transformers, name)(config("llama")).eval()
+        model = liger.patch(twin(plain))
+        assert set(lt.patch_report(model).replaced.values()) == {"rope", "rms_norm", "swiglu"}
+        ids = batch()["input_ids"]
+        torch.testing.assert_close(model(ids)[0], plain(ids)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"nothing in Linear can be patched as asked \(nothing\)"):
+        liger.patch(nn.Linear(3, 4))
+    with pytest.raises(ValueError, match="cannot both be True"):
+        liger.patch(make("llama"), cross_entropy=True)
+    with pytest.raises(TypeError, match=r"expects a torch.nn.Module, not LlamaConfig"):
+        liger.patch(config("llama"))
+    with pytest.raises(TypeError, match="geglu"):
+        liger.patch(make("llama"), geglu=True)
+
+
+def test_retained_graph_needs_inplace_off():
+    loss = liger.patch(make("llama"), inplace=False)(**batch()).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="inplace=True"):
+        liger.patch(make("llama"))(**batch()).loss.backward(retain_graph=True)
+
+
+# --- models made later --------------------------------------------------------------------------------------------
+
+
+def test_models_made_after_a_call_without_model(family):
+    apply = getattr(lt, f"apply_liger_kernel_to_{family}")
+    before = make(family)
+    apply()
+    model = make(family)
+    assert not is_patched(before) and is_patched(model)
+    assert set(lt.patch_report(model).replaced.values()) == {
+        "rope", "rms_norm", "swiglu", "fused_linear_cross_entropy",
+    }  # fmt: skip
+    assert_same_step(step(model, **batch()), step(before, **batch()))
+    assert not is_patched(make("qwen2" if family == "llama" else "llama"))
+    apply(rope=False, rms_norm=False, mlp=False, fused_linear_cross_entropy=False, cross_entropy=True)
+    assert set(lt.patch_report(make(family)).replaced.values()) == {"cross_entropy"}
+    apply(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)
+    assert not is_patched(make(family)) and is_patched(model)
+
+
+def test_revert_restores_the_class(family):
+    base = lt._architectures.known(family).base_class()
+    attributes = dict(vars(base))
+    getattr(lt, f"apply_liger_kernel_to_{family}")()
+    assert dict(vars(base)) != attributes
+    lt.revert(family)
+    assert dict(vars(base)) == attributes
+    with pytest.raises(ValueError, match="liger knows no model type 'bert'"):
+        lt.revert("bert")
+
+
+def test_later_models_load_checkpoints(tmp_path):
+    plain = make("llama")
+    plain.save_pretrained(tmp_path)
+    lt.apply_liger_kernel_to_llama()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
+    assert is_patched(model)
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+def test_one_model_of_the_right_type(family):
+    apply = getattr(lt, f"apply_liger_kernel_to_{family}")
+    model = make(family)
+    apply(model=model, rope=False)
+    assert set(lt.patch_report(model).replaced.values()) == {"rms_norm", "swiglu", "fused_linear_cross_entropy"}
+    assert not is_patched(make(family))
+    other = "llama" if family != "llama" else "qwen3"
+    with pytest.raises(ValueError, match=f"apply_liger_kernel_to_{family} was given a model of type '{other}'"):
+        apply(model=make(other))
+
+
+def test_auto_class(tmp_path, family):
+    plain = make(family)
+    plain.save_pretrained(tmp_path)
+    auto = lt.AutoLigerKernelForCausalLM
+    model = auto.from_pretrained(tmp_path, attn_implementation="eager", rope=False).train()
+    assert set(lt.patch_report(model).replaced.values()) == {"rms_norm", "swiglu", "fused_linear_cross_entropy"}
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+    model = auto.from_config(plain.config, cross_entropy=True, fused_linear_cross_entropy=False)
+    assert "cross_entropy" in lt.patch_report(model).replaced.values()
+    with pytest.raises(ValueError, match="cannot both be True"):
+        auto.from_pretrained(tmp_path, cross_entropy=True)
+
+
+def test_auto_class_refuses_an_unknown_type(tmp_path):
+    settings = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)
+    settings.save_pretrained(tmp_path)
+    for make_model in (
+        lambda: lt.AutoLigerKernelForCausalLM.from_pretrained(tmp_path),
+        lambda: lt.AutoLigerKernelForCausalLM.from_config(settings),
+    ):
+        with pytest.raises(ValueError, match="knows no model type 'gpt2', only llama, mistral, qwen2, qwen3"):
+            make_model()
+
+
+def test_importing_liger_imports_no_transformers():
+    code = "import sys, liger; assert 'transformers' not in sys.modules; liger.patch; assert 'transformers' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
