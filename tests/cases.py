@@ -28,18 +28,24 @@ def assert_as_exact_as_torch(actual, plain, exact, name="", intermediate=0.0):
     assert torch.isfinite(actual).all() or not torch.isfinite(exact).all(), f"{name}: not finite"
     floor = 2 * torch.finfo(actual.dtype).eps + intermediate * torch.finfo(torch.float32).eps
     ours, theirs = error(actual, exact), error(plain, exact)
-    assert ours <= 2 * theirs + floor, f"{name}: error {ours:.3g}, plain torch {theirs:.3g}, floor {floor:.3g}"
+    assert ours <= 2 * theirs + floor, (
+        f"{name}: error {ours:.3g}, plain torch {theirs:.3g}, floor {floor:.3g}"
+    )
 
 
 def forward_backward(function, inputs, grad_outputs=None):
     """(outputs, gradients) of ``function(*inputs)`` for random or given upstream gradients; leaves are made anew."""
-    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) if t is not None else None for t in inputs]
+    leaves = [
+        t.detach().clone().requires_grad_(t.is_floating_point()) if t is not None else None for t in inputs
+    ]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     if grad_outputs is None:
         grad_outputs = [torch.randn_like(o) for o in outputs]
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    grads = torch.autograd.grad(outputs, wanted, [g.to(o.dtype) for g, o in zip(grad_outputs, outputs, strict=True)])
+    grads = torch.autograd.grad(
+        outputs, wanted, [g.to(o.dtype) for g, o in zip(grad_outputs, outputs, strict=True)]
+    )
     return outputs, grads
 
 

@@ -53,6 +53,30 @@ def random_target(rows, vocab, device, ignore_index=-100):
     return target
 
 
+def random_logits(rows, vocab, device, dtype=torch.float32, ignore_index=-100):
+    logits = (3 * torch.randn(rows, vocab, device=device)).to(dtype)
+    return logits, random_target(rows, vocab, device, ignore_index)
+
+
+def random_layer(rows, hidden, vocab, device, dtype=torch.float32, ignore_index=-100):
+    """(input, weight, bias, target) whose logits have a standard deviation of about 2."""
+    made = (
+        2 * torch.randn(rows, hidden, device=device),
+        torch.randn(vocab, hidden, device=device) / hidden**0.5,
+        torch.randn(vocab, device=device) / 4,
+    )
+    return *(t.to(dtype) for t in made), random_target(rows, vocab, device, ignore_index)
+
+
+def rows_per_chunk(rows, weight):
+    """A memory budget for chunks of so many rows (float32 sums of the weight gradient may allow more)."""
+    return rows * weight.shape[0] * weight.element_size()
+
+
+def leaves(*tensors):
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
 def reference(
     logits, target, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
     lse_square_scale=0.0, softcap=None, reduction="mean",

@@ -82,7 +82,9 @@ def test_chunks_are_whole_tiles_where_the_budget_allows():
 
 
 def test_a_larger_budget_never_makes_more_chunks():
-    for problem in itertools.product([1000, 16384], [64, 4096], [7, 32003], [2, 4], [False, True], [False, True]):
+    for problem in itertools.product(
+        [1000, 16384], [64, 4096], [7, 32003], [2, 4], [False, True], [False, True]
+    ):
         counts = [plan(*problem, 1 << bits)[1] for bits in range(10, 42)]
         assert counts == sorted(counts, reverse=True) and counts[-1] == 1, problem
 
@@ -104,7 +106,14 @@ def test_the_default_budget_is_512_mib(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("100000", 100000), ("64K", 64 << 10), ("3m", 3 << 20), ("2M", 2 << 20), ("1G", 1 << 30), ("", 512 * MIB)],
+    [
+        ("100000", 100000),
+        ("64K", 64 << 10),
+        ("3m", 3 << 20),
+        ("2M", 2 << 20),
+        ("1G", 1 << 30),
+        ("", 512 * MIB),
+    ],
 )
 def test_budget_from_the_environment(monkeypatch, text, number):
     problem = (16384, 64, 32003, 2, False, True)
@@ -123,7 +132,9 @@ def test_budget_from_the_environment_of_a_process():
 @pytest.mark.parametrize("text", ["0", "-5", "1T", "12 M", "lots", "1.5G", "99999999999G", "M"])
 def test_unreadable_budget_in_the_environment(monkeypatch, text):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", text)
-    words = "LIGER_MEMORY_BUDGET: expected a positive number of bytes, with an optional suffix K, M or G, got "
+    words = (
+        "LIGER_MEMORY_BUDGET: expected a positive number of bytes, with an optional suffix K, M or G, got "
+    )
     with pytest.raises(ValueError) as caught:
         plan(128, 64, 1000, 2, True, True, None)
     assert str(caught.value).splitlines()[0] == f"{words}'{text}'"

@@ -60,8 +60,8 @@ class RowRule:
 
 
 def make_rule(
-    op, dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap
-):
+    op, dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap,
+):  # fmt: skip
     """Raises RuntimeError for a CPU target out of range."""
     if target.device.type == "cpu":
         check_targets(op, target, vocab, ignore_index)

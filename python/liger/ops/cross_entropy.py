@@ -41,8 +41,8 @@ def cross_entropy_forward_torch(
     reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, inplace,
 ):  # fmt: skip
     torch.ops.liger.check_cross_entropy(
-        "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction
-    )
+        "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
+    )  # fmt: skip
     rule = make_rule(
         "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
         label_smoothing, lse_square_scale, softcap,
@@ -150,7 +150,8 @@ def refuse_gradients(op, **tensors):
 
 
 def _setup(ctx, inputs, output):
-    logits, target, ce_weight, token_weight, denominator, *options, _reduction, _z, _a, _p, _l, _e, inplace = inputs
+    logits, target, ce_weight, token_weight, denominator, *options = inputs[:9]
+    inplace = inputs[-1]
     refuse_gradients("cross_entropy", ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
     _loss, *others, lse, used_denominator = output
     # Compiled code takes the functional form, whose buffers the compiler places itself.

@@ -23,9 +23,7 @@ class _WeightGradient:
     def __init__(self, weight, chunks, exact):
         wide = accumulate_dtype(weight.dtype)
         self.weight, self.single = weight, chunks <= 1
-        self.sum = torch.zeros_like(
-            weight, dtype=wide if exact and not self.single else weight.dtype, memory_format=torch.contiguous_format
-        )
+        self.sum = weight.new_zeros(weight.shape, dtype=wide if exact and not self.single else weight.dtype)
 
     def add(self, dlogits, rows):
         if self.single:
@@ -145,7 +143,8 @@ def _setup(ctx, inputs, output):
         ctx.options = inputs[_TENSORS:-3]
         ctx.save_for_backward(*inputs[:_TENSORS])
     else:
-        ctx.save_for_backward(*(grad if want else None for grad, want in zip(output[-3:], wanted, strict=True)))
+        made = zip(output[-3:], wanted, strict=True)
+        ctx.save_for_backward(*(grad if want else None for grad, want in made))
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -162,9 +161,13 @@ def _recomputed(ctx, grad_loss, needed):
         token_weight = tensors[5]
         tensors[5] = grad_loss.contiguous() if token_weight is None else grad_loss * token_weight
     grads = torch.ops.liger.fused_linear_ce_forward(*tensors, *options, *needed)[-3:]
-    if not per_token:
-        grads = [torch.ops.liger.rescale(g, grad_loss) if need else g for g, need in zip(grads, needed, strict=True)]
-    return grads
+    return grads if per_token else _rescaled(grads, grad_loss, needed)
+
+
+def _rescaled(grads, factor, needed):
+    return [
+        torch.ops.liger.rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)
+    ]
 
 
 @differentiable_once("fused_linear_ce")
@@ -183,9 +186,7 @@ def _backward(ctx, grad_loss, *_grad_others):
                 if need:
                     torch.ops.liger.rescale_(grad, grad_loss)
         else:
-            grads = [
-                torch.ops.liger.rescale(g, grad_loss) if need else None for g, need in zip(grads, needed, strict=True)
-            ]
+            grads = _rescaled(grads, grad_loss, needed)
     for position, grad, need in zip(_DIFFERENTIABLE, grads, needed, strict=True):
         result[position] = grad if need else None
     return tuple(result)
@@ -203,9 +204,12 @@ def _autocast(*tensors):
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
+
+    def cast(t):
+        eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible else t
+
+    return tuple(cast(t) for t in tensors)
 
 
 def _run(

@@ -38,7 +38,9 @@ def rescale__torch(x, factor):
     _scale_into(x, x, factor)
 
 
-register_family("rescale", {"rescale": rescale_torch, "rescale_": rescale__torch}, "liger.triton_kernels.rescale")
+register_family(
+    "rescale", {"rescale": rescale_torch, "rescale_": rescale__torch}, "liger.triton_kernels.rescale"
+)
 
 
 # --- fakes --------------------------------------------------------------------------------------------------------
