@@ -5,12 +5,23 @@ would launch: the same constants, the same specialisation of strides and pointer
 """
 
 # ruff: noqa: E402  (Triton is optional)
+import importlib
+import pkgutil
+
 import pytest
 import torch
 
 triton = pytest.importorskip("triton")
 
-from liger.triton_kernels import rescale, rms_norm, rope, swiglu
+import liger.triton_kernels
+from liger.triton_kernels import (
+    cross_entropy,
+    fused_linear_ce,
+    rescale,
+    rms_norm,
+    rope,
+    swiglu,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
@@ -70,11 +81,62 @@ def rescale_launches(dtype):
         rescale.rescale_(torch.zeros(333, dtype=dtype), factor)
 
 
+def cross_entropy_launches(dtype):
+    rows, vocab, weight = 4, 5000, torch.ones(5000)
+    logits, target = torch.zeros(rows, vocab, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    options = [
+        (None, None, None, -100, 0.0, 0.0, None, "mean", *(False,) * 6),
+        (
+            weight,
+            torch.ones(rows),
+            torch.ones((), dtype=torch.int64),
+            0,
+            0.1,
+            1e-4,
+            30.0,
+            "sum",
+            *(True,) * 6,
+        ),
+        (None, None, None, -100, 0.1, 0.0, None, "none", *(True,) * 6),
+    ]
+    for option in options:
+        *_, lse, used = cross_entropy.cross_entropy_forward(logits, target, *option)
+        ce_weight, token_weight, _, *numbers, _, _, _, _, _, _, _ = option
+        rest = (logits, target, lse, used, ce_weight, token_weight, *numbers)
+        cross_entropy.cross_entropy_backward(torch.ones(()), *rest)
+        cross_entropy.cross_entropy_backward_(torch.ones(rows), *rest)
+
+
+def fused_linear_ce_launches(dtype):
+    x, weight = torch.zeros(300, 16, dtype=dtype), torch.zeros(1000, 16, dtype=dtype)
+    target, ones = torch.zeros(300, dtype=torch.int32), torch.ones(1000)
+    for wanted in (False, True):
+        fused_linear_ce.fused_linear_ce_forward(
+            x,
+            weight,
+            target,
+            None,
+            ones,
+            None,
+            None,
+            -100,
+            0.1,
+            1e-4,
+            30.0,
+            "mean",
+            None,
+            None,
+            *(wanted,) * 8,
+        )
+
+
 LAUNCHES = {
     rms_norm: rms_norm_launches,
     rope: rope_launches,
     swiglu: swiglu_launches,
     rescale: rescale_launches,
+    cross_entropy: cross_entropy_launches,
+    fused_linear_ce: fused_linear_ce_launches,
 }
 
 
@@ -104,6 +166,28 @@ def source_and_options(kernel, args, kwargs):
     return ASTSource(kernel, signature, constants, attributes), options
 
 
+def test_every_kernel_is_launched(monkeypatch):
+    """So that no kernel escapes the tests below."""
+    kernels = {
+        kernel
+        for info in pkgutil.iter_modules(liger.triton_kernels.__path__, "liger.triton_kernels.")
+        for kernel in vars(importlib.import_module(info.name)).values()
+        if isinstance(kernel, JITFunction) and kernel.__name__.endswith("_kernel")
+    }
+    launched = {kernel for module in LAUNCHES for kernel, _, _ in record(monkeypatch, module, torch.float32)}
+    assert launched == kernels
+
+
+def test_target_check_compiles(monkeypatch):
+    """The form of the row kernel under LIGER_CHECK_TARGETS=1, which launchers use on CUDA tensors only."""
+    kernel, args, kwargs = record(monkeypatch, cross_entropy, torch.bfloat16)[0]
+    names = [parameter.name for parameter in kernel.params]
+    args = [True if name == "CHECK_TARGETS" else value for name, value in zip(names, args, strict=True)]
+    source, options = source_and_options(kernel, args, kwargs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"debug": True})
+    assert "__assertfail" in compiled.asm["ptx"] and "vprintf" in compiled.asm["ptx"]
+
+
 def record(monkeypatch, module, dtype):
     launches = []
     monkeypatch.setattr(
@@ -118,10 +202,6 @@ def record(monkeypatch, module, dtype):
 @pytest.mark.parametrize("module", LAUNCHES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_launch_compiles(monkeypatch, module, dtype, capability):
     launches = record(monkeypatch, module, dtype)
-    kernels = {
-        k for k in vars(module).values() if isinstance(k, JITFunction) and k.__name__.endswith("_kernel")
-    }
-    assert {kernel for kernel, _, _ in launches} == kernels
     for kernel, args, kwargs in launches:
         source, options = source_and_options(kernel, args, kwargs)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -1,0 +1,119 @@
+"""Cross entropy of logits and its gradient. The row kernel and the reductions are in :mod:`.cross_entropy_rows`."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import (
+    dense_vector,
+    on_device_of,
+    output_rows,
+    require_dtype,
+    require_same_shape,
+    rows_of,
+    write_back,
+)
+from .cross_entropy_rows import WARPS, RowResults, Rule, class_weight, fill_zeros, write_gradient
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def backward_kernel(
+    grad_loss_ptr, grad_loss_stride, logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, lse_ptr,
+    used_denominator_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr,
+    n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, out_row = logits_ptr + row * logits_stride, out_ptr + row * out_stride
+    target = tl.load(target_ptr + row)
+    if target != ignore_index:
+        valid = (target >= 0) & (target < n_cols)
+        upstream = tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32) / tl.load(
+            used_denominator_ptr
+        )
+        if token_weight_ptr is not None:
+            upstream *= tl.load(token_weight_ptr + row).to(tl.float32)
+        write_gradient(
+            row_ptr, out_row, ce_weight_ptr, class_weight_sum_ptr, tl.where(valid, upstream, float("nan")), target,
+            class_weight(ce_weight_ptr, target, valid), tl.load(lse_ptr + row), n_cols,
+            label_smoothing, lse_square_scale, softcap, SMOOTHING, BLOCK,
+        )  # fmt: skip
+    else:
+        fill_zeros(out_row, n_cols, BLOCK)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------
+
+
+def cross_entropy_forward(
+    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, inplace,
+):  # fmt: skip
+    torch.ops.liger.check_cross_entropy(
+        "cross_entropy",
+        logits,
+        target,
+        ce_weight,
+        token_weight,
+        denominator,
+        label_smoothing,
+        softcap,
+        reduction,
+    )
+    require_dtype("cross_entropy", "logits", logits)
+    rule = Rule(
+        "cross_entropy", logits.shape[1], target, ce_weight, token_weight, ignore_index, label_smoothing,
+        lse_square_scale, softcap,
+    )  # fmt: skip
+    results = RowResults(
+        rule, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    )
+    results.fill(*rows_of(logits), 0)
+    used_denominator = rule.buffer((), True)
+    return *results.reduced(denominator, reduction, used_denominator), results.lse, used_denominator
+
+
+def _backward(
+    op, out, grad_loss, logits, target, lse, used_denominator, ce_weight, token_weight, ignore_index, label_smoothing,
+    lse_square_scale, softcap,
+):  # fmt: skip
+    torch.ops.liger.check_cross_entropy(
+        op, logits, target, ce_weight, token_weight, None, label_smoothing, softcap, "none"
+    )
+    require_dtype(op, "logits", logits)
+    require_same_shape(op, "lse", lse, "target", target)
+    if grad_loss.dim():
+        require_same_shape(op, "grad_loss", grad_loss, "target", target)
+    rule = Rule(
+        op,
+        logits.shape[1],
+        target,
+        ce_weight,
+        token_weight,
+        ignore_index,
+        label_smoothing,
+        lse_square_scale,
+        softcap,
+    )
+    if logits.numel() == 0:
+        return
+    in_place = out is logits
+    logits_rows, logits_stride = rows_of(logits)
+    out_rows, out_stride = (logits_rows, logits_stride) if in_place else output_rows(out)
+    with on_device_of(logits):
+        backward_kernel[(logits.shape[0],)](
+            grad_loss, grad_loss.stride(0) if grad_loss.dim() else 0, logits_rows, logits_stride, out_rows, out_stride,
+            rule.target, dense_vector(lse), used_denominator, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
+            rule.n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, rule.smoothing, rule.block,
+            num_warps=WARPS,
+        )  # fmt: skip
+    write_back(out, out_rows)
+
+
+def cross_entropy_backward(grad_loss, logits, *rest):
+    grad_logits = torch.empty_like(logits)
+    _backward("cross_entropy_backward", grad_logits, grad_loss, logits, *rest)
+    return grad_logits
+
+
+def cross_entropy_backward_(grad_loss, logits, *rest):
+    _backward("cross_entropy_backward_", logits, grad_loss, logits, *rest)
