@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.transformers._rename import rename_global, uses_global  # noqa: E402
 
 
 @pytest.fixture(params=FAMILIES)
@@ -76,11 +77,15 @@ def test_other_models_and_torch_are_untouched(family):
     modeling = inspect.getmodule(type(make(family)))
     other = make(family)
     before, names = results(other), snapshot(modeling)
-    torch_names = [dict(vars(owner)) for owner in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)]
+    torch_names = [
+        dict(vars(owner)) for owner in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)
+    ]
     model = make(family)
     results(liger.patch(model))
     assert snapshot(modeling) == names
-    assert [dict(vars(o)) for o in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)] == torch_names
+    assert [
+        dict(vars(o)) for o in (nn, nn.functional, nn.Linear, nn.CrossEntropyLoss, nn.Module)
+    ] == torch_names
     assert not is_patched(other) and same(results(other), before)
     assert not is_patched(make(family))
 
@@ -279,6 +284,42 @@ def test_retained_graph_needs_inplace_off():
         liger.patch(make("llama"))(**batch()).loss.backward(retain_graph=True)
 
 
+def rotate():
+    return "old"
+
+
+def decorate(function):
+    calls = 0
+
+    def wrapper(*args):
+        nonlocal calls
+        calls += 1
+        return [function(*args), known_to_itself.__name__, calls]
+
+    known_to_itself = wrapper
+    wrapper.__wrapped__ = function
+    return wrapper
+
+
+def test_renaming_a_global_reaches_through_decorators(monkeypatch):
+    @decorate
+    @decorate
+    def function(n, suffix="!"):
+        return [rotate() + suffix for _ in range(n)]
+
+    monkeypatch.setitem(globals(), "rotate_anew", lambda: "new")
+    copied = rename_global(function, "rotate", "rotate_anew")
+    assert copied(2) == [[["new!", "new!"], "wrapper", 1], "wrapper", 1]
+    assert function(2) == [[["old!", "old!"], "wrapper", 2], "wrapper", 2]
+    assert inspect.signature(copied) == inspect.signature(function)
+    assert inspect.unwrap(copied)(1) == ["new!"] and inspect.unwrap(function)(1) == ["old!"]
+    monkeypatch.setitem(globals(), "rotate_anew", lambda: "newer")
+    assert copied(0) and inspect.unwrap(copied)(1) == ["newer!"]
+    assert uses_global(function, "rotate") is globals() and uses_global(function, "unknown") is None
+    with pytest.raises(ValueError, match="uses rotate as a global and as an attribute"):
+        rename_global(lambda x: rotate() + x.rotate, "rotate", "rotate_anew")
+
+
 # --- models made later --------------------------------------------------------------------------------------------
 
 
@@ -323,10 +364,16 @@ def test_one_model_of_the_right_type(family):
     apply = getattr(lt, f"apply_liger_kernel_to_{family}")
     model = make(family)
     apply(model=model, rope=False)
-    assert set(lt.patch_report(model).replaced.values()) == {"rms_norm", "swiglu", "fused_linear_cross_entropy"}
+    assert set(lt.patch_report(model).replaced.values()) == {
+        "rms_norm",
+        "swiglu",
+        "fused_linear_cross_entropy",
+    }
     assert not is_patched(make(family))
     other = "llama" if family != "llama" else "qwen3"
-    with pytest.raises(ValueError, match=f"apply_liger_kernel_to_{family} was given a model of type '{other}'"):
+    with pytest.raises(
+        ValueError, match=f"apply_liger_kernel_to_{family} was given a model of type '{other}'"
+    ):
         apply(model=make(other))
 
 
@@ -335,7 +382,11 @@ def test_auto_class(tmp_path, family):
     plain.save_pretrained(tmp_path)
     auto = lt.AutoLigerKernelForCausalLM
     model = auto.from_pretrained(tmp_path, attn_implementation="eager", rope=False).train()
-    assert set(lt.patch_report(model).replaced.values()) == {"rms_norm", "swiglu", "fused_linear_cross_entropy"}
+    assert set(lt.patch_report(model).replaced.values()) == {
+        "rms_norm",
+        "swiglu",
+        "fused_linear_cross_entropy",
+    }
     assert_same_step(step(model, **batch()), step(plain, **batch()))
     model = auto.from_config(plain.config, cross_entropy=True, fused_linear_cross_entropy=False)
     assert "cross_entropy" in lt.patch_report(model).replaced.values()
@@ -355,5 +406,7 @@ def test_auto_class_refuses_an_unknown_type(tmp_path):
 
 
 def test_importing_liger_imports_no_transformers():
-    code = "import sys, liger; assert 'transformers' not in sys.modules; liger.patch; assert 'transformers' in sys.modules"
+    code = (
+        "import sys, liger; assert 'transformers' not in sys.modules; liger.patch; liger.transformers.patch"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from ..ops.rope import rope
 from ._loss import CausalLMRecipe, linear_heads
 from ._modules import ROPE_NAME, MLPRecipe, NormRecipe, RopeRecipe
-from ._rename import uses_global
+from ._rename import rename_global, uses_global
 
 EPS_NAMES = ("variance_epsilon", "eps")
 # (offset, casting_mode): Llama and its kin, Gemma, norms without casts.
@@ -82,6 +82,10 @@ def attention(module):
     namespace = uses_global(forward, ROPE_NAME)
     if namespace is None or ROPE_NAME not in namespace:
         return None
+    try:
+        rename_global(forward, ROPE_NAME, ROPE_NAME)
+    except ValueError as error:
+        return str(error)
     q, k = _random(2, 4, 3, 8), _random(2, 2, 3, 8)
     angles = _random(2, 3, 4)
     answers = []

@@ -1,7 +1,7 @@
 """Patched subclasses: a module is patched by giving it a class of its own, and restored by giving back the old one.
 
-The instance is left alone: parameters, buffers, hooks and state_dict stay as they are, ``copy.deepcopy`` and pickle keep
-the patch, and other instances of the class know nothing of it. FSDP2 does the same to the modules it shards.
+The instance is left alone: parameters, buffers, hooks and state_dict stay as they are, ``copy.deepcopy`` and pickle
+keep the patch, and other instances of the class know nothing of it. FSDP2 does the same to the modules it shards.
 
 A recipe says how a class is patched: a frozen dataclass with ``kind`` and ``members(original)``, which returns what the
 subclass overrides.

@@ -1,10 +1,10 @@
 """The loss of a causal language model, computed inside its head.
 
-A model's own forward calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. In a patched
-model the call of forward announces its labels; the head, finding them, returns the loss where it would have returned
-logits, and the loss function passes it on. So the head's weight is used within the head's own call, where the hooks of
-FSDP2 and ZeRO-3 have gathered it. A head that does not take part (a LoRA layer, a sharded weight) returns logits as
-ever, and the loss function computes the loss from them.
+A model's own forward calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. In a
+patched model the call of forward announces its labels; the head, finding them, returns the loss where it would have
+returned logits, and the loss function passes it on. So the head's weight is used within the head's own call, where the
+hooks of FSDP2 and ZeRO-3 have gathered it. A head that does not take part (a LoRA layer, a sharded weight) returns
+logits as ever, and the loss function computes the loss from them.
 """
 
 import functools

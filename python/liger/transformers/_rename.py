@@ -10,74 +10,70 @@ from types import CellType, CodeType, FunctionType
 
 
 def uses_global(function, name):
-    """Whether the function, or one that it wraps, looks up this global. Returns the globals in question, or None."""
-    if name in _global_names(function.__code__):
-        return function.__globals__
-    for inner in _wrapped(function):
-        found = uses_global(inner, name)
-        if found is not None:
-            return found
+    """The globals in which the function, or one that it wraps, looks up this name; None if none of them does."""
+    for inner in _with_wrapped(function):
+        if name in _names(inner.__code__, "LOAD_GLOBAL"):
+            return inner.__globals__
     return None
 
 
 def rename_global(function, old, new):
-    """A copy of the function, and of those that it wraps, in which the global ``old`` is looked up as ``new``."""
-    cells = []
-    for cell in function.__closure__ or ():
-        content = _content(cell)
-        inner = (
-            isinstance(content, FunctionType)
-            and content is not function
-            and uses_global(content, old) is not None
-        )
-        cells.append(CellType(rename_global(content, old, new)) if inner else cell)
-    copy = FunctionType(
-        _rename_in_code(function.__code__, old, new),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells) or None,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    copy.__annotations__ = function.__annotations__
-    copy.__qualname__, copy.__module__, copy.__doc__ = (
-        function.__qualname__,
-        function.__module__,
-        function.__doc__,
-    )
+    """A copy of the function, and of those that it wraps, in which the global ``old`` is looked up as ``new``.
+
+    Raises:
+        ValueError: the code also uses ``old`` as the name of an attribute, which would be renamed too.
+    """
+    # Only functions that lead to the name are copied; whatever else they enclose stays shared with the originals.
+    affected = [f for f in _with_wrapped(function) if uses_global(f, old) is not None]
+    copies = {f: _copy(f, old, new, affected) for f in affected}
+    for original, copy in copies.items():
+        for theirs, ours in zip(original.__closure__ or (), copy.__closure__ or (), strict=True):
+            if ours is not theirs:
+                ours.cell_contents = copies[theirs.cell_contents]
+        wrapped = original.__dict__.get("__wrapped__")
+        if wrapped in copies:
+            copy.__wrapped__ = copies[wrapped]
+    return copies[function]
+
+
+def _with_wrapped(function):
+    """The function and every function that decorators have enclosed in it, each once."""
+    found = [function]
+    for outer in found:
+        enclosed = (_enclosed_function(cell) for cell in outer.__closure__ or ())
+        found += [inner for inner in dict.fromkeys(enclosed) if inner is not None and inner not in found]
+    return found
+
+
+def _enclosed_function(cell):
+    try:
+        content = cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+    return content if isinstance(content, FunctionType) else None
+
+
+def _copy(function, old, new, affected):
+    closure = function.__closure__
+    if closure is not None:
+        closure = tuple(CellType() if _enclosed_function(cell) in affected else cell for cell in closure)
+    code = _rename(function.__code__, old, new)
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
+    for name in ("__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__"):
+        setattr(copy, name, getattr(function, name))
     copy.__dict__.update(function.__dict__)
-    inner = function.__dict__.get("__wrapped__")
-    if isinstance(inner, FunctionType) and uses_global(inner, old) is not None:
-        copy.__wrapped__ = rename_global(inner, old, new)
     return copy
 
 
-def _content(cell):
-    try:
-        return cell.cell_contents
-    except ValueError:  # a cell that is still empty
-        return None
+def _names(code, opname):
+    """Names that instructions of this kind refer to, also in the comprehensions and functions inside."""
+    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == opname}
+    return names.union(*(_names(c, opname) for c in code.co_consts if isinstance(c, CodeType)))
 
 
-def _wrapped(function):
-    contents = (_content(cell) for cell in function.__closure__ or ())
-    return [inner for inner in contents if isinstance(inner, FunctionType) and inner is not function]
-
-
-def _global_names(code):
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            names |= _global_names(constant)
-    return names
-
-
-def _rename_in_code(code, old, new):
-    constants = tuple(_rename_in_code(c, old, new) if isinstance(c, CodeType) else c for c in code.co_consts)
-    # co_names also holds attribute names, and a renamed attribute would be another attribute.
-    attributes = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
-    if old in attributes:
-        raise ValueError(
-            f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name} has an attribute {old}"
-        )
+def _rename(code, old, new):
+    # co_names holds the names of attributes beside those of globals.
+    if old in _names(code, "LOAD_ATTR") | _names(code, "LOAD_METHOD"):
+        raise ValueError(f"{code.co_name} uses {old} as a global and as an attribute")
+    constants = tuple(_rename(c, old, new) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_consts=constants, co_names=tuple(new if n == old else n for n in code.co_names))

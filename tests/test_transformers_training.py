@@ -1,0 +1,244 @@
+"""Patched models under what people train with: the Trainer, PEFT, accelerate, FSDP2 and ZeRO-like hooks."""
+
+import copy
+
+import pytest
+import torch
+
+import liger
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import FAMILIES, assert_same_step, batch, make, step, twin  # noqa: E402
+
+import liger.transformers as lt  # noqa: E402
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Sequences of different lengths, so that micro-batches hold different numbers of labels."""
+
+    def __init__(self):
+        self.rows = batch(rows=12, tokens=16)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        row = {name: value[index].clone() for name, value in self.rows.items()}
+        row["labels"][4 + index :] = -100
+        return row
+
+
+def train(model, folder, **overrides):
+    """The losses that three optimizer steps of the Trainer log, and its evaluation loss."""
+    pytest.importorskip("accelerate")
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 1,
+        **overrides,
+    }
+    arguments = transformers.TrainingArguments(**settings)
+    trainer = transformers.Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_with_gradient_accumulation(tmp_path, family):
+    plain = make(family)
+    patched = liger.patch(twin(plain))
+    ours, theirs = train(patched, tmp_path), train(plain, tmp_path)
+    assert len(ours) == 4
+    # Adam turns roundings of small gradients into whole steps.
+    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=0)
+
+
+def test_trainer_in_bfloat16_with_checkpointing(tmp_path):
+    plain = make("qwen3")
+    patched = liger.patch(twin(plain))
+    ours, theirs = (train(m, tmp_path, bf16=True, gradient_checkpointing=True) for m in (patched, plain))
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=0)
+
+
+def lora(model, **settings):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(11)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **settings))
+    return wrapped.train()
+
+
+@pytest.mark.parametrize("order", ["patch first", "patch last"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "gate_proj", "down_proj"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["up_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["up_proj"], "modules_to_save": ["norm"]},
+    ],
+    ids=str,
+)
+def test_lora(settings, order, caplog):
+    plain = make("llama")
+    patched = twin(plain)
+    if order == "patch first":
+        patched = lora(liger.patch(patched), **copy.deepcopy(settings))
+    else:
+        patched = liger.patch(lora(patched, **copy.deepcopy(settings)))
+    ours, theirs = step(patched, **batch()), step(lora(plain, **settings), **batch())
+    assert_same_step(ours, theirs)
+    head_has_lora = "lm_head" in settings["target_modules"]
+    if order == "patch last":
+        assert any("full logits" in why for why in lt.patch_report(patched).left.values()) == head_has_lora
+        assert (ours[0].logits is None) != head_has_lora
+    elif head_has_lora:
+        assert "the loss is computed from full logits" in caplog.text
+
+
+def test_forward_behind_the_hooks_of_accelerate():
+    hooks = pytest.importorskip("accelerate.hooks")
+    plain = make("llama")
+    model = twin(plain)
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    expected = step(plain, **batch())
+    liger.patch(model)
+    assert lt.patch_report(model).left == {}
+    assert model(**batch()).logits is None
+    assert_same_step(step(model, **batch()), expected)
+    liger.unpatch(model)
+    assert model(**batch()).logits is not None
+    assert_same_step(step(model, **batch()), expected)
+    for module in model.modules():
+        hooks.remove_hook_from_module(module)
+    assert_same_step(step(model, **batch()), expected)
+
+
+def test_a_head_on_which_hooks_gather_the_weight():
+    """As ZeRO-3 does: the weight is there only inside the head's call and inside its backward."""
+    plain = make("llama")
+    model = liger.patch(twin(plain))
+    head, full = model.lm_head, model.lm_head.weight.data
+
+    class ReleaseAfterBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            head.weight.data = full.new_empty(0)
+            return grad
+
+    class GatherBeforeBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            head.weight.data = full
+            return grad
+
+    def gather(module, inputs):
+        module.weight.data = full
+        return tuple(map(ReleaseAfterBackward.apply, inputs))
+
+    def release(module, inputs, output):
+        module.weight.data = full.new_empty(0)
+        return GatherBeforeBackward.apply(output)
+
+    head.weight.data = full.new_empty(0)
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(release)
+    model.zero_grad()
+    output = model(**batch())
+    assert head.weight.numel() == 0
+    output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert_same_step((output, grads), step(plain, **batch()))
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    if not torch.distributed.is_available() or torch.distributed.is_initialized():
+        pytest.skip("needs torch.distributed, not yet initialised")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("order", ["patch first", "patch last"])
+def test_fully_shard(one_process_group, order):
+    from torch.distributed.fsdp import fully_shard
+
+    plain = make("qwen3")
+    model = twin(plain)
+    if order == "patch first":
+        liger.patch(model)
+    for module in [*model.model.layers, model.model.norm, model.lm_head, model]:
+        fully_shard(module, mesh=one_process_group)
+    if order == "patch last":
+        liger.patch(model)
+    assert lt.patch_report(model).left == {}
+    output, grads = step(model, **batch())
+    assert output.logits is None
+    grads = {name: grad.full_tensor() for name, grad in grads.items()}
+    assert_same_step((output, grads), step(plain, **batch()))
+    if order == "patch first":
+        with pytest.raises(RuntimeError, match="derived from a patched class"):
+            liger.unpatch(model)
+    else:
+        liger.unpatch(model)
+        assert model(**batch()).logits is not None
+
+
+def test_tensor_parallel_head_returns_logits(one_process_group):
+    """The head's weight is a DTensor of which each rank holds a part: the loss comes from the gathered logits."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    plain = make("llama")
+    model = liger.patch(twin(plain))
+    plan = {"lm_head": ColwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
+    parallelize_module(model, one_process_group, plan)
+    assert model.lm_head.weight.placements == (Shard(0),)
+    output, grads = step(model, **batch())
+    grads["lm_head.weight"] = grads["lm_head.weight"].full_tensor()
+    assert_same_step((output, grads), step(plain, **batch()))
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_the_gpu():
+    inputs = {name: value for name, value in batch("cuda").items() if name != "attention_mask"}
+    inputs["num_items_in_batch"] = torch.tensor(17, device="cuda")
+    plain = make("llama", "cuda", torch.bfloat16)
+
+    def waits(model):
+        step(model, **inputs)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(model, **inputs)
+        except RuntimeError as error:
+            if "synchronizing CUDA operation" not in str(error):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
+
+    if waits(plain):
+        pytest.skip("this transformers waits for the GPU in its own code")
+    assert not waits(liger.patch(plain))
