@@ -28,7 +28,9 @@ __device__ __forceinline__ float to_float<__half>(__half x) {
 }
 template <>
 __device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 x) {
-  return __bfloat162float(x);
+  // A shift, which the compiler sees through; the conversion instruction of sm_90 is opaque to it and costs
+  // registers.
+  return __uint_as_float(uint32_t{__bfloat16_as_ushort(x)} << 16);
 }
 
 template <typename T>
@@ -52,24 +54,44 @@ __device__ __forceinline__ float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
-// Conversions of a whole vector, two elements per instruction where the hardware has one.
+// Conversions of a whole vector. Pairs of half types are handled as 32-bit words: seen as single elements,
+// each would take a register of its own for as long as the vector lives.
+template <typename T, int N>
+inline constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;
+
 template <typename T, int N>
 __device__ __forceinline__ void unpack(const Vec<T, N>& x, float (&out)[N]) {
+  if constexpr (kPaired<T, N>) {
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&x);
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = to_float(x.v[i]);
+    for (int i = 0; i < N / 2; ++i) {
+      if constexpr (std::is_same_v<T, __half>) {
+        const uint32_t word = words[i];
+        const float2 two = __half22float2(*reinterpret_cast<const __half2*>(&word));
+        out[2 * i] = two.x, out[2 * i + 1] = two.y;
+      } else {
+        out[2 * i] = __uint_as_float(words[i] << 16);
+        out[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = to_float(x.v[i]);
+  }
 }
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> pack(const float (&x)[N]) {
   Vec<T, N> out;
-  if constexpr (N % 2 == 0 && sizeof(T) == 2) {
+  if constexpr (kPaired<T, N>) {
+    uint32_t* words = reinterpret_cast<uint32_t*>(&out);
 #pragma unroll
-    for (int i = 0; i < N; i += 2) {
+    for (int i = 0; i < N / 2; ++i) {
       if constexpr (std::is_same_v<T, __half>) {
-        const __half2 two = __floats2half2_rn(x[i], x[i + 1]);
-        out.v[i] = two.x, out.v[i + 1] = two.y;
+        const __half2 two = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
+        words[i] = *reinterpret_cast<const uint32_t*>(&two);
       } else {
-        const __nv_bfloat162 two = __floats2bfloat162_rn(x[i], x[i + 1]);
-        out.v[i] = two.x, out.v[i + 1] = two.y;
+        const __nv_bfloat162 two = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
+        words[i] = *reinterpret_cast<const uint32_t*>(&two);
       }
     }
   } else {

@@ -23,7 +23,7 @@ struct RmsNormBackward {
   bool float_weight, round_scaled;
 };
 
-// The share of a row in c, and its share in grad_weight.
+// The share of a row in grad_weight.
 template <typename T, int N>
 __device__ __forceinline__ void accumulate_weight_grad(const float (&x)[N], const float (&g)[N], float rstd,
                                                        bool round_scaled, float (&sum)[N]) {
@@ -34,17 +34,19 @@ __device__ __forceinline__ void accumulate_weight_grad(const float (&x)[N], cons
   }
 }
 
-// rstd * (g * w) - x * shift (+ residual), with shift = rstd^2 * c.
+// rstd * (g * w) - x * shift, with shift = rstd^2 * c, and the gradient that arrives at new_residual where
+// there is one.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T, N>& g, const float (&w)[N],
-                                                 const Vec<T, N>* residual, float rstd, float shift) {
+                                                 const Vec<T, N>& residual, bool has_residual, float rstd,
+                                                 float shift) {
   float xs[N], gs[N];
   unpack(x, xs);
   unpack(g, gs);
 #pragma unroll
   for (int i = 0; i < N; ++i) gs[i] = fmaf(-shift, xs[i], rstd * (gs[i] * w[i]));
-  if (residual) {
-    unpack(*residual, xs);
+  if (has_residual) {
+    unpack(residual, xs);
 #pragma unroll
     for (int i = 0; i < N; ++i) gs[i] += xs[i];
   }
@@ -56,6 +58,9 @@ __global__ void __launch_bounds__(V == 1 ? 256 : kMaxRowThreads, V == 1 ? 2 : 1)
     rms_norm_backward_kernel(const RmsNormBackward p, int lanes, int stages) {
   using Vector = Vec<T, N>;
   constexpr int kStreams = Residual ? 3 : 2;
+  // Whether a row waits for its sum in registers, so that its slots can be refilled before; wide ones are
+  // read twice.
+  constexpr bool kHold = V * N <= 16;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float scratch[RowSum<R>::kScratch];
   Vector* ring = reinterpret_cast<Vector*>(shared) + threadIdx.x;
@@ -113,7 +118,11 @@ __global__ void __launch_bounds__(V == 1 ? 256 : kMaxRowThreads, V == 1 ? 2 : 1)
   for (; first - group < p.rows; first += step) {
     wait_async(stages - 1);
     float rstd[R], dot[R];
-    Vector x[R][V], g[R][V], residual[Residual ? R : 1][Residual ? V : 1];
+    Vector held[kHold ? R : 1][kStreams][kHold ? V : 1];
+    const auto value = [&](int r, int stream, int j) -> const Vector& {
+      if constexpr (kHold) return held[r][stream][j];
+      return slot(stage, r, stream, j);
+    };
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       rstd[r] = next_rstd[r];
@@ -122,37 +131,39 @@ __global__ void __launch_bounds__(V == 1 ? 256 : kMaxRowThreads, V == 1 ? 2 : 1)
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         if (!active || lane + j * lanes >= vectors) continue;
-        x[r][j] = slot(stage, r, 0, j);
-        g[r][j] = slot(stage, r, 1, j);
-        if constexpr (Residual) residual[r][j] = slot(stage, r, 2, j);
+        if constexpr (kHold) {
+#pragma unroll
+          for (int stream = 0; stream < kStreams; ++stream) held[r][stream][j] = slot(stage, r, stream, j);
+        }
         float xs[N], gs[N];
-        unpack(x[r][j], xs);
-        unpack(g[r][j], gs);
+        unpack(value(r, 0, j), xs);
+        unpack(value(r, 1, j), gs);
 #pragma unroll
         for (int i = 0; i < N; ++i) dot[r] = fmaf(gs[i] * w[j][i], xs[i], dot[r]);
         if (need_weight) accumulate_weight_grad<T, N>(xs, gs, rstd[r], p.round_scaled, weight_grad[j]);
       }
     }
-    fetch(stage, first + stages * step);
     fetch_rstd(first + step, next_rstd);
-    stage = stage + 1 == stages ? 0 : stage + 1;
-    if (!need_x) continue;
-    row_sum(dot);
+    if constexpr (kHold) fetch(stage, first + stages * step);
+    if (need_x) {
+      row_sum(dot);
 #pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int64_t row = first + r * groups;
-      if (row >= p.rows) break;
-      const float shift = rstd[r] * rstd[r] * rstd[r] * (dot[r] * inverse_hidden);
-      T* grad_x = static_cast<T*>(p.grad_x) + p.grad_x_rows.offset(row);
+      for (int r = 0; r < R; ++r) {
+        const int64_t row = first + r * groups;
+        if (row >= p.rows) break;
+        const float shift = rstd[r] * rstd[r] * rstd[r] * (dot[r] * inverse_hidden);
+        T* grad_x = static_cast<T*>(p.grad_x) + p.grad_x_rows.offset(row);
 #pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const int vector = lane + j * lanes;
-        if (vector < vectors) {
-          const Vector* extra = Residual ? &residual[Residual ? r : 0][Residual ? j : 0] : nullptr;
-          store(grad_x + vector * N, grad_vector(x[r][j], g[r][j], w[j], extra, rstd[r], shift));
+        for (int j = 0; j < V; ++j) {
+          const int vector = lane + j * lanes;
+          if (vector >= vectors) continue;
+          store(grad_x + vector * N, grad_vector(value(r, 0, j), value(r, 1, j), w[j],
+                                                 value(r, kStreams - 1, j), Residual, rstd[r], shift));
         }
       }
     }
+    if constexpr (!kHold) fetch(stage, first + stages * step);
+    stage = stage + 1 == stages ? 0 : stage + 1;
   }
 
 #if __CUDA_ARCH__ >= 900
@@ -213,10 +224,10 @@ __global__ void __launch_bounds__(kMaxRowThreads) rms_norm_backward_wide_kernel(
   for (int64_t column = begin; column < p.hidden; column += step) {
     float w[N];
     load_weight<T, N>(p.weight, p.float_weight, p.offset, column, w);
-    Vec<T, N> extra;
+    Vec<T, N> extra{};
     if (p.grad_residual) extra = load<T, N>(residual + column);
-    store(grad_x + column, grad_vector(load<T, N>(x + column), load<T, N>(g + column), w,
-                                       p.grad_residual ? &extra : nullptr, rstd, shift));
+    store(grad_x + column, grad_vector(load<T, N>(x + column), load<T, N>(g + column), w, extra,
+                                       p.grad_residual != nullptr, rstd, shift));
   }
 }
 

@@ -5,8 +5,6 @@
 // the same kernel.
 #pragma once
 
-#include <algorithm>
-
 #include "common/vec.cuh"
 
 namespace liger {
@@ -44,17 +42,18 @@ inline constexpr int kRopeThreads = 256;
 inline constexpr int kRopeHeads = 4;  // per thread
 
 template <int N>
-__device__ __forceinline__ void load_table(const RopeTable& table, TableType type, int64_t offset,
-                                           float (&out)[N]) {
+__device__ __forceinline__ void load_table(const RopeTable& table, TableType type, int64_t batch,
+                                           int64_t token, int entry, float (&out)[N]) {
+  const int64_t at = batch * table.batch + token * table.token + entry * (N > 1 ? 1 : table.entry);
   switch (type) {
     case TableType::kHalf:
-      load_floats<N>(static_cast<const __half*>(table.data) + offset, out);
+      load_floats<N>(static_cast<const __half*>(table.data) + at, out);
       break;
     case TableType::kBFloat16:
-      load_floats<N>(static_cast<const __nv_bfloat16*>(table.data) + offset, out);
+      load_floats<N>(static_cast<const __nv_bfloat16*>(table.data) + at, out);
       break;
     default:
-      load_floats<N>(static_cast<const float*>(table.data) + offset, out);
+      load_floats<N>(static_cast<const float*>(table.data) + at, out);
   }
 }
 
@@ -67,108 +66,106 @@ struct RopeItems {
         q_chunks((p.q.heads + kRopeHeads - 1) / kRopeHeads),
         chunks(q_chunks + (p.k.heads + kRopeHeads - 1) / kRopeHeads) {}
   __host__ __device__ int per_token() const { return per_head * chunks; }
+  __host__ __device__ int64_t blocks(int64_t tokens) const {
+    return (tokens * per_token() + kRopeThreads - 1) / kRopeThreads;
+  }
 };
 
 template <typename T, int N, bool Interleaved>
-__global__ void __launch_bounds__(kRopeThreads, 2) rope_kernel(const Rope p, int tokens_per_block) {
+__global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(const __grid_constant__ Rope p) {
   const RopeItems items(p, N);
-  const int64_t tiles = (p.tokens + tokens_per_block - 1) / tokens_per_block;
-  const int64_t batch = blockIdx.x / tiles, first_token = (blockIdx.x - batch * tiles) * tokens_per_block;
+  const int64_t blocks = items.blocks(p.tokens);  // of one batch entry
+  const int64_t batch = blockIdx.x / blocks, first = (blockIdx.x - batch * blocks) * kRopeThreads;
+  const int64_t first_token = first / items.per_token();
+  const int item = static_cast<int>(first - first_token * items.per_token()) + threadIdx.x;
+  const int part = item % items.per_head, chunk = item / items.per_head % items.chunks;
+  const int64_t token = first_token + item / items.per_token();
+  if (token >= p.tokens) return;
 
-  for (int item = threadIdx.x; item < items.per_token() * tokens_per_block; item += blockDim.x) {
-    const int part = item % items.per_head, rest = item / items.per_head;
-    const int64_t token = first_token + rest / items.chunks;
-    if (token >= p.tokens) break;
-    const int chunk = rest % items.chunks;
-    const bool is_q = chunk < items.q_chunks;
-    const int heads = is_q ? p.q.heads : p.k.heads;
-    const int first_head = (is_q ? chunk : chunk - items.q_chunks) * kRopeHeads;
-    const int64_t in_head = is_q ? p.q.in_strides.head : p.k.in_strides.head;
-    const int64_t out_head = is_q ? p.q.out_strides.head : p.k.out_strides.head;
-    const int64_t in_entry = N > 1 ? 1 : is_q ? p.q.in_strides.entry : p.k.in_strides.entry;
-    const int64_t out_entry = N > 1 ? 1 : is_q ? p.q.out_strides.entry : p.k.out_strides.entry;
-    const T* in = static_cast<const T*>(is_q ? p.q.in : p.k.in) +
-                  batch * (is_q ? p.q.in_strides.batch : p.k.in_strides.batch) +
-                  token * (is_q ? p.q.in_strides.token : p.k.in_strides.token) + first_head * in_head;
-    T* out = static_cast<T*>(is_q ? p.q.out : p.k.out) +
-             batch * (is_q ? p.q.out_strides.batch : p.k.out_strides.batch) +
-             token * (is_q ? p.q.out_strides.token : p.k.out_strides.token) + first_head * out_head;
+  const bool is_q = chunk < items.q_chunks;
+  const int first_head = (is_q ? chunk : chunk - items.q_chunks) * kRopeHeads;
+  const int heads = min(kRopeHeads, (is_q ? p.q.heads : p.k.heads) - first_head);
+  const bool rotated = part < items.pairs;
+  int entry1, entry2;
+  if (!rotated) {
+    entry1 = p.rotary + (part - items.pairs) * 2 * N;
+    entry2 = entry1 + N;
+  } else if (Interleaved) {
+    entry1 = part * 2 * N;
+    entry2 = entry1 + N;
+  } else {
+    entry1 = part * N;
+    entry2 = p.rotary / 2 + entry1;
+  }
+  const bool second = entry2 < p.head_dim;  // false only at the end of an odd number of copied vectors
 
-    const bool rotated = part < items.pairs;
-    int entry1, entry2;
-    if (!rotated) {
-      entry1 = p.rotary + (part - items.pairs) * 2 * N;
-      entry2 = entry1 + N;
-    } else if (Interleaved) {
-      entry1 = part * 2 * N;
-      entry2 = entry1 + N;
-    } else {
-      entry1 = part * N;
-      entry2 = p.rotary / 2 + entry1;
-    }
-    const bool second = entry2 < p.head_dim;  // false only at the end of an odd number of copied vectors
-
-    Vec<T, N> x[kRopeHeads][2];
+  Vec<T, N> x[kRopeHeads][2];
+  {
+    const RopeStrides strides = is_q ? p.q.in_strides : p.k.in_strides;
+    const int64_t entry = N > 1 ? 1 : strides.entry;
+    const T* in = static_cast<const T*>(is_q ? p.q.in : p.k.in) + batch * strides.batch +
+                  token * strides.token + first_head * strides.head;
 #pragma unroll
     for (int h = 0; h < kRopeHeads; ++h) {
-      if (first_head + h >= heads) continue;
-      x[h][0] = load<T, N>(in + h * in_head + entry1 * in_entry);
-      if (second) x[h][1] = load<T, N>(in + h * in_head + entry2 * in_entry);
+      if (h >= heads) continue;
+      x[h][0] = load<T, N>(in + h * strides.head + entry1 * entry);
+      if (second) x[h][1] = load<T, N>(in + h * strides.head + entry2 * entry);
     }
-    if (rotated) {
-      // Entry i of the 2N becomes x_i * c_i + (its partner) * m_i; the transposed map takes the partner's
-      // sine.
-      float c[2][N], s[2][N];
-      const int64_t cos_row = batch * p.cos.batch + token * p.cos.token;
-      const int64_t sin_row = batch * p.sin.batch + token * p.sin.token;
-      const int64_t cos_entry = N > 1 ? 1 : p.cos.entry, sin_entry = N > 1 ? 1 : p.sin.entry;
-      load_table<N>(p.cos, p.table_type, cos_row + entry1 * cos_entry, c[0]);
-      load_table<N>(p.cos, p.table_type, cos_row + entry2 * cos_entry, c[1]);
-      load_table<N>(p.sin, p.table_type, sin_row + entry1 * sin_entry, s[0]);
-      load_table<N>(p.sin, p.table_type, sin_row + entry2 * sin_entry, s[1]);
-      constexpr bool kAdjacent = Interleaved && N > 1;  // the partners share a vector
-      const auto first_of = [](int pair) { return kAdjacent ? 2 * pair : pair; };
-      const auto second_of = [](int pair) { return kAdjacent ? 2 * pair + 1 : pair + N; };
+  }
+  if (rotated) {
+    // Entry i of the 2N becomes x_i * c_i + (its partner) * s_i; the transposed map takes the partner's sine.
+    float c[2][N], s[2][N];
+    load_table<N>(p.cos, p.table_type, batch, token, entry1, c[0]);
+    load_table<N>(p.cos, p.table_type, batch, token, entry2, c[1]);
+    load_table<N>(p.sin, p.table_type, batch, token, entry1, s[0]);
+    load_table<N>(p.sin, p.table_type, batch, token, entry2, s[1]);
+    constexpr bool kAdjacent = Interleaved && N > 1;  // the partners share a vector
+    const auto first_of = [](int pair) { return kAdjacent ? 2 * pair : pair; };
+    const auto second_of = [](int pair) { return kAdjacent ? 2 * pair + 1 : pair + N; };
+#pragma unroll
+    for (int pair = 0; pair < N; ++pair) {
+      float& s1 = s[first_of(pair) / N][first_of(pair) % N];
+      float& s2 = s[second_of(pair) / N][second_of(pair) % N];
+      const float sin1 = s1, sin2 = s2;
+      s1 = p.backward ? sin2 : -sin1;
+      s2 = p.backward ? -sin1 : sin2;
+    }
+#pragma unroll
+    for (int h = 0; h < kRopeHeads; ++h) {
+      float value[2][N];
+      unpack(x[h][0], value[0]);
+      unpack(x[h][1], value[1]);
 #pragma unroll
       for (int pair = 0; pair < N; ++pair) {
-        float& m1 = s[first_of(pair) / N][first_of(pair) % N];
-        float& m2 = s[second_of(pair) / N][second_of(pair) % N];
-        const float sin1 = m1, sin2 = m2;
-        m1 = p.backward ? sin2 : -sin1;
-        m2 = p.backward ? -sin1 : sin2;
+        const int i = first_of(pair), j = second_of(pair);
+        const float x1 = value[i / N][i % N], x2 = value[j / N][j % N];
+        value[i / N][i % N] = x1 * c[i / N][i % N] + x2 * s[i / N][i % N];
+        value[j / N][j % N] = x2 * c[j / N][j % N] + x1 * s[j / N][j % N];
       }
-#pragma unroll
-      for (int h = 0; h < kRopeHeads; ++h) {
-        float value[2][N];
-        unpack(x[h][0], value[0]);
-        unpack(x[h][1], value[1]);
-#pragma unroll
-        for (int pair = 0; pair < N; ++pair) {
-          const int i = first_of(pair), j = second_of(pair);
-          const float x1 = value[i / N][i % N], x2 = value[j / N][j % N];
-          value[i / N][i % N] = x1 * c[i / N][i % N] + x2 * s[i / N][i % N];
-          value[j / N][j % N] = x2 * c[j / N][j % N] + x1 * s[j / N][j % N];
-        }
-        x[h][0] = pack<T, N>(value[0]);
-        x[h][1] = pack<T, N>(value[1]);
-      }
+      x[h][0] = pack<T, N>(value[0]);
+      x[h][1] = pack<T, N>(value[1]);
     }
+  }
+  const RopeStrides strides = is_q ? p.q.out_strides : p.k.out_strides;
+  const int64_t entry = N > 1 ? 1 : strides.entry;
+  T* out = static_cast<T*>(is_q ? p.q.out : p.k.out) + batch * strides.batch + token * strides.token +
+           first_head * strides.head;
 #pragma unroll
-    for (int h = 0; h < kRopeHeads; ++h) {
-      if (first_head + h >= heads) continue;
-      store(out + h * out_head + entry1 * out_entry, x[h][0]);
-      if (second) store(out + h * out_head + entry2 * out_entry, x[h][1]);
-    }
+  for (int h = 0; h < kRopeHeads; ++h) {
+    if (h >= heads) continue;
+    store(out + h * strides.head + entry1 * entry, x[h][0]);
+    if (second) store(out + h * strides.head + entry2 * entry, x[h][1]);
   }
 }
 
 template <typename T, int N>
 void launch_rope(const Rope& p, bool interleaved, cudaStream_t stream) {
-  const int per_token = RopeItems(p, N).per_token();
-  const int tokens_per_block = std::max(1, kRopeThreads / per_token);
-  const int64_t blocks = p.batch * ((p.tokens + tokens_per_block - 1) / tokens_per_block);
-  const auto kernel = interleaved ? rope_kernel<T, N, true> : rope_kernel<T, N, false>;
-  kernel<<<static_cast<unsigned>(blocks), kRopeThreads, 0, stream>>>(p, tokens_per_block);
+  const unsigned blocks = static_cast<unsigned>(p.batch * RopeItems(p, N).blocks(p.tokens));
+  if (interleaved) {
+    rope_kernel<T, N, true><<<blocks, kRopeThreads, 0, stream>>>(p);
+  } else {
+    rope_kernel<T, N, false><<<blocks, kRopeThreads, 0, stream>>>(p);
+  }
 }
 
 }  // namespace liger

@@ -103,10 +103,11 @@ struct RowSum {
   }
 };
 
-// The dynamic shared memory of a kernel beyond the 48 KB that every kernel may have.
+// Dynamic shared memory beyond what every kernel may have: 48 KB less its static shared memory, a few KB
+// here.
 template <typename Kernel>
 void allow_shared(Kernel kernel, int bytes) {
-  if (bytes > 48 * 1024) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (bytes > 40 * 1024) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
 }  // namespace liger

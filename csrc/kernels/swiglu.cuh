@@ -96,7 +96,7 @@ struct SwigluPosition {
 };
 
 template <typename T, int N, int U>
-__global__ void __launch_bounds__(kSwigluThreads) swiglu_kernel(const Swiglu p) {
+__global__ void __launch_bounds__(kSwigluThreads, 4) swiglu_kernel(const Swiglu p) {
   const SwigluPosition<U> at(p);
   Vec<T, N> gate[U], up[U];
 #pragma unroll
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kSwigluThreads) swiglu_kernel(const Swiglu p) 
 }
 
 template <typename T, int N, int U>
-__global__ void __launch_bounds__(kSwigluThreads) swiglu_backward_kernel(const Swiglu p) {
+__global__ void __launch_bounds__(kSwigluThreads, 4) swiglu_backward_kernel(const Swiglu p) {
   const SwigluPosition<U> at(p);
   Vec<T, N> grad_out[U], gate[U], up[U];
 #pragma unroll
