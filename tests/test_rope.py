@@ -9,12 +9,12 @@ import liger
 # batch, heads of q, heads of k, tokens, head_dim, rotary_dim
 SHAPES = [
     (2, 4, 4, 7, 64, 64),
-    (1, 8, 2, 33, 128, 128),
+    (1, 8, 2, 9, 128, 128),
     (2, 6, 1, 5, 80, 32),
     (3, 3, 2, 4, 6, 6),
     (1, 2, 1, 9, 6, 2),
     (2, 5, 3, 1, 96, 24),
-    (1, 1, 1, 300, 256, 64),
+    (1, 1, 1, 12, 256, 64),
     (1, 2, 2, 3, 7, 4),
 ]
 TABLES = {
@@ -192,7 +192,7 @@ def test_frozen_side_gets_no_gradient(device, frozen):
 
 
 def test_same_bits_twice_and_inputs_untouched(device):
-    q, k, cos, sin = make(device, (2, 4, 2, 65, 64, 64))
+    q, k, cos, sin = make(device, (2, 4, 2, 9, 64, 64))
     inputs = leaves(q, k)
     kept = [t.detach().clone() for t in (q, k, cos, sin)]
     outputs = liger.rope(*inputs, cos, sin)
@@ -284,6 +284,18 @@ def test_bad_unsqueeze_dim(device):
         RuntimeError, match=r"q has shape \(4, 5, 16\), expected \(batch, tokens, heads, head_dim\)"
     ):
         liger.rope(q[0], k, cos, sin, unsqueeze_dim=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_many_tokens(device, interleaved):
+    q, k, cos, sin = make(device, (3, 32, 8, 4099, 128, 128), torch.bfloat16, "per_sequence")
+    views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k)]
+    exact = reference(*(t.double() for t in (q, k)), cos, sin, interleaved)
+    plain = reference(q, k, cos, sin, interleaved)
+    for inputs in ((q, k), views):
+        for values in zip(liger.rope(*inputs, cos, sin, interleaved=interleaved), plain, exact, strict=True):
+            assert_as_exact_as_torch(*values)
 
 
 @pytest.mark.gpu
