@@ -176,8 +176,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
   if (!ignored) {
     const float lse = b.lse[index];
     const Row row = read_row<kExtras>(p, logits, index, y);
-    g = gradient_weights(p, row, lse, row.token_weight * b.grad_loss[b.per_row ? index : 0] / *b.denominator);
-    refer_to_lse(g, lse);
+    const float share = row.token_weight * b.grad_loss[b.per_row ? index : 0] / *b.denominator;
+    g = gradient_weights(p, row, lse, share, lse, 1.0f);
   }
   Vec<T, N> zeros;
 #pragma unroll

@@ -98,8 +98,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p, bo
   if (threadIdx.x == 0) write_results(p, row, stats);
   if (!write_gradient) return;
 
-  Gradient g = gradient_weights(p, row, stats.max + log_sum(stats.max, stats.sum), share);
-  refer_to_max(g, stats.max, stats.sum);
+  const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
 #pragma unroll 2
   for (v = threadIdx.x; v < span.vectors; v += step) {
     T* at = body + static_cast<int64_t>(v) * N;
@@ -173,8 +172,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   merge_row(stats, slots, rank, blocks);
   if (edges && threadIdx.x == 0) write_results(p, row, stats);
 
-  Gradient g = gradient_weights(p, row, stats.max + log_sum(stats.max, stats.sum), share);
-  refer_to_max(g, stats.max, stats.sum);
+  const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
 #pragma unroll 2
   for (int v = threadIdx.x; v < count; v += step) {
     store(body + static_cast<int64_t>(v) * N,

@@ -8,7 +8,6 @@
 namespace liger::ce {
 
 inline constexpr float kLog2e = 1.4426950408889634f;
-inline constexpr float kLn2 = 0.6931471805599453f;
 
 // What a row needs beyond maximum, sum and target. Kernels compiled without extras serve every call that has
 // none.
@@ -68,10 +67,15 @@ __device__ __forceinline__ float tanh_for<float>(float x) {
   return tanhf(x);
 }
 
-// The exponent of two that stands for a maximum; 0 for a row without a finite logit, so that nothing is inf -
-// inf.
-__device__ __forceinline__ float to_exponent(float max) {
-  return max == -INFINITY ? 0.0f : max * kLog2e;
+// exp(z - reference). The difference is taken first, so that it is exact where it matters: near the largest
+// logit.
+__device__ __forceinline__ float exp_from(float z, float reference) {
+  return exp2_fast((z - reference) * kLog2e);
+}
+
+// What the sums refer to; 0 for a row without a finite logit, so that nothing is inf - inf.
+__device__ __forceinline__ float reference_of(float max) {
+  return max == -INFINITY ? 0.0f : max;
 }
 
 // --- the aligned middle of a row, and its edges
@@ -101,16 +105,11 @@ __device__ __forceinline__ Span span_of(const T* row, int vocab) {
 
 // N neighbours as floats, through 16-byte loads where the address allows.
 template <typename T, int N>
-__device__ __forceinline__ void load_floats(const T* p, float (&out)[N]) {
+__device__ __forceinline__ void load_anywhere(const T* p, float (&out)[N]) {
   constexpr int kBytes = N * sizeof(T);
   if constexpr (kBytes % 16 == 0) {
     if (reinterpret_cast<uintptr_t>(p) % 16 == 0) {
-#pragma unroll
-      for (int i = 0; i < N; i += kVec<T>) {
-        const Vec<T, kVec<T>> x = load<T, kVec<T>>(p + i);
-#pragma unroll
-        for (int j = 0; j < kVec<T>; ++j) out[i + j] = to_float(x.v[j]);
-      }
+      load_floats<N>(p, out);
       return;
     }
   }
@@ -121,12 +120,11 @@ __device__ __forceinline__ void load_floats(const T* p, float (&out)[N]) {
 // Logits as stored -> with their bias, before the softcap.
 template <bool kExtras, typename T, int N>
 __device__ __forceinline__ void widen(const Vec<T, N>& raw, int column, const Problem& p, float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) x[i] = to_float(raw.v[i]);
+  unpack(raw, x);
   if constexpr (kExtras) {
     if (p.extras & kBias) {
       float bias[N];
-      load_floats<T, N>(static_cast<const T*>(p.bias) + column, bias);
+      load_anywhere<T, N>(static_cast<const T*>(p.bias) + column, bias);
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] += bias[i];
     }
@@ -192,7 +190,7 @@ __device__ __forceinline__ Stats<kExtras> no_stats() {
 // kept).
 template <bool kExtras>
 __device__ __forceinline__ void raise(Stats<kExtras>& s, float max) {
-  const float scale = s.max == -INFINITY ? 1.0f : exp2_fast(to_exponent(s.max) - to_exponent(max));
+  const float scale = s.max == -INFINITY ? 1.0f : exp_from(s.max, max);
   if constexpr (kExtras) s.spread = s.sum == 0.0f ? 0.0f : (s.spread + (s.max - max) * s.sum) * scale;
   s.sum *= scale;
   s.max = max;
@@ -207,7 +205,9 @@ __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& r
     if (p.extras & kArgmax) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (z[i] > s.best) s.best = z[i], s.best_column = column + i;
+        // Vectors come in rising order; an edge, seen last, may precede them.
+        const bool earlier = N == 1 && z[i] == s.best && column < s.best_column;
+        if (z[i] > s.best || earlier) s.best = z[i], s.best_column = column + i;
       }
     }
   }
@@ -215,10 +215,10 @@ __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& r
 
   const float largest = reduce_pairwise<Max>(z);
   if (largest > s.max) raise(s, largest);
-  const float exponent = to_exponent(s.max);
+  const float reference = reference_of(s.max);
   float e[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) e[i] = exp2_fast(fmaf(z[i], kLog2e, -exponent));
+  for (int i = 0; i < N; ++i) e[i] = exp_from(z[i], reference);
 
   if constexpr (kExtras) {
     if (p.extras & kEntropy) {
@@ -227,7 +227,7 @@ __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& r
     }
     if (p.extras & kSmoothing) {
       float w[N];
-      if (p.class_weight != nullptr) load_floats<float, N>(p.class_weight + column, w);
+      if (p.class_weight != nullptr) load_anywhere<float, N>(p.class_weight + column, w);
 #pragma unroll
       for (int i = 0; i < N; ++i) s.weighted += p.class_weight != nullptr ? w[i] * z[i] : z[i];
     }
@@ -295,42 +295,29 @@ __device__ __forceinline__ float class_weight_sum(const Problem& p) {
   return p.class_weight != nullptr ? *p.weight_sum : static_cast<float>(p.vocab);
 }
 
-// The gradient of one row: g[v] = probability * 2^(z[v] * log2(e) - exponent) - smooth * w[v] - hard * [v ==
-// target]
+// The gradient of one row: probability * exp(z[v] - reference) - smooth * w[v] - hard * [v == target]
 struct Gradient {
-  float exponent, probability, hard, smooth;
+  float reference, probability, hard, smooth;
   int target;
 };
 
-// share: the row's part of the upstream gradient, its token weight included.
-__device__ __forceinline__ Gradient gradient_weights(const Problem& p, const Row& row, float lse,
-                                                     float share) {
+// share: the row's part of the upstream gradient, its token weight included. The probabilities of the row are
+// exp(z - reference) / sum, which may be put as the maximum and its sum, or as lse and 1.
+__device__ __forceinline__ Gradient gradient_weights(const Problem& p, const Row& row, float lse, float share,
+                                                     float reference, float sum) {
   Gradient g;
+  g.reference = reference_of(reference);
   g.target = row.target;
   g.hard = share * (1.0f - p.label_smoothing) * row.class_weight;
   g.smooth = 0.0f;
-  g.probability = g.hard;
+  float total = g.hard;
   if (p.label_smoothing != 0.0f) {
     g.smooth = share * (p.label_smoothing / static_cast<float>(p.vocab));
-    g.probability += g.smooth * class_weight_sum(p);
+    total += g.smooth * class_weight_sum(p);
   }
-  if (p.lse_square_scale != 0.0f) g.probability += share * 2.0f * p.lse_square_scale * row.class_weight * lse;
+  if (p.lse_square_scale != 0.0f) total += share * 2.0f * p.lse_square_scale * row.class_weight * lse;
+  g.probability = total / sum;
   return g;
-}
-
-// z * log2(e) - exponent is exact to one rounding, but the exponent itself was rounded: this is what it lost.
-__device__ __forceinline__ float exponent_residue(float natural, float exponent) {
-  return fmaf(natural, kLog2e, -exponent);
-}
-
-// The gradient in terms of the maximum and the sum: both carry the same rounded exponent, which cancels.
-__device__ __forceinline__ void refer_to_max(Gradient& g, float max, float sum) {
-  g.exponent = to_exponent(max);
-  g.probability /= sum;
-}
-__device__ __forceinline__ void refer_to_lse(Gradient& g, float lse) {
-  g.exponent = lse * kLog2e;
-  g.probability *= exp2_fast(-exponent_residue(lse, g.exponent));
 }
 
 template <bool kExtras, typename T, int N>
@@ -340,11 +327,11 @@ __device__ __forceinline__ Vec<T, N> gradient(const Vec<T, N>& raw, int column, 
   widen<kExtras>(raw, column, p, z);
   cap<kExtras, T>(p, z);
 #pragma unroll
-  for (int i = 0; i < N; ++i) d[i] = g.probability * exp2_fast(fmaf(z[i], kLog2e, -g.exponent));
+  for (int i = 0; i < N; ++i) d[i] = g.probability * exp_from(z[i], g.reference);
   if constexpr (kExtras) {
     if (p.extras & kSmoothing) {
       float w[N];
-      if (p.class_weight != nullptr) load_floats<float, N>(p.class_weight + column, w);
+      if (p.class_weight != nullptr) load_anywhere<float, N>(p.class_weight + column, w);
 #pragma unroll
       for (int i = 0; i < N; ++i) d[i] -= p.class_weight != nullptr ? g.smooth * w[i] : g.smooth;
     }
@@ -361,10 +348,7 @@ __device__ __forceinline__ Vec<T, N> gradient(const Vec<T, N>& raw, int column, 
       for (int i = 0; i < N; ++i) d[i] *= fmaf(-z[i] * inverse, z[i] * inverse, 1.0f);
     }
   }
-  Vec<T, N> out;
-#pragma unroll
-  for (int i = 0; i < N; ++i) out.v[i] = from_float<T>(d[i]);
-  return out;
+  return pack<T>(d);
 }
 
 __device__ __forceinline__ void write_ignored(const Problem& p, int64_t row) {
@@ -376,14 +360,9 @@ __device__ __forceinline__ void write_ignored(const Problem& p, int64_t row) {
   if (p.predicted != nullptr) p.predicted[row] = -1;
 }
 
-// log(sum(exp(z - max))), with the rounding of the exponent taken back.
-__device__ __forceinline__ float log_sum(float max, float sum) {
-  return logf(sum) - exponent_residue(max, to_exponent(max)) * kLn2;
-}
-
 template <bool kExtras>
 __device__ __forceinline__ void write_results(const Problem& p, const Row& row, const Stats<kExtras>& s) {
-  const float log_of_sum = log_sum(s.max, s.sum);
+  const float log_of_sum = logf(s.sum);
   const float lse = s.max + log_of_sum;
   const float logprob = (row.z_target - s.max) - log_of_sum;
 
