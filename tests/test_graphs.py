@@ -1,93 +1,16 @@
-"""Every public op under compilers, export, scripting, autocast, checkpoints, CUDA graphs and functional transforms."""
+"""Every public op under compilers, export, scripting, autocast, checkpoints and CUDA graphs."""
 
 import io
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES
+from public_ops import CASES, HIDDEN, VOCAB, as_tuple, assert_same, inputs_of, results, target_of, total
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import liger
-
-HIDDEN, VOCAB = 16, 11
-
-
-@dataclass
-class Case:
-    function: object
-    plain: object  # the same in plain torch
-    make: object  # (tokens) -> inputs
-    token_dims: tuple  # per input, the dimension of the tokens or None
-
-
-def _randn(*shape):
-    return torch.randn(shape)
-
-
-def _target(tokens):
-    target = torch.randint(VOCAB, (tokens,))
-    target[0] = -100
-    return target
-
-
-def _plain_rms_norm(x, weight):
-    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), 1e-6).to(x.dtype)
-
-
-def _plain_fused_add_rms_norm(x, residual, weight):
-    return _plain_rms_norm(x + residual, weight), x + residual
-
-
-def _plain_rope(q, k, cos, sin):
-    def turned(x):
-        return torch.cat((-x[..., HIDDEN // 2 :], x[..., : HIDDEN // 2]), -1)
-
-    return q * cos.to(q.dtype) + turned(q) * sin.to(q.dtype), k * cos.to(k.dtype) + turned(k) * sin.to(
-        k.dtype
-    )
-
-
-def _plain_swiglu_packed(gate_up):
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-CASES = {
-    "rms_norm": Case(
-        liger.rms_norm, _plain_rms_norm, lambda t: (_randn(2, t, HIDDEN), _randn(HIDDEN)), (1, None)
-    ),
-    "fused_add_rms_norm": Case(
-        liger.fused_add_rms_norm,
-        _plain_fused_add_rms_norm,
-        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
-        (1, 1, None),
-    ),
-    "rope": Case(
-        liger.rope,
-        _plain_rope,
-        lambda t: (_randn(2, 4, t, HIDDEN), _randn(2, 2, t, HIDDEN), *torch.rand(2, t, HIDDEN)),
-        (2, 2, 0, 0),
-    ),
-    "swiglu": Case(
-        liger.swiglu,
-        lambda gate, up: F.silu(gate) * up,
-        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN)),
-        (1, 1),
-    ),
-    "swiglu_packed": Case(liger.swiglu_packed, _plain_swiglu_packed, lambda t: (_randn(2, t, HIDDEN),), (1,)),
-    "cross_entropy": Case(
-        liger.cross_entropy, F.cross_entropy, lambda t: (_randn(t, VOCAB), _target(t)), (0, 0)
-    ),
-    "fused_linear_ce": Case(
-        liger.fused_linear_ce,
-        lambda x, weight, target: F.cross_entropy(F.linear(x, weight), target),
-        lambda t: (_randn(t, HIDDEN), _randn(VOCAB, HIDDEN), _target(t)),
-        (0, None, 0),
-    ),
-}
 
 
 @pytest.fixture(params=CASES)
@@ -98,38 +21,6 @@ def name(request):
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
-
-
-def differentiable(name, index, tensor):
-    """Whether this input of the op gets a gradient: all that floats but the tables of rope."""
-    return tensor.is_floating_point() and not (name == "rope" and index > 1)
-
-
-def inputs_of(name, device, tokens=6):
-    inputs = [t.to(device) for t in CASES[name].make(tokens)]
-    return [t.requires_grad_(differentiable(name, i, t)) for i, t in enumerate(inputs)]
-
-
-def as_tuple(outputs):
-    return outputs if isinstance(outputs, tuple) else (outputs,)
-
-
-def total(outputs):
-    """A scalar whose gradient differs from element to element."""
-    return sum(
-        (o.float() * torch.linspace(1, 2, o.numel(), device=o.device).view(o.shape)).sum() for o in outputs
-    )
-
-
-def results(function, inputs):
-    """[outputs, gradients] of a function."""
-    outputs = as_tuple(function(*inputs))
-    return [*outputs, *torch.autograd.grad(total(outputs), [t for t in inputs if t.requires_grad])]
-
-
-def assert_same(actual, expected):
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 class Call(torch.nn.Module):
@@ -261,8 +152,8 @@ class ScriptedLayer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("module", "inputs"),
     [
-        (ScriptedHead, lambda: (_randn(6, HIDDEN), _target(6))),
-        (ScriptedLayer, lambda: (_randn(2, 5, HIDDEN), *torch.rand(2, 5, HIDDEN))),
+        (ScriptedHead, lambda: (torch.randn(6, HIDDEN), target_of(6))),
+        (ScriptedLayer, lambda: (torch.randn(2, 5, HIDDEN), *torch.rand(2, 5, HIDDEN))),
     ],
     ids=["head", "layer"],
 )
@@ -374,67 +265,3 @@ def test_cuda_graph_of_forward_and_backward(device, name):
             static.copy_(other)
     graph.replay()
     assert_same(captured, results(function, others))
-
-
-# --- functional transforms and second derivatives -----------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_vmap_over_every_tensor_with_tokens(device, name):
-    case = CASES[name]
-    samples = [inputs_of(name, device) for _ in range(3)]
-    in_dims = tuple(None if dim is None else 0 for dim in case.token_dims)
-    inputs = [
-        torch.stack(ts).detach() if dim == 0 else ts[0].detach()
-        for ts, dim in zip(zip(*samples, strict=True), in_dims, strict=True)
-    ]
-    for i, tensor in enumerate(inputs):
-        tensor.requires_grad_(differentiable(name, i, tensor))
-
-    def loop(*inputs):
-        outputs = [
-            as_tuple(
-                case.function(*(t if dim is None else t[i] for t, dim in zip(inputs, in_dims, strict=True)))
-            )
-            for i in range(3)
-        ]
-        return tuple(torch.stack(o) for o in zip(*outputs, strict=True))
-
-    assert_same(results(torch.vmap(case.function, in_dims=in_dims), inputs), results(loop, inputs))
-
-
-def test_vmap_with_the_batch_elsewhere(device):
-    q, k, cos, sin = inputs_of("rope", device)
-    tables = torch.stack([cos, sin, cos], -1)
-    mapped = torch.vmap(liger.rope, in_dims=(None, None, -1, None), out_dims=-1)(q, k, tables, sin)
-    for i in range(3):
-        assert_same([t[..., i] for t in mapped], liger.rope(q, k, tables[..., i], sin))
-    per_sequence = torch.rand(3, 2, *cos.shape, device=device)
-    mapped = torch.vmap(liger.rope, in_dims=(None, None, 0, 0))(q, k, per_sequence, per_sequence)
-    for i in range(3):
-        assert_same([t[i] for t in mapped], liger.rope(q, k, per_sequence[i], per_sequence[i]))
-    gate, up = inputs_of("swiglu", device)
-    mapped = torch.vmap(liger.swiglu, in_dims=(1, None), out_dims=1)(gate, up[:, 0])
-    assert_same([mapped], [liger.swiglu(gate, up[:, :1].expand_as(up))])
-
-
-@pytest.mark.parametrize("name", ["rms_norm", "fused_add_rms_norm"])
-def test_vmap_over_a_norm_weight(device, name):
-    *inputs, weight = inputs_of(name, device)
-    weights = torch.stack([weight, 2 * weight, -weight], -1)
-    mapped = torch.vmap(CASES[name].function, in_dims=(*(None for _ in inputs), -1))(*inputs, weights)
-    for i in range(3):
-        expected = as_tuple(CASES[name].function(*inputs, weights[:, i]))
-        assert_same([t[i] for t in as_tuple(mapped)], expected)
-
-
-def test_second_derivative_is_an_error(device, name):
-    """The gradient itself may be asked for with create_graph; only differentiating it again is refused."""
-    function = CASES[name].function
-    inputs = inputs_of(name, device)
-    wanted = [t for t in inputs if t.requires_grad]
-    grads = torch.autograd.grad(total(as_tuple(function(*inputs))), wanted, create_graph=True)
-    assert_same(grads, results(function, inputs)[-len(wanted) :])
-    for grad in grads:
-        with pytest.raises(RuntimeError, match=f"the backward of {name} is not differentiable"):
-            (grad.sum() + inputs[0].sum()).backward(retain_graph=True)
