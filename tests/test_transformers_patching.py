@@ -200,6 +200,22 @@ def test_a_norm_that_computes_something_else_is_left_alone(monkeypatch):
     assert_same_step(step(model, **batch()), step(plain, **batch()))
 
 
+def test_an_mlp_and_a_rotation_that_differ_are_left_alone(monkeypatch):
+    plain = make("llama")
+    mlp = type(plain.model.layers[0].mlp)
+    modeling = inspect.getmodule(mlp)
+    rotate = modeling.apply_rotary_pos_emb
+    monkeypatch.setattr(mlp, "forward", lambda s, x: s.down_proj(s.gate_proj(x) * s.act_fn(s.up_proj(x))))
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, cos, sin: rotate(q, k, cos, -sin))
+    model = liger.patch(twin(plain))
+    assert set(lt.patch_report(model).replaced.values()) == {"rms_norm", "fused_linear_cross_entropy"}
+    reasons = lt.patch_report(model).left.values()
+    assert (
+        sum("is not the rotation" in r for r in reasons) == sum("silu(gate) * up" in r for r in reasons) == 2
+    )
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
 def test_a_forward_that_changes_its_logits_keeps_its_loss():
     class ScaledLlama(transformers.LlamaForCausalLM):
         def forward(self, input_ids=None, labels=None, **kwargs):
