@@ -2,6 +2,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <limits>
 #include <tuple>
 
 #include "common/dispatch.h"
