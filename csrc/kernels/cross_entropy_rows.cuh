@@ -87,8 +87,14 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p, bo
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) accumulate(stats, raw[u], span.head + (v + u * step) * N, p);
   }
-  for (; v < span.vectors; v += step) {
-    accumulate(stats, load<T, N>(body + static_cast<int64_t>(v) * N), span.head + v * N, p);
+  Vec<T, N> last[kUnroll - 1];
+#pragma unroll
+  for (int u = 0; u < kUnroll - 1; ++u) {
+    if (v + u * step < span.vectors) last[u] = load<T, N>(body + static_cast<int64_t>(v + u * step) * N);
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll - 1; ++u) {
+    if (v + u * step < span.vectors) accumulate(stats, last[u], span.head + (v + u * step) * N, p);
   }
   if (threadIdx.x < span.edges()) {
     const int column = span.edge_column(threadIdx.x, p.vocab);
