@@ -13,7 +13,8 @@ WARMUP_STEPS = 3
 def device_name(device):
     if device == "cuda":
         return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def headline(size, device):
@@ -143,7 +144,7 @@ def picture(results, path):
         speed = [found["tokens_per_second"][kind] for kind in ("unpatched", "liger")]
         _bars(middle, memory, [human_bytes(v) for v in memory], (grey, green))
         middle.set_title(f"Peak memory: {_less(found['memory_ratio'])}")
-        middle.set_xlabel(memory_label(results))
+        middle.set_xlabel(memory_label(results), fontsize=8, color="#5f6368")
         _bars(right, speed, [f"{v:,.0f}" for v in speed], (grey, green))
         right.set_title(f"Tokens/s: {found['speedup']:.2f} x")
         figure.suptitle(

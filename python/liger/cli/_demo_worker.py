@@ -99,7 +99,7 @@ def main(run_file):
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
 
     # What is loaded and allocated once belongs to the set-up, not to the memory of a step.
-    model(input_ids=batches[0, :1, :16], labels=batches[0, :1, :16]).loss.backward()
+    model(input_ids=batches[0], labels=batches[0]).loss.backward()
     optimizer.zero_grad(set_to_none=True)
     memory = AllocatedMemory() if device == "cuda" else ResidentMemory()
     memory.start()

@@ -105,6 +105,8 @@ def train(kind, size, device, batches):
         json.dumps({"kind": kind, "size": size.as_dict(), "device": device, "batches": str(batches)})
     )
     environment = dict(os.environ)
+    # Tensors from 1 MiB on go back to the system when they are freed, so that the resident size is what is in use.
+    environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     if size.memory_budget:
         environment.setdefault("LIGER_MEMORY_BUDGET", size.memory_budget)
     losses, seconds, last = [], [], {}
