@@ -34,8 +34,8 @@ __device__ __forceinline__ void accumulate_weight_grad(const float (&x)[N], cons
   }
 }
 
-// rstd * (g * w) - x * shift, with shift = rstd^2 * c, and the gradient that arrives at new_residual where
-// there is one.
+// rstd * (g * w) - x * shift, with shift = rstd^2 * c (multiplied from the left: rstd^3 alone may overflow),
+// and the gradient that arrives at new_residual where there is one.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T, N>& g, const float (&w)[N],
                                                  const Vec<T, N>& residual, bool has_residual, float rstd,
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(V == 1 ? 256 : kMaxRowThreads, V == 1 ? 2 : 1)
       for (int r = 0; r < R; ++r) {
         const int64_t row = first + r * groups;
         if (row >= p.rows) break;
-        const float shift = rstd[r] * rstd[r] * rstd[r] * (dot[r] * inverse_hidden);
+        const float shift = dot[r] * inverse_hidden * rstd[r] * rstd[r] * rstd[r];
         T* grad_x = static_cast<T*>(p.grad_x) + p.grad_x_rows.offset(row);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) rms_norm_backward_wide_kernel(
     for (int i = 0; i < N; ++i) dot = fmaf(gs[i] * w[i], xs[i], dot);
   }
   dot = block_reduce<Sum>(dot, scratch);
-  const float shift = rstd * rstd * rstd * (dot / static_cast<float>(p.hidden));
+  const float shift = dot / static_cast<float>(p.hidden) * rstd * rstd * rstd;
 #pragma unroll 2
   for (int64_t column = begin; column < p.hidden; column += step) {
     float w[N];
