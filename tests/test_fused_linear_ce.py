@@ -20,10 +20,13 @@ from cross_entropy_reference import (
 from torch.nn.functional import linear
 
 import liger
+from liger.backend import triton_interpreted
 
 REDUCTIONS = ["mean", "sum", "none"]
 # rows, hidden, vocab
-SHAPES = [(1, 8, 7), (5, 33, 129), (300, 16, 64), (17, 64, 1000), (3, 40, 32003)]
+SHAPES = [(1, 8, 7), (5, 33, 129), (17, 64, 1000)]
+# Triton's interpreter takes a minute for one of the large ones.
+SHAPES += [(40, 16, 64), (3, 40, 4099)] if triton_interpreted() else [(300, 16, 64), (3, 40, 32003)]
 
 
 def check(tensors, target, accum_dtype=None, memory_budget=None, **chosen):
