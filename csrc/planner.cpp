@@ -39,7 +39,7 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
   const bool needs_accumulator = p.need_grad_weight && p.exact_accumulation && p.element_size < 4;
   const int64_t accumulator = needs_accumulator ? 4 * p.vocab * p.hidden : 0;
 
-  int64_t chunk = p.memory_budget / row_bytes;
+  int64_t chunk = std::max<int64_t>(p.memory_budget / row_bytes, 1);
   if (chunk >= p.rows ||
       (needs_accumulator && p.rows * row_bytes <= std::max(p.memory_budget, accumulator))) {
     // One chunk needs no accumulator; where its logits are no larger than that, it is also the smaller plan.
@@ -50,7 +50,6 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
     // nothing.
     chunk = std::max(chunk, p.vocab * p.hidden * p.element_size / row_bytes);
   }
-  chunk = std::max<int64_t>(chunk, 1);
   const int64_t chunks = ceil_div(p.rows, chunk);
   // Equal chunks: a short last one would run its GEMMs at a fraction of the speed.
   int64_t equal = ceil_div(p.rows, chunks);
