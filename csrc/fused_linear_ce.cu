@@ -14,12 +14,6 @@ namespace {
 
 constexpr const char* kOp = "fused_linear_ce";
 
-// The gradients that one call computes and what they need meanwhile.
-struct Gradients {
-  Tensor input, weight, bias;                  // as the op returns them
-  std::optional<Tensor> weight_sum, bias_sum;  // float32, over chunks
-};
-
 void zero(const Tensor& tensor, cudaStream_t stream) {
   if (tensor.numel() == 0) return;
   check_cuda(cudaMemsetAsync(tensor.mutable_data_ptr(), 0, tensor.numel() * tensor.element_size(), stream),
@@ -82,28 +76,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const bool exact = !accum_dtype || *accum_dtype == ScalarType::Float;
   const ChunkPlan plan = plan_chunks({rows, hidden, vocab, element, need_grad_weight, exact,
                                       memory_budget ? *memory_budget : default_memory_budget()});
-  const auto gradient = [&](bool wanted, std::vector<int64_t> shape) {
-    return wanted ? empty(std::move(shape), dtype, input) : no_tensor(dtype, input);
+  const auto wanted = [&](bool needed, std::vector<int64_t> shape, ScalarType type) {
+    return needed ? empty(std::move(shape), type, input) : no_tensor(type, input);
   };
-  Gradients grads{gradient(need_grad_input, {rows, hidden}), gradient(need_grad_weight, {vocab, hidden}),
-                  gradient(need_grad_bias, {vocab}), std::nullopt, std::nullopt};
-  if (plan.accumulator_bytes > 0) grads.weight_sum = empty({vocab, hidden}, ScalarType::Float, input);
-  if (need_grad_bias) grads.bias_sum = empty({vocab}, ScalarType::Float, input);
-
-  // The rows of logits start at 16-byte boundaries whatever the vocabulary: odd strides slow every product
-  // down.
+  // Rows of logits start at 16-byte boundaries whatever the vocabulary: odd strides slow every product down.
   const int64_t stride = logits_row_bytes(vocab, element) / element;
-  // While the weight gradient is summed elsewhere, its own memory is free for the logits.
-  const bool hosted = grads.weight_sum && plan.chunk_rows * stride <= vocab * hidden;
-  const Tensor logits = hosted ? grads.weight : empty({plan.chunk_rows, stride}, dtype, input);
-  const Matrix chunk{logits.mutable_data_ptr(), dtype, stride};
-  const Matrix chunk_transposed{chunk.data, dtype, stride, true};
+  // While the weight gradient is summed in float32 elsewhere, its own memory holds the logits, if they fit.
+  const bool summed = plan.accumulator_bytes > 0;
+  const bool hosted = summed && plan.chunk_rows * stride <= vocab * hidden;
+  const Tensor grad_input = wanted(need_grad_input, {rows, hidden}, dtype);
+  const Tensor grad_bias = wanted(need_grad_bias, {vocab}, dtype);
+  const Tensor bias_sum = wanted(need_grad_bias, {vocab}, ScalarType::Float);
+  Tensor grad_weight = wanted(need_grad_weight && (hosted || !summed), {vocab, hidden}, dtype);
+  const Tensor weight_sum = summed ? empty({vocab, hidden}, ScalarType::Float, input) : grad_weight;
+  std::optional<Tensor> logits = hosted ? grad_weight : empty({plan.chunk_rows, stride}, dtype, input);
 
+  const Matrix chunk{logits->mutable_data_ptr(), dtype, stride};
+  const Matrix chunk_transposed{chunk.data, dtype, stride, true};
   const Tensor x = as_matrix(input), w = as_matrix(weight);
   std::optional<Tensor> dense_bias;
   if (bias) dense_bias = torch::stable::contiguous(*bias);
   const bool write_gradient = need_grad_input || need_grad_weight || need_grad_bias;
-  const Tensor& weight_target = grads.weight_sum ? *grads.weight_sum : grads.weight;
   const auto from_row = [&](Matrix m, int64_t row) {
     m.data = static_cast<char*>(m.data) + row * m.stride * element;
     return m;
@@ -127,21 +120,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     results.attach(problem, first);
     launch_rows(kOp, problem, dtype, write_gradient, device, stream);
 
-    if (need_grad_input)
-      gemm(count, hidden, vocab, chunk, matrix(w), 0.0f, from_row(matrix(grads.input), first));
+    if (need_grad_input) {
+      gemm(count, hidden, vocab, chunk, matrix(w), 0.0f, from_row(matrix(grad_input), first));
+    }
     if (need_grad_weight) {
-      gemm(vocab, hidden, count, chunk_transposed, x_rows, i == 0 ? 0.0f : 1.0f, matrix(weight_target));
+      gemm(vocab, hidden, count, chunk_transposed, x_rows, i == 0 ? 0.0f : 1.0f, matrix(weight_sum));
     }
     if (need_grad_bias) {
-      add_column_sums(chunk, count, vocab, *grads.bias_sum, i == 0,
-                      i + 1 == plan.chunks ? &grads.bias : nullptr, stream);
+      add_column_sums(chunk, count, vocab, bias_sum, i == 0, i + 1 == plan.chunks ? &grad_bias : nullptr,
+                      stream);
     }
   }
-  if (plan.chunks == 0) {
-    zero(grads.weight, stream);
-    zero(grads.bias, stream);
-  } else if (grads.weight_sum) {
-    round_into(grads.weight, *grads.weight_sum, stream);
+  if (summed) {
+    if (!hosted) {
+      logits.reset();  // its memory is free for the allocator before the gradient asks for some
+      grad_weight = wanted(true, {vocab, hidden}, dtype);
+    }
+    round_into(grad_weight, weight_sum, stream);
+  } else if (plan.chunks == 0) {
+    zero(grad_weight, stream);
+    zero(grad_bias, stream);
   }
   results.reduce(kOp, options, used_denominator);
   return {results.loss,
@@ -150,9 +148,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           results.predicted_tokens,
           results.logprobs,
           results.entropy,
-          grads.input,
-          grads.weight,
-          grads.bias};
+          grad_input,
+          grad_weight,
+          grad_bias};
 }
 
 }  // namespace

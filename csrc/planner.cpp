@@ -34,8 +34,7 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
   if (p.rows == 0 || p.vocab == 0) return {0, 0, 0, 0};
 
   const int64_t row_bytes = logits_row_bytes(p.vocab, p.element_size);
-  // Summing over chunks in float32 needs an accumulator beside the gradient itself, unless the gradient is
-  // float32.
+  // Summing over chunks in float32 needs an accumulator beside a gradient of 2-byte elements.
   const bool needs_accumulator = p.need_grad_weight && p.exact_accumulation && p.element_size < 4;
   const int64_t accumulator = needs_accumulator ? 4 * p.vocab * p.hidden : 0;
 
@@ -46,8 +45,7 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
     return {p.rows, 1, p.rows * row_bytes, 0};
   }
   if (needs_accumulator) {
-    // The final gradient is not written before the last chunk: its memory holds the logits meanwhile, for
-    // nothing.
+    // The final gradient is not written before the last chunk: until then its memory can hold the logits.
     chunk = std::max(chunk, p.vocab * p.hidden * p.element_size / row_bytes);
   }
   const int64_t chunks = ceil_div(p.rows, chunk);
