@@ -44,10 +44,10 @@ POINTEES = {
 }
 
 
-def rms_norm_launches(dtype):
+def rms_norm_launches(dtype, tokens=9):
     # Several rows per program, one row per program, and rows larger than a tile.
     for hidden in (128, 4096, 40000):
-        x, weight = torch.zeros(3, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+        x, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
         for casting_mode in ("llama", "gemma", "none"):
             _, rstd = rms_norm.rms_norm(x, weight, 1e-6, 0.0, casting_mode)
             rms_norm.rms_norm_backward(x, x, weight, rstd, 0.0, casting_mode, True, True)
@@ -55,17 +55,20 @@ def rms_norm_launches(dtype):
         rms_norm.fused_add_rms_norm_backward(x, x, x, weight, rstd, 1.0, "gemma", True, False)
 
 
-def rope_launches(dtype):
-    q, k = torch.zeros(2, 9, 32, 128, dtype=dtype).transpose(1, 2), torch.zeros(2, 8, 9, 128, dtype=dtype)
+def rope_launches(dtype, tokens=9):
+    q, k = (
+        torch.zeros(2, tokens, 32, 128, dtype=dtype).transpose(1, 2),
+        torch.zeros(2, 8, tokens, 128, dtype=dtype),
+    )
     for rotary in (128, 48):
         for interleaved in (False, True):
-            rope.rope(q, k, *torch.zeros(2, 9, rotary, dtype=dtype), interleaved)
-            rope.rope_backward(q, k, *torch.zeros(2, 2, 9, rotary), interleaved)
+            rope.rope(q, k, *torch.zeros(2, tokens, rotary, dtype=dtype), interleaved)
+            rope.rope_backward(q, k, *torch.zeros(2, 2, tokens, rotary), interleaved)
 
 
-def swiglu_launches(dtype):
+def swiglu_launches(dtype, tokens=9):
     for width in (100, 14336):
-        packed = torch.zeros(3, 2 * width, dtype=dtype)
+        packed = torch.zeros(tokens, 2 * width, dtype=dtype)
         gate, up = packed.chunk(2, -1)
         for emit_product in (False, True):
             swiglu.swiglu_backward(gate, gate, up, emit_product)
@@ -75,20 +78,20 @@ def swiglu_launches(dtype):
         swiglu.swiglu_packed_backward_(gate, packed)
 
 
-def rescale_launches(dtype):
+def rescale_launches(dtype, tokens=9):
     for factor in (torch.zeros(()), torch.zeros(1, dtype=dtype)):
-        rescale.rescale(torch.zeros(5, 4096, dtype=dtype), factor)
+        rescale.rescale(torch.zeros(tokens, 4096, dtype=dtype), factor)
         rescale.rescale_(torch.zeros(333, dtype=dtype), factor)
 
 
-def cross_entropy_launches(dtype):
-    rows, vocab, weight = 4, 5000, torch.ones(5000)
-    logits, target = torch.zeros(rows, vocab, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+def cross_entropy_launches(dtype, tokens=9):
+    vocab, weight = 128256, torch.ones(128256)
+    logits, target = torch.zeros(tokens, vocab, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
     options = [
         (None, None, None, -100, 0.0, 0.0, None, "mean", *(False,) * 6),
         (
             weight,
-            torch.ones(rows),
+            torch.ones(tokens),
             torch.ones((), dtype=torch.int64),
             0,
             0.1,
@@ -104,12 +107,12 @@ def cross_entropy_launches(dtype):
         ce_weight, token_weight, _, *numbers, _, _, _, _, _, _, _ = option
         rest = (logits, target, lse, used, ce_weight, token_weight, *numbers)
         cross_entropy.cross_entropy_backward(torch.ones(()), *rest)
-        cross_entropy.cross_entropy_backward_(torch.ones(rows), *rest)
+        cross_entropy.cross_entropy_backward_(torch.ones(tokens), *rest)
 
 
-def fused_linear_ce_launches(dtype):
-    x, weight = torch.zeros(300, 16, dtype=dtype), torch.zeros(1000, 16, dtype=dtype)
-    target, ones = torch.zeros(300, dtype=torch.int32), torch.ones(1000)
+def fused_linear_ce_launches(dtype, tokens=9):
+    x, weight = torch.zeros(tokens, 16, dtype=dtype), torch.zeros(1000, 16, dtype=dtype)
+    target, ones = torch.zeros(tokens, dtype=torch.int32), torch.ones(1000)
     for wanted in (False, True):
         fused_linear_ce.fused_linear_ce_forward(
             x,
@@ -178,6 +181,19 @@ def test_every_kernel_is_launched(monkeypatch):
     assert launched == kernels
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 33])
+@pytest.mark.parametrize("module", LAUNCHES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_token_count_does_not_recompile(monkeypatch, module, tokens):
+    def variants(**sizes):
+        found = []
+        for kernel, args, kwargs in record(monkeypatch, module, torch.bfloat16, **sizes):
+            source, options = source_and_options(kernel, args, kwargs)
+            found.append((kernel.__name__, source.signature, source.constants, source.attrs, options))
+        return found
+
+    assert variants(tokens=tokens) == variants()
+
+
 def test_target_check_compiles(monkeypatch):
     """The form of the row kernel under LIGER_CHECK_TARGETS=1, which launchers use on CUDA tensors only."""
     kernel, args, kwargs = record(monkeypatch, cross_entropy, torch.bfloat16)[0]
@@ -188,12 +204,12 @@ def test_target_check_compiles(monkeypatch):
     assert "__assertfail" in compiled.asm["ptx"] and "vprintf" in compiled.asm["ptx"]
 
 
-def record(monkeypatch, module, dtype):
+def record(monkeypatch, module, dtype, **sizes):
     launches = []
     monkeypatch.setattr(
         JITFunction, "run", lambda self, *args, grid, warmup, **kwargs: launches.append((self, args, kwargs))
     )
-    LAUNCHES[module](dtype)
+    LAUNCHES[module](dtype, **sizes)
     return launches
 
 

@@ -287,6 +287,8 @@ class RowResults:
         self.z_loss = rule.buffer(rows, z_loss)
         self.predicted = rule.buffer(rows, predicted_tokens or token_accuracy, torch.int64)
         self.logprobs, self.entropy = rule.buffer(rows, logprobs), rule.buffer(rows, entropy)
+        # Each of these keeps more numbers per lane; half the lanes keep two programs on a multiprocessor.
+        self.block = rule.block if self.predicted is None and not entropy else min(rule.block, _BLOCK // 2)
 
     def fill(self, logits, logits_stride, first_row, used_denominator=None):
         """Computes rows ``first_row`` to ``first_row + len(logits)``. With a denominator it also writes the gradient
@@ -299,7 +301,7 @@ class RowResults:
                 logits, logits_stride, rule.target, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
                 used_denominator, self.loss, self.z_loss, self.predicted, self.logprobs, self.entropy, self.lse,
                 first_row, rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap,
-                used_denominator is not None, rule.smoothing, rule.check_targets, rule.block,
+                used_denominator is not None, rule.smoothing, rule.check_targets, self.block,
                 num_warps=WARPS, debug=rule.check_targets,
             )  # fmt: skip
 
