@@ -65,16 +65,18 @@ struct Residence {
   int blocks, slice_vectors, threads;
 };
 
+// What a block of rows_resident keeps for itself, rounded up.
+constexpr int kOwnSharedMemory = 4 << 10;
+
 // Three blocks on a multiprocessor, so that one computes while the others load and store; fewer only where
-// the row is too long for that. Each block costs 1 KB beside what it asks for, and has a few KB of its own.
-Residence residence(int64_t row_vectors, int shared_memory_optin) {
-  constexpr int kOwn = 5 << 10;
+// the row is too long for that. Each block takes 1 KB of a multiprocessor beside what it can use.
+Residence residence(int64_t row_vectors, int shared_memory_optin, int max_threads) {
   for (const int resident : {3, 2, 1}) {
-    const int available = (shared_memory_optin + 1024) / resident - kOwn;
+    const int available = (shared_memory_optin + 1024) / resident - 1024 - kOwnSharedMemory;
     for (int blocks = 1; blocks <= ce::kMaxCluster; blocks *= 2) {
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * 16 > available) continue;
-      const int64_t threads = std::clamp<int64_t>(ceil_div(slice, 4 * 32) * 32, 32, ce::kMaxThreads);
+      const int64_t threads = std::clamp<int64_t>(ceil_div(slice, 4 * 32) * 32, 32, max_threads);
       return {blocks, static_cast<int>(slice), static_cast<int>(threads)};
     }
   }
@@ -88,7 +90,8 @@ void launch_rows_as(const char* op, const ce::Problem& p, bool write_gradient, i
   const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
   Residence r = {0, 0, 0};
   if (write_gradient && attributes.capability >= 90) {
-    r = residence(row_vectors, attributes.shared_memory_per_block_optin);
+    // As many threads as the registers of three blocks allow.
+    r = residence(row_vectors, attributes.shared_memory_per_block_optin, kExtras ? 320 : ce::kMaxThreads);
   }
   require(p.rows * std::max(r.blocks, 1) <= INT_MAX, op, ": ", p.rows,
           " rows are more than one launch can take");
@@ -102,12 +105,16 @@ void launch_rows_as(const char* op, const ce::Problem& p, bool write_gradient, i
   }
 
   const auto kernel = ce::rows_resident<T, kExtras>;
-  const int bytes = r.slice_vectors * 16;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+  // The same values in every call: another thread may launch this kernel for another vocabulary in between.
+  const int most = attributes.shared_memory_per_block_optin - kOwnSharedMemory;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), op);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             op);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(p.rows * r.blocks));
   config.blockDim = dim3(static_cast<unsigned>(r.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.dynamicSmemBytes = static_cast<size_t>(r.slice_vectors) * 16;
   config.stream = stream;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
