@@ -117,10 +117,8 @@ add_library(liger::cuda ALIAS liger_cuda_flags)
 target_include_directories(liger_cuda_flags INTERFACE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 # USE_CUDA opens the CUDA part of torch's stable C interface.
 target_compile_definitions(liger_cuda_flags INTERFACE USE_CUDA)
-# The standard as a plain flag: some releases of CMake in wide use know CUDA_STANDARD 20 for no nvcc.
 target_compile_options(liger_cuda_flags INTERFACE
   "$<$<COMPILE_LANGUAGE:CUDA>:${gencode}>"
-  $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20>
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>
   $<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda>
   $<$<COMPILE_LANGUAGE:CUDA>:--threads=${nvcc_threads}>)

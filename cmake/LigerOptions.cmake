@@ -1,8 +1,5 @@
 # Compiler settings shared by every target, and the install rule.
 
-set(CMAKE_CXX_STANDARD 20)
-set(CMAKE_CXX_STANDARD_REQUIRED ON)
-set(CMAKE_CXX_EXTENSIONS OFF)
 set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_CXX_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
@@ -26,6 +23,7 @@ function(liger_install target)
   set_target_properties(${target} PROPERTIES
     INSTALL_RPATH "$ORIGIN/../torch/lib"
     BUILD_WITH_INSTALL_RPATH ON)
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+  # A plain flag, not CXX_STANDARD: CUDA inherits that, and CMake 3.25, in wide use, knows no nvcc with standard 20.
+  target_compile_options(${target} PRIVATE -std=c++20 $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
   install(TARGETS ${target} LIBRARY DESTINATION liger)
 endfunction()
