@@ -39,8 +39,11 @@ PYBIND11_MODULE(_C, m) {
         return result;
       },
       py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("element_size") = 2,
-      py::arg("need_grad_weight") = true, py::arg("exact_accumulation") = true, py::arg("memory_budget") = py::none(),
-      "How fused_linear_ce cuts `rows` rows into chunks within `memory_budget` bytes (None: LIGER_MEMORY_BUDGET, else "
-      "512 MiB). Returns a dict of chunk_rows, chunks, logits_bytes and accumulator_bytes. Raises ValueError on "
+      py::arg("need_grad_weight") = true, py::arg("exact_accumulation") = true,
+      py::arg("memory_budget") = py::none(),
+      "How fused_linear_ce cuts `rows` rows into chunks within `memory_budget` bytes (None: "
+      "LIGER_MEMORY_BUDGET, else "
+      "512 MiB). Returns a dict of chunk_rows, chunks, logits_bytes and accumulator_bytes. Raises ValueError "
+      "on "
       "negative sizes or a budget that is not positive.");
 }

@@ -1,8 +1,8 @@
 // Every schema of torch.ops.liger, one line each.
 //
-// Kernels register themselves beside their code: CUDA in csrc/<op>.cu, Triton in triton_kernels/<op>.py, plain torch,
-// fakes and autograd in python/liger/ops/<op>.py. An output that was not asked for is returned as an empty tensor, so
-// that every op has a fixed number of results.
+// Kernels register themselves beside their code: CUDA in csrc/<op>.cu, Triton in triton_kernels/<op>.py,
+// plain torch, fakes and autograd in python/liger/ops/<op>.py. An output that was not asked for is returned
+// as an empty tensor, so that every op has a fixed number of results.
 #include <torch/csrc/stable/library.h>
 
 #include "common/checks.h"
@@ -14,7 +14,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "rms_norm(Tensor x, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\")"
       " -> (Tensor y, Tensor rstd)");
   m.def(
-      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode,"
+      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float offset, str "
+      "casting_mode,"
       " bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
   // new_residual = x + residual; y = rms_norm(new_residual)
@@ -22,12 +23,15 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float offset=0.0,"
       " str casting_mode=\"llama\") -> (Tensor y, Tensor new_residual, Tensor rstd)");
   m.def(
-      "fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight,"
+      "fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? "
+      "weight,"
       " Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight)"
       " -> (Tensor grad_x, Tensor grad_weight)");
 
   // q (B, Hq, T, D), k (B, Hk, T, D), cos and sin (T, R), (1, T, R) or (B, T, R) with R <= D
-  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
+  m.def(
+      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor "
+      "k_out)");
   m.def(
       "rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, bool interleaved=False)"
       " -> (Tensor grad_q, Tensor grad_k)");
@@ -49,7 +53,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // logits (..., V), target (...): the loss alone, composite over cross_entropy_forward
   m.def(
       "cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None,"
-      " Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float lse_square_scale=0.0,"
+      " Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float "
+      "lse_square_scale=0.0,"
       " float? softcap=None, str reduction=\"mean\", bool inplace=False) -> Tensor");
   // logits (N, V), target (N,)
   m.def(
@@ -60,25 +65,32 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
       " Tensor entropy, Tensor lse, Tensor used_denominator)");
   m.def(
-      "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor used_denominator,"
-      " Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale,"
+      "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor "
+      "used_denominator,"
+      " Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float "
+      "lse_square_scale,"
       " float? softcap) -> Tensor");
   m.def(
       "cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor lse,"
-      " Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing,"
+      " Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float "
+      "label_smoothing,"
       " float lse_square_scale, float? softcap) -> ()");
 
   // input (..., H), weight (V, H), target (...): the loss alone, composite over fused_linear_ce_forward
   m.def(
       "fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, Tensor? ce_weight=None,"
-      " Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0,"
-      " float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\", ScalarType? accum_dtype=None,"
+      " Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float "
+      "label_smoothing=0.0,"
+      " float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\", ScalarType? "
+      "accum_dtype=None,"
       " int? memory_budget=None) -> Tensor");
-  // input (N, H), target (N,). The gradients are those of the summed (or averaged) loss; with reduction "none" they
-  // are those of sum(loss), so the gradient of per-token losses is this op with token_weight * grad_loss.
+  // input (N, H), target (N,). The gradients are those of the summed (or averaged) loss; with reduction
+  // "none" they are those of sum(loss), so the gradient of per-token losses is this op with token_weight *
+  // grad_loss.
   m.def(
       "fused_linear_ce_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
-      " Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale,"
+      " Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float "
+      "lse_square_scale,"
       " float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, bool return_z_loss,"
       " bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy,"
       " bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
@@ -101,9 +113,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction,"
       " ScalarType? accum_dtype, int? memory_budget) -> ()");
 
-  // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see csrc/planner.h
+  // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see
+  // csrc/planner.h
   m.def(
-      "plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation,"
+      "plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool "
+      "exact_accumulation,"
       " int? memory_budget=None) -> int[]");
 }
 
@@ -113,9 +127,8 @@ namespace {
 std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size,
                                     bool need_grad_weight, bool exact_accumulation,
                                     std::optional<int64_t> memory_budget) {
-  const ChunkPlan plan =
-      plan_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
-                   memory_budget ? *memory_budget : default_memory_budget()});
+  const ChunkPlan plan = plan_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
+                                      memory_budget ? *memory_budget : default_memory_budget()});
   return {plan.chunk_rows, plan.chunks, plan.logits_bytes, plan.accumulator_bytes};
 }
 

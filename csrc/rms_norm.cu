@@ -96,11 +96,9 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
     p.new_residual_rows = sum.rows;
     vectorised.rows(p.residual, p.residual_rows).rows(p.new_residual, p.new_residual_rows);
   }
-  const DeviceAttributes& device = device_attributes(x.get_device_index());
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_rms_norm<T>(p, bool(vectorised), device.multiprocessors, device.shared_memory_per_block_optin,
-                       current_stream(x));
+    launch_rms_norm<T>(p, bool(vectorised), current_stream(x));
   });
   check_launch(op);
   y.finish();

@@ -25,17 +25,6 @@ RopeTable table(const Tensor& x) {
   return {x.const_data_ptr(), batched ? x.stride(0) : 0, x.stride(last - 1), x.stride(last)};
 }
 
-TableType table_type(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Half:
-      return TableType::kHalf;
-    case ScalarType::BFloat16:
-      return TableType::kBFloat16;
-    default:
-      return TableType::kFloat;
-  }
-}
-
 // A stride over a single entry is never taken and may be anything.
 bool aligned(const void* data, const RopeStrides& strides, const Tensor& x, int64_t n) {
   return is_aligned16(data) && (x.size(0) == 1 || strides.batch % n == 0) &&
@@ -50,8 +39,8 @@ bool aligned(const RopeTable& x, const Tensor& like) {
   return is_aligned16(x.data) && x.batch % n == 0 && x.token % n == 0 && (like.size(-1) == 1 || x.entry == 1);
 }
 
-std::tuple<Tensor, Tensor> rotate(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos,
-                                  const Tensor& sin, bool interleaved, bool backward) {
+std::tuple<Tensor, Tensor> rotate(const char* op, const Tensor& q, const Tensor& k, Tensor cos, Tensor sin,
+                                  bool interleaved, bool backward) {
   check_rope(q, k, cos, sin, interleaved);
   require_cuda_dtype(op, "q", q);
   require_cuda_dtype(op, "cos", cos);
@@ -62,21 +51,34 @@ std::tuple<Tensor, Tensor> rotate(const char* op, const Tensor& q, const Tensor&
   Rope p{};
   p.q = operand(q, q_out);
   p.k = operand(k, k_out);
-  p.cos = table(cos);
-  p.sin = table(sin);
-  p.table_type = table_type(cos.scalar_type());
   p.batch = q.size(0);
   p.tokens = q.size(2);
   p.head_dim = static_cast<int>(q.size(3));
   p.rotary = static_cast<int>(cos.size(-1));
   p.backward = backward;
+  const int64_t vector = 16 / static_cast<int64_t>(q.element_size());
+  bool vectorised = p.rotary % (2 * vector) == 0 && p.head_dim % vector == 0 && aligned(p.q, q, vector) &&
+                    aligned(p.k, k, vector);
+  const auto tables_aligned = [&] { return aligned(table(cos), cos) && aligned(table(sin), sin); };
+  // The kernels read tables of float32, or vectors of the dtype of q.
+  if (cos.scalar_type() != ScalarType::Float &&
+      !(vectorised && cos.scalar_type() == q.scalar_type() && tables_aligned())) {
+    cos = torch::stable::to(cos, ScalarType::Float);
+    sin = torch::stable::to(sin, ScalarType::Float);
+  }
+  vectorised = vectorised && tables_aligned();
+  p.cos = table(cos);
+  p.sin = table(sin);
+  const cudaStream_t stream = current_stream(q);
   dispatch_dtype(q.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    constexpr int kN = kVec<T>;
-    const bool vectorised = p.rotary % (2 * kN) == 0 && p.head_dim % kN == 0 && aligned(p.q, q, kN) &&
-                            aligned(p.k, k, kN) && aligned(p.cos, cos) && aligned(p.sin, sin);
-    vectorised ? launch_rope<T, kN>(p, interleaved, current_stream(q))
-               : launch_rope<T, 1>(p, interleaved, current_stream(q));
+    if (!vectorised) {
+      launch_rope<T, float, 1>(p, interleaved, stream);
+    } else if (cos.scalar_type() == ScalarType::Float) {
+      launch_rope<T, float, kVec<T>>(p, interleaved, stream);
+    } else {
+      launch_rope<T, T, kVec<T>>(p, interleaved, stream);
+    }
   });
   check_launch(op);
   return {q_out, k_out};

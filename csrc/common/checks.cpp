@@ -4,19 +4,32 @@ namespace liger {
 
 std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::ComplexFloat: return "complex64";
-    case ScalarType::ComplexDouble: return "complex128";
-    default: return "dtype #" + std::to_string(static_cast<int>(dtype));
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return "dtype #" + std::to_string(static_cast<int>(dtype));
   }
 }
 
@@ -34,7 +47,9 @@ bool is_real_floating(ScalarType dtype) {
          dtype == ScalarType::Double;
 }
 
-bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
+bool same_device(const Tensor& a, const Tensor& b) {
+  return a.device() == b.device();
+}
 
 std::string device_text(const Tensor& tensor) {
   const char* kind = tensor.is_cuda() ? "cuda" : tensor.is_cpu() ? "cpu" : "another device type";
@@ -44,14 +59,14 @@ std::string device_text(const Tensor& tensor) {
 namespace {
 
 void check_floating(const std::string& op, const char* name, const Tensor& tensor) {
-  require(is_real_floating(tensor.scalar_type()), op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-          ", expected float16, bfloat16, float32 or float64");
+  require(is_real_floating(tensor.scalar_type()), op, ": ", name, " has dtype ",
+          dtype_name(tensor.scalar_type()), ", expected float16, bfloat16, float32 or float64");
 }
 
 void check_same_device(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other) {
-  require(same_device(tensor, other), op, ": ", name, " is on ", device_text(tensor), ", expected the device of ",
-          other_name, ", ", device_text(other));
+  require(same_device(tensor, other), op, ": ", name, " is on ", device_text(tensor),
+          ", expected the device of ", other_name, ", ", device_text(other));
 }
 
 void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
@@ -69,15 +84,16 @@ void check_same_shape(const std::string& op, const char* name, const Tensor& ten
           shape_text(other));
 }
 
-void check_vector(const std::string& op, const char* name, const Tensor& tensor, int64_t length, const char* of) {
+void check_vector(const std::string& op, const char* name, const Tensor& tensor, int64_t length,
+                  const char* of) {
   require(tensor.dim() == 1 && tensor.size(0) == length, op, ": ", name, " has shape ", shape_text(tensor),
           ", expected (", length, ",), ", of);
 }
 
-void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, int64_t vocab, const Tensor& target,
-                      const std::optional<Tensor>& ce_weight, const std::optional<Tensor>& token_weight,
-                      const std::optional<Tensor>& denominator, double label_smoothing, std::optional<double> softcap,
-                      const std::string& reduction) {
+void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, int64_t vocab,
+                      const Tensor& target, const std::optional<Tensor>& ce_weight,
+                      const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator,
+                      double label_smoothing, std::optional<double> softcap, const std::string& reduction) {
   require(target.scalar_type() == ScalarType::Long || target.scalar_type() == ScalarType::Int, op,
           ": target has dtype ", dtype_name(target.scalar_type()),
           ", expected int64 or int32 class indices (class probabilities are not supported)");
@@ -101,11 +117,13 @@ void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, i
             op, ": denominator has dtype ", dtype_name(denominator->scalar_type()),
             ", expected a floating dtype, int64 or int32");
     check_same_device(op, "denominator", *denominator, "the rows", like);
-    require(reduction != "none", op, ": denominator was given with reduction 'none', expected 'mean' or 'sum'");
+    require(reduction != "none", op,
+            ": denominator was given with reduction 'none', expected 'mean' or 'sum'");
   }
   require(label_smoothing >= 0.0 && label_smoothing <= 1.0, op, ": label_smoothing is ", label_smoothing,
           ", expected a value between 0 and 1");
-  require(!softcap || *softcap > 0.0, op, ": softcap is ", softcap.value_or(0.0), ", expected a positive value or None");
+  require(!softcap || *softcap > 0.0, op, ": softcap is ", softcap.value_or(0.0),
+          ", expected a positive value or None");
   require(reduction == "mean" || reduction == "sum" || reduction == "none", op, ": reduction is '", reduction,
           "', expected 'mean', 'sum' or 'none'");
 }
@@ -128,11 +146,12 @@ void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<
             dtype_name(x.scalar_type()), ", or float32");
     check_same_device(op, "weight", *weight, "x", x);
   }
-  require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op, ": casting_mode is '",
-          casting_mode, "', expected 'llama', 'gemma' or 'none'");
+  require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op,
+          ": casting_mode is '", casting_mode, "', expected 'llama', 'gemma' or 'none'");
 }
 
-void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool /*interleaved*/) {
+void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                bool /*interleaved*/) {
   const std::string op = "rope";
   require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, tokens, head_dim)");
   require(k.dim() == 4, op, ": k has shape ", shape_text(k), ", expected (batch, heads, tokens, head_dim)");
@@ -146,9 +165,11 @@ void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tenso
   check_same_dtype(op, "sin", sin, "cos", cos);
   check_same_device(op, "cos", cos, "q", q);
   check_same_device(op, "sin", sin, "q", q);
-  const bool shaped = (cos.dim() == 2 && cos.size(0) == q.size(2)) ||
-                      (cos.dim() == 3 && (cos.size(0) == 1 || cos.size(0) == q.size(0)) && cos.size(1) == q.size(2));
-  require(shaped, op, ": cos has shape ", shape_text(cos), ", expected (tokens, rotary_dim), (1, tokens, rotary_dim)",
+  const bool shaped =
+      (cos.dim() == 2 && cos.size(0) == q.size(2)) ||
+      (cos.dim() == 3 && (cos.size(0) == 1 || cos.size(0) == q.size(0)) && cos.size(1) == q.size(2));
+  require(shaped, op, ": cos has shape ", shape_text(cos),
+          ", expected (tokens, rotary_dim), (1, tokens, rotary_dim)",
           " or (batch, tokens, rotary_dim) for q of shape ", shape_text(q));
   const int64_t rotary = cos.size(-1);
   require(rotary <= q.size(3) && rotary % 2 == 0, op, ": cos has a rotary_dim of ", rotary,
@@ -171,8 +192,9 @@ void check_swiglu(const std::string& op, const Tensor& gate, const std::optional
   if (grad_out) {
     check_same_dtype(op, "grad_out", *grad_out, first, gate);
     check_same_device(op, "grad_out", *grad_out, first, gate);
-    require(grad_out->numel() * (up ? 1 : 2) == gate.numel(), op, ": grad_out has shape ", shape_text(*grad_out),
-            ", expected that of the product for ", first, " of shape ", shape_text(gate));
+    require(grad_out->numel() * (up ? 1 : 2) == gate.numel(), op, ": grad_out has shape ",
+            shape_text(*grad_out), ", expected that of the product for ", first, " of shape ",
+            shape_text(gate));
   }
 }
 
@@ -189,8 +211,9 @@ void check_cross_entropy(const std::string& op, const Tensor& logits, const Tens
 
 void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tensor& target,
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& ce_weight,
-                           const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator,
-                           double label_smoothing, std::optional<double> softcap, const std::string& reduction,
+                           const std::optional<Tensor>& token_weight,
+                           const std::optional<Tensor>& denominator, double label_smoothing,
+                           std::optional<double> softcap, const std::string& reduction,
                            std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget) {
   const std::string op = "fused_linear_ce";
   require(input.dim() == 2, op, ": input has shape ", shape_text(input), ", expected (rows, hidden)");
@@ -209,8 +232,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
   check_ce_options(op, input, input.size(0), weight.size(0), target, ce_weight, token_weight, denominator,
                    label_smoothing, softcap, reduction);
   require(!accum_dtype || *accum_dtype == ScalarType::Float || *accum_dtype == input.scalar_type(), op,
-          ": accum_dtype is ", dtype_name(accum_dtype.value_or(ScalarType::Float)), ", expected float32, the dtype of",
-          " input, ", dtype_name(input.scalar_type()), ", or None");
+          ": accum_dtype is ", dtype_name(accum_dtype.value_or(ScalarType::Float)),
+          ", expected float32, the dtype of", " input, ", dtype_name(input.scalar_type()), ", or None");
   require(!memory_budget || *memory_budget > 0, op, ": memory_budget is ", memory_budget.value_or(0),
           ", expected a positive number of bytes or None");
 }

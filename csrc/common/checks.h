@@ -1,5 +1,6 @@
-// Argument checks shared by every backend: the CUDA kernels call them directly, the Triton and torch backends through
-// the liger::check_* ops, so that one mistake has one message. They look at metadata only, never at data.
+// Argument checks shared by every backend: the CUDA kernels call them directly, the Triton and torch backends
+// through the liger::check_* ops, so that one mistake has one message. They look at metadata only, never at
+// data.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -15,7 +16,8 @@ namespace liger {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// std::runtime_error becomes RuntimeError in Python with exactly these words; STD_TORCH_CHECK would add file and line.
+// std::runtime_error becomes RuntimeError in Python with exactly these words; STD_TORCH_CHECK would add file
+// and line.
 template <typename... Parts>
 inline void require(bool condition, const Parts&... parts) {
   if (__builtin_expect(!condition, 0)) {
@@ -42,8 +44,9 @@ void check_cross_entropy(const std::string& op, const Tensor& logits, const Tens
                          std::optional<double> softcap, const std::string& reduction);
 void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tensor& target,
                            const std::optional<Tensor>& bias, const std::optional<Tensor>& ce_weight,
-                           const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator,
-                           double label_smoothing, std::optional<double> softcap, const std::string& reduction,
+                           const std::optional<Tensor>& token_weight,
+                           const std::optional<Tensor>& denominator, double label_smoothing,
+                           std::optional<double> softcap, const std::string& reduction,
                            std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget);
 
 }  // namespace liger

@@ -17,10 +17,17 @@ struct TypeTag {
 template <typename Body>
 void dispatch_dtype(ScalarType dtype, Body&& body) {
   switch (dtype) {
-    case ScalarType::Half: body(TypeTag<__half>{}); break;
-    case ScalarType::BFloat16: body(TypeTag<__nv_bfloat16>{}); break;
-    case ScalarType::Float: body(TypeTag<float>{}); break;
-    default: require(false, "liger: no CUDA kernel for ", dtype_name(dtype));
+    case ScalarType::Half:
+      body(TypeTag<__half>{});
+      break;
+    case ScalarType::BFloat16:
+      body(TypeTag<__nv_bfloat16>{});
+      break;
+    case ScalarType::Float:
+      body(TypeTag<float>{});
+      break;
+    default:
+      require(false, "liger: no CUDA kernel for ", dtype_name(dtype));
   }
 }
 

@@ -18,12 +18,13 @@ struct Max {
 template <typename Op, int Width = 32>
 __device__ __forceinline__ float warp_reduce(float x) {
 #pragma unroll
-  for (int offset = Width / 2; offset > 0; offset /= 2) x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
+  for (int offset = Width / 2; offset > 0; offset /= 2)
+    x = Op::apply(x, __shfl_xor_sync(0xffffffffu, x, offset));
   return x;
 }
 
-// Every thread gets the result. scratch: 32 floats of shared memory; the barrier at the start guards the readers of
-// an earlier reduction in the same scratch.
+// Every thread gets the result. scratch: 32 floats of shared memory; the barrier at the start guards the
+// readers of an earlier reduction in the same scratch.
 template <typename Op>
 __device__ __forceinline__ float block_reduce(float x, float* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;

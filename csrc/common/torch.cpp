@@ -54,8 +54,10 @@ std::optional<Rows> rows_of(const Tensor& tensor) {
   Rows rows;
   if (levels > 0) rows.stride = stride[0];
   if (levels > 1) {
-    rows.inner = std::max<int64_t>(size[0], 1);
-    rows.middle = std::max<int64_t>(size[1], 1);
+    if (size[0] * size[1] * (levels > 2 ? size[2] : 1) >= int64_t{1} << 31) return std::nullopt;
+    rows.nested = true;
+    rows.inner = FastDivide(static_cast<uint32_t>(std::max<int64_t>(size[0], 1)));
+    rows.middle = FastDivide(static_cast<uint32_t>(std::max<int64_t>(size[1], 1)));
     rows.middle_stride = stride[1];
   }
   if (levels > 2) rows.outer_stride = stride[2];
@@ -63,14 +65,14 @@ std::optional<Rows> rows_of(const Tensor& tensor) {
 }
 
 RowInput row_input(const Tensor& tensor, bool one_stride) {
-  if (const auto rows = rows_of(tensor); rows && !(one_stride && rows->inner > 0)) return {tensor, *rows};
+  if (const auto rows = rows_of(tensor); rows && !(one_stride && rows->nested)) return {tensor, *rows};
   Tensor copy = torch::stable::contiguous(tensor);
   const Rows rows = *rows_of(copy);
   return {std::move(copy), rows};
 }
 
 RowOutput row_output(const Tensor& result, bool one_stride) {
-  if (const auto rows = rows_of(result); rows && !(one_stride && rows->inner > 0))
+  if (const auto rows = rows_of(result); rows && !(one_stride && rows->nested))
     return {result, result, *rows};
   Tensor written = torch::stable::new_empty(result, result.sizes());
   const Rows rows = *rows_of(written);

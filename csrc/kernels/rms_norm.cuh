@@ -1,8 +1,11 @@
 // RMSNorm forward, with or without the residual addition: every element is read once and written once.
 #pragma once
 
+#include <type_traits>
+
+#include "common/reduce.cuh"
 #include "common/rows.cuh"
-#include "kernels/row_tile.cuh"
+#include "common/vec.cuh"
 
 namespace liger {
 
@@ -11,16 +14,45 @@ struct Casting {
   bool round_scaled;  // "none", "llama": x * rstd is rounded before it meets the weight
 };
 
-struct RmsNorm {
+template <typename RowsOf>
+struct RmsNormOf {
   const void *x, *residual, *weight;  // residual and weight may be null
   void *y, *new_residual;
   float* rstd;
-  Rows x_rows, residual_rows, y_rows, new_residual_rows;
+  RowsOf x_rows, residual_rows, y_rows, new_residual_rows;
   int64_t rows, hidden;
   float eps, offset;
   bool float_weight;
   Casting casting;
 };
+using RmsNorm = RmsNormOf<Rows>;
+
+// The arguments of the usual case are few: reading more of them before the first load costs a percent of the
+// time.
+using UsualRmsNorm = RmsNormOf<OneStride>;
+
+inline bool is_usual(const RmsNorm& p) {
+  return p.weight && !p.float_weight && p.casting.round_scaled && !p.casting.round_rstd &&
+         !(p.x_rows.nested || p.residual_rows.nested || p.y_rows.nested || p.new_residual_rows.nested);
+}
+inline UsualRmsNorm usual(const RmsNorm& p) {
+  return {p.x,
+          p.residual,
+          p.weight,
+          p.y,
+          p.new_residual,
+          p.rstd,
+          {p.x_rows.stride},
+          {p.residual_rows.stride},
+          {p.y_rows.stride},
+          {p.new_residual_rows.stride},
+          p.rows,
+          p.hidden,
+          p.eps,
+          p.offset,
+          p.float_weight,
+          p.casting};
+}
 
 // offset + weight at N columns; 1 without a weight.
 template <typename T, int N>
@@ -73,91 +105,137 @@ __device__ __forceinline__ float sum_squares(const Vec<T, N>& x) {
   return sum;
 }
 
-template <typename T>
-__device__ __forceinline__ float reciprocal_rms(const RmsNorm& p, float sum) {
+template <typename T, typename Params>
+__device__ __forceinline__ float reciprocal_rms(const Params& p, float sum, bool exact = false) {
   const float rstd = rsqrtf(sum / static_cast<float>(p.hidden) + p.eps);
-  return p.casting.round_rstd ? round_to<T>(rstd) : rstd;
+  return !exact && p.casting.round_rstd ? round_to<T>(rstd) : rstd;
 }
 
-template <typename T, int N, int V>
-__global__ void __launch_bounds__(kMaxRowThreads, V <= 2 ? 2 : 1)
-    rms_norm_kernel(const RmsNorm p, int lanes, int stages) {
-  using Vector = Vec<T, N>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  __shared__ float scratch[RowSum<1>::kScratch];
-  Vector* ring = reinterpret_cast<Vector*>(shared) + threadIdx.x;
-  const int streams = p.residual ? 2 : 1;
-  const int groups = blockDim.x / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-  const int vectors = static_cast<int>(p.hidden / N);
-  const int64_t step = int64_t{gridDim.x} * groups;
+// How rows are spread: a row belongs to `lanes` neighbouring threads with `width` vectors each. Rows of up to
+// a warp share a block, wider ones take one each.
+struct ForwardPlan {
+  int width;  // 0: too wide for one block to hold
+  bool grouped;
+  int lanes_log2, threads;
+  int64_t blocks;
+};
 
-  const auto slot = [&](int stage, int stream, int j) -> Vector& {
-    return ring[((stage * streams + stream) * V + j) * blockDim.x];
-  };
-  const auto fetch = [&](int stage, int64_t row) {
-    if (row < p.rows) {
-      const T* x = static_cast<const T*>(p.x) + p.x_rows.offset(row);
-      const T* residual =
-          streams == 2 ? static_cast<const T*>(p.residual) + p.residual_rows.offset(row) : nullptr;
+inline ForwardPlan plan_rms_norm(int64_t rows, int64_t vectors, bool vectorised) {
+  ForwardPlan plan{};
+  if (!vectorised) {
+    plan.width = vectors <= 8 * 1024 ? 8 : 0;
+  } else {
+    plan.width = vectors <= 2 * 256 ? 2 : vectors <= 4 * 512 ? 4 : vectors <= 8 * 1024 ? 8 : 0;
+  }
+  if (plan.width == 0) return plan;
+  const int lanes = static_cast<int>((vectors + plan.width - 1) / plan.width);
+  plan.grouped = lanes <= 32;
+  if (plan.grouped) {
+    while ((1 << plan.lanes_log2) < lanes) ++plan.lanes_log2;
+    plan.threads = 128;
+    const int64_t groups = plan.threads >> plan.lanes_log2;
+    plan.blocks = (rows + groups - 1) / groups;
+  } else {
+    plan.threads = (lanes + 31) / 32 * 32;
+    plan.blocks = rows;
+  }
+  return plan;
+}
+
+// Threads per block and blocks per multiprocessor: as many registers as leave enough loads under way.
+template <int V>
+inline constexpr int kForwardThreads = V <= 4 ? 512 : 1024;
+template <int V, bool Residual>
+inline constexpr int kForwardBlocks = V == 2   ? (Residual ? 2 : 3)
+                                      : V == 4 ? 2
+                                               : 1;
+
+// Blocks come and go with their rows: the loads of one overlap the arithmetic and stores of others, which
+// measures faster than persistent blocks with a ring of rows under way.
+//
+// Grouped: several rows in a block, each of 2^lanes_log2 threads; otherwise one row, of all threads.
+// Usual: one stride per tensor, a weight of the dtype of x and casting mode "llama", known when compiled.
+// What a block looks up before its first load delays every row; only the other cases pay for it.
+template <typename T, int N, int V, bool Residual, bool Grouped, bool Usual>
+__global__ void __launch_bounds__(kForwardThreads<V>, kForwardBlocks<V, Residual>)
+    rms_norm_kernel(const std::conditional_t<Usual, UsualRmsNorm, RmsNorm> p, int lanes_log2) {
+  using Vector = Vec<T, N>;
+  constexpr bool kWeightEarly = V <= 4;  // wider rows have no registers for it
+  __shared__ float scratch[32];
+  const int lanes = Grouped ? 1 << lanes_log2 : blockDim.x;
+  const int lane = Grouped ? threadIdx.x & (lanes - 1) : threadIdx.x;
+  const int vectors = static_cast<int>(p.hidden / N);
+  const int64_t row =
+      Grouped ? int64_t{blockIdx.x} * (blockDim.x >> lanes_log2) + (threadIdx.x >> lanes_log2) : blockIdx.x;
+  const bool active = !Grouped || row < p.rows;
+  const bool weight_early = kWeightEarly && (Usual || (p.weight != nullptr && !p.float_weight));
+  const bool round_scaled = Usual || p.casting.round_scaled;
+  const auto held = [&](int j) { return active && lane + j * lanes < vectors; };
+
+  Vector x[V], residual[Residual ? V : 1], w[kWeightEarly ? V : 1];
+  if (active) {
+    const T* from = static_cast<const T*>(p.x) + p.x_rows.offset(row);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (held(j)) x[j] = load<T, N>(from + (lane + j * lanes) * N);
+    }
+    if constexpr (Residual) {
+      from = static_cast<const T*>(p.residual) + p.residual_rows.offset(row);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const int vector = lane + j * lanes;
-        if (vector < vectors) {
-          copy_async(&slot(stage, 0, j), x + vector * N);
-          if (streams == 2) copy_async(&slot(stage, 1, j), residual + vector * N);
-        }
+        if (held(j)) residual[j] = load<T, N>(from + (lane + j * lanes) * N);
       }
     }
-    commit_async();
-  };
+    if (weight_early) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (held(j))
+          w[kWeightEarly ? j : 0] = load<T, N>(static_cast<const T*>(p.weight) + (lane + j * lanes) * N);
+      }
+    }
+  }
 
-  int64_t row = int64_t{blockIdx.x} * groups + group;
-  for (int stage = 0; stage < stages; ++stage) fetch(stage, row + stage * step);
-  float w[V][N];
+  float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int vector = lane + j * lanes;
-    if (vector < vectors) load_weight<T, N>(p.weight, p.float_weight, p.offset, int64_t{vector} * N, w[j]);
+    if (!held(j)) continue;
+    if constexpr (Residual) {
+      x[j] = add_vectors(x[j], residual[j]);
+      T* to = static_cast<T*>(p.new_residual) + p.new_residual_rows.offset(row);
+      store(to + (lane + j * lanes) * N, x[j]);
+    }
+    sum += sum_squares(x[j]);
   }
-  RowSum<1> row_sum(scratch, lanes);
+  if constexpr (Grouped) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  } else {
+    sum = block_reduce<Sum>(sum, scratch);
+  }
 
-  int stage = 0;
-  // All threads of a block take the same number of steps, rows or not: they meet in row_sum.
-  for (; row - group < p.rows; row += step) {
-    const bool active = row < p.rows;
-    wait_async(stages - 1);
-    Vector x[V];
-    float sum[1] = {0.0f};
+  if (!active) return;
+  const float rstd = reciprocal_rms<T>(p, sum, Usual);
+  if (lane == 0) p.rstd[row] = rstd;
+  T* y = static_cast<T*>(p.y) + p.y_rows.offset(row);
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const int vector = lane + j * lanes;
-      if (active && vector < vectors) {
-        x[j] = slot(stage, 0, j);
-        if (streams == 2) {
-          x[j] = add_vectors(x[j], slot(stage, 1, j));
-          store(static_cast<T*>(p.new_residual) + p.new_residual_rows.offset(row) + vector * N, x[j]);
-        }
-        sum[0] += sum_squares(x[j]);
-      }
-    }
-    fetch(stage, row + stages * step);
-    stage = stage + 1 == stages ? 0 : stage + 1;
-    row_sum(sum);
-    const float rstd = reciprocal_rms<T>(p, sum[0]);
-    if (!active) continue;
-    if (lane == 0) p.rstd[row] = rstd;
-    T* y = static_cast<T*>(p.y) + p.y_rows.offset(row);
+  for (int j = 0; j < V; ++j) {
+    if (!held(j)) continue;
+    float factor[N];
+    if (weight_early) {
+      unpack(w[kWeightEarly ? j : 0], factor);
 #pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const int vector = lane + j * lanes;
-      if (vector < vectors) store(y + vector * N, scale_vector(x[j], w[j], rstd, p.casting.round_scaled));
+      for (int i = 0; i < N; ++i) factor[i] += p.offset;
+    } else {
+      load_weight<T, N>(p.weight, p.float_weight, p.offset, int64_t{lane + j * lanes} * N, factor);
     }
+    store(y + (lane + j * lanes) * N, scale_vector(x[j], factor, rstd, round_scaled));
   }
 }
 
 // A row per block that is too wide to be held: its second reading mostly meets the L2 cache.
+inline constexpr int kWideThreads = 512;
+
 template <typename T, int N>
-__global__ void __launch_bounds__(kMaxRowThreads) rms_norm_wide_kernel(const RmsNorm p) {
+__global__ void __launch_bounds__(kWideThreads) rms_norm_wide_kernel(const RmsNorm p) {
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   const T* x = static_cast<const T*>(p.x) + p.x_rows.offset(row);
@@ -186,30 +264,37 @@ __global__ void __launch_bounds__(kMaxRowThreads) rms_norm_wide_kernel(const Rms
   }
 }
 
-template <typename T, int N, int V>
-void launch_rms_norm_tile(const RmsNorm& p, const RowPlan& plan, cudaStream_t stream) {
-  allow_shared(rms_norm_kernel<T, N, V>, plan.shared);
-  rms_norm_kernel<T, N, V><<<plan.blocks, plan.threads, plan.shared, stream>>>(p, plan.lanes, plan.stages);
+template <typename T, int N, int V, bool Grouped>
+void launch_rms_norm_tile(const RmsNorm& p, const ForwardPlan& plan, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(plan.blocks));
+  if (is_usual(p)) {
+    const auto kernel = p.residual ? rms_norm_kernel<T, N, V, true, Grouped, true>
+                                   : rms_norm_kernel<T, N, V, false, Grouped, true>;
+    kernel<<<grid, plan.threads, 0, stream>>>(usual(p), plan.lanes_log2);
+  } else {
+    const auto kernel = p.residual ? rms_norm_kernel<T, N, V, true, Grouped, false>
+                                   : rms_norm_kernel<T, N, V, false, Grouped, false>;
+    kernel<<<grid, plan.threads, 0, stream>>>(p, plan.lanes_log2);
+  }
 }
 
 // vectorised: every row of every tensor starts at a multiple of 16 bytes and holds whole vectors.
 template <typename T>
-void launch_rms_norm(const RmsNorm& p, bool vectorised, int multiprocessors, int shared_limit,
-                     cudaStream_t stream) {
-  const int n = vectorised ? kVec<T> : 1;
-  const RowPlan plan = plan_rows(p.rows, p.hidden / n, n * sizeof(T), vectorised, p.residual ? 2 : 1, false,
-                                 multiprocessors, shared_limit);
+void launch_rms_norm(const RmsNorm& p, bool vectorised, cudaStream_t stream) {
+  const ForwardPlan plan = plan_rms_norm(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised);
   if (plan.width == 0) {
     const auto kernel = vectorised ? rms_norm_wide_kernel<T, kVec<T>> : rms_norm_wide_kernel<T, 1>;
-    kernel<<<static_cast<unsigned>(p.rows), kMaxRowThreads, 0, stream>>>(p);
+    kernel<<<static_cast<unsigned>(p.rows), kWideThreads, 0, stream>>>(p);
   } else if (!vectorised) {
-    launch_rms_norm_tile<T, 1, 8>(p, plan, stream);
-  } else if (plan.width == 1) {
-    launch_rms_norm_tile<T, kVec<T>, 1>(p, plan, stream);
+    plan.grouped ? launch_rms_norm_tile<T, 1, 8, true>(p, plan, stream)
+                 : launch_rms_norm_tile<T, 1, 8, false>(p, plan, stream);
   } else if (plan.width == 2) {
-    launch_rms_norm_tile<T, kVec<T>, 2>(p, plan, stream);
+    plan.grouped ? launch_rms_norm_tile<T, kVec<T>, 2, true>(p, plan, stream)
+                 : launch_rms_norm_tile<T, kVec<T>, 2, false>(p, plan, stream);
+  } else if (plan.width == 4) {
+    launch_rms_norm_tile<T, kVec<T>, 4, false>(p, plan, stream);
   } else {
-    launch_rms_norm_tile<T, kVec<T>, 4>(p, plan, stream);
+    launch_rms_norm_tile<T, kVec<T>, 8, false>(p, plan, stream);
   }
 }
 

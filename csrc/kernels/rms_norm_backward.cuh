@@ -54,7 +54,7 @@ __device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T
 }
 
 template <typename T, int N, int V, int R, bool Residual>
-__global__ void __launch_bounds__(V == 1 ? 256 : kMaxRowThreads, V == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kMaxRowThreads, 1)
     rms_norm_backward_kernel(const RmsNormBackward p, int lanes, int stages) {
   using Vector = Vec<T, N>;
   constexpr int kStreams = Residual ? 3 : 2;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(V == 1 ? 256 : kMaxRowThreads, V == 1 ? 2 : 1)
   const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
 
   int stage = 0;
-  // All threads of a block take the same number of steps, rows or not: they meet in row_sum.
+  // All threads of a row take the same number of steps, rows or not: they meet in row_sum.
   for (; first - group < p.rows; first += step) {
     wait_async(stages - 1);
     float rstd[R], dot[R];
@@ -280,9 +280,9 @@ template <typename T>
 BackwardPlan plan_rms_norm_backward(int64_t rows, int64_t hidden, bool vectorised, bool residual,
                                     int multiprocessors, int shared_limit) {
   const int n = vectorised ? kVec<T> : 1;
-  BackwardPlan plan{plan_rows(rows, hidden / n, n * sizeof(T), vectorised, residual ? 3 : 2, true,
-                              multiprocessors, shared_limit),
-                    0};
+  BackwardPlan plan{
+      plan_rows(rows, hidden / n, n * sizeof(T), vectorised, residual ? 3 : 2, multiprocessors, shared_limit),
+      0};
   if (plan.rows.width == 0) {
     const int64_t columns = (hidden + 256 * n - 1) / (256 * n);
     plan.parts = static_cast<int>(std::min(rows, std::max<int64_t>(1, 8 * multiprocessors / columns)));

@@ -5,6 +5,7 @@
 // the same kernel.
 #pragma once
 
+#include "common/fast_divide.h"
 #include "common/vec.cuh"
 
 namespace liger {
@@ -21,9 +22,7 @@ struct RopeTensor {
   int heads;
 };
 
-enum class TableType { kHalf, kBFloat16, kFloat };
-
-// cos or sin: (batch or 1, tokens, rotary).
+// cos or sin: (batch or 1, tokens, rotary), in the dtype of q or float32.
 struct RopeTable {
   const void* data;
   int64_t batch, token, entry;  // strides
@@ -32,55 +31,48 @@ struct RopeTable {
 struct Rope {
   RopeTensor q, k;
   RopeTable cos, sin;
-  TableType table_type;
   int64_t batch, tokens;
+  int64_t first_batch;  // of this launch
   int head_dim, rotary;
   bool backward;
 };
 
 inline constexpr int kRopeThreads = 256;
-inline constexpr int kRopeHeads = 4;  // per thread
+inline constexpr int kRopeHeads = 2;  // per thread: more would cost the registers of other warps
 
-template <int N>
-__device__ __forceinline__ void load_table(const RopeTable& table, TableType type, int64_t batch,
-                                           int64_t token, int entry, float (&out)[N]) {
+template <typename Table, int N>
+__device__ __forceinline__ void load_table(const RopeTable& table, int64_t batch, int64_t token, int entry,
+                                           float (&out)[N]) {
   const int64_t at = batch * table.batch + token * table.token + entry * (N > 1 ? 1 : table.entry);
-  switch (type) {
-    case TableType::kHalf:
-      load_floats<N>(static_cast<const __half*>(table.data) + at, out);
-      break;
-    case TableType::kBFloat16:
-      load_floats<N>(static_cast<const __nv_bfloat16*>(table.data) + at, out);
-      break;
-    default:
-      load_floats<N>(static_cast<const float*>(table.data) + at, out);
-  }
+  load_floats<N>(static_cast<const Table*>(table.data) + at, out);
 }
 
 // How the work of one token is cut: items of two vectors in kRopeHeads heads.
 struct RopeItems {
-  int pairs, per_head, q_chunks, chunks;
-  __host__ __device__ RopeItems(const Rope& p, int n)
+  int pairs, q_chunks;
+  FastDivide per_head, chunks;
+  int64_t first_token, tokens;  // of this launch
+
+  RopeItems(const Rope& p, int n)
       : pairs(p.rotary / (2 * n)),
-        per_head(pairs + (p.head_dim - p.rotary + 2 * n - 1) / (2 * n)),
         q_chunks((p.q.heads + kRopeHeads - 1) / kRopeHeads),
+        per_head(pairs + (p.head_dim - p.rotary + 2 * n - 1) / (2 * n)),
         chunks(q_chunks + (p.k.heads + kRopeHeads - 1) / kRopeHeads) {}
-  __host__ __device__ int per_token() const { return per_head * chunks; }
-  __host__ __device__ int64_t blocks(int64_t tokens) const {
-    return (tokens * per_token() + kRopeThreads - 1) / kRopeThreads;
-  }
+  int64_t per_token() const { return int64_t{per_head.divisor} * chunks.divisor; }
 };
 
-template <typename T, int N, bool Interleaved>
-__global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(const __grid_constant__ Rope p) {
-  const RopeItems items(p, N);
-  const int64_t blocks = items.blocks(p.tokens);  // of one batch entry
-  const int64_t batch = blockIdx.x / blocks, first = (blockIdx.x - batch * blocks) * kRopeThreads;
-  const int64_t first_token = first / items.per_token();
-  const int item = static_cast<int>(first - first_token * items.per_token()) + threadIdx.x;
-  const int part = item % items.per_head, chunk = item / items.per_head % items.chunks;
-  const int64_t token = first_token + item / items.per_token();
-  if (token >= p.tokens) return;
+// grid: items of the launch's tokens x batch entries.
+template <typename T, typename Table, int N, bool Interleaved, bool Backward>
+__global__ void __launch_bounds__(kRopeThreads, 4)
+    rope_kernel(const __grid_constant__ Rope p, const __grid_constant__ RopeItems items) {
+  const int64_t batch = p.first_batch + blockIdx.y;
+  const uint32_t item = blockIdx.x * kRopeThreads + threadIdx.x;
+  const uint32_t row = items.per_head.quotient(item);
+  const int part = static_cast<int>(items.per_head.remainder(item, row));
+  const uint32_t local_token = items.chunks.quotient(row);
+  const int chunk = static_cast<int>(items.chunks.remainder(row, local_token));
+  if (local_token >= items.tokens) return;
+  const int64_t token = items.first_token + local_token;
 
   const bool is_q = chunk < items.q_chunks;
   const int first_head = (is_q ? chunk : chunk - items.q_chunks) * kRopeHeads;
@@ -115,10 +107,10 @@ __global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(const __grid_cons
   if (rotated) {
     // Entry i of the 2N becomes x_i * c_i + (its partner) * s_i; the transposed map takes the partner's sine.
     float c[2][N], s[2][N];
-    load_table<N>(p.cos, p.table_type, batch, token, entry1, c[0]);
-    load_table<N>(p.cos, p.table_type, batch, token, entry2, c[1]);
-    load_table<N>(p.sin, p.table_type, batch, token, entry1, s[0]);
-    load_table<N>(p.sin, p.table_type, batch, token, entry2, s[1]);
+    load_table<Table, N>(p.cos, batch, token, entry1, c[0]);
+    load_table<Table, N>(p.cos, batch, token, entry2, c[1]);
+    load_table<Table, N>(p.sin, batch, token, entry1, s[0]);
+    load_table<Table, N>(p.sin, batch, token, entry2, s[1]);
     constexpr bool kAdjacent = Interleaved && N > 1;  // the partners share a vector
     const auto first_of = [](int pair) { return kAdjacent ? 2 * pair : pair; };
     const auto second_of = [](int pair) { return kAdjacent ? 2 * pair + 1 : pair + N; };
@@ -127,8 +119,8 @@ __global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(const __grid_cons
       float& s1 = s[first_of(pair) / N][first_of(pair) % N];
       float& s2 = s[second_of(pair) / N][second_of(pair) % N];
       const float sin1 = s1, sin2 = s2;
-      s1 = p.backward ? sin2 : -sin1;
-      s2 = p.backward ? -sin1 : sin2;
+      s1 = Backward ? sin2 : -sin1;
+      s2 = Backward ? -sin1 : sin2;
     }
 #pragma unroll
     for (int h = 0; h < kRopeHeads; ++h) {
@@ -158,13 +150,35 @@ __global__ void __launch_bounds__(kRopeThreads, 3) rope_kernel(const __grid_cons
   }
 }
 
-template <typename T, int N>
-void launch_rope(const Rope& p, bool interleaved, cudaStream_t stream) {
-  const unsigned blocks = static_cast<unsigned>(p.batch * RopeItems(p, N).blocks(p.tokens));
-  if (interleaved) {
-    rope_kernel<T, N, true><<<blocks, kRopeThreads, 0, stream>>>(p);
+template <typename T, typename Table, int N, bool Interleaved>
+void launch_rope_direction(const Rope& p, const RopeItems& items, dim3 grid, cudaStream_t stream) {
+  if (p.backward) {
+    rope_kernel<T, Table, N, Interleaved, true><<<grid, kRopeThreads, 0, stream>>>(p, items);
   } else {
-    rope_kernel<T, N, false><<<blocks, kRopeThreads, 0, stream>>>(p);
+    rope_kernel<T, Table, N, Interleaved, false><<<grid, kRopeThreads, 0, stream>>>(p, items);
+  }
+}
+
+// One launch, unless there are 2^31 items in a batch entry or 65536 batch entries.
+template <typename T, typename Table, int N>
+void launch_rope(Rope p, bool interleaved, cudaStream_t stream) {
+  constexpr int64_t kMaxItems = (int64_t{1} << 31) - kRopeThreads, kMaxBatch = 65535;
+  RopeItems items(p, N);
+  const int64_t tokens_per_launch = std::max<int64_t>(1, kMaxItems / items.per_token());
+  const int64_t all = p.batch;
+  for (int64_t done = 0; done < all; done += kMaxBatch) {
+    p.batch = std::min(kMaxBatch, all - done);
+    for (items.first_token = 0; items.first_token < p.tokens; items.first_token += tokens_per_launch) {
+      items.tokens = std::min(tokens_per_launch, p.tokens - items.first_token);
+      const int64_t blocks = (items.tokens * items.per_token() + kRopeThreads - 1) / kRopeThreads;
+      const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(p.batch));
+      if (interleaved) {
+        launch_rope_direction<T, Table, N, true>(p, items, grid, stream);
+      } else {
+        launch_rope_direction<T, Table, N, false>(p, items, grid, stream);
+      }
+    }
+    p.first_batch += kMaxBatch;
   }
 }
 

@@ -1,7 +1,7 @@
 // How the row kernels spread rows over threads, keep rows to come under way, and sum along a row.
 //
-// A row belongs to `lanes` neighbouring threads, each with `width` vectors of it: small rows share a block,
-// larger ones take a whole block. Blocks are persistent; every thread copies its own vectors of the next
+// A row belongs to `lanes` neighbouring threads, each with `width` vectors of it; a block works on as many
+// rows as it has room for. Blocks are persistent; every thread copies its own vectors of the next
 // `stages` steps into its own slots of shared memory, so the ring needs no barrier, and a slot is refilled as
 // soon as its thread has read it.
 #pragma once
@@ -27,10 +27,9 @@ struct RowPlan {
   int groups() const { return threads / lanes; }
 };
 
-// backward: two tensors are read per row instead of one, and blocks are few because each writes a partial
-// result.
+// One block per multiprocessor, as large as its registers allow: every block writes a partial result.
 inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool vectorised, int streams,
-                         bool backward, int multiprocessors, int shared_limit) {
+                         int multiprocessors, int shared_limit) {
   RowPlan plan{};
   if (!vectorised) {
     plan.width = vectors <= 8 * kMaxRowThreads ? 8 : 0;
@@ -45,33 +44,31 @@ inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool v
   if (lanes <= 32) {
     plan.lanes = 1;
     while (plan.lanes < lanes) plan.lanes *= 2;
-    plan.threads = 256;
   } else {
-    plan.lanes = plan.threads = (lanes + 31) / 32 * 32;
+    plan.lanes = (lanes + 31) / 32 * 32;
   }
+  plan.threads = kMaxRowThreads / plan.lanes * plan.lanes;
   // Two rows at once where a thread holds little of one: their reductions overlap.
-  plan.rows = backward && plan.width == 1 ? 2 : 1;
-
-  const bool many_registers = backward || plan.width >= 4;
-  const int per_multiprocessor =
-      std::clamp((many_registers ? 512 : 1024) / plan.threads, 1, backward ? 4 : 16);
+  plan.rows = plan.width == 1 ? 2 : 1;
   const int64_t steps = (rows + plan.groups() * plan.rows - 1) / (plan.groups() * plan.rows);
-  plan.blocks = static_cast<int>(std::min<int64_t>(steps, int64_t{multiprocessors} * per_multiprocessor));
+  plan.blocks = static_cast<int>(std::min<int64_t>(steps, multiprocessors));
 
   // Enough bytes under way per multiprocessor to cover the latency of memory, with room for slower moments.
-  const int in_flight = backward ? 96 * 1024 : 64 * 1024;
+  constexpr int kInFlight = 96 * 1024;
   const int stage_bytes = plan.threads * plan.width * plan.rows * streams * vector_bytes;
-  plan.stages = std::clamp(in_flight / (per_multiprocessor * stage_bytes), 2, 4);
-  while (plan.stages > 1 && plan.stages * stage_bytes > shared_limit - 1024) --plan.stages;
+  plan.stages = std::clamp(kInFlight / stage_bytes, 2, 4);
+  while (plan.stages > 1 && plan.stages * stage_bytes > shared_limit - 4096) --plan.stages;
   plan.shared = plan.stages * stage_bytes;
   return plan;
 }
 
-// Sums R values over the lanes of a row; every lane gets the results. Two scratch buffers in turn make one
+// Sums R values over the lanes of a row; every lane gets the results. Lanes are a power of two up to 32, or
+// whole warps; then the row's warps meet at a barrier of their own. Two scratch buffers in turn make one
 // barrier per call enough. Unused warps count as zero, so the scratch must start as zeros.
 template <int R>
 struct RowSum {
-  static constexpr int kScratch = 2 * R * kMaxRowWarps;
+  static constexpr int kMaxGroups = kMaxRowThreads / 64;  // of more than a warp each
+  static constexpr int kScratch = 2 * kMaxGroups * R * kMaxRowWarps;
   float* scratch;
   int lanes;
   int turn = 0;
@@ -90,13 +87,14 @@ struct RowSum {
       }
     }
     if (lanes <= 32) return;
-    float* sums = scratch + turn * R * kMaxRowWarps;
+    const int group = threadIdx.x / lanes;
+    float* sums = scratch + (turn * kMaxGroups + group) * R * kMaxRowWarps;
     turn ^= 1;
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
-      for (int r = 0; r < R; ++r) sums[r * kMaxRowWarps + threadIdx.x / 32] = x[r];
+      for (int r = 0; r < R; ++r) sums[r * kMaxRowWarps + (threadIdx.x - group * lanes) / 32] = x[r];
     }
-    __syncthreads();
+    asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(lanes) : "memory");
 #pragma unroll
     for (int r = 0; r < R; ++r)
       x[r] = warp_reduce<Sum, kMaxRowWarps>(sums[r * kMaxRowWarps + threadIdx.x % kMaxRowWarps]);
