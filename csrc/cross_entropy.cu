@@ -368,16 +368,20 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
   check_cross_entropy(op, logits, target, ce_weight, token_weight, std::nullopt, label_smoothing, softcap,
                       "none");
   require_cuda_dtype(op, "logits", logits);
-  require(logits.size(1) <= 1 || logits.stride(1) == 1, op, ": logits have a stride of ", logits.stride(1),
-          " in the last dimension, expected 1");
-  require(logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
-          ": logits have rows that overlap, with a stride", " of ", logits.stride(0), " for ", logits.size(1),
-          " classes");
   const DeviceGuard guard(logits.get_device_index());
   const RowInput rows = row_input(logits);
-  backward_into(op, logits.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, target, lse,
+  const bool in_place = rows.tensor.get() == logits.get();
+  require(!in_place || logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
+          ": logits have rows that overlap, with a stride of ", logits.stride(0), " for ", logits.size(1),
+          " classes");
+  // Classes that do not lie side by side are gathered into a copy, whose gradient goes back.
+  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, target, lse,
                 used_denominator, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
                 softcap);
+  if (!in_place) {
+    Tensor written = logits;
+    torch::stable::copy_(written, rows.tensor);
+  }
 }
 
 }  // namespace

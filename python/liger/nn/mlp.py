@@ -13,7 +13,7 @@ class SwiGLUMLP(nn.Module):
         intermediate_size: size of the last dimension of gate and up.
         bias: whether the three projections have a bias.
         inplace: the backward writes its gradients over gate and up, which nothing outside this module holds. It saves
-            their memory and excludes ``retain_graph=True``.
+            their memory; a graph kept by ``retain_graph=True`` is left alone.
         device, dtype: of the parameters.
 
     Shape:

@@ -106,15 +106,6 @@ def own_their_memory(tensors):
     return True
 
 
-def refuse_kept_graph(op):
-    """Inside a backward with ``inplace=True``: raises where the graph is to run again."""
-    if graph_is_kept():
-        raise RuntimeError(
-            f"{op}: inplace=True overwrites what the graph has saved, so retain_graph=True and create_graph=True "
-            "are not possible with it"
-        )
-
-
 def to_front(tensor, dim, size):
     """For a vmap rule: the tensor with the mapped dimension first, repeated ``size`` times if it is not mapped."""
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

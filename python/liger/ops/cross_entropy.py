@@ -13,9 +13,9 @@ from ._autograd import (
     check_given_up,
     differentiable_once,
     forbid_autograd,
+    graph_is_kept,
     is_traced,
     own_their_memory,
-    refuse_kept_graph,
 )
 from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
 from ._rows import row_blocks
@@ -170,10 +170,9 @@ def _backward(ctx, grad_loss, *_grad_others):
     if grad_loss is None:
         return (None,) * 16
     logits, *saved = ctx.saved_tensors
-    if not ctx.inplace:
+    if not ctx.inplace or graph_is_kept():
         grad_logits = torch.ops.liger.cross_entropy_backward(grad_loss, logits, *saved, *ctx.options)
     else:
-        refuse_kept_graph("cross_entropy")
         # Detached, because the logits of the forward would carry their own history into the gradient.
         grad_logits = logits.detach()
         torch.ops.liger.cross_entropy_backward_(grad_loss, grad_logits, *saved, *ctx.options)
@@ -277,7 +276,7 @@ def cross_entropy(
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         inplace: lets the backward write the gradient over the logits, which saves their memory. The logits must not
             be used afterwards: autograd raises where it needs their old values. Has no effect in compiled code, or
-            where the logits overlap themselves.
+            where the logits overlap themselves or the graph is kept for another backward.
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: metrics of
             the same pass.
 
@@ -288,8 +287,7 @@ def cross_entropy(
 
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range, a weight
-            or denominator that requires grad. With ``inplace``: logits that are a leaf which requires grad, or (in the
-            backward) a graph kept by ``retain_graph``.
+            or denominator that requires grad. With ``inplace``: logits that are a leaf which requires grad.
     """
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy

@@ -11,9 +11,9 @@ from ._autograd import (
     check_given_up,
     differentiable_once,
     forbid_autograd,
+    graph_is_kept,
     is_traced,
     own_their_memory,
-    refuse_kept_graph,
     to_front,
 )
 from .rms_norm import accumulate_dtype
@@ -160,21 +160,29 @@ forbid_autograd("swiglu_packed_backward_")
 
 
 class _Inplace(torch.autograd.Function):
-    """swiglu or swiglu_packed whose backward writes the gradients over the inputs."""
+    """swiglu or swiglu_packed whose backward writes the gradients over the inputs, unless the graph is kept."""
 
     @staticmethod
-    def forward(ctx, op, backward_op, *inputs):
-        ctx.op, ctx.backward_op = op, backward_op
+    def forward(ctx, op, backward_op, inplace_backward_op, *inputs):
+        ctx.backward_op, ctx.inplace_backward_op = backward_op, inplace_backward_op
         ctx.save_for_backward(*inputs)
         return op(*inputs)
 
     @staticmethod
     def backward(ctx, grad_out):
-        refuse_kept_graph(ctx.op.__name__)
+        if graph_is_kept():
+            grads = _backward_of_kept_graph(ctx, grad_out)
+            return None, None, None, *((grads,) if isinstance(grads, torch.Tensor) else grads)
         # Detached, because the tensors of the forward would carry their own history into the gradients.
         inputs = [t.detach() for t in ctx.saved_tensors]
-        ctx.backward_op(grad_out, *inputs)
-        return None, None, *inputs
+        ctx.inplace_backward_op(grad_out, *inputs)
+        return None, None, None, *inputs
+
+
+@differentiable_once("swiglu")
+def _backward_of_kept_graph(ctx, grad_out):
+    inputs = ctx.saved_tensors
+    return ctx.backward_op(grad_out, *inputs)[: len(inputs)]
 
 
 def _inplace_applies(op, names, tensors):
@@ -218,19 +226,20 @@ def swiglu(gate, up, inplace=False):
         up: the shape, dtype and device of gate.
         inplace: lets the backward write its gradients over gate and up, which saves the memory of both. They must not
             be used afterwards: autograd raises where it needs their old values. Has no effect in compiled code, or
-            where gate or up needs no gradient, shares memory with the other, or overlaps itself.
+            where gate or up needs no gradient, shares memory with the other, or overlaps itself, or where the graph
+            is kept for another backward.
 
     Returns:
         A tensor of the shape, dtype and, where dense, strides of gate. Differentiable in gate and up.
 
     Raises:
-        RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that requires grad,
-            or (in the backward) the graph is kept by ``retain_graph``.
+        RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that requires grad.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
     if inplace and _inplace_applies("swiglu", ("gate", "up"), (gate, up)):
-        return _Inplace.apply(torch.ops.liger.swiglu, torch.ops.liger.swiglu_backward_, gate, up)
+        ops = torch.ops.liger
+        return _Inplace.apply(ops.swiglu, ops.swiglu_backward, ops.swiglu_backward_, gate, up)
     return torch.ops.liger.swiglu(gate, up)
 
 
@@ -248,5 +257,6 @@ def swiglu_packed(gate_up, inplace=False):
         RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in :func:`swiglu`.
     """
     if inplace and _inplace_applies("swiglu_packed", ("gate_up",), (gate_up,)):
-        return _Inplace.apply(torch.ops.liger.swiglu_packed, torch.ops.liger.swiglu_packed_backward_, gate_up)
+        ops = torch.ops.liger
+        return _Inplace.apply(ops.swiglu_packed, ops.swiglu_packed_backward, ops.swiglu_packed_backward_, gate_up)
     return torch.ops.liger.swiglu_packed(gate_up)

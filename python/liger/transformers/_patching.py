@@ -79,8 +79,8 @@ def patch(model, **options):
         cross_entropy: the loss from the logits, default False.
         fused_linear_cross_entropy: the loss without logits, default True. Not together with cross_entropy.
         mlp: another name of swiglu.
-        inplace: whether MLPs reuse, in the backward, the memory of their activations, default True. It excludes
-            ``retain_graph=True``.
+        inplace: whether MLPs reuse, in the backward, the memory of their activations, default True. A graph
+            kept by ``retain_graph=True`` is left alone.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
