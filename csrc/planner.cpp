@@ -10,6 +10,9 @@ namespace {
 constexpr int64_t kDefaultBudget = int64_t{512} << 20;
 // A GEMM tile is 128 rows: a chunk that is a multiple of it leaves no ragged tile in the three GEMMs.
 constexpr int64_t kRowQuantum = 128;
+// From here on the traffic of the weight and of its gradient hides behind the GEMMs
+// (docs/performance/cross_entropy.md).
+constexpr int64_t kFullSpeedRows = 2048;
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -46,7 +49,9 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
   }
   if (needs_accumulator) {
     // The final gradient is not written before the last chunk: until then its memory can hold the logits.
-    chunk = std::max(chunk, p.vocab * p.hidden * p.element_size / row_bytes);
+    // Where that is room for chunks of full speed, a budget above it would buy nothing.
+    const int64_t hosted = p.vocab * p.hidden * p.element_size / row_bytes;
+    chunk = hosted >= kFullSpeedRows ? hosted : std::max(chunk, hosted);
   }
   const int64_t chunks = ceil_div(p.rows, chunk);
   // Equal chunks: a short last one would run its GEMMs at a fraction of the speed.

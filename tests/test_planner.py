@@ -65,8 +65,11 @@ def test_within_the_budget_or_in_memory_that_is_needed_anyway():
 
 def test_never_more_chunks_than_the_budget_asks_for():
     for problem in PROBLEMS:
-        rows, _, vocab, element_size, *_, budget = problem
+        rows, hidden, vocab, element_size, need_grad_weight, exact, budget = problem
         fitting = max(1, budget // row_bytes(vocab, element_size))
+        hosted = vocab * hidden * element_size // row_bytes(vocab, element_size)
+        if fitting < rows and sums_in_float32(element_size, need_grad_weight, exact) and hosted >= 2048:
+            fitting = min(fitting, hosted)  # memory that is there anyway is enough for full speed
         assert plan(*problem)[1] <= ceil_div(rows, fitting), problem
 
 
@@ -79,11 +82,12 @@ def test_chunks_are_equal_up_to_a_tile():
 
 def test_chunks_are_whole_tiles_where_the_budget_allows():
     for problem in PROBLEMS:
-        _, _, vocab, element_size, *_, budget = problem
+        _, hidden, vocab, element_size, need, exact, budget = problem
         chunk_rows, chunks, _, _ = plan(*problem)
         if chunks > 1 and chunk_rows % 128:
             rounded = ceil_div(chunk_rows, 128) * 128
-            assert rounded * row_bytes(vocab, element_size) > budget, problem
+            hosted = element_size * vocab * hidden if sums_in_float32(element_size, need, exact) else budget
+            assert rounded * row_bytes(vocab, element_size) > min(budget, hosted), problem
 
 
 def test_a_larger_budget_never_makes_more_chunks():

@@ -297,12 +297,15 @@ def test_bad_arguments():
         liger.patch(make("llama"), geglu=True)
 
 
-def test_retained_graph_needs_inplace_off():
-    loss = liger.patch(make("llama"), inplace=False)(**batch()).loss
+@pytest.mark.parametrize("inplace", [False, True])
+def test_retained_graph(inplace):
+    model = liger.patch(make("llama"), inplace=inplace)
+    loss = model(**batch()).loss
     loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
     loss.backward()
-    with pytest.raises(RuntimeError, match="inplace=True"):
-        liger.patch(make("llama"))(**batch()).loss.backward(retain_graph=True)
+    for parameter, grad in zip(model.parameters(), first, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * grad)
 
 
 def rotate():

@@ -146,7 +146,7 @@ inline ForwardPlan plan_rms_norm(int64_t rows, int64_t vectors, bool vectorised)
 template <int V>
 inline constexpr int kForwardThreads = V <= 4 ? 512 : 1024;
 template <int V, bool Residual>
-inline constexpr int kForwardBlocks = V == 2   ? (Residual ? 2 : 3)
+inline constexpr int kForwardBlocks = V == 2   ? (Residual ? 3 : 4)
                                       : V == 4 ? 2
                                                : 1;
 

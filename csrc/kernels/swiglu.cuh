@@ -25,7 +25,7 @@ struct Swiglu {
   int64_t rows, columns;                     // columns in vectors
 };
 
-inline constexpr int kSwigluThreads = 256;
+inline constexpr int kSwigluThreads = 128;
 
 // float32 gets a sigmoid as exact as the C library's. Half types get the fast one: its error, a few units of
 // 2^-22, is far below their rounding.
@@ -68,86 +68,63 @@ __device__ __forceinline__ Vec<T, N> swiglu_grad_vector(const Vec<T, N>& grad_ou
   return pack<T, N>(product);
 }
 
-// The vectors of one thread: consecutive threads take consecutive vectors, row after row.
-template <int U>
+// One vector of each tensor per thread, in small blocks: full occupancy keeps more loads under way than
+// unrolling does. Consecutive threads take consecutive vectors, row after row.
 struct SwigluPosition {
-  int64_t row[U], column[U];  // column in vectors
+  int64_t row, column;  // column in vectors
 
   __device__ __forceinline__ explicit SwigluPosition(const Swiglu& p) {
-    constexpr int kTile = kSwigluThreads * U;
-    const int64_t first = int64_t{blockIdx.x} * kTile;
-    const int64_t first_row = p.rows == 1 ? 0 : first / p.columns;
-    const int64_t first_column = first - first_row * p.columns;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      row[u] = first_row;
-      column[u] = first_column + threadIdx.x + u * kSwigluThreads;
-      if (column[u] < p.columns) continue;
-      if (p.columns >= kTile) {
-        ++row[u];
-        column[u] -= p.columns;
-      } else {
-        const uint32_t whole = static_cast<uint32_t>(column[u]) / static_cast<uint32_t>(p.columns);
-        row[u] += whole;
-        column[u] -= whole * p.columns;
-      }
+    const int64_t first = int64_t{blockIdx.x} * kSwigluThreads;
+    row = p.rows == 1 ? 0 : first / p.columns;
+    column = first - row * p.columns + threadIdx.x;
+    if (column < p.columns) return;
+    if (p.columns >= kSwigluThreads) {
+      ++row;
+      column -= p.columns;
+    } else {
+      const uint32_t whole = static_cast<uint32_t>(column) / static_cast<uint32_t>(p.columns);
+      row += whole;
+      column -= whole * p.columns;
     }
+  }
+  template <typename T, int N>
+  __device__ __forceinline__ Vec<T, N> read(const SwigluInput& x) const {
+    return load<T, N>(static_cast<const T*>(x.data) + row * x.stride + column * N);
+  }
+  template <typename T, int N>
+  __device__ __forceinline__ void write(const SwigluOutput& x, const Vec<T, N>& value) const {
+    store(static_cast<T*>(x.data) + row * x.stride + column * N, value);
   }
 };
 
-template <typename T, int N, int U>
-__global__ void __launch_bounds__(kSwigluThreads, 4) swiglu_kernel(const Swiglu p) {
-  const SwigluPosition<U> at(p);
-  Vec<T, N> gate[U], up[U];
-#pragma unroll
-  for (int u = 0; u < U; ++u) {
-    if (at.row[u] >= p.rows) continue;
-    gate[u] = load<T, N>(static_cast<const T*>(p.gate.data) + at.row[u] * p.gate.stride + at.column[u] * N);
-    up[u] = load<T, N>(static_cast<const T*>(p.up.data) + at.row[u] * p.up.stride + at.column[u] * N);
-  }
-#pragma unroll
-  for (int u = 0; u < U; ++u) {
-    if (at.row[u] >= p.rows) continue;
-    T* product = static_cast<T*>(p.product.data) + at.row[u] * p.product.stride + at.column[u] * N;
-    store(product, swiglu_vector(gate[u], up[u]));
-  }
+template <typename T, int N>
+__global__ void __launch_bounds__(kSwigluThreads, 8) swiglu_kernel(const Swiglu p) {
+  const SwigluPosition at(p);
+  if (at.row >= p.rows) return;
+  const Vec<T, N> gate = at.template read<T, N>(p.gate), up = at.template read<T, N>(p.up);
+  at.write(p.product, swiglu_vector(gate, up));
 }
 
-template <typename T, int N, int U>
-__global__ void __launch_bounds__(kSwigluThreads, 4) swiglu_backward_kernel(const Swiglu p) {
-  const SwigluPosition<U> at(p);
-  Vec<T, N> grad_out[U], gate[U], up[U];
-#pragma unroll
-  for (int u = 0; u < U; ++u) {
-    if (at.row[u] >= p.rows) continue;
-    grad_out[u] =
-        load<T, N>(static_cast<const T*>(p.grad_out.data) + at.row[u] * p.grad_out.stride + at.column[u] * N);
-    gate[u] = load<T, N>(static_cast<const T*>(p.gate.data) + at.row[u] * p.gate.stride + at.column[u] * N);
-    up[u] = load<T, N>(static_cast<const T*>(p.up.data) + at.row[u] * p.up.stride + at.column[u] * N);
-  }
-#pragma unroll
-  for (int u = 0; u < U; ++u) {
-    if (at.row[u] >= p.rows) continue;
-    const Vec<T, N> product = swiglu_grad_vector(grad_out[u], gate[u], up[u]);
-    store(static_cast<T*>(p.grad_gate.data) + at.row[u] * p.grad_gate.stride + at.column[u] * N, gate[u]);
-    store(static_cast<T*>(p.grad_up.data) + at.row[u] * p.grad_up.stride + at.column[u] * N, up[u]);
-    if (p.product.data) {
-      store(static_cast<T*>(p.product.data) + at.row[u] * p.product.stride + at.column[u] * N, product);
-    }
-  }
+template <typename T, int N>
+__global__ void __launch_bounds__(kSwigluThreads, 8) swiglu_backward_kernel(const Swiglu p) {
+  const SwigluPosition at(p);
+  if (at.row >= p.rows) return;
+  const Vec<T, N> grad_out = at.template read<T, N>(p.grad_out);
+  Vec<T, N> gate = at.template read<T, N>(p.gate), up = at.template read<T, N>(p.up);
+  const Vec<T, N> product = swiglu_grad_vector(grad_out, gate, up);
+  at.write(p.grad_gate, gate);
+  at.write(p.grad_up, up);
+  if (p.product.data) at.write(p.product, product);
 }
 
-// p.columns in vectors of N. One vector per thread forward and two backward measure fastest: full occupancy
-// keeps more loads under way than unrolling does.
+// p.columns in vectors of N.
 template <typename T, int N>
 void launch_swiglu(const Swiglu& p, cudaStream_t stream) {
-  const bool backward = p.grad_out.data != nullptr;
-  const int64_t tile = kSwigluThreads * (backward ? 2 : 1);
-  const unsigned blocks = static_cast<unsigned>((p.rows * p.columns + tile - 1) / tile);
-  if (backward) {
-    swiglu_backward_kernel<T, N, 2><<<blocks, kSwigluThreads, 0, stream>>>(p);
+  const unsigned blocks = static_cast<unsigned>((p.rows * p.columns + kSwigluThreads - 1) / kSwigluThreads);
+  if (p.grad_out.data != nullptr) {
+    swiglu_backward_kernel<T, N><<<blocks, kSwigluThreads, 0, stream>>>(p);
   } else {
-    swiglu_kernel<T, N, 1><<<blocks, kSwigluThreads, 0, stream>>>(p);
+    swiglu_kernel<T, N><<<blocks, kSwigluThreads, 0, stream>>>(p);
   }
 }
 
