@@ -48,7 +48,7 @@ lint:
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format" --dry-run -Werror $(CXX_SOURCES)
 
 install-demo:
-	scripts/install.sh $(PYTHON) demo
+	scripts/install.sh $(PYTHON) demo here
 
 install-test:
 	scripts/install.sh $(PYTHON) test

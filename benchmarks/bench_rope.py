@@ -30,6 +30,10 @@ def _eager(t):
     return t["q"] * cos + _rotate_half(t["q"]) * sin, t["k"] * cos + _rotate_half(t["k"]) * sin
 
 
+def _inplace(t):
+    return liger.rope(t["q"], t["k"], t["cos"], t["sin"], inplace=True)
+
+
 def _liger_kernel(t):
     from liger_kernel.ops import LigerRopeFunction
 
@@ -44,6 +48,7 @@ def _candidates(options):
     gradients = ("grad_q", "grad_k")
     return [
         *ours(options, lambda t: liger.rope(t["q"], t["k"], t["cos"], t["sin"])),
+        *ours(options, _inplace, " inplace", overwrites=("q", "k")),
         liger_kernel(_liger_kernel, overwrites=("q", "k", *gradients)),
         # Its backward overwrites the gradients all the same.
         liger_kernel(_liger_kernel_on_copies, COPIES, gradients),

@@ -35,6 +35,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, bool interleaved=False)"
       " -> (Tensor grad_q, Tensor grad_k)");
+  m.def("rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool interleaved=False) -> ()");
 
   // silu(gate) * up
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");

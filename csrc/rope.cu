@@ -39,14 +39,11 @@ bool aligned(const RopeTable& x, const Tensor& like) {
   return is_aligned16(x.data) && x.batch % n == 0 && x.token % n == 0 && (like.size(-1) == 1 || x.entry == 1);
 }
 
-std::tuple<Tensor, Tensor> rotate(const char* op, const Tensor& q, const Tensor& k, Tensor cos, Tensor sin,
-                                  bool interleaved, bool backward) {
-  check_rope(q, k, cos, sin, interleaved);
-  require_cuda_dtype(op, "q", q);
-  require_cuda_dtype(op, "cos", cos);
-  const DeviceGuard guard(q.get_device_index());
-  Tensor q_out = torch::stable::empty_like(q), k_out = torch::stable::empty_like(k);
-  if (q.numel() == 0 && k.numel() == 0) return {q_out, k_out};
+// The results may be q and k themselves: a thread reads all it needs before it writes, and only what it
+// writes.
+void rotate(const char* op, const Tensor& q, const Tensor& k, Tensor cos, Tensor sin, const Tensor& q_out,
+            const Tensor& k_out, bool interleaved, bool backward) {
+  if (q.numel() == 0 && k.numel() == 0) return;
 
   Rope p{};
   p.q = operand(q, q_out);
@@ -81,17 +78,38 @@ std::tuple<Tensor, Tensor> rotate(const char* op, const Tensor& q, const Tensor&
     }
   });
   check_launch(op);
+}
+
+void check(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+           bool interleaved) {
+  check_rope(q, k, cos, sin, interleaved);
+  require_cuda_dtype(op, "q", q);
+  require_cuda_dtype(op, "cos", cos);
+}
+
+std::tuple<Tensor, Tensor> rotated(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos,
+                                   const Tensor& sin, bool interleaved, bool backward) {
+  check(op, q, k, cos, sin, interleaved);
+  const DeviceGuard guard(q.get_device_index());
+  Tensor q_out = torch::stable::empty_like(q), k_out = torch::stable::empty_like(k);
+  rotate(op, q, k, cos, sin, q_out, k_out, interleaved, backward);
   return {q_out, k_out};
 }
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 bool interleaved) {
-  return rotate("rope", q, k, cos, sin, interleaved, false);
+  return rotated("rope", q, k, cos, sin, interleaved, false);
 }
 
 std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q_out, const Tensor& grad_k_out,
                                          const Tensor& cos, const Tensor& sin, bool interleaved) {
-  return rotate("rope_backward", grad_q_out, grad_k_out, cos, sin, interleaved, true);
+  return rotated("rope_backward", grad_q_out, grad_k_out, cos, sin, interleaved, true);
+}
+
+void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
+  check("rope_", q, k, cos, sin, interleaved);
+  const DeviceGuard guard(q.get_device_index());
+  rotate("rope_", q, k, cos, sin, q, k, interleaved, false);
 }
 
 }  // namespace
@@ -99,6 +117,7 @@ std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q_out, const Tensor&
 STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
   m.impl("rope", TORCH_BOX(&rope));
   m.impl("rope_backward", TORCH_BOX(&rope_backward));
+  m.impl("rope_", TORCH_BOX(&rope_));
 }
 
 }  // namespace liger

@@ -242,6 +242,7 @@ SAMPLES = {
     "fused_add_rms_norm_backward": _fused_add_rms_norm_backward,
     "rope": _rope,
     "rope_backward": _rope,
+    "rope_": _rope,
     "swiglu": _gate_and_up,
     "swiglu_backward": lambda d: [
         *_after_gradient(_gate_and_up, _first)(d),

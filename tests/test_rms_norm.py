@@ -7,7 +7,17 @@ from cases import DTYPES, assert_as_exact_as_torch, forward_backward, strided_li
 import liger
 
 MODES = ["llama", "gemma", "none"]
-SHAPES = [(5, 64), (2, 3, 129), (1, 3), (7, 1000), (3, 4100), (2, 8200), (1, 33000), (300, 256), (2, 2, 2, 40)]
+SHAPES = [
+    (5, 64),
+    (2, 3, 129),
+    (1, 3),
+    (7, 1000),
+    (3, 4100),
+    (2, 8200),
+    (1, 33000),
+    (300, 256),
+    (2, 2, 2, 40),
+]
 
 
 def reference(x, weight, eps, offset, mode):
@@ -26,7 +36,9 @@ def check(function, plain, inputs):
     upstream = [torch.randn_like(o) for o in outputs]
     outputs, grads = forward_backward(function, inputs, upstream)
     plain_outputs, plain_grads = forward_backward(plain, inputs, upstream)
-    exact_outputs, exact_grads = forward_backward(plain, [t.double() if t is not None else None for t in inputs], upstream)
+    exact_outputs, exact_grads = forward_backward(
+        plain, [t.double() if t is not None else None for t in inputs], upstream
+    )
     for i, values in enumerate(zip(outputs, plain_outputs, exact_outputs, strict=True)):
         assert_as_exact_as_torch(*values, f"output {i}")
     for i, values in enumerate(zip(grads, plain_grads, exact_grads, strict=True)):
@@ -143,8 +155,14 @@ def test_same_bits_twice_and_inputs_untouched(device):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (lambda d: (torch.randn(4, 8, device=d), torch.randn(7, device=d)), "weight has shape (7,), expected (8,)"),
-        (lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64), None), "x has dtype int64, expected float16"),
+        (
+            lambda d: (torch.randn(4, 8, device=d), torch.randn(7, device=d)),
+            "weight has shape (7,), expected (8,)",
+        ),
+        (
+            lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64), None),
+            "x has dtype int64, expected float16",
+        ),
         (
             lambda d: (torch.randn(4, 8, device=d).half(), torch.randn(8, device=d).bfloat16()),
             "weight has dtype bfloat16, expected that of x, float16, or float32",

@@ -303,3 +303,50 @@ def test_tables_on_another_device(device):
     q, k, cos, sin = make(device)
     with pytest.raises(RuntimeError, match="cos is on cpu, expected the device of q, cuda:0"):
         liger.rope(q, k, cos.cpu(), sin)
+
+
+# --- in place ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_inplace_takes_the_memory_and_gives_the_same(device, unsqueeze_dim):
+    start = [torch.randn(2, 5, heads, 8, device=device, requires_grad=True) for heads in (4, 2)]
+    cos, sin = torch.randn(2, 5, 8, device=device)
+
+    def run(inplace):
+        q, k = (t * 1 for t in start)
+        if unsqueeze_dim == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        outputs = liger.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, inplace=inplace)
+        assert [o.data_ptr() == t.data_ptr() for o, t in zip(outputs, (q, k), strict=True)] == [inplace] * 2
+        assert [o.stride() for o in outputs] == [t.stride() for t in (q, k)]
+        return [*outputs, *torch.autograd.grad([o.square().sum() for o in outputs], start)]
+
+    for got, want in zip(run(True), run(False), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_inplace_is_noticed_by_who_saved_the_old_values(device):
+    q, k = (torch.randn(1, 2, 3, 8, device=device, requires_grad=True) * 1 for _ in range(2))
+    cos, sin = torch.randn(2, 3, 8, device=device)
+    saved = q.square().sum()
+    liger.rope(q, k, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_inplace_over_a_leaf_raises(device):
+    q = torch.randn(1, 2, 3, 8, device=device, requires_grad=True)
+    cos, sin = torch.randn(2, 3, 8, device=device)
+    with pytest.raises(RuntimeError, match="rope: q is a leaf that requires grad"):
+        liger.rope(q, torch.randn_like(q), cos, sin, inplace=True)
+
+
+def test_inplace_leaves_shared_memory_alone(device):
+    both = torch.randn(1, 4, 3, 8, device=device)
+    kept = both.clone()
+    cos, sin = torch.randn(2, 3, 8, device=device)
+    outputs = liger.rope(both[:, :2], both[:, 2:], cos, sin, inplace=True)
+    assert torch.equal(both, kept)
+    for got, want in zip(outputs, liger.rope(both[:, :2], both[:, 2:], cos, sin), strict=True):
+        assert torch.equal(got, want)

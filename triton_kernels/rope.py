@@ -110,10 +110,10 @@ def _table_strides(table):
     return (batch[0] if batch and table.shape[0] > 1 else 0), token, dim
 
 
-def _rope(op, q, k, cos, sin, interleaved, backward):
+def _rope(op, q, k, cos, sin, interleaved, backward, inplace=False):
     torch.ops.liger.check_rope(q, k, cos, sin, interleaved)
     require_dtype(op, "q", q)
-    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    q_out, k_out = (q, k) if inplace else (torch.empty_like(q), torch.empty_like(k))
     batch, q_heads, n_tokens, head_dim = q.shape
     k_heads = k.shape[1]
     if batch * n_tokens * head_dim * (q_heads + k_heads) == 0:
@@ -137,3 +137,8 @@ def rope(q, k, cos, sin, interleaved=False):
 
 def rope_backward(grad_q_out, grad_k_out, cos, sin, interleaved=False):
     return _rope("rope_backward", grad_q_out, grad_k_out, cos, sin, interleaved, True)
+
+
+def rope_(q, k, cos, sin, interleaved=False):
+    # Each program reads the heads of its token before it writes them.
+    _rope("rope_", q, k, cos, sin, interleaved, False, inplace=True)

@@ -109,10 +109,14 @@ def parse(text):
             )
         if not separator:
             if index:
-                raise ValueError(f"{VARIABLE}: '{entry}' in '{text}' must come first or be written op={entry}")
+                raise ValueError(
+                    f"{VARIABLE}: '{entry}' in '{text}' must come first or be written op={entry}"
+                )
             default = backend
         elif op not in FAMILIES:
-            raise ValueError(f"{VARIABLE}: unknown op '{op}' in '{text}', expected one of {', '.join(FAMILIES)}")
+            raise ValueError(
+                f"{VARIABLE}: unknown op '{op}' in '{text}', expected one of {', '.join(FAMILIES)}"
+            )
         else:
             per_op[op] = backend
     return default, per_op

@@ -86,9 +86,19 @@ def fused_add_rms_norm_backward_torch(
     grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
 ):
     grad_x, grad_weight = _grad(
-        grad_y, new_residual, weight, rstd, offset, casting_mode, grad_new_residual, need_grad_x, need_grad_weight
+        grad_y,
+        new_residual,
+        weight,
+        rstd,
+        offset,
+        casting_mode,
+        grad_new_residual,
+        need_grad_x,
+        need_grad_weight,
     )
-    grad_x = _or_empty(grad_x, new_residual) if grad_x is None else torch.empty_like(new_residual).copy_(grad_x)
+    grad_x = (
+        _or_empty(grad_x, new_residual) if grad_x is None else torch.empty_like(new_residual).copy_(grad_x)
+    )
     return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)
 
 
@@ -140,7 +150,9 @@ def _(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weig
 
 
 @torch.library.register_fake("liger::fused_add_rms_norm_backward")
-def _(grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
+def _(
+    grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
+):
     return _fake_backward(new_residual, weight, need_grad_x, need_grad_weight)
 
 

@@ -9,7 +9,14 @@ cos and sin have one value per entry, so cos1 and cos2 are usually, but need not
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable_once, to_front
+from ._autograd import (
+    check_given_up,
+    differentiable_once,
+    forbid_autograd,
+    is_traced,
+    own_their_memory,
+    to_front,
+)
 from .rms_norm import accumulate_dtype
 
 
@@ -48,8 +55,16 @@ def rope_backward_torch(grad_q_out, grad_k_out, cos, sin, interleaved=False):
     return _rotate(grad_q_out, cos, sin, interleaved, True), _rotate(grad_k_out, cos, sin, interleaved, True)
 
 
+def rope_inplace_torch(q, k, cos, sin, interleaved=False):
+    torch.ops.liger.check_rope(q, k, cos, sin, interleaved)
+    for x in (q, k):
+        x.copy_(_rotate(x, cos, sin, interleaved, False))
+
+
 register_family(
-    "rope", {"rope": rope_torch, "rope_backward": rope_backward_torch}, "liger.triton_kernels.rope"
+    "rope",
+    {"rope": rope_torch, "rope_backward": rope_backward_torch, "rope_": rope_inplace_torch},
+    "liger.triton_kernels.rope",
 )
 
 
@@ -64,6 +79,11 @@ def _(q, k, cos, sin, interleaved=False):
 @torch.library.register_fake("liger::rope_backward")
 def _(grad_q_out, grad_k_out, cos, sin, interleaved=False):
     return torch.empty_like(grad_q_out), torch.empty_like(grad_k_out)
+
+
+@torch.library.register_fake("liger::rope_")
+def _(q, k, cos, sin, interleaved=False):
+    return None
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
@@ -94,6 +114,36 @@ def _backward(ctx, grad_q_out, grad_k_out):
 
 
 torch.library.register_autograd("liger::rope", _backward, setup_context=_setup)
+forbid_autograd("rope_")
+
+
+class _Inplace(torch.autograd.Function):
+    """rope whose results take the place of q and k. The backward needs neither, and writes nothing of its inputs."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, interleaved):
+        _setup(ctx, (q, k, cos, sin, interleaved), None)
+        # Detached, q and k share their version counters with what is written: whoever saved them will know.
+        torch.ops.liger.rope_(q.detach(), k.detach(), cos, sin, interleaved)
+        return _same_memory(q), _same_memory(k)
+
+    @staticmethod
+    def backward(ctx, grad_q_out, grad_k_out):
+        return _backward(ctx, grad_q_out, grad_k_out)
+
+
+def _same_memory(x):
+    """A tensor over the memory of x that autograd does not take for a view of it."""
+    return x.new_empty(0).set_(x.detach())
+
+
+def _inplace_applies(q, k):
+    """Whether the in-place form runs; raises where it would destroy a parameter."""
+    if is_traced(q, k):
+        return False
+    if torch.is_grad_enabled():
+        check_given_up("rope", ("q", "k"), (q, k))
+    return own_their_memory((q, k))
 
 
 # --- vmap ---------------------------------------------------------------------------------------------------------
@@ -121,7 +171,7 @@ torch.library.register_vmap("liger::rope_backward", _batched(torch.ops.liger.rop
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
-def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False):
+def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
     """Rotary position embedding of queries and keys, in one pass over both.
 
     Args:
@@ -132,24 +182,29 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False):
             through. They get no gradient.
         unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's apply_rotary_pos_emb.
         interleaved: pairs are entries (2i, 2i + 1) instead of (i, i + R/2).
+        inplace: the results take the memory of q and k, whose old values are lost: neither may be used afterwards, and
+            autograd raises where it needs their old values. Has no effect in compiled code, or where q and k share
+            memory or overlap themselves.
 
     Returns:
-        (q, k) rotated: new tensors, dense ones with the strides of q and k. Computed in float32, rounded once.
+        (q, k) rotated: new tensors (unless ``inplace``), dense ones with the strides of q and k. Computed in float32, rounded once.
         Differentiable in q and k.
 
     Raises:
         ValueError: unsqueeze_dim is neither 1 nor 2.
-        RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad.
+        RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad. With ``inplace``: q or k is a
+            leaf that requires grad.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
-    if unsqueeze_dim == 1:
-        return torch.ops.liger.rope(q, k, cos, sin, interleaved)
-    if unsqueeze_dim != 2:
+    if unsqueeze_dim not in (1, 2):
         raise ValueError(f"rope: unsqueeze_dim is {unsqueeze_dim}, expected 1 or 2")
-    # Shapes are named in the errors as (batch, heads, tokens, head_dim), whatever the order here.
-    q, k = torch.ops.liger.rope(_swap_heads("q", q), _swap_heads("k", k), cos, sin, interleaved)
-    return q.transpose(1, 2), k.transpose(1, 2)
+    if unsqueeze_dim == 2:
+        # Shapes are named in the errors as (batch, heads, tokens, head_dim), whatever the order here.
+        q, k = _swap_heads("q", q), _swap_heads("k", k)
+    op = _Inplace.apply if inplace and _inplace_applies(q, k) else torch.ops.liger.rope
+    q, k = op(q, k, cos, sin, interleaved)
+    return (q, k) if unsqueeze_dim == 1 else (q.transpose(1, 2), k.transpose(1, 2))
 
 
 def _swap_heads(name, x):

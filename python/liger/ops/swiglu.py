@@ -258,5 +258,7 @@ def swiglu_packed(gate_up, inplace=False):
     """
     if inplace and _inplace_applies("swiglu_packed", ("gate_up",), (gate_up,)):
         ops = torch.ops.liger
-        return _Inplace.apply(ops.swiglu_packed, ops.swiglu_packed_backward, ops.swiglu_packed_backward_, gate_up)
+        return _Inplace.apply(
+            ops.swiglu_packed, ops.swiglu_packed_backward, ops.swiglu_packed_backward_, gate_up
+        )
     return torch.ops.liger.swiglu_packed(gate_up)
