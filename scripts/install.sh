@@ -16,18 +16,16 @@ if [ ! -x "$(command -v "$python")" ]; then
   python3 -m venv .venv
 fi
 
-mapfile -t requires < <("$python" - <<'PY'
+requires=$("$python" - <<'PY'
 import ast, pathlib, re
 text = pathlib.Path("pyproject.toml").read_text()
 print(*ast.literal_eval(re.search(r"^requires = (\[.*?\])", text, re.M | re.S)[1]), sep="\n")
 PY
 )
-"$python" -m pip install --quiet "${requires[@]}"
-# cmake, unless a new enough one is on PATH: what the build backend would have asked for in an isolated build.
-mapfile -t tools < <("$python" -c '
-from scikit_build_core.build import get_requires_for_build_editable as requires
-print(*requires(), sep="\n")')
-[ -z "${tools[*]}" ] || "$python" -m pip install --quiet "${tools[@]}"
+xargs --delimiter='\n' "$python" -m pip install --quiet <<<"$requires"
+# cmake, unless a new enough one is on PATH: what the build backend would ask for in an isolated build.
+tools=$("$python" -c 'from scikit_build_core.build import get_requires_for_build_editable as r; print(*r(), sep="\n")')
+[ -z "$tools" ] || xargs --delimiter='\n' "$python" -m pip install --quiet <<<"$tools"
 if [ "$where" = here ] && [ -z "${LIGER_BUILD_CUDA:-}${LIGER_CUDA_ARCHS:-}" ]; then
   export LIGER_CUDA_ARCHS LIGER_BUILD_CUDA
   LIGER_CUDA_ARCHS=$("$python" scripts/gpu_arch.py) || LIGER_BUILD_CUDA=0
