@@ -1,6 +1,6 @@
 """Backends as a fixture: the same test files run for torch, triton and cuda, wherever each can run.
 
-On a machine without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. With a GPU: all three there.
+Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. With a GPU: all three there.
 """
 
 import pytest

@@ -187,8 +187,8 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
             memory or overlap themselves.
 
     Returns:
-        (q, k) rotated: new tensors (unless ``inplace``), dense ones with the strides of q and k. Computed in float32, rounded once.
-        Differentiable in q and k.
+        (q, k) rotated: new tensors (unless ``inplace``), dense ones with the strides of q and k. Computed in float32,
+        rounded once. Differentiable in q and k.
 
     Raises:
         ValueError: unsqueeze_dim is neither 1 nor 2.
