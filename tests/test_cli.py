@@ -134,7 +134,7 @@ def test_plan_as_text(capsys, monkeypatch):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
     assert cli.main(["plan", "--tokens", "4096", "--hidden", "64", "--vocab", "1000", "--dtype", "fp32"]) == 0
     out = capsys.readouterr().out
-    assert "4096 tokens, hidden 64, vocabulary 1000, float32, budget 512M\n1 chunks of 4096 rows" in out
+    assert "4096 tokens, hidden 64, vocabulary 1000, float32, budget 512M\n1 chunk of 4096 rows" in out
     assert re.search(r"logits +46.9 MiB +15.6 MiB\n", out)  # 12 and 4 bytes per logit
 
 

@@ -6,8 +6,8 @@ In the backward of log_softmax: in float32 the log-probabilities, their gradient
 bytes per logit whatever the dtype (and the logits once more, if the caller still holds the model's output). In the
 backward of the linear layer: the gradient of the logits, and the gradients of the hidden states and of the weight.
 With liger: the logits of one chunk, overwritten by their gradient; the float32 sum of the weight gradient where there
-is one; the gradients of the hidden states and of the weight. Where there is a float32 sum, the logits of a chunk lie in
-the memory of the weight gradient, which is written last.
+is one; the gradients of the hidden states and of the weight. Where there is a float32 sum, the logits of a chunk and
+the weight gradient, which is written last, are not alive together.
 """
 
 import json
@@ -108,7 +108,7 @@ def run(arguments):
         f"{arguments.tokens} tokens, hidden {arguments.hidden}, vocabulary {arguments.vocab}, "
         f"{str(dtype).removeprefix('torch.')}, budget {budget}"
     )
-    print(f"{memory['chunks']} chunks of {memory['chunk_rows']} rows\n")
+    print(f"{memory['chunks']} chunk{'s' if memory['chunks'] != 1 else ''} of {memory['chunk_rows']} rows\n")
     rows = [
         ("log-probabilities, gradients, logits", memory["logits"], memory["logits_liger"]),
         ("float32 sum of the weight gradient", 0, memory["accumulator"]),
