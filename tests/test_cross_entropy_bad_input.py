@@ -1,5 +1,9 @@
 """What cross_entropy and fused_linear_ce refuse, in the same words in every backend."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from cross_entropy_reference import random_layer, random_logits
@@ -248,3 +252,36 @@ def test_fused_linear_ce_weight_on_another_device(device):
         RuntimeError, match="fused_linear_ce: weight is on cpu, expected the device of input, cuda"
     ):
         liger.fused_linear_ce(x, weight.cpu(), target)
+
+
+CHECKED_CALL = """
+import sys, torch, liger
+liger.set_backend(sys.argv[1])
+target = torch.tensor([0, 1, int(sys.argv[2]), 3], device="cuda")
+liger.cross_entropy(torch.randn(4, 7, device="cuda"), target)
+liger.fused_linear_ce(torch.randn(4, 8, device="cuda"), torch.randn(7, 8, device="cuda"), target)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("target", [2, 9, -1])
+def test_checked_targets_stop_on_a_gpu(backend, target):
+    """In a process of its own: a kernel that stops takes the CUDA context with it."""
+    run = subprocess.run(
+        [sys.executable, "-c", CHECKED_CALL, backend, str(target)],
+        env={**os.environ, "LIGER_CHECK_TARGETS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    output = run.stdout + run.stderr
+    if 0 <= target < 7:
+        assert run.returncode == 0, output
+    else:
+        assert run.returncode != 0
+        expected = {
+            "cuda": f"cross_entropy: target at row 2 is {target}, expected 0 <= target < 7 or ignore_index -100",
+            "triton": "target out of range",
+        }
+        assert expected[backend] in output, output
