@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import subprocess
 from pathlib import Path
@@ -34,7 +35,8 @@ def _version(module, distribution):
 
 def environment(options):
     gpu = options.device == "cuda"
-    commit = _output("git", "rev-parse", "HEAD")
+    # A copy without its history is told which commit it is.
+    commit = os.environ.get("LIGER_COMMIT") or _output("git", "rev-parse", "HEAD")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
