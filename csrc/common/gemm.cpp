@@ -73,9 +73,6 @@ int data_type(const char* op, ScalarType dtype) {
 Gemm::Gemm(const char* op, cudaStream_t stream) : op_(op), stream_(stream), handle_(nullptr), math_mode_(0) {
   TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle_));
   require(cublas().get_math_mode(handle_, &math_mode_) == kSuccess, op_, ": cublasGetMathMode failed");
-  // A product that is split along k would otherwise add its parts in 16 bits.
-  require(cublas().set_math_mode(handle_, math_mode_ | kDisallowReducedPrecisionReduction) == kSuccess, op_,
-          ": cublasSetMathMode failed");
 }
 
 Gemm::~Gemm() {
@@ -95,6 +92,11 @@ void Gemm::operator()(int64_t m, int64_t n, int64_t k, const Matrix& a, const Ma
     }
     return;
   }
+  // A product that is split along k would otherwise add its parts in the 16 bits of its result. Where the
+  // result has 32, the restriction protects nothing and costs a better algorithm.
+  const int restriction = c.dtype == ScalarType::Float ? 0 : kDisallowReducedPrecisionReduction;
+  require(cublas().set_math_mode(handle_, math_mode_ | restriction) == kSuccess, op_,
+          ": cublasSetMathMode failed");
   const float alpha = 1.0f;
   // cuBLAS is column-major: it sees every matrix transposed, so it is asked for c^T = b^T a^T.
   const int status = cublas().gemm_ex(
