@@ -47,6 +47,48 @@ void round_into(const Tensor& result, const Tensor& sum, cudaStream_t stream) {
   check_launch(kOp);
 }
 
+// Where the logits of each chunk lie, and how many rows a chunk has.
+//
+// Pooled, for chunks too small for the speed of the products: the memory of a chunk follows that of
+// grad_input, so that the rows of grad_input which are not written yet hold logits too. Chunks begin twice as
+// large where the two are of one size, and never are smaller than planned. The pool lives as long as
+// grad_input: no longer than until the backward of what made the input, and no larger than what the op held
+// anyway.
+struct ChunkMemory {
+  static constexpr int64_t kFullSpeedRows = 2048, kTile = 128;
+  const ChunkPlan& plan;
+  int64_t rows, hidden, stride;
+  bool pooled;
+
+  ChunkMemory(const ChunkPlan& plan, int64_t rows, int64_t hidden, int64_t stride, int64_t element,
+              bool possible)
+      : plan(plan),
+        rows(rows),
+        hidden(hidden),
+        stride(stride),
+        pooled(possible && plan.chunks > 1 && plan.chunk_rows < kFullSpeedRows &&
+               hidden * element % 16 == 0) {}
+
+  int64_t pool_size() const { return rows * hidden + plan.chunk_rows * stride; }
+  Tensor grad_input(const Tensor& pool) const {
+    Tensor all = pool;
+    return torch::stable::view(torch::stable::narrow(all, 0, 0, rows * hidden), {rows, hidden});
+  }
+
+  int64_t rows_at(int64_t first) const {
+    const int64_t left = rows - first;
+    if (!pooled) return std::min(plan.chunk_rows, left);
+    // The rows of grad_input that this chunk writes, and its logits behind them.
+    const int64_t fit = (pool_size() - first * hidden) / (hidden + stride);
+    if (fit >= left) return left;
+    // A tile that is less than half full costs more than it brings.
+    const int64_t whole = fit / kTile * kTile;
+    return whole > 0 && fit - whole < kTile / 2 ? whole : fit;
+  }
+  // In elements, from the start of the pool or of the chunk's own memory.
+  int64_t offset_at(int64_t first, int64_t count) const { return pooled ? (first + count) * hidden : 0; }
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fused_linear_ce_forward(
     const Tensor& input, const Tensor& weight, const Tensor& target, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& ce_weight, const std::optional<Tensor>& token_weight,
@@ -84,15 +126,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   // While the weight gradient is summed in float32 elsewhere, its own memory holds the logits, if they fit.
   const bool summed = plan.accumulator_bytes > 0;
   const bool hosted = summed && plan.chunk_rows * stride <= vocab * hidden;
-  const Tensor grad_input = wanted(need_grad_input, {rows, hidden}, dtype);
+  const ChunkMemory memory(plan, rows, hidden, stride, element, need_grad_input && !hosted);
+  const Tensor pool = memory.pooled ? empty({memory.pool_size()}, dtype, input) : no_tensor(dtype, input);
+  const Tensor grad_input =
+      memory.pooled ? memory.grad_input(pool) : wanted(need_grad_input, {rows, hidden}, dtype);
   const Tensor grad_bias = wanted(need_grad_bias, {vocab}, dtype);
   const Tensor bias_sum = wanted(need_grad_bias, {vocab}, ScalarType::Float);
   Tensor grad_weight = wanted(need_grad_weight && (hosted || !summed), {vocab, hidden}, dtype);
   const Tensor weight_sum = summed ? empty({vocab, hidden}, ScalarType::Float, input) : grad_weight;
-  std::optional<Tensor> logits = hosted ? grad_weight : empty({plan.chunk_rows, stride}, dtype, input);
+  std::optional<Tensor> logits = memory.pooled ? pool
+                                 : hosted      ? grad_weight
+                                               : empty({plan.chunk_rows, stride}, dtype, input);
 
-  const Matrix chunk{logits->mutable_data_ptr(), dtype, stride};
-  const Matrix chunk_transposed{chunk.data, dtype, stride, true};
   const Tensor x = as_matrix(input), w = as_matrix(weight);
   std::optional<Tensor> dense_bias;
   if (bias) dense_bias = torch::stable::contiguous(*bias);
@@ -103,8 +148,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   };
 
   const Gemm gemm(kOp, stream);
-  for (int64_t i = 0; i < plan.chunks; ++i) {
-    const int64_t first = i * plan.chunk_rows, count = std::min(plan.chunk_rows, rows - first);
+  int64_t count = 0;
+  for (int64_t first = 0; first < rows && plan.chunks > 0; first += count) {
+    count = memory.rows_at(first);
+    const bool is_first = first == 0, is_last = first + count == rows;
+    const Matrix chunk{
+        static_cast<char*>(logits->mutable_data_ptr()) + memory.offset_at(first, count) * element, dtype,
+        stride};
+    const Matrix chunk_transposed{chunk.data, dtype, stride, true};
     const Matrix x_rows = from_row(matrix(x), first);
     gemm(count, vocab, hidden, x_rows, matrix(w, true), 0.0f, chunk);
 
@@ -124,11 +175,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
       gemm(count, hidden, vocab, chunk, matrix(w), 0.0f, from_row(matrix(grad_input), first));
     }
     if (need_grad_weight) {
-      gemm(vocab, hidden, count, chunk_transposed, x_rows, i == 0 ? 0.0f : 1.0f, matrix(weight_sum));
+      gemm(vocab, hidden, count, chunk_transposed, x_rows, is_first ? 0.0f : 1.0f, matrix(weight_sum));
     }
     if (need_grad_bias) {
-      add_column_sums(chunk, count, vocab, bias_sum, i == 0, i + 1 == plan.chunks ? &grad_bias : nullptr,
-                      stream);
+      add_column_sums(chunk, count, vocab, bias_sum, is_first, is_last ? &grad_bias : nullptr, stream);
     }
   }
   if (summed) {
