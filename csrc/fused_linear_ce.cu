@@ -55,7 +55,6 @@ void round_into(const Tensor& result, const Tensor& sum, cudaStream_t stream) {
 // grad_input: no longer than until the backward of what made the input, and no larger than what the op held
 // anyway.
 struct ChunkMemory {
-  static constexpr int64_t kFullSpeedRows = 2048, kTile = 128;
   const ChunkPlan& plan;
   int64_t rows, hidden, stride;
   bool pooled;
@@ -82,8 +81,8 @@ struct ChunkMemory {
     const int64_t fit = (pool_size() - first * hidden) / (hidden + stride);
     if (fit >= left) return left;
     // A tile that is less than half full costs more than it brings.
-    const int64_t whole = fit / kTile * kTile;
-    return whole > 0 && fit - whole < kTile / 2 ? whole : fit;
+    const int64_t whole = fit / kTileRows * kTileRows;
+    return whole > 0 && fit - whole < kTileRows / 2 ? whole : fit;
   }
   // In elements, from the start of the pool or of the chunk's own memory.
   int64_t offset_at(int64_t first, int64_t count) const { return pooled ? (first + count) * hidden : 0; }

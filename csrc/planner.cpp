@@ -8,11 +8,6 @@ namespace liger {
 namespace {
 
 constexpr int64_t kDefaultBudget = int64_t{512} << 20;
-// A GEMM tile is 128 rows: a chunk that is a multiple of it leaves no ragged tile in the three GEMMs.
-constexpr int64_t kRowQuantum = 128;
-// From here on the traffic of the weight and of its gradient hides behind the GEMMs
-// (docs/performance/cross_entropy.md).
-constexpr int64_t kFullSpeedRows = 2048;
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -56,7 +51,7 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
   const int64_t chunks = ceil_div(p.rows, chunk);
   // Equal chunks: a short last one would run its GEMMs at a fraction of the speed.
   int64_t equal = ceil_div(p.rows, chunks);
-  const int64_t rounded = ceil_div(equal, kRowQuantum) * kRowQuantum;
+  const int64_t rounded = ceil_div(equal, kTileRows) * kTileRows;
   if (rounded <= chunk) equal = rounded;
   return {equal, ceil_div(p.rows, equal), equal * row_bytes, accumulator};
 }

@@ -6,6 +6,12 @@
 
 namespace liger {
 
+// A GEMM tile: a chunk of whole tiles leaves no ragged one in the three GEMMs.
+inline constexpr int64_t kTileRows = 128;
+// From here on the traffic of the weight and of its gradient hides behind the GEMMs
+// (docs/performance/cross_entropy.md).
+inline constexpr int64_t kFullSpeedRows = 2048;
+
 struct ChunkPlan {
   int64_t chunk_rows;         // rows of logits alive at a time; every chunk but the last has this many
   int64_t chunks;             // ceil(rows / chunk_rows); 0 when there are no rows

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, assert_as_exact_as_torch, forward_backward, strided_like
+from cases import DTYPES, check_op, strided_like
 
 import liger
 
@@ -31,20 +31,6 @@ def reference(x, weight, eps, offset, mode):
     return y.to(x.dtype)
 
 
-def check(function, plain, inputs):
-    outputs, grads = forward_backward(function, inputs)
-    upstream = [torch.randn_like(o) for o in outputs]
-    outputs, grads = forward_backward(function, inputs, upstream)
-    plain_outputs, plain_grads = forward_backward(plain, inputs, upstream)
-    exact_outputs, exact_grads = forward_backward(
-        plain, [t.double() if t is not None else None for t in inputs], upstream
-    )
-    for i, values in enumerate(zip(outputs, plain_outputs, exact_outputs, strict=True)):
-        assert_as_exact_as_torch(*values, f"output {i}")
-    for i, values in enumerate(zip(grads, plain_grads, exact_grads, strict=True)):
-        assert_as_exact_as_torch(*values, f"gradient {i}")
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -52,7 +38,7 @@ def test_rms_norm(device, shape, dtype, mode):
     x = torch.randn(shape, device=device, dtype=dtype)
     weight = torch.randn(shape[-1], device=device, dtype=dtype)
     offset = 1.0 if mode == "gemma" else 0.0
-    check(
+    check_op(
         lambda x, w: liger.rms_norm(x, w, 1e-5, offset, mode),
         lambda x, w: reference(x, w, 1e-5, offset, mode),
         [x, weight],
@@ -62,7 +48,7 @@ def test_rms_norm(device, shape, dtype, mode):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rms_norm_without_weight(device, dtype):
     x = torch.randn(6, 200, device=device, dtype=dtype)
-    check(lambda x: liger.rms_norm(x), lambda x: reference(x, None, 1e-6, 0.0, "llama"), [x])
+    check_op(lambda x: liger.rms_norm(x), lambda x: reference(x, None, 1e-6, 0.0, "llama"), [x])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -76,7 +62,7 @@ def test_fused_add_rms_norm(device, shape, dtype, mode):
         s = x + r
         return reference(s, w, 1e-6, 0.5, mode), s
 
-    check(lambda x, r, w: liger.fused_add_rms_norm(x, r, w, 1e-6, 0.5, mode), plain, [x, residual, weight])
+    check_op(lambda x, r, w: liger.fused_add_rms_norm(x, r, w, 1e-6, 0.5, mode), plain, [x, residual, weight])
 
 
 def test_fused_add_with_one_output_used(device):

@@ -71,7 +71,7 @@ def rms_norm_backward_torch(grad_y, x, weight, rstd, offset, casting_mode, need_
     grad_x, grad_weight = _grad(
         grad_y, x, weight, rstd, offset, casting_mode, None, need_grad_x, need_grad_weight
     )
-    grad_x = _or_empty(grad_x, x) if grad_x is None else torch.empty_like(x).copy_(grad_x)
+    grad_x = x.new_empty(0) if grad_x is None else torch.empty_like(x).copy_(grad_x)
     return grad_x, _or_empty(grad_weight, x if weight is None else weight)
 
 
@@ -96,9 +96,8 @@ def fused_add_rms_norm_backward_torch(
         need_grad_x,
         need_grad_weight,
     )
-    grad_x = (
-        _or_empty(grad_x, new_residual) if grad_x is None else torch.empty_like(new_residual).copy_(grad_x)
-    )
+    x = new_residual
+    grad_x = x.new_empty(0) if grad_x is None else torch.empty_like(x).copy_(grad_x)
     return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)
 
 
