@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kListThreads)
 
 // Targets and token weights (null: none) of the compacted rows; beyond the count the target is ignored.
 template <typename Index>
-inline __global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads)
     gather_targets(const Index* targets, int64_t ignore_index, const float* token_weight, int64_t rows,
                    RowList list, Index* targets_out, float* token_weight_out) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
@@ -99,7 +99,7 @@ __device__ __forceinline__ Vec<T, N> zero_vector() {
 // out[i] = x[index[first + i]], times factor[i] where there is one, rounded once; zeros beyond the count, so
 // that whatever multiplies them stays finite. grid: rows of out. `vectors` of N elements make a row.
 template <typename T, int N>
-inline __global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads)
     gather_rows(const T* x, int64_t x_stride, RowList list, int64_t first, int vectors, const float* factor,
                 T* out, int64_t out_stride) {
   const int64_t i = blockIdx.x;
@@ -123,7 +123,7 @@ inline __global__ void __launch_bounds__(kRowThreads)
 
 // out[index[first + i]] = x[i] for the rows within the count. grid: rows of x.
 template <typename T, int N>
-inline __global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads)
     scatter_rows(const T* x, int64_t x_stride, RowList list, int64_t first, int vectors, T* out,
                  int64_t out_stride) {
   const int64_t i = blockIdx.x;
@@ -138,7 +138,7 @@ inline __global__ void __launch_bounds__(kRowThreads)
 
 // Zeroes the rows of x that are ignored. grid: rows of x.
 template <typename T, int N>
-inline __global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads)
     zero_ignored_rows(T* x, int64_t stride, RowList list, int vectors) {
   if (list.position[blockIdx.x] >= 0) return;
   T* to = x + static_cast<int64_t>(blockIdx.x) * stride;
@@ -182,12 +182,13 @@ struct Results {
   int64_t* predicted;
 };
 
-// What the row rule would have written for all rows.
-inline __global__ void __launch_bounds__(kRowThreads)
-    expand_results(Results compacted, Results all, const int32_t* position, int64_t rows) {
+// What the row rule would have written for all rows. (A template, so that several sources may include it.)
+template <typename Position>
+__global__ void __launch_bounds__(kRowThreads)
+    expand_results(Results compacted, Results all, const Position* position, int64_t rows) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   if (row >= rows) return;
-  const int32_t from = position[row];
+  const Position from = position[row];
   const auto move = [&](const float* values, float* out) {
     if (out != nullptr) out[row] = from >= 0 ? values[from] : 0.0f;
   };
