@@ -1,11 +1,14 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <climits>
 #include <tuple>
 
 #include "common/dispatch.h"
 #include "common/gemm.h"
+#include "common/readback.h"
 #include "cross_entropy.h"
+#include "kernels/compact.cuh"
 #include "kernels/fused_linear_ce.cuh"
 #include "planner.h"
 
@@ -47,45 +50,87 @@ void round_into(const Tensor& result, const Tensor& sum, cudaStream_t stream) {
   check_launch(kOp);
 }
 
-// Where the logits of each chunk lie, and how many rows a chunk has.
-//
-// Pooled, for chunks too small for the speed of the products: the memory of a chunk follows that of
-// grad_input, so that the rows of grad_input which are not written yet hold logits too. Chunks begin twice as
-// large where the two are of one size, and never are smaller than planned. The pool lives as long as
-// grad_input: no longer than until the backward of what made the input, and no larger than what the op held
-// anyway.
-struct ChunkMemory {
-  const ChunkPlan& plan;
-  int64_t rows, hidden, stride;
-  bool pooled;
+Tensor first_rows(Tensor memory, int64_t rows, int64_t columns) {
+  return torch::stable::view(torch::stable::narrow(memory, 0, 0, rows * columns), {rows, columns});
+}
 
-  ChunkMemory(const ChunkPlan& plan, int64_t rows, int64_t hidden, int64_t stride, int64_t element,
-              bool possible)
-      : plan(plan),
-        rows(rows),
-        hidden(hidden),
-        stride(stride),
-        pooled(possible && plan.chunks > 1 && plan.chunk_rows < kFullSpeedRows &&
-               hidden * element % 16 == 0) {}
-
-  int64_t pool_size() const { return rows * hidden + plan.chunk_rows * stride; }
-  Tensor grad_input(const Tensor& pool) const {
-    Tensor all = pool;
-    return torch::stable::view(torch::stable::narrow(all, 0, 0, rows * hidden), {rows, hidden});
+// Leaves ignored rows out: the rows that are computed lie side by side, and results go back to where they
+// belong.
+class Compaction {
+ public:
+  Compaction(const CrossEntropyOptions& options, int device, cudaStream_t stream)
+      : options_(options),
+        rows_(options.target.numel()),
+        stream_(stream),
+        lists_(empty({2 * rows_ + 1}, ScalarType::Int, options.target)),
+        readback_(device, kOp) {
+    int32_t* const lists = static_cast<int32_t*>(lists_.mutable_data_ptr());
+    list_ = {lists, lists + rows_, lists + 2 * rows_};
+    compact::launch_list_rows(options.problem.targets, rows_, list_, readback_.numbers(), stream);
+    check_launch(kOp);
+    readback_.mark(stream);
   }
 
-  int64_t rows_at(int64_t first) const {
-    const int64_t left = rows - first;
-    if (!pooled) return std::min(plan.chunk_rows, left);
-    // The rows of grad_input that this chunk writes, and its logits behind them.
-    const int64_t fit = (pool_size() - first * hidden) / (hidden + stride);
-    if (fit >= left) return left;
-    // A tile that is less than half full costs more than it brings.
-    const int64_t whole = fit / kTileRows * kTileRows;
-    return whole > 0 && fit - whole < kTileRows / 2 ? whole : fit;
+  // Waits for the list, so there should be other work behind it by now.
+  void wait() { readback_.wait(); }
+  int64_t valid_rows() const { return readback_.numbers()[0]; }
+  int64_t leading_rows() const { return readback_.numbers()[1]; }
+
+  // The computed rows from `first` on, of a matrix that has all rows.
+  void gather(const Matrix& all, int64_t columns, int64_t first, int64_t count, const Matrix& out) const {
+    dispatch_dtype(all.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      compact::launch_gather_rows<T>(static_cast<const T*>(all.data), all.stride, list_, first, count,
+                                     columns, nullptr, static_cast<T*>(out.data), out.stride, stream_);
+    });
+    check_launch(kOp);
   }
-  // In elements, from the start of the pool or of the chunk's own memory.
-  int64_t offset_at(int64_t first, int64_t count) const { return pooled ? (first + count) * hidden : 0; }
+
+  // The options of the computed rows.
+  CrossEntropyOptions options() const {
+    CrossEntropyOptions compacted = options_;
+    compacted.target = empty({valid_rows()}, options_.target.scalar_type(), options_.target);
+    compacted.problem.targets.data = compacted.target.const_data_ptr();
+    float* token_weight = nullptr;
+    if (options_.token_weight) {
+      compacted.token_weight = empty({valid_rows()}, ScalarType::Float, options_.target);
+      token_weight = static_cast<float*>(compacted.token_weight->mutable_data_ptr());
+      compacted.problem.token_weight = token_weight;
+    }
+    compact::launch_gather_targets(options_.problem.targets, options_.problem.token_weight, valid_rows(),
+                                   list_, compacted.target.mutable_data_ptr(), token_weight, stream_);
+    check_launch(kOp);
+    return compacted;
+  }
+
+  void expand(const CrossEntropyResults& computed, const CrossEntropyResults& all) const {
+    compact::launch_expand_results(pointers(computed), pointers(all), list_.position, rows_, stream_);
+    check_launch(kOp);
+  }
+
+  // The rows of a matrix that has all rows, in place: the computed ones are its first.
+  void expand(const Matrix& x, int64_t columns) const {
+    dispatch_dtype(x.dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      compact::launch_expand_rows<T>(static_cast<T*>(x.data), x.stride, list_.position, rows_, columns,
+                                     stream_);
+    });
+    check_launch(kOp);
+  }
+
+ private:
+  static compact::Results pointers(const CrossEntropyResults& results) {
+    ce::Problem problem{};
+    results.attach(problem, 0);
+    return {problem.loss, problem.z_loss, problem.logprobs, problem.entropy, problem.predicted};
+  }
+
+  const CrossEntropyOptions& options_;
+  int64_t rows_;
+  cudaStream_t stream_;
+  Tensor lists_;
+  compact::RowList list_{};
+  Readback readback_;
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fused_linear_ce_forward(
@@ -115,27 +160,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                                     return_predicted_tokens, return_logprobs, return_entropy);
 
   const bool exact = !accum_dtype || *accum_dtype == ScalarType::Float;
-  const ChunkPlan plan = plan_chunks({rows, hidden, vocab, element, need_grad_weight, exact,
-                                      memory_budget ? *memory_budget : default_memory_budget()});
+  const ChunkProblem chunks{rows,
+                            hidden,
+                            vocab,
+                            element,
+                            need_grad_weight,
+                            exact,
+                            memory_budget ? *memory_budget : default_memory_budget()};
+  ChunkLayout layout = lay_out_chunks(chunks, need_grad_input, rows, rows);
   const auto wanted = [&](bool needed, std::vector<int64_t> shape, ScalarType type) {
     return needed ? empty(std::move(shape), type, input) : no_tensor(type, input);
   };
-  // Rows of logits start at 16-byte boundaries whatever the vocabulary: odd strides slow every product down.
-  const int64_t stride = logits_row_bytes(vocab, element) / element;
-  // While the weight gradient is summed in float32 elsewhere, its own memory holds the logits, if they fit.
-  const bool summed = plan.accumulator_bytes > 0;
-  const bool hosted = summed && plan.chunk_rows * stride <= vocab * hidden;
-  const ChunkMemory memory(plan, rows, hidden, stride, element, need_grad_input && !hosted);
-  const Tensor pool = memory.pooled ? empty({memory.pool_size()}, dtype, input) : no_tensor(dtype, input);
-  const Tensor grad_input =
-      memory.pooled ? memory.grad_input(pool) : wanted(need_grad_input, {rows, hidden}, dtype);
+  const bool summed = layout.plan.accumulator_bytes > 0;
+  const bool in_grad_weight = layout.place == LogitsIn::kGradWeight;
+  const bool in_grad_input = layout.place == LogitsIn::kGradInput;
   const Tensor grad_bias = wanted(need_grad_bias, {vocab}, dtype);
   const Tensor bias_sum = wanted(need_grad_bias, {vocab}, ScalarType::Float);
-  Tensor grad_weight = wanted(need_grad_weight && (hosted || !summed), {vocab, hidden}, dtype);
+  Tensor grad_weight = wanted(need_grad_weight && (in_grad_weight || !summed), {vocab, hidden}, dtype);
   const Tensor weight_sum = summed ? empty({vocab, hidden}, ScalarType::Float, input) : grad_weight;
-  std::optional<Tensor> logits = memory.pooled ? pool
-                                 : hosted      ? grad_weight
-                                               : empty({plan.chunk_rows, stride}, dtype, input);
+  std::optional<Tensor> logits = in_grad_weight ? grad_weight : empty({layout.elements}, dtype, input);
+  const Tensor grad_input =
+      in_grad_input ? first_rows(*logits, rows, hidden) : wanted(need_grad_input, {rows, hidden}, dtype);
 
   const Tensor x = as_matrix(input), w = as_matrix(weight);
   std::optional<Tensor> dense_bias;
@@ -145,50 +190,90 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     m.data = static_cast<char*>(m.data) + row * m.stride * element;
     return m;
   };
-
+  const auto logits_at = [&](const Chunk& chunk) {
+    return Matrix{static_cast<char*>(logits->mutable_data_ptr()) + chunk.offset * element, dtype,
+                  layout.stride};
+  };
   const Gemm gemm(kOp, stream);
-  int64_t count = 0;
-  for (int64_t first = 0; first < rows && plan.chunks > 0; first += count) {
-    count = memory.rows_at(first);
-    const bool is_first = first == 0, is_last = first + count == rows;
-    const Matrix chunk{
-        static_cast<char*>(logits->mutable_data_ptr()) + memory.offset_at(first, count) * element, dtype,
-        stride};
-    const Matrix chunk_transposed{chunk.data, dtype, stride, true};
-    const Matrix x_rows = from_row(matrix(x), first);
-    gemm(count, vocab, hidden, x_rows, matrix(w, true), 0.0f, chunk);
 
-    ce::Problem problem = options.at_row(first);
-    problem.logits = chunk.data;
-    problem.row_stride = stride;
+  // Computed rows lie where their gradient will, or in memory of their own where there is none.
+  std::optional<Tensor> own_rows;
+  const auto gathered = [&](const Compaction& compaction, int64_t first, int64_t count) {
+    if (!need_grad_input && (!own_rows || own_rows->size(0) < count)) {
+      own_rows = empty({count, hidden}, dtype, input);
+    }
+    const Matrix place = need_grad_input ? from_row(matrix(grad_input), first) : matrix(*own_rows);
+    compaction.gather(matrix(x), hidden, first, count, place);
+    return place;
+  };
+
+  // The device multiplies the head, which is needed in any case, while the host learns how many rows are
+  // valid.
+  std::optional<Compaction> compaction;
+  int64_t head = 0;
+  if (layout.head_rows > 0 && rows <= INT_MAX && !is_capturing(stream, kOp)) {
+    compaction.emplace(options, device, stream);
+    head = layout.head_rows;
+    gemm(head, vocab, hidden, gathered(*compaction, 0, head), matrix(w, true), 0.0f,
+         logits_at(layout.chunks.front()));
+    compaction->wait();
+    layout = lay_out_chunks(chunks, need_grad_input, compaction->valid_rows(), compaction->leading_rows());
+    if (layout.rows == rows) compaction.reset();
+  }
+  std::optional<CrossEntropyOptions> computed_options;
+  std::optional<CrossEntropyResults> computed_results;
+  if (compaction) {
+    computed_options.emplace(compaction->options());
+    computed_results.emplace(input, layout.rows, true, return_z_loss, return_token_accuracy,
+                             return_predicted_tokens, return_logprobs, return_entropy);
+  }
+
+  for (const Chunk& chunk : layout.chunks) {
+    const bool is_first = chunk.first == 0, is_last = chunk.first + chunk.rows == layout.rows;
+    const int64_t count = chunk.rows;
+    const Matrix z = logits_at(chunk), z_transposed{z.data, dtype, z.stride, true};
+    const Matrix x_rows =
+        compaction ? gathered(*compaction, chunk.first, count) : from_row(matrix(x), chunk.first);
+    const int64_t done = is_first ? std::min(head, count) : 0;
+    gemm(count - done, vocab, hidden, from_row(x_rows, done), matrix(w, true), 0.0f, from_row(z, done));
+
+    ce::Problem problem = (compaction ? *computed_options : options).at_row(chunk.first);
+    problem.logits = z.data;
+    problem.row_stride = z.stride;
     problem.rows = count;
     problem.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
     if (dense_bias) {
       problem.bias = dense_bias->const_data_ptr();
       problem.extras |= ce::kBias;
     }
-    results.attach(problem, first);
+    (compaction ? *computed_results : results).attach(problem, chunk.first);
     launch_rows(kOp, problem, dtype, write_gradient, device, stream);
 
-    if (need_grad_input) {
-      gemm(count, hidden, vocab, chunk, matrix(w), 0.0f, from_row(matrix(grad_input), first));
-    }
     if (need_grad_weight) {
-      gemm(vocab, hidden, count, chunk_transposed, x_rows, is_first ? 0.0f : 1.0f, matrix(weight_sum));
+      gemm(vocab, hidden, count, z_transposed, x_rows, is_first ? 0.0f : 1.0f, matrix(weight_sum));
     }
     if (need_grad_bias) {
-      add_column_sums(chunk, count, vocab, bias_sum, is_first, is_last ? &grad_bias : nullptr, stream);
+      add_column_sums(z, count, vocab, bias_sum, is_first, is_last ? &grad_bias : nullptr, stream);
+    }
+    // Last, because it may overwrite the rows of the input.
+    if (need_grad_input) {
+      gemm(count, hidden, vocab, z, matrix(w), 0.0f, from_row(matrix(grad_input), chunk.first));
     }
   }
-  if (summed) {
-    if (!hosted) {
-      logits.reset();  // its memory is free for the allocator before the gradient asks for some
-      grad_weight = wanted(true, {vocab, hidden}, dtype);
-    }
-    round_into(grad_weight, weight_sum, stream);
-  } else if (plan.chunks == 0) {
+  if (compaction) {
+    compaction->expand(*computed_results, results);
+    if (need_grad_input && !layout.chunks.empty()) compaction->expand(matrix(grad_input), hidden);
+  }
+  if (summed && !in_grad_weight) {
+    logits.reset();  // its memory is free for the allocator before the gradient asks for some
+    grad_weight = wanted(true, {vocab, hidden}, dtype);
+  }
+  if (layout.chunks.empty()) {
+    zero(grad_input, stream);
     zero(grad_weight, stream);
     zero(grad_bias, stream);
+  } else if (summed) {
+    round_into(grad_weight, weight_sum, stream);
   }
   results.reduce(kOp, options, used_denominator);
   return {results.loss,

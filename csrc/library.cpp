@@ -5,6 +5,10 @@
 // as an empty tensor, so that every op has a fixed number of results.
 #include <torch/csrc/stable/library.h>
 
+#include <tuple>
+#include <utility>
+#include <vector>
+
 #include "common/checks.h"
 #include "planner.h"
 
@@ -120,6 +124,13 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool "
       "exact_accumulation,"
       " int? memory_budget=None) -> int[]");
+  // The same with the place of every chunk, for the valid_rows rows that are not ignored (None: no row is);
+  // see ChunkLayout in csrc/planner.h
+  m.def(
+      "lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool "
+      "need_grad_weight,"
+      " bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None)"
+      " -> (int place, int stride, int elements, int head_rows, int[] chunk_rows, int[] chunk_offsets)");
 }
 
 namespace liger {
@@ -133,6 +144,27 @@ std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab,
   return {plan.chunk_rows, plan.chunks, plan.logits_bytes, plan.accumulator_bytes};
 }
 
+std::tuple<int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>> lay_out_chunks_op(
+    int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size, bool need_grad_input,
+    bool need_grad_weight, bool exact_accumulation, std::optional<int64_t> memory_budget,
+    std::optional<int64_t> valid_rows, std::optional<int64_t> leading_rows) {
+  const ChunkLayout layout =
+      lay_out_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
+                      memory_budget ? *memory_budget : default_memory_budget()},
+                     need_grad_input, valid_rows.value_or(rows), leading_rows.value_or(rows));
+  std::vector<int64_t> chunk_rows, chunk_offsets;
+  for (const Chunk& chunk : layout.chunks) {
+    chunk_rows.push_back(chunk.rows);
+    chunk_offsets.push_back(chunk.offset);
+  }
+  return {static_cast<int64_t>(layout.place),
+          layout.stride,
+          layout.elements,
+          layout.head_rows,
+          std::move(chunk_rows),
+          std::move(chunk_offsets)};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
@@ -142,6 +174,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
+  m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
 }
 
 }  // namespace liger

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace liger {
 
@@ -34,6 +35,38 @@ int64_t logits_row_bytes(int64_t vocab, int64_t element_size);
 
 // Throws std::invalid_argument on negative sizes or a budget that is not positive.
 ChunkPlan plan_chunks(const ChunkProblem& problem);
+
+enum class LogitsIn : int64_t { kOwnMemory, kGradWeight, kGradInput };
+
+struct Chunk {
+  int64_t first, rows;
+  int64_t offset;  // elements from the start of the memory of logits to the chunk's
+};
+
+// Where the logits of a batch lie, chunk by chunk.
+//
+// kGradWeight: while the weight gradient is summed in float32 elsewhere, its own memory holds the logits.
+// kGradInput, for chunks too small for the speed of the products: one allocation starts with grad_input, so
+// that the rows of grad_input which are not written yet hold logits too. Chunks begin twice as large where
+// the two are of one size, and never are smaller than planned. The memory lives as long as grad_input: no
+// longer than until the backward of what made the input, and it is no larger than what the op held anyway.
+struct ChunkLayout {
+  ChunkPlan plan;
+  LogitsIn place;
+  int64_t stride;     // elements from one row of logits to the next
+  int64_t elements;   // of the allocation that holds the logits, in kGradInput that of grad_input included
+  int64_t head_rows;  // of the first chunk, multiplied before the number of valid rows is waited for; 0: not
+                      // wanted, the batch is over too soon
+  int64_t rows;       // computed: all, or the valid ones if leaving out the others pays
+  std::vector<Chunk> chunks;
+};
+
+// valid_rows: those that are not ignored, which the caller can bring side by side; leading_rows: those before
+// the first ignored one. With both equal to problem.rows the chunks are those of all rows. The place, the
+// size of the allocation, the head and the offset of the first chunk do not depend on either, so that work on
+// the head can begin before they are known.
+ChunkLayout lay_out_chunks(const ChunkProblem& problem, bool need_grad_input, int64_t valid_rows,
+                           int64_t leading_rows);
 
 // LIGER_MEMORY_BUDGET (bytes, or with a suffix K, M, G: powers of 1024), else 512 MiB. Throws
 // std::invalid_argument.

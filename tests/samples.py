@@ -272,4 +272,8 @@ SAMPLES = {
         (4096, 2048, 32000, 2, True, True),
         (4096, 2048, 32000, 2, False, True, 1 << 20),
     ],
+    "lay_out_chunks": lambda d: [
+        (4096, 2048, 32000, 2, True, True, True),
+        (4096, 2048, 32000, 2, True, False, True, 1 << 24, 1000, 0),
+    ],
 }

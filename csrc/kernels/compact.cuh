@@ -24,8 +24,8 @@ struct RowList {
   int32_t* count;     // how many rows are valid
 };
 
-// One block; 16384 rows are one round. reported: count once more, in host memory that the device can write,
-// or null.
+// One block; 16384 rows are one round. reported: null, or two numbers in host memory that the device can
+// write: the count, and the rows before the first ignored one.
 template <typename Index>
 __global__ void __launch_bounds__(kListThreads)
     list_rows(const Index* targets, int64_t ignore_index, int64_t rows, RowList list, int32_t* reported) {
@@ -65,13 +65,20 @@ __global__ void __launch_bounds__(kListThreads)
       const bool is_valid = valid[i] >> lane & 1;
       const int at = place + __popc(valid[i] & ((1u << lane) - 1));
       if (is_valid) list.index[at] = static_cast<int32_t>(row);
-      if (row < rows) list.position[row] = is_valid ? at : -1;
+      if (row < rows) {
+        list.position[row] = is_valid ? at : -1;
+        const bool first_ignored = !is_valid && at == row;
+        if (first_ignored && reported != nullptr) reported[1] = at;
+      }
       place += __popc(valid[i]);
     }
   }
   if (threadIdx.x == 0) {
     *list.count = before;
-    if (reported != nullptr) *reported = before;
+    if (reported != nullptr) {
+      reported[0] = before;
+      if (before == rows) reported[1] = before;
+    }
   }
 }
 
