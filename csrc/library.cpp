@@ -130,7 +130,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool "
       "need_grad_weight,"
       " bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None)"
-      " -> (int place, int stride, int elements, int head_rows, int[] chunk_rows, int[] chunk_offsets)");
+      " -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows,"
+      " int[] chunk_offsets)");
 }
 
 namespace liger {
@@ -144,10 +145,10 @@ std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab,
   return {plan.chunk_rows, plan.chunks, plan.logits_bytes, plan.accumulator_bytes};
 }
 
-std::tuple<int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>> lay_out_chunks_op(
-    int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size, bool need_grad_input,
-    bool need_grad_weight, bool exact_accumulation, std::optional<int64_t> memory_budget,
-    std::optional<int64_t> valid_rows, std::optional<int64_t> leading_rows) {
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>
+lay_out_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size, bool need_grad_input,
+                  bool need_grad_weight, bool exact_accumulation, std::optional<int64_t> memory_budget,
+                  std::optional<int64_t> valid_rows, std::optional<int64_t> leading_rows) {
   const ChunkLayout layout =
       lay_out_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
                       memory_budget ? *memory_budget : default_memory_budget()},
@@ -160,6 +161,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, std::vector
   return {static_cast<int64_t>(layout.place),
           layout.stride,
           layout.elements,
+          layout.plan.accumulator_bytes,
           layout.head_rows,
           std::move(chunk_rows),
           std::move(chunk_offsets)};

@@ -4,10 +4,24 @@ The row kernel turns the logits of a chunk into their gradient in place. The rul
 :mod:`.cross_entropy_rows`; this module is only the loop.
 """
 
+from dataclasses import replace
+
 import torch
 
+from ..ops._cross_entropy_math import Metrics, at_original_rows
 from .common import require_dtype
+from .compact import Compaction
 from .cross_entropy_rows import RowResults, Rule
+
+# LogitsIn of csrc/planner.h.
+_IN_GRAD_WEIGHT, _IN_GRAD_INPUT = 1, 2
+
+
+def _write_logits(x, weight, bias, out):
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
 def _add_product(total, dlogits, x, first):
@@ -45,51 +59,79 @@ def fused_linear_ce_forward(
         "fused_linear_ce", vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
         softcap,
     )  # fmt: skip
-    results = RowResults(
-        rule, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    metrics = Metrics(
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )
-    chunk_rows, _chunks, _logits_bytes, accumulator_bytes = torch.ops.liger.plan_chunks(
-        rows,
-        hidden,
-        vocab,
-        input.element_size(),
-        need_grad_weight,
-        accum_dtype in (None, torch.float32),
-        memory_budget,
-    )
+    results = RowResults(rule, *metrics)
     need_grad_bias = need_grad_bias and bias is not None
-    grad_input = input.new_empty(input.shape if need_grad_input else 0)
-    grad_weight = input.new_empty(weight.shape if need_grad_weight else 0)
-    grad_bias = input.new_zeros(vocab if need_grad_bias else 0, dtype=torch.float32)
-    weight_sum = grad_weight
-    if accumulator_bytes:
-        weight_sum = torch.empty_like(grad_weight, dtype=torch.float32)
-    if rows == 0:
-        weight_sum.zero_()
-    if accumulator_bytes and chunk_rows <= hidden:
-        # Nothing is written to the final gradient before the last chunk is done: its memory holds the logits.
-        buffer = grad_weight.view(-1)[: chunk_rows * vocab].view(chunk_rows, vocab)
-    else:
-        buffer = input.new_empty(chunk_rows, vocab)
-
     used_denominator = None
     if need_grad_input or need_grad_weight or need_grad_bias:
         used_denominator = results.used_denominator(denominator, reduction)
-    for start in range(0, rows, max(chunk_rows, 1)):
-        x = input[start : start + chunk_rows]
-        logits = buffer[: x.shape[0]]
-        if bias is None:
-            torch.mm(x, weight.t(), out=logits)
+
+    def lay_out(*valid):
+        return torch.ops.liger.lay_out_chunks(
+            rows, hidden, vocab, input.element_size(), need_grad_input, need_grad_weight,
+            accum_dtype in (None, torch.float32), memory_budget, *valid,
+        )  # fmt: skip
+
+    place, stride, elements, accumulator_bytes, head_rows, chunks, offsets = lay_out()
+    grad_weight = input.new_empty(weight.shape if need_grad_weight else 0)
+    grad_bias = input.new_zeros(vocab if need_grad_bias else 0, dtype=torch.float32)
+    weight_sum = torch.empty_like(grad_weight, dtype=torch.float32) if accumulator_bytes else grad_weight
+    memory = grad_weight.view(-1) if place == _IN_GRAD_WEIGHT else input.new_empty(elements)
+    if place == _IN_GRAD_INPUT:
+        grad_input = memory[: rows * hidden].view(rows, hidden)
+    else:
+        grad_input = input.new_empty(input.shape if need_grad_input else 0)
+
+    def logits_at(offset, count):
+        return memory[offset : offset + count * stride].view(count, stride)[:, :vocab]
+
+    def gathered(first, count):
+        # Where their gradient will be, if there is one.
+        out = grad_input[first : first + count] if need_grad_input else None
+        return compaction.gather(input, first, count, out)
+
+    # The device multiplies the head, which is needed in any case, while the host learns how many rows are valid.
+    compaction, done = None, 0
+    may_wait = not (input.is_cuda and torch.cuda.is_current_stream_capturing())
+    # A check of targets names rows of the batch, which the row kernel does not know of compacted ones.
+    if head_rows and may_wait and not rule.check_targets:
+        compaction, done = Compaction(rule.target, ignore_index), head_rows
+        _write_logits(gathered(0, head_rows), weight, bias, logits_at(offsets[0], head_rows))
+        compaction.wait()
+        *_, chunks, offsets = lay_out(compaction.valid_rows, compaction.leading_rows)
+        if sum(chunks) == rows:
+            compaction = None
         else:
-            torch.addmm(bias, x, weight.t(), out=logits)
-        results.fill(logits, vocab, start, used_denominator)
-        if need_grad_input:
-            torch.mm(logits, weight, out=grad_input[start : start + chunk_rows])
+            token_weight = None if rule.token_weight is None else rule.token_weight[compaction.index]
+            rule = replace(rule, target=rule.target[compaction.index], token_weight=token_weight)
+            results = RowResults(rule, *metrics)
+
+    start = 0
+    for count, offset in zip(chunks, offsets, strict=True):
+        x = input[start : start + count] if compaction is None else gathered(start, count)
+        logits = logits_at(offset, count)
+        if done < count:
+            _write_logits(x[done:], weight, bias, logits[done:])
+        results.fill(logits, stride, start, used_denominator)
         if need_grad_weight:
             _add_product(weight_sum, logits, x, first=start == 0)
         if need_grad_bias:
             grad_bias += logits.sum(0, dtype=torch.float32)
+        if need_grad_input:
+            # Last, because it may overwrite x.
+            torch.mm(logits, weight, out=grad_input[start : start + count])
+        start, done = start + count, 0
+
+    if not chunks:
+        weight_sum.zero_()
+        grad_input.zero_()
+    elif compaction is not None and need_grad_input:
+        compaction.expand_(grad_input)
     if weight_sum is not grad_weight:
         grad_weight.copy_(weight_sum)
     reduced = results.reduced(denominator if used_denominator is None else used_denominator, reduction)
+    if compaction is not None:
+        reduced = at_original_rows(reduced, metrics, reduction, compaction.index.long(), rows)
     return *reduced, grad_input, grad_weight, grad_bias.to(input.dtype)

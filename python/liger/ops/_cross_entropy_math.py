@@ -87,6 +87,21 @@ def make_rule(
     )
 
 
+def at_original_rows(results, metrics, reduction, index, rows):
+    """What :meth:`RowResults.reduced` gave for the rows ``index`` (int64), for all ``rows`` rows, the others being
+    ignored."""
+    per_row = reduction == "none"
+    wanted = (
+        per_row, per_row and metrics.z_loss, False, metrics.predicted_tokens, metrics.logprobs, metrics.entropy,
+    )  # fmt: skip
+
+    def placed(values):
+        ignored = -1 if values.dtype == torch.int64 else 0
+        return values.new_full((rows,), ignored).index_copy_(0, index, values)
+
+    return tuple(placed(v) if want else v for v, want in zip(results, wanted, strict=True))
+
+
 class RowResults:
     """Per-row results of a whole call, filled a block at a time."""
 

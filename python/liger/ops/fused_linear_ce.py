@@ -4,12 +4,14 @@ docs/cross_entropy.md defines every term. With a scalar reduction the gradients 
 logits are saved and none are computed twice; with ``"none"`` the backward computes the logits again.
 """
 
+import dataclasses
+
 import torch
 
 from ..backend import register_family
 from . import rescale  # noqa: F401  (registers the op that the backward calls)
 from ._autograd import differentiable_once, may_write_saved, wants_grad
-from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
+from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
 from ._rows import row_blocks
 from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like, refuse_gradients
 from .rms_norm import accumulate_dtype
@@ -39,6 +41,12 @@ class _WeightGradient:
         return self.sum.to(self.weight.dtype)
 
 
+def _restricted(rule, rows):
+    """The rule of these rows alone."""
+    names = ["live", "valid", "index", "weight"] + ["token_weight"] * (rule.token_weight is not None)
+    return dataclasses.replace(rule, **{name: getattr(rule, name)[rows] for name in names})
+
+
 def fused_linear_ce_forward_torch(
     input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
     lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,
@@ -57,22 +65,28 @@ def fused_linear_ce_forward_torch(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )
     exact = accum_dtype in (None, torch.float32)
-    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        rows, hidden, vocab, input.element_size(), need_grad_weight, exact, memory_budget
-    )
-    results = RowResults(rule, metrics)
     used_denominator = rule.denominator(denominator, reduction)
     upstream = 1.0 / used_denominator
+    # Ignored rows are left out, but not on a GPU, where finding them would need a synchronisation.
+    computed, index = rows, None
+    if not (input.is_cuda or rule.live.all()):
+        index = rule.live.nonzero().squeeze(1)
+        computed, rule = index.numel(), _restricted(rule, index)
+    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
+        computed, hidden, vocab, input.element_size(), need_grad_weight, exact, memory_budget
+    )
+    results = RowResults(rule, metrics)
     need_bias = need_grad_bias and bias is not None
-    grad_input = input.new_empty(input.shape if need_grad_input else 0)
+    new_grad_input = input.new_empty if index is None else input.new_zeros
+    grad_input = new_grad_input(input.shape if need_grad_input else 0)
     grad_weight = _WeightGradient(weight, chunks, exact) if need_grad_weight else None
     grad_bias = torch.zeros(vocab if need_bias else 0, dtype=rule.wide, device=input.device)
 
     # Autocast would cast the operands of the products below a second time.
     with torch.autocast(input.device.type, enabled=False):
-        for start in range(0, rows, max(1, chunk_rows)):
-            chunk = slice(start, min(start + chunk_rows, rows))
-            x = input[chunk]
+        for start in range(0, computed, max(1, chunk_rows)):
+            chunk = slice(start, min(start + chunk_rows, computed))
+            x = input[chunk] if index is None else input[index[chunk]]
             logits = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
             for block in row_blocks(logits):
                 here = slice(start + block.start, start + block.stop)
@@ -80,14 +94,20 @@ def fused_linear_ce_forward_torch(
                 if need_grad_input or grad_weight is not None or need_bias:
                     logits[block] = row_gradient(rule, here, z, results.lse[here], upstream)
             if need_grad_input:
-                torch.mm(logits, weight, out=grad_input[chunk])
+                if index is None:
+                    torch.mm(logits, weight, out=grad_input[chunk])
+                else:
+                    grad_input[index[chunk]] = logits @ weight
             if grad_weight is not None:
                 grad_weight.add(logits, x)
             if need_bias:
                 grad_bias += logits.sum(0, dtype=rule.wide)
 
+    reduced = results.reduced(used_denominator, reduction)
+    if index is not None:
+        reduced = at_original_rows(reduced, metrics, reduction, index, rows)
     return (
-        *results.reduced(used_denominator, reduction),
+        *reduced,
         grad_input,
         input.new_empty(0) if grad_weight is None else grad_weight.result(),
         grad_bias.to(input.dtype),
