@@ -205,6 +205,19 @@ def test_fully_shard(one_process_group, order):
         assert model(**batch()).logits is not None
 
 
+def test_fully_shard_with_a_weight_shared_by_embedding_and_head(one_process_group):
+    from torch.distributed.fsdp import fully_shard
+
+    plain = make("llama", tie_word_embeddings=True)
+    model = liger.patch(twin(plain))
+    for module in [*model.model.layers, model]:
+        fully_shard(module, mesh=one_process_group)
+    for _ in range(2):
+        output, grads = step(model, **batch())
+        grads = {name: grad.full_tensor() for name, grad in grads.items()}
+        assert_same_step((output, grads), step(plain, **batch()))
+
+
 def test_tensor_parallel_head_returns_logits(one_process_group):
     """The head's weight is a DTensor of which each rank holds a part: the loss comes from the gathered logits."""
     from torch.distributed.tensor import Replicate, Shard

@@ -20,6 +20,7 @@ from torch import nn
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import recipe_of
+from ._reuse import can_share, lookup
 from ._tensors import is_dtensor
 
 logger = logging.getLogger("liger.transformers")
@@ -40,8 +41,19 @@ class _LossCall:
     def __init__(self, heads, labels, keywords, softcap):
         self.heads, self.labels, self.keywords, self.softcap = heads, labels, keywords, softcap
         self.loss = None
+        self.shared = None, None  # a weight, and what stands for it since an embedding has used it
+
+    def lookup(self, embedding, ids):
+        """The rows of an embedding that shares its weight with a head, or None if autograd must take them apart."""
+        if self.shared[0] is not None or not any(can_share(embedding, head) for head in self.heads):
+            return None
+        rows, weight = lookup(embedding, ids)
+        self.shared = embedding.weight, weight
+        return rows
 
     def compute(self, hidden, weight, bias):
+        if self.shared[0] is weight:
+            weight = self.shared[1]
         target, options = _target_and_options(hidden, self.labels, **self.keywords)
         self.loss = fused_linear_ce(
             hidden.reshape(-1, hidden.shape[-1]), weight, target, bias, softcap=self.softcap, **options
@@ -90,6 +102,20 @@ class HeadRecipe:
 
 
 @dataclass(frozen=True)
+class EmbeddingRecipe:
+    """An nn.Embedding with the weight of the head: while a call wants its loss, both get one gradient between them."""
+
+    kind: ClassVar[str] = "fused_linear_cross_entropy"
+
+    def members(self, original):
+        def forward(self, input):
+            rows = None if _active.call is None else _active.call.lookup(self, input)
+            return original.forward(self, input) if rows is None else rows
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+@dataclass(frozen=True)
 class CausalLMRecipe:
     """A model that takes its loss from its head (``fused``), or only replaces its loss function."""
 
@@ -128,6 +154,14 @@ def linear_heads(head):
         else [None]
     )
     return inner if all(isinstance(module, nn.Linear) for module in inner) else []
+
+
+def sharing_embeddings(module, heads):
+    """The nn.Embedding modules of a model that may share the weight of a head: many models are tied after patching."""
+    shapes = [head.weight.shape for head in heads]
+    return [
+        m for m in module.modules() if type(m).forward is nn.Embedding.forward and m.weight.shape in shapes
+    ]
 
 
 def _fused_forward(original, recipe):

@@ -11,6 +11,7 @@ from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
 from ._rename import rename_global, uses_global
+from ._reuse import linear_over
 from ._tensors import is_dtensor
 
 ROPE_NAME = "apply_rotary_pos_emb"
@@ -71,7 +72,8 @@ class MLPRecipe:
             product = swiglu_packed(gate_up[0], inplace=inplace)
         else:
             product = swiglu(*gate_up, inplace=inplace)
-        return module.down_proj(product)
+        # The product, too, belongs to this call alone.
+        return linear_over(module.down_proj, product) if inplace else module.down_proj(product)
 
     def members(self, original):
         recipe = self

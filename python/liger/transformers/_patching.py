@@ -9,7 +9,7 @@ from torch import nn
 
 from . import _behaviour
 from ._classes import forward_is_hidden, give_class, patched_class, restore_class
-from ._loss import HeadRecipe, linear_heads
+from ._loss import EmbeddingRecipe, HeadRecipe, linear_heads, sharing_embeddings
 
 logger = logging.getLogger("liger.transformers")
 
@@ -160,6 +160,9 @@ def _recipe(module, options):
 
 def _apply_recipe(module, recipe):
     if getattr(recipe, "fused", False):
-        for head in linear_heads(module.get_output_embeddings()):
+        heads = linear_heads(module.get_output_embeddings())
+        for head in heads:
             give_class(head, patched_class(type(head), HeadRecipe()))
+        for embedding in sharing_embeddings(module, heads):
+            give_class(embedding, patched_class(type(embedding), EmbeddingRecipe()))
     give_class(module, patched_class(type(module), recipe))

@@ -1,0 +1,160 @@
+"""Autograd nodes of patched models that save memory where autograd would hold two large tensors at once.
+
+Both compute what the operations of torch compute, with the same roundings. Where a graph is kept for another backward
+nothing is written over, and the formulas are those of torch.
+"""
+
+import torch
+from torch import nn
+
+from ..ops._autograd import is_traced, may_write_saved
+
+# --- an embedding whose weight is the head's too ------------------------------------------------------------------
+
+
+class _SharedLookup(torch.autograd.Function):
+    """(rows of the weight, the weight for the head). Its backward has the gradients of both at once.
+
+    Autograd would make a second gradient of the size of the weight, most of it zeros, and add the two. Here the
+    gradient of the lookup is added to that of the head in place, in the rows that the lookup has used.
+    """
+
+    @staticmethod
+    def forward(ctx, ids, weight, padding_idx):
+        ctx.save_for_backward(ids)
+        ctx.weight_rows, ctx.padding_idx = len(weight), -1 if padding_idx is None else padding_idx
+        ctx.set_materialize_grads(False)
+        return nn.functional.embedding(ids, weight, padding_idx), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, grad_rows, grad_weight):
+        if grad_rows is None:
+            return None, grad_weight, None
+        (ids,) = ctx.saved_tensors
+        # The gradient of the head has come from its node alone and goes nowhere else: it may be written over.
+        owned = may_write_saved(grad_rows, grad_weight)
+        if grad_weight is not None and owned and _ROWS_PER_TOKEN * ids.numel() < ctx.weight_rows:
+            _add_to_rows(grad_weight, grad_rows, ids, ctx.padding_idx)
+            return None, grad_weight, None
+        grad = torch.ops.aten.embedding_dense_backward(
+            grad_rows, ids, ctx.weight_rows, ctx.padding_idx, False
+        )
+        if grad_weight is not None:
+            grad = grad_weight.add_(grad) if owned else grad_weight + grad
+        return None, grad, None
+
+
+# The most rows of the hidden size that _add_to_rows holds at a time, per token.
+_ROWS_PER_TOKEN = 2
+
+
+def _add_to_rows(total, grads, ids, padding_idx):
+    """``total[id] += sum of the grads of that id``: sums in float32, rounded, then added, as two gradients would be.
+
+    Nothing depends on the data in shape, so nothing waits for the device; no sum depends on the order of threads.
+    """
+    ids, grads = ids.reshape(-1), grads.reshape(-1, grads.shape[-1])
+    tokens = ids.numel()
+    if tokens == 0:
+        return
+    sorted_ids, order = ids.sort(stable=True)
+    starts = torch.zeros_like(sorted_ids)
+    starts[1:] = sorted_ids[1:] != sorted_ids[:-1]
+    rank = starts.cumsum(0)
+    numbers = torch.empty_like(rank).scatter_(0, order, rank)
+    if padding_idx >= 0:
+        # A number of its own for padding, of which no gradient is taken: the rows that padding reads stay zero.
+        numbers = numbers.masked_fill(ids == padding_idx, tokens)
+    sums = torch.ops.aten.embedding_dense_backward(grads, numbers, tokens + 1, tokens, False)
+    rows = sums.index_select(0, rank)
+    del sums
+    rows += total.index_select(0, sorted_ids)
+    # Tokens with the same id write the same numbers to the same row.
+    total.index_copy_(0, sorted_ids, rows)
+
+
+def can_share(embedding, head):
+    """Whether the embedding and the head use one weight that both see as it is: no hook gathers or replaces it.
+
+    A hook behind the embedding is harmless: gradient checkpointing of transformers sets one.
+    """
+    weight = embedding.weight
+    return (
+        head.weight is weight
+        and type(weight) is nn.Parameter
+        and weight.requires_grad
+        and torch.is_grad_enabled()
+        and not is_traced(weight)
+        and embedding.max_norm is None
+        and not (embedding.sparse or embedding.scale_grad_by_freq)
+        and not (embedding._forward_pre_hooks or head._forward_pre_hooks or head._forward_hooks)
+        and not any("forward" in module.__dict__ for module in (embedding, head))
+    )
+
+
+def lookup(embedding, ids):
+    """What the embedding returns, and its weight for the head, with one gradient for both."""
+    return _SharedLookup.apply(ids, embedding.weight, embedding.padding_idx)
+
+
+# --- a linear layer that may overwrite its input ------------------------------------------------------------------
+
+
+class _Saved(torch.autograd.Function):
+    """Keeps what the backward of :class:`_LinearOver` needs.
+
+    A node of its own, because gradient checkpointing ends the second forward when the last tensor has been saved, and
+    a node saves after it has run: this one runs nothing, so that the product is not computed again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _LinearOver(torch.autograd.Function):
+    """``linear(x, weight, bias)`` whose backward writes the gradient of x over x, unless the graph is kept."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.saved = x.grad_fn
+        return nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved.saved_tensors
+        flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        grad_weight = flat_grad.t() @ flat_x if ctx.needs_input_grad[1] else None
+        grad_bias = flat_grad.sum(0) if ctx.needs_input_grad[2] else None
+        if may_write_saved(grad, x, weight) and x.is_contiguous():
+            # Detached, because x would carry its history into the gradient.
+            grad_x = x.detach()
+            torch.mm(flat_grad, weight, out=grad_x.view(flat_x.shape))
+        else:
+            grad_x = (flat_grad @ weight).view(x.shape)
+        return grad_x, grad_weight, grad_bias
+
+
+def linear_over(layer, x):
+    """``layer(x)``, whose backward may write over x: the caller has just made x and gives it up.
+
+    A layer that is not a plain linear one, or is watched by hooks, is called as it is.
+    """
+    weight = getattr(layer, "weight", None)
+    if (
+        getattr(type(layer), "forward", None) is nn.Linear.forward
+        and type(weight) is nn.Parameter
+        and not (layer._forward_pre_hooks or layer._forward_hooks or "forward" in layer.__dict__)
+        and not (layer._backward_pre_hooks or layer._backward_hooks)
+        and torch.is_grad_enabled()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not is_traced(x)
+        and x.requires_grad
+    ):
+        return _LinearOver.apply(_Saved.apply(x, weight), weight, layer.bias)
+    return layer(x)

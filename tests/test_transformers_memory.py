@@ -1,0 +1,238 @@
+"""Memory that patched models reuse: one gradient for a weight that embedding and head share, the MLP's product."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import liger
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
+
+import liger.transformers as lt  # noqa: E402
+from liger.transformers._reuse import linear_over  # noqa: E402
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Ops(TorchDispatchMode):
+    """Names and result shapes of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.seen.append((func.overloadpacket.__name__, tuple(result.shape)))
+        return result
+
+
+def tied(**overrides):
+    return make("llama", tie_word_embeddings=True, **overrides)
+
+
+def apart(model):
+    """The same model whose embedding has a hook, as those that gather weights have: autograd adds two gradients."""
+    model = twin(model)
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, inputs: None)
+    return model
+
+
+def dense_gradients(model, **inputs):
+    """How often a backward makes a gradient of the embedding's size for the lookup."""
+    loss = model(**inputs).loss
+    with Ops() as ops:
+        loss.backward()
+    return ops.seen.count(("embedding_dense_backward", (VOCAB, 64)))
+
+
+@pytest.mark.parametrize("tokens", [11, 64], ids=["by rows", "many tokens"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shared_weight_has_the_same_gradient(device, dtype, tokens):
+    model = liger.patch(tied(device=device, dtype=dtype))
+    inputs = batch(device, rows=3, tokens=tokens)
+    inputs["input_ids"][:, 2:7] = 5  # many of one token, and some padding
+    inputs["input_ids"][1, -3:] = model.config.pad_token_id
+    (_, ours), (_, theirs) = step(model, **inputs), step(apart(model), **inputs)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        assert torch.equal(ours[name], expected), name
+    assert dense_gradients(model, **inputs) == (2 * 3 * tokens >= VOCAB)
+    assert dense_gradients(apart(model), **inputs) == 1
+
+
+def test_shared_weight_like_the_unpatched_model():
+    plain = tied()
+    model = liger.patch(twin(plain))
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+    with Ops() as ops:
+        step(model, **batch())
+    assert ops.seen.count(("add", (VOCAB, 64))) == 0
+    assert liger.unpatch(model).state_dict().keys() == plain.state_dict().keys()
+    assert type(model.model.embed_tokens) is nn.Embedding
+
+
+def test_shared_weight_with_kept_graph_and_accumulated_gradients():
+    model = liger.patch(tied())
+    loss = model(**batch()).loss
+    loss.backward(retain_graph=True)
+    first = model.lm_head.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, 2 * first)
+    model(**batch()).loss.backward()
+    torch.testing.assert_close(model.lm_head.weight.grad, 3 * first)
+
+
+@pytest.mark.parametrize("way", ["inputs_embeds", "frozen", "evaluation", "no loss"])
+def test_calls_in_which_nothing_is_shared(way):
+    plain = tied()
+    model, inputs = liger.patch(twin(plain)), batch()
+    for m in (plain, model):
+        if way == "frozen":
+            m.lm_head.weight.requires_grad_(False)
+        elif way == "evaluation":
+            m.eval()
+    if way == "inputs_embeds":
+        inputs["inputs_embeds"] = plain.model.embed_tokens(inputs.pop("input_ids")).detach()
+    if way == "no loss":
+        del inputs["labels"]
+        torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits)
+        return
+    assert_same_step(step(model, **inputs), step(plain, **inputs))
+
+
+def test_only_the_gradient_of_the_head_or_of_the_lookup():
+    """The lookup has none where the hidden states are detached, the head has none where the loss is not used."""
+    model = liger.patch(tied())
+    hidden = model.model.norm.register_forward_hook(lambda module, args, output: output.detach())
+    head = step(model, **batch())[1]
+    hidden.remove()
+    assert head.keys() == {EMBEDDING}
+    expected = twin(model)
+    expected.model.embed_tokens.weight.requires_grad_(False)
+    expected.model.embed_tokens.weight = nn.Parameter(
+        expected.model.embed_tokens.weight.detach().clone(), False
+    )
+    expected.lm_head.weight.requires_grad_(True)
+    torch.testing.assert_close(head[EMBEDDING], step(expected, **batch())[1]["lm_head.weight"])
+
+    model.lm_head.weight.grad = None
+    rows = []
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: rows.append(output))
+    model(**batch())
+    rows[0].sum().backward()
+    counts = torch.bincount(batch()["input_ids"].flatten(), minlength=VOCAB).float()
+    counts[model.config.pad_token_id] = 0
+    torch.testing.assert_close(model.lm_head.weight.grad, counts[:, None].expand(-1, 64))
+
+
+def test_shared_weight_of_models_made_later(tmp_path):
+    plain = tied()
+    plain.save_pretrained(tmp_path)
+    lt.apply_liger_kernel_to_llama()
+    try:
+        made = tied()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, attn_implementation="eager"
+        ).train()
+    finally:
+        lt.revert("llama")
+    for model in (made, loaded, copy.deepcopy(made)):
+        assert dense_gradients(model, **batch()) == 0
+        assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    plain = tied()
+    plain.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model = liger.patch(twin(plain))
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+    assert dense_gradients(model, **batch()) == 0
+
+
+# --- the product of an MLP ------------------------------------------------------------------------------------------
+
+
+def layer_and_input(bias, dtype=torch.float32, device="cpu"):
+    layer = nn.Linear(12, 8, bias=bias, dtype=dtype, device=device)
+    return layer, torch.randn(2, 5, 12, dtype=dtype, device=device, requires_grad=True)
+
+
+def gradients(call, layer, leaf, **options):
+    """(result, gradients, whether the gradient of the input lies in the memory of the input)"""
+    layer.zero_grad()
+    leaf.grad, places = None, []
+    x = leaf * 1.5
+    x.register_hook(lambda grad: places.append(grad.data_ptr()))
+    before = x.data_ptr()
+    y = call(layer, x)
+    (y * torch.linspace(-1, 1, 8, dtype=y.dtype, device=y.device)).sum().backward(**options)
+    return y, [leaf.grad, *(p.grad for p in layer.parameters())], places == [before]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_over(device, bias, dtype):
+    layer, leaf = layer_and_input(bias, dtype, device)
+    y, grads, over = gradients(linear_over, layer, leaf)
+    expected_y, expected, elsewhere = gradients(lambda layer, x: layer(x), layer, leaf)
+    assert over and not elsewhere
+    assert torch.equal(y, expected_y)
+    assert all(map(torch.equal, grads, expected))
+    _, kept, over = gradients(linear_over, layer, leaf, retain_graph=True)
+    assert not over and all(map(torch.equal, kept, expected))
+
+
+def test_linear_over_leaves_others_alone():
+    layer, leaf = layer_and_input(True)
+    seen = []
+    handle = layer.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    assert not gradients(linear_over, layer, leaf)[2] and seen
+    handle.remove()
+    layer.weight.requires_grad_(False)
+    _, (grad, weight_grad, bias_grad), over = gradients(linear_over, layer, leaf)
+    assert over and weight_grad is None and grad is not None and bias_grad is not None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear_over(layer, leaf).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert not linear_over(layer, leaf).requires_grad
+    lora = nn.Sequential(layer)
+    assert not gradients(linear_over, lora, leaf)[2]
+
+
+def test_linear_over_has_second_derivatives():
+    layer, leaf = layer_and_input(True, torch.float64)
+    torch.autograd.gradgradcheck(lambda x: linear_over(layer, x * 1.5), leaf)
+
+
+def test_checkpointing_does_not_compute_the_product_again():
+    plain = make("llama")
+    plain.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def products(model):
+        with Ops() as ops:
+            step(model, **batch())
+        return sum(shape[-2:] == (22, 64) for name, shape in ops.seen if name in ("mm", "addmm"))
+
+    assert products(liger.patch(twin(plain))) <= products(plain)
+
+
+def test_checkpoint_around_an_mlp():
+    plain = make("llama").model.layers[0].mlp
+    patched = liger.patch(twin(plain))
+    x = torch.randn(3, 7, 64)
+    results = []
+    for mlp in (patched, plain):
+        leaf = x.clone().requires_grad_()
+        checkpoint(mlp, leaf, use_reentrant=False).square().sum().backward()
+        results.append([leaf.grad, *(p.grad for p in mlp.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
