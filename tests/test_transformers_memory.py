@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.transformers import _modules  # noqa: E402
 from liger.transformers._reuse import linear_over  # noqa: E402
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -150,7 +151,7 @@ def test_shared_weight_of_models_made_later(tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant):
+def test_checkpointing(reuse_all, reentrant):
     plain = tied()
     plain.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model = liger.patch(twin(plain))
@@ -213,7 +214,23 @@ def test_linear_over_has_second_derivatives():
     torch.autograd.gradgradcheck(lambda x: linear_over(layer, x * 1.5), leaf)
 
 
-def test_checkpointing_does_not_compute_the_product_again():
+@pytest.fixture
+def reuse_all(monkeypatch):
+    """Products of tiny models count as large."""
+    monkeypatch.setattr(_modules, "WORTH_REUSING", 0)
+
+
+def test_large_products_only(monkeypatch):
+    mlp, calls = liger.patch(make("llama")).model.layers[0].mlp, []
+    monkeypatch.setattr(_modules, "linear_over", lambda layer, x: calls.append(x.nbytes) or layer(x))
+    x = torch.randn(3, 64, requires_grad=True)
+    for limit in (3 * 96 * 4, 3 * 96 * 4 - 1):
+        monkeypatch.setattr(_modules, "WORTH_REUSING", limit)
+        mlp(x)
+    assert calls == [3 * 96 * 4]
+
+
+def test_checkpointing_does_not_compute_the_product_again(reuse_all):
     plain = make("llama")
     plain.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -225,7 +242,7 @@ def test_checkpointing_does_not_compute_the_product_again():
     assert products(liger.patch(twin(plain))) <= products(plain)
 
 
-def test_checkpoint_around_an_mlp():
+def test_checkpoint_around_an_mlp(reuse_all):
     plain = make("llama").model.layers[0].mlp
     patched = liger.patch(twin(plain))
     x = torch.randn(3, 7, 64)
