@@ -1,6 +1,10 @@
 """Cross entropy as plain torch would write it, for any dtype, with every option; docs/cross_entropy.md in code."""
 
 import torch
+from cases import check_op
+from torch.nn.functional import linear
+
+import liger
 
 # Every option alone, and all together. Tensors are made by `options` for a given size.
 OPTIONS = {
@@ -134,3 +138,22 @@ def shared_denominator(target, ce_weight, ignore_index=-100):
     """What a mean over this whole batch divides by, as a device tensor."""
     live = target != ignore_index
     return torch.where(live, ce_weight[torch.where(live, target, 0)], 0.0).sum()
+
+
+def logit_rounding(dtype):
+    """What a loss may differ by, in float32 roundings, because its logits were rounded to a half type after being
+    summed in another order than plain torch's: a quarter of that rounding."""
+    return torch.finfo(dtype).eps / 4 / torch.finfo(torch.float32).eps if dtype.itemsize == 2 else 0.0
+
+
+def check_layer(tensors, target, accum_dtype=None, memory_budget=None, **chosen):
+    """The loss of fused_linear_ce and its gradients for ``tensors``, (input, weight) or (input, weight, bias)."""
+    check_op(
+        lambda x, w, b=None: liger.fused_linear_ce(
+            x, w, target, b, accum_dtype=accum_dtype, memory_budget=memory_budget, **chosen
+        ),
+        lambda x, w, b=None: reference(linear(x, w, b), target, **chosen)["loss"],
+        tensors,
+        # The logits, whose products may be summed in another order, and their lse.
+        max(2 * LARGEST_LSE, logit_rounding(tensors[0].dtype)),
+    )

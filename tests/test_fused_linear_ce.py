@@ -10,6 +10,7 @@ from cross_entropy_reference import (
     METRICS,
     OPTIONS,
     RETURN_ALL,
+    check_layer,
     leaves,
     options,
     random_layer,
@@ -29,24 +30,6 @@ SHAPES = [(1, 8, 7), (5, 33, 129), (17, 64, 1000)]
 SHAPES += [(40, 16, 64), (3, 40, 4099)] if triton_interpreted() else [(300, 16, 64), (3, 40, 32003)]
 
 
-def check(tensors, target, accum_dtype=None, memory_budget=None, **chosen):
-    check_op(
-        lambda x, w, b=None: liger.fused_linear_ce(
-            x, w, target, b, accum_dtype=accum_dtype, memory_budget=memory_budget, **chosen
-        ),
-        lambda x, w, b=None: reference(linear(x, w, b), target, **chosen)["loss"],
-        tensors,
-        # The logits, whose products may be summed in another order, and their lse.
-        max(2 * LARGEST_LSE, logit_rounding(tensors[0].dtype)),
-    )
-
-
-def logit_rounding(dtype):
-    """What a loss may differ by, in float32 roundings, because its logits were rounded to a half type after being
-    summed in another order than plain torch's: a quarter of that rounding."""
-    return torch.finfo(dtype).eps / 4 / torch.finfo(torch.float32).eps if dtype.itemsize == 2 else 0.0
-
-
 # --- values and gradients -----------------------------------------------------------------------------------------
 
 
@@ -56,7 +39,7 @@ def logit_rounding(dtype):
 def test_every_option(device, name, reduction, chunk):
     chosen = options(name, 13, 129, device, reduction)
     *tensors, target = random_layer(13, 24, 129, device, ignore_index=chosen.get("ignore_index", -100))
-    check(tensors, target, memory_budget=rows_per_chunk(chunk, tensors[1]), **chosen)
+    check_layer(tensors, target, memory_budget=rows_per_chunk(chunk, tensors[1]), **chosen)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -70,8 +53,8 @@ def test_shapes_and_dtypes(device, shape, dtype, name):
     )
     # The products keep the shapes of plain torch where their sums are long: another order of summing is no error.
     chunk = rows // 2 if rows > 3 else rows
-    check([x, weight], target, memory_budget=rows_per_chunk(chunk, weight), **chosen)
-    check([x, weight, bias], target, **chosen)
+    check_layer([x, weight], target, memory_budget=rows_per_chunk(chunk, weight), **chosen)
+    check_layer([x, weight, bias], target, **chosen)
 
 
 @pytest.mark.parametrize("accum_dtype", [None, torch.float32, "input"], ids=str)
@@ -94,7 +77,7 @@ def test_chunk_plans_agree(device, dtype, accum_dtype):
             for chunked, whole in zip(*grads, strict=True):
                 assert error(chunked, whole) < 37 * torch.finfo(dtype).eps
         else:
-            check([x, weight, bias], target, accum_dtype, budget)
+            check_layer([x, weight, bias], target, accum_dtype, budget)
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)

@@ -98,8 +98,83 @@ def test_a_larger_budget_never_makes_more_chunks():
         assert counts == sorted(counts, reverse=True) and counts[-1] == 1, problem
 
 
+# --- where the logits of the chunks lie ---------------------------------------------------------------------------
+
+OWN_MEMORY, IN_GRAD_WEIGHT, IN_GRAD_INPUT = range(3)
+PLACED = [p for p in PROBLEMS[::5] if p[0] // plan(*p)[0] < 300]
+
+
+def lay_out(problem, need_grad_input, *valid):
+    *sizes, need_grad_weight, exact, budget = problem
+    return torch.ops.liger.lay_out_chunks(*sizes, need_grad_input, need_grad_weight, exact, budget, *valid)
+
+
+@pytest.mark.parametrize("need_grad_input", [False, True])
+def test_chunks_cover_the_rows_and_stay_in_their_memory(need_grad_input):
+    places = set()
+    for problem in PLACED:
+        rows, hidden, vocab, element_size = problem[:4]
+        chunk_rows, _, logits_bytes, accumulator_bytes = plan(*problem)
+        place, stride, elements, accumulator, head, counts, offsets = lay_out(problem, need_grad_input)
+        places.add(place)
+        assert sum(counts) == rows and accumulator == accumulator_bytes, problem
+        assert stride * element_size == row_bytes(vocab, element_size), problem
+        assert 0 <= head <= counts[0], problem
+        first = 0
+        for count, offset in zip(counts, offsets, strict=True):
+            assert count >= min(chunk_rows, rows - first), problem
+            assert offset + count * stride <= elements, problem
+            if place == IN_GRAD_INPUT:
+                assert offset >= (first + count) * hidden, "over a gradient that is written"
+            first += count
+        held = {
+            OWN_MEMORY: logits_bytes // element_size,
+            IN_GRAD_WEIGHT: vocab * hidden,
+            IN_GRAD_INPUT: rows * hidden + logits_bytes // element_size,
+        }
+        assert elements == held[place], problem
+        if place == IN_GRAD_WEIGHT:
+            assert accumulator_bytes > 0, "the gradient itself is summed there"
+    assert places == ({OWN_MEMORY, IN_GRAD_WEIGHT, IN_GRAD_INPUT} if need_grad_input else {0, 1})
+
+
+@pytest.mark.parametrize("need_grad_input", [False, True])
+def test_valid_rows_change_neither_the_memory_nor_where_the_head_lies(need_grad_input):
+    for problem in PLACED:
+        rows, hidden = problem[:2]
+        *fixed, counts, offsets = lay_out(problem, need_grad_input)
+        place, stride, elements, _, head = fixed
+        for valid in {0, 1, rows // 3, rows - 1, rows}:
+            *same, fewer, places = lay_out(problem, need_grad_input, valid, 0)
+            assert same == fixed and sum(fewer) in (valid, rows), problem
+            assert len(fewer) <= len(counts) and places[:1] in ([], offsets[:1]), problem
+            first = 0
+            for count, offset in zip(fewer, places, strict=True):
+                assert offset + count * stride <= elements, problem
+                assert place != IN_GRAD_INPUT or offset >= (first + count) * hidden, problem
+                first += count
+            if head and valid < rows:
+                assert sum(fewer) == valid, "the first rows are ignored: the head is of compacted rows"
+
+
+def test_leaving_out_a_few_rows_does_not_pay():
+    problem = (16384, 4096, 128256, 2, True, True, 512 * MIB)
+    for ignored, left_out in ((1, False), (31, False), (33, True), (8192, True)):
+        counts = lay_out(problem, True, 16384 - ignored, 8000)[-2]
+        assert sum(counts) == (16384 - ignored if left_out else 16384)
+
+
+def test_a_short_batch_has_no_head():
+    """Nothing that the wait for the number of valid rows could hide behind."""
+    for rows, head in ((256, 0), (1023, 0), (1024, 512), (8192, 512)):
+        assert lay_out((rows, 4096, 128256, 2, True, True, 1 << 40), True)[4] == head
+    assert lay_out((8192, 64, 1000, 2, True, True, 1 << 40), True)[4] == 0
+
+
 def test_no_rows():
-    assert plan(0, 64, 1000, 2, True, True, None) == [0, 0, 0, 0]
+    problem = (0, 64, 1000, 2, True, True, None)
+    assert plan(*problem) == [0, 0, 0, 0]
+    assert lay_out(problem, True) == (0, 0, 0, 0, 0, [], [])
 
 
 def test_larger_than_32_bits():

@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton")
 
 import liger.triton_kernels
 from liger.triton_kernels import (
+    compact,
     cross_entropy,
     fused_linear_ce,
     rescale,
@@ -133,7 +134,15 @@ def fused_linear_ce_launches(dtype, tokens=9):
         )
 
 
+def compact_launches(dtype, tokens=9):
+    for index_dtype in (torch.int32, torch.int64):
+        rows = compact.Compaction(torch.zeros(tokens, dtype=index_dtype), -100)
+    for hidden in (33, 4096):
+        rows.expand_(torch.zeros(tokens, hidden, dtype=dtype))
+
+
 LAUNCHES = {
+    compact: compact_launches,
     rms_norm: rms_norm_launches,
     rope: rope_launches,
     swiglu: swiglu_launches,

@@ -57,7 +57,9 @@ class Compaction:
 
     def __init__(self, target, ignore_index):
         self.rows = target.shape[0]
-        self._all_index, self.position = target.new_zeros(2, self.rows, dtype=torch.int32).unbind()
+        # Zeros, because rows are gathered before it is known where the list ends.
+        self._all_index = target.new_zeros(self.rows, dtype=torch.int32)
+        self.position = torch.empty_like(self._all_index)
         numbers = target.new_empty(2, dtype=torch.int32)
         with on_device_of(target):
             list_rows_kernel[(1,)](
