@@ -1,0 +1,337 @@
+"""Whole training steps of a Llama, plain, compiled, with liger-kernel and with liger: tokens per second, peak memory.
+
+The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing, SDPA. Weights
+and tokens are random, the same for every contestant. All models live side by side and take turns of a few steps, so
+that a chip which lowers its clock slows all of them alike. The memory of a contestant is what its weights, gradients,
+optimizer and activations take at the peak of a step; the models that wait are not counted.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib.util
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from measure import PROVIDER_ERRORS, spread
+
+import liger
+
+GIB = 1024**3
+# Relative difference of the loss of the first step from that of the unpatched model.
+SAME_LOSS = 2e-3
+
+
+@dataclass(frozen=True)
+class Size:
+    config: dict
+    shapes: tuple[tuple[int, int], ...]  # (batch, sequence)
+    dtype: torch.dtype
+    warm_up: int  # steps of each contestant before a shape is measured
+    rounds: int
+    burst: int  # steps in a row, between two synchronisations
+
+
+FULL = Size(
+    {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "max_position_embeddings": 131072,
+    },
+    shapes=((4, 1024), (32, 1024), (4, 8192)),
+    dtype=torch.bfloat16,
+    warm_up=2,
+    rounds=5,
+    burst=2,
+)  # fmt: skip
+SELF_TEST = Size(
+    {
+        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    },
+    shapes=((2, 16), (1, 32)),
+    dtype=torch.float32,
+    warm_up=1,
+    rounds=2,
+    burst=1,
+)  # fmt: skip
+
+
+# --- contestants --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """``prepare(model)`` returns what is called in a step; ``context`` is entered around whole steps."""
+
+    name: str
+    group: str
+    prepare: Callable
+    context: Callable = contextlib.nullcontext
+    needs: tuple[str, ...] = ()
+
+
+def _compile(model):
+    return torch.compile(model, dynamic=False)
+
+
+def _with_liger_kernel(model):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model)
+    return model
+
+
+def contestants(backends, compile):
+    """Unpatched, liger-kernel and ours under each backend; with ``compile`` the first and the last compiled as well."""
+    needs = ("liger_kernel", "triton")
+    plain = [Contestant("transformers", "plain", lambda model: model)]
+    ours = [
+        Contestant(f"liger[{b}]", "ours", liger.patch, lambda b=b: liger.use_backend(b)) for b in backends
+    ]
+    if compile:
+        plain.append(Contestant("transformers, compiled", "other", _compile))
+        ours += [
+            Contestant(f"{c.name}, compiled", "ours", lambda m: _compile(liger.patch(m)), c.context)
+            for c in ours
+        ]
+    return [*plain, Contestant("liger-kernel", "liger-kernel", _with_liger_kernel, needs=needs), *ours]
+
+
+class Trainee:
+    """A contestant's model and optimizer, or the reason why there is none."""
+
+    def __init__(self, contestant, size, device):
+        self.contestant, self.size, self.device = contestant, size, device
+        self.failure, self.samples, self.host, self.peak, self.loss = None, [], [], None, None
+        missing = [name for name in contestant.needs if importlib.util.find_spec(name) is None]
+        if missing:
+            self.failure = "missing", f"not installed: {', '.join(missing)}"
+
+    def attempt(self, action, *arguments):
+        """Runs a step of the benchmark as this contestant. Its code may fail in many ways: that is a result."""
+        if self.failure is not None:
+            return
+        try:
+            with self.contestant.context(), self._globals():
+                action(*arguments)
+        except PROVIDER_ERRORS as error:
+            self.failure = "failed", f"{type(error).__name__}: {error}".strip()[:600]
+            self.model = self.call = self.optimizer = None
+
+    @contextlib.contextmanager
+    def _globals(self):
+        """What the contestant has replaced in the module of the model is in place only while it runs."""
+        from transformers.models.llama import modeling_llama
+
+        names = vars(modeling_llama)
+        before = dict(names)
+        names.update(getattr(self, "_replaced", {}))
+        try:
+            yield
+        finally:
+            self._replaced = {
+                name: value for name, value in names.items() if name in before and before[name] is not value
+            }
+            names.update({name: before[name] for name in self._replaced})
+
+    def build(self):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            **self.size.config, tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa"
+        )
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            self.model = LlamaForCausalLM(config).to(self.size.dtype).train()
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.call = self.contestant.prepare(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+
+    def step(self, tokens):
+        loss = self.call(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def idle_bytes(self):
+        """Bytes that the model and its optimizer keep between steps."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        kept = [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
+        return sum({t.data_ptr(): t.nbytes for t in kept if t.device.type == self.device}.values())
+
+    def warm_up(self, batches):
+        losses = [self.step(batches[i % len(batches)]) for i in range(self.size.warm_up)]
+        if self.loss is None:
+            self.loss = losses[0].item()
+
+    def burst(self, batches, first):
+        """A few steps between two synchronisations; keeps the time of one, that of the host, and the peak memory."""
+        gpu, count = self.device == "cuda", self.size.burst
+        if gpu:
+            torch.cuda.synchronize()
+            others = torch.cuda.memory_allocated() - self.idle_bytes()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for i in range(first, first + count):
+            self.step(batches[i % len(batches)])
+        issued = time.perf_counter()
+        if gpu:
+            torch.cuda.synchronize()
+            self.peak = max(self.peak or 0, torch.cuda.max_memory_allocated() - others)
+        self.samples.append((time.perf_counter() - start) * 1e3 / count)
+        self.host.append((issued - start) * 1e3 / count)
+
+    def record(self, reference):
+        """The measurements of one shape, which are forgotten here."""
+        record = {"group": self.contestant.group, "status": "ok"}
+        if self.failure is not None:
+            record["status"], record["reason"] = self.failure
+        elif reference is not None and not abs(self.loss / reference - 1) <= SAME_LOSS:
+            record.update(status="wrong", reason=f"loss {self.loss:.5g}, unpatched {reference:.5g}")
+        if self.samples and self.failure is None:
+            record.update(
+                first_loss=self.loss, ms=spread(self.samples), host_ms=spread(self.host), peak_bytes=self.peak
+            )
+        self.samples, self.host, self.peak = [], [], None
+        return record
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+def _measure_shape(trainees, size, shape, device):
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = size.config["vocab_size"]
+    batches = [torch.randint(vocabulary, shape, generator=generator).to(device) for _ in range(3)]
+    for trainee in trainees:
+        trainee.attempt(trainee.warm_up, batches)
+    for index in range(size.rounds):
+        shift = index % len(trainees)
+        for trainee in trainees[shift:] + trainees[:shift]:
+            trainee.attempt(trainee.burst, batches, index * size.burst)
+    reference = next((t.loss for t in trainees if t.contestant.group == "plain"), None)
+    return {
+        "batch": shape[0],
+        "sequence": shape[1],
+        "providers": {t.contestant.name: t.record(reference) for t in trainees},
+    }
+
+
+def measure(size, device, backends, compile=False, shapes=None):
+    """One record per shape: for each contestant its step time, tokens per second and peak memory, or why it failed."""
+    trainees = [Trainee(contestant, size, device) for contestant in contestants(backends, compile)]
+    for trainee in trainees:
+        trainee.attempt(trainee.build)
+    records = []
+    for shape in shapes or size.shapes:
+        start = time.perf_counter()
+        records.append(_measure_shape(trainees, size, shape, device))
+        print(f"  {_name(records[-1])}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        if device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+    return records
+
+
+# --- report -------------------------------------------------------------------------------------------------------
+
+
+def _name(record):
+    return f"B={record['batch']} T={record['sequence']}"
+
+
+def tokens_per_second(record, provider):
+    return record["batch"] * record["sequence"] / provider["ms"]["median"] * 1e3
+
+
+def _lines(record):
+    for name, provider in record["providers"].items():
+        if provider["status"] == "missing":
+            continue
+        if "ms" not in provider:
+            yield f"| {name} | failed: {provider['reason'].splitlines()[0][:160]} | | | | |"
+            continue
+        ms, peak = provider["ms"], provider["peak_bytes"]
+        yield (
+            f"| {name}{'' if provider['status'] == 'ok' else ' (WRONG LOSS)'} | {ms['median']:.1f} "
+            f"| {ms['q25']:.1f} - {ms['q75']:.1f} | {provider['host_ms']['median']:.1f} "
+            f"| {tokens_per_second(record, provider) / 1e3:.1f} | {'-' if peak is None else f'{peak / GIB:.2f}'} |"
+        )
+
+
+def verdict(record):
+    """Whether the fastest of ours beats the fastest and the smallest of the others, as one line; None without both."""
+    measured = {n: p for n, p in record["providers"].items() if p["status"] == "ok"}
+    mine = {n: p for n, p in measured.items() if p["group"] == "ours"}
+    others = {n: p for n, p in measured.items() if p["group"] != "ours"}
+    if not mine or not others:
+        return None
+
+    def speed(name):
+        return tokens_per_second(record, measured[name])
+
+    best, rival = max(mine, key=speed), max(others, key=speed)
+    line = f"{best}: {speed(best) / speed(rival):.3f}x the tokens/s of {rival}"
+    if measured[best]["peak_bytes"] is not None:
+        small = min(others, key=lambda name: measured[name]["peak_bytes"])
+        line += f", {measured[best]['peak_bytes'] / measured[small]['peak_bytes']:.3f}x the memory of {small}"
+    return line
+
+
+def markdown(records):
+    parts = ["## Training steps of Llama-3.2-1B's shape"]
+    header = (
+        "| | ms per step | quartiles | host ms | thousand tokens/s | peak GiB |\n|---|---|---|---|---|---|"
+    )
+    for record in records:
+        parts += [f"### {_name(record)}", "\n".join([header, *_lines(record)])]
+        if (line := verdict(record)) is not None:
+            parts.append(line)
+    return "\n\n".join(parts) + "\n"
+
+
+def _shape(text):
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is not BATCHxTOKENS")
+    return int(match[1]), int(match[2])
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "shapes", nargs="*", type=_shape, metavar="BATCHxTOKENS", help="default: 4x1024 32x1024 4x8192"
+    )
+    parser.add_argument("--compile", action="store_true", help="compiled models as well (minutes to start)")
+    parser.add_argument(
+        "--self-test", action="store_true", help="a tiny model on the CPU with the torch backend"
+    )
+    parser.add_argument(
+        "--backends", default="cuda", help="backends of liger to measure (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="where the records go as well")
+    parsed = parser.parse_args(arguments)
+    if not parsed.self_test and not torch.cuda.is_available():
+        parser.error("no CUDA device; --self-test runs a tiny model on the CPU")
+    size, device = (SELF_TEST, "cpu") if parsed.self_test else (FULL, "cuda")
+    backends = ["torch"] if parsed.self_test else parsed.backends.split(",")
+    records = measure(size, device, backends, parsed.compile, parsed.shapes)
+    print(markdown(records))
+    if parsed.json:
+        parsed.json.write_text(json.dumps(records, indent=1) + "\n")
+    bad = [
+        p for r in records for p in r["providers"].values() if p["group"] == "ours" and p["status"] != "ok"
+    ]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
