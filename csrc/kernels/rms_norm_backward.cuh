@@ -6,22 +6,52 @@
 // that the bits never vary.
 #pragma once
 
+#include <type_traits>
+
 #include "common/rows.cuh"
 #include "kernels/rms_norm.cuh"
 #include "kernels/row_tile.cuh"
 
 namespace liger {
 
-struct RmsNormBackward {
+template <typename RowsOf>
+struct RmsNormBackwardOf {
   const void *grad_y, *grad_residual, *x, *weight;  // grad_residual (added to grad_x) and weight may be null
   const float* rstd;
   void* grad_x;    // null where it is not needed
   float* partial;  // (blocks, hidden) parts of grad_weight; null where it is not needed
-  Rows grad_y_rows, grad_residual_rows, x_rows, grad_x_rows;
+  RowsOf grad_y_rows, grad_residual_rows, x_rows, grad_x_rows;
   int64_t rows, hidden;
   float offset;
   bool float_weight, round_scaled;
 };
+using RmsNormBackward = RmsNormBackwardOf<Rows>;
+
+// As in the forward, the usual case has few arguments, and its flags are known when compiled.
+using UsualRmsNormBackward = RmsNormBackwardOf<OneStride>;
+
+inline bool is_usual(const RmsNormBackward& p) {
+  return p.weight && !p.float_weight && p.round_scaled &&
+         !(p.grad_y_rows.nested || p.grad_residual_rows.nested || p.x_rows.nested || p.grad_x_rows.nested);
+}
+inline UsualRmsNormBackward usual(const RmsNormBackward& p) {
+  return {p.grad_y,
+          p.grad_residual,
+          p.x,
+          p.weight,
+          p.rstd,
+          p.grad_x,
+          p.partial,
+          {p.grad_y_rows.stride},
+          {p.grad_residual_rows.stride},
+          {p.x_rows.stride},
+          {p.grad_x_rows.stride},
+          p.rows,
+          p.hidden,
+          p.offset,
+          p.float_weight,
+          p.round_scaled};
+}
 
 // The share of a row in grad_weight.
 template <typename T, int N>
@@ -53,9 +83,11 @@ __device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T
   return pack<T, N>(gs);
 }
 
-template <typename T, int N, int V, int R, bool Residual>
+// Usual: one stride per tensor, a weight of the dtype of x, and x * rstd rounded before it meets the weight.
+template <typename T, int N, int V, int R, bool Residual, bool Usual>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
-    rms_norm_backward_kernel(const RmsNormBackward p, int lanes, int stages) {
+    rms_norm_backward_kernel(const std::conditional_t<Usual, UsualRmsNormBackward, RmsNormBackward> p,
+                             int lanes, int stages) {
   using Vector = Vec<T, N>;
   constexpr int kStreams = Residual ? 3 : 2;
   // Whether a row waits for its sum in registers, so that its slots can be refilled before; wide ones are
@@ -105,12 +137,14 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int vector = lane + j * lanes;
-    if (vector < vectors) load_weight<T, N>(p.weight, p.float_weight, p.offset, int64_t{vector} * N, w[j]);
+    if (vector < vectors)
+      load_weight<T, N>(p.weight, !Usual && p.float_weight, p.offset, int64_t{vector} * N, w[j]);
 #pragma unroll
     for (int i = 0; i < N; ++i) weight_grad[j][i] = 0.0f;
   }
   RowSum<R> row_sum(scratch, lanes);
   const bool need_x = p.grad_x != nullptr, need_weight = p.partial != nullptr;
+  const bool round_scaled = Usual || p.round_scaled;
   const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
 
   int stage = 0;
@@ -140,7 +174,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         unpack(value(r, 1, j), gs);
 #pragma unroll
         for (int i = 0; i < N; ++i) dot[r] = fmaf(gs[i] * w[j][i], xs[i], dot[r]);
-        if (need_weight) accumulate_weight_grad<T, N>(xs, gs, rstd[r], p.round_scaled, weight_grad[j]);
+        if (need_weight) accumulate_weight_grad<T, N>(xs, gs, rstd[r], round_scaled, weight_grad[j]);
       }
     }
     fetch_rstd(first + step, next_rstd);
@@ -298,9 +332,17 @@ BackwardPlan plan_rms_norm_backward(int64_t rows, int64_t hidden, bool vectorise
 
 template <typename T, int N, int V, int R, bool Residual>
 void launch_rms_norm_backward_tile(const RmsNormBackward& p, const RowPlan& plan, cudaStream_t stream) {
-  const auto kernel = rms_norm_backward_kernel<T, N, V, R, Residual>;
-  allow_shared(kernel, plan.shared);
-  kernel<<<plan.blocks, plan.threads, plan.shared, stream>>>(p, plan.lanes, plan.stages);
+  const auto launch = [&](auto kernel, const auto& arguments) {
+    allow_shared(kernel, plan.shared);
+    kernel<<<plan.blocks, plan.threads, plan.shared, stream>>>(arguments, plan.lanes, plan.stages);
+  };
+  if constexpr (N > 1) {
+    if (is_usual(p)) {
+      launch(rms_norm_backward_kernel<T, N, V, R, Residual, true>, usual(p));
+      return;
+    }
+  }
+  launch(rms_norm_backward_kernel<T, N, V, R, Residual, false>, p);
 }
 
 template <typename T, bool Residual>
