@@ -234,10 +234,11 @@ def test_tensor_parallel_head_returns_logits(one_process_group):
 
 
 @pytest.mark.gpu
-def test_a_step_does_not_wait_for_the_gpu():
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_does_not_wait_for_the_gpu(tied):
     inputs = {name: value for name, value in batch("cuda").items() if name != "attention_mask"}
     inputs["num_items_in_batch"] = torch.tensor(17, device="cuda")
-    plain = make("llama", "cuda", torch.bfloat16)
+    plain = make("llama", "cuda", torch.bfloat16, tie_word_embeddings=tied)
 
     def waits(model):
         step(model, **inputs)
