@@ -15,10 +15,16 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers import _modules  # noqa: E402
+from liger.transformers import _modules, _reuse  # noqa: E402
 from liger.transformers._reuse import linear_over  # noqa: E402
 
 EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture(autouse=True)
+def tiny_is_large(monkeypatch):
+    """The products of tiny models count as worth reusing."""
+    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
 
 
 class Ops(TorchDispatchMode):
@@ -151,7 +157,7 @@ def test_shared_weight_of_models_made_later(tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reuse_all, reentrant):
+def test_checkpointing(reentrant):
     plain = tied()
     plain.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model = liger.patch(twin(plain))
@@ -214,23 +220,25 @@ def test_linear_over_has_second_derivatives():
     torch.autograd.gradgradcheck(lambda x: linear_over(layer, x * 1.5), leaf)
 
 
-@pytest.fixture
-def reuse_all(monkeypatch):
-    """Products of tiny models count as large."""
-    monkeypatch.setattr(_modules, "WORTH_REUSING", 0)
+def test_small_inputs_are_left_to_autograd(monkeypatch):
+    layer, leaf = layer_and_input(False)
+    for limit, expected in ((leaf.nbytes, False), (leaf.nbytes - 1, True)):
+        monkeypatch.setattr(_reuse, "WORTH_REUSING", limit)
+        assert gradients(linear_over, layer, leaf)[2] == expected
 
 
-def test_large_products_only(monkeypatch):
-    mlp, calls = liger.patch(make("llama")).model.layers[0].mlp, []
-    monkeypatch.setattr(_modules, "linear_over", lambda layer, x: calls.append(x.nbytes) or layer(x))
+def test_an_mlp_gives_up_its_product_only_where_it_may(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_modules, "linear_over", lambda layer, x: calls.append(layer) or layer(x))
     x = torch.randn(3, 64, requires_grad=True)
-    for limit in (3 * 96 * 4, 3 * 96 * 4 - 1):
-        monkeypatch.setattr(_modules, "WORTH_REUSING", limit)
+    for inplace in (False, True):
+        mlp = liger.patch(make("llama"), inplace=inplace).model.layers[0].mlp
+        calls.clear()  # patching has tried the MLP
         mlp(x)
-    assert calls == [3 * 96 * 4]
+        assert calls == [mlp.down_proj] * inplace
 
 
-def test_checkpointing_does_not_compute_the_product_again(reuse_all):
+def test_checkpointing_does_not_compute_the_product_again():
     plain = make("llama")
     plain.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -242,7 +250,7 @@ def test_checkpointing_does_not_compute_the_product_again(reuse_all):
     assert products(liger.patch(twin(plain))) <= products(plain)
 
 
-def test_checkpoint_around_an_mlp(reuse_all):
+def test_checkpoint_around_an_mlp():
     plain = make("llama").model.layers[0].mlp
     patched = liger.patch(twin(plain))
     x = torch.randn(3, 7, 64)

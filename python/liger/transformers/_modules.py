@@ -16,8 +16,6 @@ from ._tensors import is_dtensor
 
 ROPE_NAME = "apply_rotary_pos_emb"
 _NEW_ROPE_NAME = "_liger_apply_rotary_pos_emb"
-# Bytes of an MLP's product above which its memory is worth the host time of two more autograd nodes (40 us).
-WORTH_REUSING = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,7 @@ class MLPRecipe:
         else:
             product = swiglu(*gate_up, inplace=inplace)
         # The product, too, belongs to this call alone.
-        over = inplace and product.nbytes > WORTH_REUSING
-        return linear_over(module.down_proj, product) if over else module.down_proj(product)
+        return linear_over(module.down_proj, product) if inplace else module.down_proj(product)
 
     def members(self, original):
         recipe = self

@@ -99,6 +99,9 @@ def lookup(embedding, ids):
 
 # --- a linear layer that may overwrite its input ------------------------------------------------------------------
 
+# Bytes of an input above which its memory is worth the host time of two more autograd nodes (40 us).
+WORTH_REUSING = 64 << 20
+
 
 class _Saved(torch.autograd.Function):
     """Keeps what the backward of :class:`_LinearOver` needs.
@@ -143,7 +146,8 @@ class _LinearOver(torch.autograd.Function):
 def linear_over(layer, x):
     """``layer(x)``, whose backward may write over x: the caller has just made x and gives it up.
 
-    A layer that is not a plain linear one, or is watched by hooks, is called as it is.
+    A layer that is not a plain linear one, or is watched by hooks, is called as it is; so is one with a small
+    input.
     """
     weight = getattr(layer, "weight", None)
     if (
@@ -155,6 +159,7 @@ def linear_over(layer, x):
         and not torch.is_autocast_enabled(x.device.type)
         and not is_traced(x)
         and x.requires_grad
+        and x.nbytes > WORTH_REUSING
     ):
         return _LinearOver.apply(_Saved.apply(x, weight), weight, layer.bias)
     return layer(x)
