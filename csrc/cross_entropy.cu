@@ -10,7 +10,6 @@
 
 #include "common/dispatch.h"
 #include "kernels/cross_entropy.cuh"
-#include "kernels/cross_entropy_rows.cuh"
 
 namespace liger {
 namespace {
@@ -58,71 +57,6 @@ ce::Scalar scalar_type(const Tensor& tensor) {
     default:
       return ce::Scalar::kFloat;
   }
-}
-
-// How a row is spread over shared memory, or blocks == 0 where it is not.
-struct Residence {
-  int blocks, slice_vectors, threads;
-};
-
-// What a block of rows_resident keeps for itself, rounded up.
-constexpr int kOwnSharedMemory = 4 << 10;
-
-// Three blocks on a multiprocessor, so that one computes while the others load and store; fewer only where
-// the row is too long for that. Each block takes 1 KB of a multiprocessor beside what it can use.
-Residence residence(int64_t row_vectors, int shared_memory_optin, int max_threads) {
-  for (const int resident : {3, 2, 1}) {
-    const int available = (shared_memory_optin + 1024) / resident - 1024 - kOwnSharedMemory;
-    for (int blocks = 1; blocks <= ce::kMaxCluster; blocks *= 2) {
-      const int64_t slice = ceil_div(row_vectors, blocks);
-      if (slice * 16 > available) continue;
-      const int64_t threads = std::clamp<int64_t>(ceil_div(slice, 4 * 32) * 32, 32, max_threads);
-      return {blocks, static_cast<int>(slice), static_cast<int>(threads)};
-    }
-  }
-  return {0, 0, 0};
-}
-
-template <typename T, bool kExtras>
-void launch_rows_as(const char* op, const ce::Problem& p, bool write_gradient, int device,
-                    cudaStream_t stream) {
-  const DeviceAttributes& attributes = device_attributes(device);
-  const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
-  Residence r = {0, 0, 0};
-  if (write_gradient && attributes.capability >= 90) {
-    // As many threads as the registers of three blocks allow.
-    r = residence(row_vectors, attributes.shared_memory_per_block_optin, kExtras ? 320 : ce::kMaxThreads);
-  }
-  require(p.rows * std::max(r.blocks, 1) <= INT_MAX, op, ": ", p.rows,
-          " rows are more than one launch can take");
-  if (r.blocks == 0) {
-    // Four vectors in flight per thread.
-    const int64_t threads = std::clamp<int64_t>(ceil_div(row_vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
-    ce::rows_streamed<T, kExtras>
-        <<<static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0, stream>>>(p, write_gradient);
-    check_launch(op);
-    return;
-  }
-
-  const auto kernel = ce::rows_resident<T, kExtras>;
-  // The same values in every call: another thread may launch this kernel for another vocabulary in between.
-  const int most = attributes.shared_memory_per_block_optin - kOwnSharedMemory;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), op);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared),
-             op);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(p.rows * r.blocks));
-  config.blockDim = dim3(static_cast<unsigned>(r.threads));
-  config.dynamicSmemBytes = static_cast<size_t>(r.slice_vectors) * 16;
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(r.blocks);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, p, r.slice_vectors, r.blocks), op);
 }
 
 template <typename T, bool kExtras, bool kAligned>
@@ -237,60 +171,106 @@ void CrossEntropyResults::reduce(const char* op, const CrossEntropyOptions& opti
   check_launch(op);
 }
 
-void launch_rows(const char* op, const ce::Problem& problem, ScalarType dtype, bool write_gradient,
-                 int device, cudaStream_t stream) {
-  if (problem.rows == 0) return;
-  dispatch_dtype(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (problem.extras == 0) {
-      launch_rows_as<T, false>(op, problem, write_gradient, device, stream);
-    } else {
-      launch_rows_as<T, true>(op, problem, write_gradient, device, stream);
-    }
-  });
-}
-
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
+struct ForBackward {
+  Tensor lse, used_denominator;
+};
+
+// Fills the results. A gradient that is not null becomes that of the reduced loss; it may be the logits.
+ForBackward forward(const RowInput& logits, void* gradient, int64_t gradient_stride,
+                    CrossEntropyOptions& options, const std::optional<Tensor>& denominator,
+                    const std::string& reduction, const CrossEntropyResults& results) {
+  const Tensor& like = logits.tensor;
+  const int64_t rows = like.size(0);
+  const Tensor used_denominator = empty({}, ScalarType::Float, like);
+  prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
+  const Tensor lse = empty({rows}, ScalarType::Float, like);
+
+  ce::Problem problem = options.problem;
+  problem.logits = logits.data();
+  problem.row_stride = logits.rows.stride;
+  problem.gradient = gradient;
+  problem.gradient_stride = gradient_stride;
+  problem.rows = rows;
+  problem.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
+  problem.lse = at_row<float>(lse, 0);
+  results.attach(problem, 0);
+  launch_rows(kOp, problem, like.scalar_type(), gradient != nullptr, like.get_device_index(),
+              current_stream(like));
+  results.reduce(kOp, options, used_denominator);
+  return {lse, used_denominator};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
     const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
     const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
-    bool return_predicted_tokens, bool return_logprobs, bool return_entropy,
-    bool /*inplace: for the autograd formula; the forward never writes the logits*/) {
+    bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) {
   check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
                       reduction);
   require_cuda_dtype(kOp, "logits", logits);
   const DeviceGuard guard(logits.get_device_index());
-  const int64_t rows = logits.size(0);
-  const RowInput input = row_input(logits);
   CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
                               lse_square_scale, softcap);
-  const Tensor used_denominator = empty({}, ScalarType::Float, logits);
-  prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
-  const CrossEntropyResults results(logits, rows, reduction == "none", return_z_loss, return_token_accuracy,
-                                    return_predicted_tokens, return_logprobs, return_entropy);
-  const Tensor lse = empty({rows}, ScalarType::Float, logits);
+  const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
+                                    return_token_accuracy, return_predicted_tokens, return_logprobs,
+                                    return_entropy);
+  const auto finish = [&](const ForBackward& kept, const Tensor& grad_logits) {
+    return std::make_tuple(results.loss, results.z_loss, results.token_accuracy, results.predicted_tokens,
+                           results.logprobs, results.entropy, kept.lse, kept.used_denominator, grad_logits);
+  };
+  const RowInput rows = row_input(logits);
+  if (!need_grad) {
+    const ForBackward kept = forward(rows, nullptr, 0, options, denominator, reduction, results);
+    return finish(kept, no_tensor(logits.scalar_type(), logits));
+  }
+  RowOutput gradient = row_output(torch::stable::empty_like(logits));
+  const ForBackward kept =
+      forward(rows, gradient.data(), gradient.rows.stride, options, denominator, reduction, results);
+  gradient.finish();
+  return finish(kept, gradient.result);
+}
 
-  ce::Problem problem = options.problem;
-  problem.logits = const_cast<void*>(input.data());
-  problem.row_stride = input.rows.stride;
-  problem.rows = rows;
-  problem.lse = at_row<float>(lse, 0);
-  results.attach(problem, 0);
-  launch_rows(kOp, problem, logits.scalar_type(), false, logits.get_device_index(), current_stream(logits));
-  results.reduce(kOp, options, used_denominator);
-  return {results.loss,
-          results.z_loss,
-          results.token_accuracy,
-          results.predicted_tokens,
-          results.logprobs,
-          results.entropy,
-          lse,
-          used_denominator};
+// The rows of logits that a gradient is to overwrite; write_back() follows.
+RowInput rows_to_overwrite(const char* op, const Tensor& logits) {
+  RowInput rows = row_input(logits);
+  require(rows.tensor.get() != logits.get() || logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
+          ": logits have rows that overlap, with a stride of ", logits.stride(0), " for ", logits.size(1),
+          " classes");
+  return rows;
+}
+
+// Classes that do not lie side by side were gathered into a copy, whose gradient goes back.
+void write_back(const Tensor& logits, const RowInput& rows) {
+  if (rows.tensor.get() == logits.get()) return;
+  Tensor written = logits;
+  torch::stable::copy_(written, rows.tensor);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_(
+    const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
+    const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
+    double label_smoothing, double lse_square_scale, std::optional<double> softcap,
+    const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
+    bool return_predicted_tokens, bool return_logprobs, bool return_entropy) {
+  check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
+                      reduction);
+  require_cuda_dtype(kOp, "logits", logits);
+  const DeviceGuard guard(logits.get_device_index());
+  CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
+                              lse_square_scale, softcap);
+  const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
+                                    return_token_accuracy, return_predicted_tokens, return_logprobs,
+                                    return_entropy);
+  const RowInput rows = rows_to_overwrite(kOp, logits);
+  forward(rows, rows.tensor.mutable_data_ptr(), rows.rows.stride, options, denominator, reduction, results);
+  write_back(logits, rows);
+  return {results.loss,     results.z_loss, results.token_accuracy, results.predicted_tokens,
+          results.logprobs, results.entropy};
 }
 
 // Writes the gradient to out, which may be the logits themselves.
@@ -314,7 +294,7 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
   prepare_cross_entropy(op, options, std::nullopt, false, std::nullopt);
   const Tensor upstream = as_float(grad_loss), row_lse = torch::stable::contiguous(lse);
   ce::Problem problem = options.problem;
-  problem.logits = const_cast<void*>(logits.data());
+  problem.logits = logits.data();
   problem.row_stride = logits.rows.stride;
   problem.rows = rows;
   ce::Backward backward{};
@@ -369,25 +349,18 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
                       "none");
   require_cuda_dtype(op, "logits", logits);
   const DeviceGuard guard(logits.get_device_index());
-  const RowInput rows = row_input(logits);
-  const bool in_place = rows.tensor.get() == logits.get();
-  require(!in_place || logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
-          ": logits have rows that overlap, with a stride of ", logits.stride(0), " for ", logits.size(1),
-          " classes");
-  // Classes that do not lie side by side are gathered into a copy, whose gradient goes back.
+  const RowInput rows = rows_to_overwrite(op, logits);
   backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, target, lse,
                 used_denominator, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
                 softcap);
-  if (!in_place) {
-    Tensor written = logits;
-    torch::stable::copy_(written, rows.tensor);
-  }
+  write_back(logits, rows);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
   m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_forward_", TORCH_BOX(&cross_entropy_forward_));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_));
 }

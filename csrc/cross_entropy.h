@@ -43,8 +43,9 @@ struct CrossEntropyResults {
   bool per_row_;
 };
 
-// Loss and metrics of problem.rows rows; with write_gradient their logits are overwritten by the gradient.
-void launch_rows(const char* op, const ce::Problem& problem, ScalarType dtype, bool write_gradient,
-                 int device, cudaStream_t stream);
+// Loss and metrics of problem.rows rows; with write_gradient also their gradient, over the logits where
+// problem.gradient is null.
+void launch_rows(const char* op, ce::Problem problem, ScalarType dtype, bool write_gradient, int device,
+                 cudaStream_t stream);
 
 }  // namespace liger

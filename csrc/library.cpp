@@ -60,15 +60,24 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None,"
       " Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float "
       "lse_square_scale=0.0,"
-      " float? softcap=None, str reduction=\"mean\", bool inplace=False) -> Tensor");
-  // logits (N, V), target (N,)
+      " float? softcap=None, str reduction=\"mean\") -> Tensor");
+  // logits (N, V), target (N,). The gradient is that of the summed (or averaged) loss; with reduction "none"
+  // it is that of sum(loss).
   m.def(
       "cross_entropy_forward(Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
       " Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap,"
       " str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
-      " bool return_logprobs, bool return_entropy, bool inplace)"
+      " bool return_logprobs, bool return_entropy, bool need_grad)"
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
-      " Tensor entropy, Tensor lse, Tensor used_denominator)");
+      " Tensor entropy, Tensor lse, Tensor used_denominator, Tensor grad_logits)");
+  // The same with the gradient in the place of the logits
+  m.def(
+      "cross_entropy_forward_(Tensor(a!) logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
+      " Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap,"
+      " str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
+      " bool return_logprobs, bool return_entropy)"
+      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
+      " Tensor entropy)");
   m.def(
       "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor "
       "used_denominator,"

@@ -120,14 +120,21 @@ def _cross_entropy(d):
     ]
 
 
-def _cross_entropy_forward(d):
+def _cross_entropy_forward_(d):
     logits, target = _float(d, 6, 11), _target(d, 6, 11)
     none, every = (False,) * 5, (True,) * 5
     weights = _float(d, 11).abs(), _float(d, 6).abs()
+    denominator = torch.tensor(4.0, device=d)
     return [
-        (logits, target, None, None, None, -100, 0.0, 0.0, None, "mean", *none, False),
-        (_transposed(logits), target, *weights, None, -100, 0.1, 1e-3, 5.0, "none", *every, False),
-        (logits, target, None, None, torch.tensor(4.0, device=d), -100, 0.0, 0.0, None, "sum", *every, False),
+        (logits, target, None, None, None, -100, 0.0, 0.0, None, "mean", *none),
+        (_transposed(logits), target, *weights, None, -100, 0.1, 1e-3, 5.0, "none", *every),
+        (_float(d, 6, 22)[:, :11], target, None, None, denominator, -100, 0.0, 0.0, None, "sum", *every),
+    ]  # fmt: skip
+
+
+def _cross_entropy_forward(d):
+    return [
+        (*arguments, need_grad) for arguments in _cross_entropy_forward_(d) for need_grad in (False, True)
     ]
 
 
@@ -257,6 +264,7 @@ SAMPLES = {
     "swiglu_packed_backward_": _after_gradient(_packed, _first_half),
     "cross_entropy": _cross_entropy,
     "cross_entropy_forward": _cross_entropy_forward,
+    "cross_entropy_forward_": _cross_entropy_forward_,
     "cross_entropy_backward": _cross_entropy_backward,
     "cross_entropy_backward_": _cross_entropy_backward,
     "fused_linear_ce": _fused_linear_ce,

@@ -17,7 +17,7 @@ from cross_entropy_reference import (
 import liger
 
 REDUCTIONS = ["mean", "sum", "none"]
-SHAPES = [(1, 7), (5, 129), (300, 64), (17, 1000), (3, 32003)]
+SHAPES = [(1, 7), (5, 129), (300, 64), (17, 1000), (3, 32003), (3, 70001)]
 
 
 def check(logits, target, **chosen):
@@ -89,17 +89,25 @@ def test_leading_dimensions(device, shape, reduction):
     assert logits.grad.shape == logits.shape
 
 
+def padded(tensor):
+    """The same values in rows that lie differently to the vectors of the hardware, from row to row."""
+    return torch.nn.functional.pad(tensor, (3, 2))[:, 3:-2]
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize(
-    "make", [strided_like, lambda t: t.t().contiguous().t(), lambda t: t[:, :1].expand(t.shape)]
+    "make", [strided_like, padded, lambda t: t.t().contiguous().t(), lambda t: t[:, :1].expand(t.shape)]
 )
-def test_strided_logits_and_gradient(device, make):
+def test_strided_logits_and_gradient(device, make, reduction):
     logits, target = random_logits(9, 65, device)
-    upstream = torch.randn(9, device=device)
+    upstream = torch.randn(9 if reduction == "none" else (), device=device)
     results = []
     for transform, spread in ((lambda t: make(t).contiguous(), lambda g: g), (make, strided_like)):
         leaf = transform(logits).detach().requires_grad_()
-        loss = liger.cross_entropy(leaf, target, softcap=3.0, reduction="none")
-        results.append([loss, *torch.autograd.grad(loss, leaf, spread(upstream))])
+        loss = liger.cross_entropy(leaf, target, softcap=3.0, reduction=reduction)
+        grad = torch.autograd.grad(loss, leaf, spread(upstream) if upstream.dim() else upstream)[0]
+        assert grad.stride() == torch.empty_like(leaf).stride()
+        results.append([loss, grad])
     for contiguous, strided in zip(*results, strict=True):
         torch.testing.assert_close(strided, contiguous, rtol=1e-6, atol=1e-7)
 
@@ -108,7 +116,7 @@ def test_expanded_upstream_gradient(device):
     logits, target = random_logits(6, 40, device)
     leaf = logits.requires_grad_()
     losses = [liger.cross_entropy(leaf, target, reduction=reduction).sum() for reduction in ("none", "sum")]
-    assert torch.equal(*(torch.autograd.grad(loss, leaf)[0] for loss in losses))
+    torch.testing.assert_close(*(torch.autograd.grad(loss, leaf)[0] for loss in losses), rtol=1e-5, atol=1e-7)
 
 
 def test_int32_and_strided_targets(device):
@@ -218,17 +226,19 @@ def test_loss_is_infinite_where_the_target_is_impossible(device):
     assert loss[0] == torch.inf and loss[1:].isfinite().all()
 
 
+@pytest.mark.parametrize("reduction", ["none", "sum"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_huge_logits(device, dtype):
+def test_huge_logits(device, dtype, reduction):
     """Nothing overflows, and the loss is right to the float32 rounding of numbers as large as the logits."""
     size = 6e4 if dtype == torch.float16 else 1e30
     rows = [[size, 0.0, -size], [-size, -size, -size], [size, size, -size]]
     logits = torch.tensor(rows, device=device).to(dtype)
     target = torch.tensor([0, 1, 1], device=device)
     leaf = logits.requires_grad_()
-    loss = liger.cross_entropy(leaf, target, reduction="none")
+    loss = liger.cross_entropy(leaf, target, reduction=reduction)
     expected = torch.tensor([1.0, 3.0, 2.0], device=device).log()
-    torch.testing.assert_close(loss, expected, rtol=0, atol=size * torch.finfo(torch.float32).eps)
+    expected = expected if reduction == "none" else expected.sum()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=3 * size * torch.finfo(torch.float32).eps)
     loss.sum().backward()
     assert leaf.grad.isfinite().all() and not leaf.grad[0].any()
 
@@ -301,12 +311,25 @@ def test_dtypes_of_results(device):
 def test_results_not_asked_for_are_empty(device):
     logits, target = random_logits(4, 9, device)
     no = [False] * 6
-    loss, *others, lse, used = torch.ops.liger.cross_entropy_forward(
+    loss, *others, lse, used, grad_logits = torch.ops.liger.cross_entropy_forward(
         logits, target, None, None, None, -100, 0.0, 0.0, None, "mean", *no
     )
     assert loss.shape == used.shape == () and lse.shape == (4,)
-    assert [t.shape for t in others] == [(0,)] * 5
+    assert [t.shape for t in (*others, grad_logits)] == [(0,)] * 6
     assert used == (target != -100).sum()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_the_forward_op_makes_the_gradient_of_the_summed_loss(device, reduction):
+    logits, target = random_logits(6, 33, device)
+    grad = torch.ops.liger.cross_entropy_forward(
+        logits, target, None, None, None, -100, 0.1, 1e-3, None, reduction, *(False,) * 5, True
+    )[-1]
+    leaf = logits.clone().requires_grad_()
+    reference(leaf, target, label_smoothing=0.1, lse_square_scale=1e-3, reduction=reduction)[
+        "loss"
+    ].sum().backward()
+    torch.testing.assert_close(grad, leaf.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_only_the_loss_is_differentiable(device):
@@ -336,6 +359,25 @@ def test_low_precision_loss_keeps_float32_digits(device, dtype):
 
 
 # --- size ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [50257, 140001, 1000003])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_long_rows_of_every_alignment(device, vocab, inplace, dtype):
+    """Longer than a block's shared memory, and than a cluster's; every row lies differently to 16 bytes."""
+    logits, target = random_logits(4, vocab, device, dtype)
+    target[1] = -100
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    output = liger.cross_entropy(leaf * 1, target, inplace=inplace, return_predicted_tokens=True)
+    output.loss.backward()
+    expected = reference(exact, target)
+    expected["loss"].backward()
+    torch.testing.assert_close(output.loss.double(), expected["loss"], rtol=1e-6, atol=0)
+    assert torch.equal(output.predicted_tokens, expected["predicted_tokens"])
+    assert not leaf.grad[1].any()
+    epsilon = torch.finfo(dtype).eps
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=epsilon + 1e-5, atol=1e-12)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,8 @@
 """cross_entropy and autograd: what is written and what never is, second backwards, the in-place form."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from cases import DTYPES
@@ -10,9 +13,14 @@ import liger
 REDUCTIONS = ["mean", "sum", "none"]
 
 
+def made_in_forward(dtype, reduction):
+    """Where docs/cross_entropy.md says that the forward makes the gradient."""
+    return reduction != "none" and dtype != torch.float16
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("grad_mode", [False, True])
-def test_forward_writes_nothing(device, inplace, grad_mode):
+def test_logits_without_a_gradient_are_never_written(device, inplace, grad_mode):
     logits, target = random_logits(8, 33, device)
     before, version = logits.clone(), logits._version
     with torch.set_grad_enabled(grad_mode):
@@ -20,11 +28,12 @@ def test_forward_writes_nothing(device, inplace, grad_mode):
     assert torch.equal(logits, before) and logits._version == version
 
 
-def test_backward_writes_nothing_and_repeats(device):
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_backward_writes_nothing_and_repeats(device, reduction):
     logits, target = random_logits(8, 33, device)
     leaf = logits.clone().requires_grad_()
     version = leaf._version
-    loss = 3 * liger.cross_entropy(leaf, target)
+    loss = 3 * liger.cross_entropy(leaf, target, reduction=reduction).sum()
     first = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
     second = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
     first.zero_()
@@ -33,6 +42,30 @@ def test_backward_writes_nothing_and_repeats(device):
     assert torch.equal(leaf, logits) and leaf._version == version
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_kept_for_the_backward(device, dtype, reduction):
+    """The gradient or the logits, never both."""
+    leaf, target = random_logits(8, 33, device, dtype)
+    logits = leaf.requires_grad_() * 1
+    alive = weakref.ref(logits)
+    loss = liger.cross_entropy(logits, target, reduction=reduction)
+    del logits
+    gc.collect()
+    assert (alive() is None) == made_in_forward(dtype, reduction)
+    assert loss.sum().requires_grad
+
+
+def test_float16_gradients_are_scaled_before_they_are_rounded(device):
+    """A loss scale is there to lift gradients that float16 cannot hold."""
+    logits, target = random_logits(4, 500, device, torch.float16)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    (liger.cross_entropy(leaf, target, denominator=1e6) * 65536).backward()
+    (torch.nn.functional.cross_entropy(exact, target, reduction="sum") * 65536 / 1e6).backward()
+    assert (exact.grad.abs() / 65536 < 6e-8).double().mean() > 0.9
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=2e-3, atol=6e-8)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])
@@ -46,13 +79,31 @@ def test_inplace_gives_the_same_gradient_over_the_logits(device, dtype, reductio
         leaf = values.clone().requires_grad_()
         logits = leaf * 1
         loss = liger.cross_entropy(logits, target, inplace=inplace, **chosen)
-        assert torch.equal(logits, values)
+        written = inplace and made_in_forward(dtype, reduction)
+        assert torch.equal(logits, values) != written and (logits._version > 0) == written
         upstream = []
         logits.register_hook(upstream.append)
-        loss.sum().backward()
+        (-2.5 * loss.sum()).backward()
         assert (upstream[0].data_ptr() == logits.data_ptr()) == inplace
         grads.append(leaf.grad)
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("producer", [torch.tanh, torch.exp])
+def test_inplace_makes_a_producer_that_needs_the_logits_raise(device, producer):
+    values, target = random_logits(8, 33, device)
+    loss = liger.cross_entropy(producer(values.requires_grad_()), target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_inplace_twice_on_the_same_logits_raises(device, reduction):
+    values, target = random_logits(8, 33, device)
+    logits = values.requires_grad_() * 1
+    losses = [liger.cross_entropy(logits, target, inplace=True, reduction=reduction) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        sum(loss.sum() for loss in losses).backward()
 
 
 def test_inplace_makes_a_later_use_of_the_logits_raise(device):
@@ -89,14 +140,37 @@ def test_inplace_refuses_a_leaf(device, view):
         liger.cross_entropy(view(leaf), target.view(view(leaf).shape[:-1]), inplace=True)
 
 
-def test_inplace_with_a_kept_graph_writes_nothing(device):
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_inplace_with_a_kept_graph_writes_nothing_in_the_backward(device, reduction):
     leaf, target = random_logits(8, 33, device)
     logits = leaf.requires_grad_() * 1
-    kept = logits.detach().clone()
-    loss = liger.cross_entropy(logits, target, inplace=True)
+    loss = 2 * liger.cross_entropy(logits, target, inplace=True, reduction=reduction).sum()
+    kept, version = logits.detach().clone(), logits._version
     first = torch.autograd.grad(loss, leaf, retain_graph=True)[0]
-    assert torch.equal(logits, kept)
-    assert torch.equal(torch.autograd.grad(loss, leaf)[0], first)
+    assert torch.equal(logits, kept) and logits._version == version
+    assert torch.equal(torch.autograd.grad(loss, leaf)[0], first) and first.any()
+
+
+@pytest.mark.parametrize("name", ["ce_weight", "token_weight", "denominator"])
+def test_inplace_refuses_weights_that_require_grad_before_it_writes(device, name):
+    values, target = random_logits(4, 4, device)
+    logits = values.requires_grad_() * 1
+    weight = torch.ones((1,) if name == "denominator" else (4,), device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match=f"cross_entropy: {name} requires grad"):
+        liger.cross_entropy(logits, target, inplace=True, **{name: weight})
+    assert torch.equal(logits, values)
+
+
+def test_the_forward_op_without_its_gradient_is_differentiable(device):
+    """A graph that was traced without grad mode lacks the gradient: the backward makes it from the logits."""
+    values, target = random_logits(6, 21, device)
+    grads = []
+    for need_grad in (False, True):
+        leaf = values.clone().requires_grad_()
+        arguments = (leaf, target, None, None, None, -100, 0.0, 0.0, None, "mean", *(False,) * 5, need_grad)
+        (3 * torch.ops.liger.cross_entropy_forward(*arguments)[0]).backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-7)
 
 
 def test_the_op_that_writes_refuses_autograd(device):
@@ -111,10 +185,13 @@ def test_the_op_that_writes_refuses_autograd(device):
     assert torch.equal(logits, expected) and logits._version > version
 
 
-def test_no_second_derivative(device):
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_second_derivative(device, reduction, inplace):
     logits, target = random_logits(3, 9, device)
     leaf = logits.requires_grad_()
-    grad = torch.autograd.grad(liger.cross_entropy(leaf, target), leaf, create_graph=True)[0]
+    loss = liger.cross_entropy(leaf * 1, target, reduction=reduction, inplace=inplace).sum()
+    grad = torch.autograd.grad(loss, leaf, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="cross_entropy has no second derivative"):
         grad.square().sum().backward()
 

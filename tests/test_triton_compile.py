@@ -86,29 +86,24 @@ def rescale_launches(dtype, tokens=9):
 
 
 def cross_entropy_launches(dtype, tokens=9):
-    vocab, weight = 128256, torch.ones(128256)
-    logits, target = torch.zeros(tokens, vocab, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
-    options = [
-        (None, None, None, -100, 0.0, 0.0, None, "mean", *(False,) * 6),
-        (
-            weight,
-            torch.ones(tokens),
-            torch.ones((), dtype=torch.int64),
-            0,
-            0.1,
-            1e-4,
-            30.0,
-            "sum",
-            *(True,) * 6,
-        ),
-        (None, None, None, -100, 0.1, 0.0, None, "none", *(True,) * 6),
-    ]
-    for option in options:
-        *_, lse, used = cross_entropy.cross_entropy_forward(logits, target, *option)
-        ce_weight, token_weight, _, *numbers, _, _, _, _, _, _, _ = option
-        rest = (logits, target, lse, used, ce_weight, token_weight, *numbers)
-        cross_entropy.cross_entropy_backward(torch.ones(()), *rest)
-        cross_entropy.cross_entropy_backward_(torch.ones(tokens), *rest)
+    # Rows that stay in registers, and longer ones.
+    for vocab in (32000, 128256):
+        weight = torch.ones(vocab)
+        logits, target = torch.zeros(tokens, vocab, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+        denominator = torch.ones((), dtype=torch.int64)
+        options = [
+            (None, None, None, -100, 0.0, 0.0, None, "mean", *(False,) * 5),
+            (weight, torch.ones(tokens), denominator, 0, 0.1, 1e-4, 30.0, "sum", *(True,) * 5),
+            (None, None, None, -100, 0.1, 0.0, None, "none", *(True,) * 5),
+        ]
+        for option in options:
+            *_, lse, used, _ = cross_entropy.cross_entropy_forward(logits, target, *option, False)
+            cross_entropy.cross_entropy_forward(logits, target, *option, True)
+            cross_entropy.cross_entropy_forward_(logits, target, *option)
+            ce_weight, token_weight, _, *numbers = option[:7]
+            rest = (logits, target, lse, used, ce_weight, token_weight, *numbers)
+            cross_entropy.cross_entropy_backward(torch.ones(()), *rest)
+            cross_entropy.cross_entropy_backward_(torch.ones(tokens), *rest)
 
 
 def fused_linear_ce_launches(dtype, tokens=9):

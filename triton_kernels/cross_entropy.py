@@ -13,7 +13,8 @@ from .common import (
     rows_of,
     write_back,
 )
-from .cross_entropy_rows import WARPS, RowResults, Rule, class_weight, fill_zeros, write_gradient
+from .cross_entropy_rows import WARPS, RowResults, Rule
+from .cross_entropy_rule import class_weight, fill_zeros, write_gradient
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -44,32 +45,48 @@ def backward_kernel(
 # --- launchers ----------------------------------------------------------------------------------------------------
 
 
-def cross_entropy_forward(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, inplace,
+def _forward(
+    gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
+    softcap, reduction, *wanted,
 ):  # fmt: skip
+    """The reduced results, lse and the denominator. A gradient that is not None is filled; it may be the logits."""
     torch.ops.liger.check_cross_entropy(
-        "cross_entropy",
-        logits,
-        target,
-        ce_weight,
-        token_weight,
-        denominator,
-        label_smoothing,
-        softcap,
-        reduction,
-    )
+        "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
+    )  # fmt: skip
     require_dtype("cross_entropy", "logits", logits)
     rule = Rule(
         "cross_entropy", logits.shape[1], target, ce_weight, token_weight, ignore_index, label_smoothing,
         lse_square_scale, softcap,
     )  # fmt: skip
-    results = RowResults(
-        rule, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
-    )
-    results.fill(*rows_of(logits), 0)
-    used_denominator = rule.buffer((), True)
-    return *results.reduced(denominator, reduction, used_denominator), results.lse, used_denominator
+    results = RowResults(rule, *wanted)
+    rows = rows_of(logits)
+    if gradient is None:
+        results.fill(*rows, 0)
+        used_denominator = rule.buffer((), True)
+        return *results.reduced(denominator, reduction, used_denominator), results.lse, used_denominator
+    used_denominator = results.used_denominator(denominator, reduction)
+    gradient_rows = rows if gradient is logits else output_rows(gradient)
+    results.fill(*rows, 0, used_denominator, *gradient_rows)
+    write_back(gradient, gradient_rows[0])
+    return *results.reduced(used_denominator, reduction), results.lse, used_denominator
+
+
+def cross_entropy_forward(
+    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy,
+    need_grad,
+):  # fmt: skip
+    gradient = torch.empty_like(logits) if need_grad else None
+    results = _forward(
+        gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens,
+        return_logprobs, return_entropy,
+    )  # fmt: skip
+    return *results, logits.new_empty(0) if gradient is None else gradient
+
+
+def cross_entropy_forward_(logits, target, *rest):
+    return _forward(logits, logits, target, *rest)[:6]
 
 
 def _backward(

@@ -1,8 +1,9 @@
-"""The row kernel of cross_entropy and fused_linear_ce; docs/cross_entropy.md defines every term.
+"""The row kernel of cross_entropy and fused_linear_ce, and its launches; docs/cross_entropy.md defines every term.
 
-A program takes one row. It walks over the logits once for the statistics, every lane keeping its own running maximum
-and sums, which are merged at the end of the row; the gradient is a second walk, in place where the caller says so. A
-last kernel of one program reduces the per-row results in a fixed order.
+A program takes one row, by the rule in :mod:`.cross_entropy_rule`. It walks over the logits once for the statistics,
+every lane keeping its own running maximum and sums, which are merged at the end of the row; the gradient is a second
+walk. A row that fits into the registers of its program is read once for both. A last kernel of one program reduces the
+per-row results in a fixed order.
 """
 
 import os
@@ -14,133 +15,41 @@ import triton.language as tl
 
 from ..ops._cross_entropy_math import check_targets
 from .common import dense_vector, on_device_of
+from .cross_entropy_rule import (
+    capped,
+    class_weight,
+    coefficients,
+    fill_zeros,
+    statistics,
+    store_gradient,
+    tile_statistics,
+    write_gradient,
+)
 
 _BLOCK = 4096
 WARPS = 8
+# A row of up to so many bytes stays in registers for its gradient, so many elements to a lane.
+_RESIDENT_BYTES = 65536
+_RESIDENT_PER_LANE = 32
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _capped(x, softcap):
-    """softcap * tanh(x / softcap), or x without a softcap. The interpreter has no tanh, hence the exponential form."""
-    if softcap is not None:
-        u = x / softcap
-        t = tl.exp(-2.0 * tl.abs(u))
-        far = (1.0 - t) / (1.0 + t)
-        # Near zero 1 - t cancels, so there it is the Taylor series, exact to float32 up to 0.2.
-        square = u * u
-        near = u * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-        x = softcap * tl.where(tl.abs(u) < 0.2, near, tl.where(u < 0, -far, far))
-    return x
-
-
-@triton.jit
-def _statistics(
-    row_ptr, ce_weight_ptr, n_cols, softcap, shift,
-    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(log-sum-exp, entropy, index of the largest logit, sum of w * (z - shift)) of a row."""
-    # Finite, so that z - high is -inf rather than nan for z = -inf.
-    high = tl.full([BLOCK], -3.0e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)
-    smooth = tl.zeros([BLOCK], tl.float32)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    top_col = tl.arange(0, BLOCK)
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < n_cols
-        x = tl.load(row_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        z = x
-        if softcap is not None:
-            z = tl.where(mask, _capped(x, softcap), float("-inf"))
-        # One exponential per logit: the smaller of z and the maximum so far, relative to the larger.
-        step = z - high
-        e = tl.exp(-tl.abs(step))
-        larger = step > 0
-        if ENTROPY:
-            # sum of exp(z - high) * (z - high)
-            moment = tl.where(larger, (moment - total * step) * e, moment + tl.where(e > 0, e * step, 0.0))
-        total = tl.where(larger, total * e + 1.0, total + e)
-        high = tl.maximum(high, z)
-        if ARGMAX:
-            # By the logits themselves: a softcap maps different large ones to one number.
-            top_col = tl.where(x > top, cols, top_col)
-            top = tl.maximum(top, x)
-        if SMOOTHING:
-            cost = tl.where(mask, z - shift, 0.0)
-            if ce_weight_ptr is not None:
-                cost *= tl.load(ce_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            smooth += cost
-
-    row_high = tl.max(high, 0)
-    scale = tl.exp(high - row_high)
-    row_total = tl.sum(total * scale, 0)
-    log_total = tl.log(row_total)
-    entropy = 0.0
-    if ENTROPY:
-        entropy = log_total - tl.sum((moment + total * (high - row_high)) * scale, 0) / row_total
-    best = 0
-    if ARGMAX:
-        best = tl.min(tl.where(top == tl.max(top, 0), top_col, n_cols), 0)
-    return row_high + log_total, entropy, best, tl.sum(smooth, 0)
-
-
-@triton.jit
-def class_weight(ce_weight_ptr, target, valid):
-    if ce_weight_ptr is None:
-        weight = tl.where(valid, 1.0, 0.0)
-    else:
-        weight = tl.load(ce_weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
-    return weight
-
-
-@triton.jit
-def fill_zeros(row_ptr, n_cols, BLOCK: tl.constexpr):
-    zeros = tl.zeros([BLOCK], row_ptr.dtype.element_ty)
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        tl.store(row_ptr + cols, zeros, mask=cols < n_cols)
-
-
-@triton.jit
-def write_gradient(
-    row_ptr, out_ptr, ce_weight_ptr, class_weight_sum_ptr, upstream, target, weight, lse, n_cols,
-    label_smoothing, lse_square_scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    hard = (1.0 - label_smoothing) * weight
-    of_p = hard + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
-    per_class = label_smoothing / n_cols
-    if SMOOTHING:
-        of_p += label_smoothing if ce_weight_ptr is None else per_class * tl.load(class_weight_sum_ptr)
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < n_cols
-        z = _capped(tl.load(row_ptr + cols, mask=mask, other=0.0).to(tl.float32), softcap)
-        grad = of_p * tl.exp(z - lse)
-        if SMOOTHING:
-            if ce_weight_ptr is None:
-                grad -= per_class
-            else:
-                grad -= per_class * tl.load(ce_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        grad -= tl.where(cols == target, hard, 0.0)
-        if softcap is not None:
-            capped = z / softcap
-            grad *= 1.0 - capped * capped
-        tl.store(out_ptr + cols, (grad * upstream).to(out_ptr.dtype.element_ty), mask=mask)
-
-
 @triton.jit(do_not_specialize=["first_row", "ignore_index"])
 def forward_kernel(
-    logits_ptr, logits_stride, target_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr, used_denominator_ptr,
-    loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, lse_ptr,
+    logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr,
+    used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, lse_ptr,
     first_row, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap,
-    GRADIENT: tl.constexpr, SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, RESIDENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Loss and metrics of a row and, with GRADIENT, its gradient over the logits. Logits start at ``first_row``."""
+    """Loss and metrics of a row and, with ``out_ptr``, its gradient. Logits and gradient start at ``first_row``.
+
+    RESIDENT: a block is a whole row, and a gradient is wanted.
+    """
     row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * logits_stride
     row = first_row + tl.program_id(0).to(tl.int64)
+    if out_ptr is not None:
+        out_ptr += tl.program_id(0).to(tl.int64) * out_stride
     target = tl.load(target_ptr + row)
     live = target != ignore_index
     valid = live & (target >= 0) & (target < n_cols)
@@ -152,16 +61,28 @@ def forward_kernel(
     best = -1
     if live:
         # Read before the gradient overwrites it; every thread passes the barriers of the statistics in between.
-        z_target = _capped(tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32), softcap)
+        z_target = capped(tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32), softcap)
         weight = class_weight(ce_weight_ptr, target, valid)
         # Makes everything nan where the target is no class.
         share = tl.where(valid, 1.0, float("nan"))
         # Differences from the target's logit, so that a large common part of the logits cancels.
         shift = tl.where(tl.abs(z_target) < float("inf"), z_target, 0.0)
-        lse, entropy, best, smooth = _statistics(
-            row_ptr, ce_weight_ptr, n_cols, softcap, shift,
-            predicted_ptr is not None, entropy_ptr is not None, SMOOTHING, BLOCK,
-        )  # fmt: skip
+        if RESIDENT:
+            cols = tl.arange(0, BLOCK)
+            mask = cols < n_cols
+            x = tl.load(row_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
+            z = x
+            if softcap is not None:
+                z = tl.where(mask, capped(x, softcap), float("-inf"))
+            lse, entropy, best, smooth, p = tile_statistics(
+                x, z, cols, mask, ce_weight_ptr, n_cols, shift,
+                predicted_ptr is not None, entropy_ptr is not None, SMOOTHING,
+            )  # fmt: skip
+        else:
+            lse, entropy, best, smooth = statistics(
+                row_ptr, ce_weight_ptr, n_cols, softcap, shift,
+                predicted_ptr is not None, entropy_ptr is not None, SMOOTHING, BLOCK,
+            )  # fmt: skip
         logprob = share * (z_target - lse)
         if token_weight_ptr is not None:
             share *= tl.load(token_weight_ptr + row).to(tl.float32)
@@ -175,13 +96,24 @@ def forward_kernel(
             loss += label_smoothing / n_cols * (weight_sum * (lse - shift) - smooth)
         loss *= share
         z_loss *= share
-        if GRADIENT:
-            write_gradient(
-                row_ptr, row_ptr, ce_weight_ptr, class_weight_sum_ptr, share / tl.load(used_denominator_ptr), target,
-                weight, lse, n_cols, label_smoothing, lse_square_scale, softcap, SMOOTHING, BLOCK,
-            )  # fmt: skip
-    elif GRADIENT:
-        fill_zeros(row_ptr, n_cols, BLOCK)
+        if out_ptr is not None:
+            upstream = share / tl.load(used_denominator_ptr)
+            if RESIDENT:
+                of_p, hard = coefficients(
+                    ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale,
+                    SMOOTHING,
+                )  # fmt: skip
+                store_gradient(
+                    out_ptr, p, z, cols, mask, ce_weight_ptr, of_p, hard, upstream, target, n_cols, label_smoothing,
+                    softcap, SMOOTHING,
+                )  # fmt: skip
+            else:
+                write_gradient(
+                    row_ptr, out_ptr, ce_weight_ptr, class_weight_sum_ptr, upstream, target, weight, lse, n_cols,
+                    label_smoothing, lse_square_scale, softcap, SMOOTHING, BLOCK,
+                )  # fmt: skip
+    elif out_ptr is not None:
+        fill_zeros(out_ptr, n_cols, BLOCK)
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     if z_loss_ptr is not None:
@@ -290,19 +222,28 @@ class RowResults:
         # Each of these keeps more numbers per lane; half the lanes keep two programs on a multiprocessor.
         self.block = rule.block if self.predicted is None and not entropy else min(rule.block, _BLOCK // 2)
 
-    def fill(self, logits, logits_stride, first_row, used_denominator=None):
+    def fill(
+        self, logits, logits_stride, first_row, used_denominator=None, gradient=None, gradient_stride=None
+    ):
         """Computes rows ``first_row`` to ``first_row + len(logits)``. With a denominator it also writes the gradient
-        of the summed loss over it, in place of the logits."""
+        of the summed loss over it, in place of the logits if no other memory is given."""
         rule = self.rule
         if logits.shape[0] == 0:
             return
+        block, warps = self.block, WARPS
+        resident = used_denominator is not None and rule.n_cols * logits.element_size() <= _RESIDENT_BYTES
+        if resident:
+            block = triton.next_power_of_2(rule.n_cols)
+            warps = min(max(block // (32 * _RESIDENT_PER_LANE), 4), 32)
+        if used_denominator is not None and gradient is None:
+            gradient, gradient_stride = logits, logits_stride
         with on_device_of(logits):
             forward_kernel[(logits.shape[0],)](
-                logits, logits_stride, rule.target, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
-                used_denominator, self.loss, self.z_loss, self.predicted, self.logprobs, self.entropy, self.lse,
-                first_row, rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap,
-                used_denominator is not None, rule.smoothing, rule.check_targets, self.block,
-                num_warps=WARPS, debug=rule.check_targets,
+                logits, logits_stride, gradient, gradient_stride, rule.target, rule.ce_weight, rule.token_weight,
+                rule.class_weight_sum, used_denominator, self.loss, self.z_loss, self.predicted, self.logprobs,
+                self.entropy, self.lse, first_row, rule.n_cols, rule.ignore_index, rule.label_smoothing,
+                rule.lse_square_scale, rule.softcap, rule.smoothing, rule.check_targets, resident, block,
+                num_warps=warps, debug=rule.check_targets,
             )  # fmt: skip
 
     def used_denominator(self, denominator, reduction):

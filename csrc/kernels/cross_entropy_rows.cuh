@@ -1,9 +1,10 @@
-// Rows of logits -> loss, metrics and, in place, the gradient. Two kernels compute the same:
+// Rows of logits -> loss, metrics and the gradient, over the logits or elsewhere. Two kernels compute the
+// same:
 //
 //   rows_streamed   one block per row; statistics in one read, the gradient in a second. Any device, any
 //   size. rows_resident   sm_90 and later: a cluster of blocks keeps the row in its shared memory, so that
-//   statistics and
-//                   gradient take one read and one write of memory together.
+//   statistics
+//                   and gradient take one read and one write of memory together.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -15,17 +16,20 @@ inline constexpr int kMaxThreads = 512;
 inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
 inline constexpr int kStages = 4;      // pieces of a resident row whose arrival is awaited one by one
 
+// The part of a row of zeros that is this block's, of so many blocks.
 template <typename T>
-__device__ __forceinline__ void write_zeros(T* row, const Span& span, int vocab, int begin, int end,
-                                            bool edges) {
+__device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blocks) {
+  const Span span = span_of(row, vocab);
   Vec<T, kVec<T>> zeros;
 #pragma unroll
   for (int i = 0; i < kVec<T>; ++i) zeros.v[i] = from_float<T>(0.0f);
   T* body = row + span.head;
-  for (int v = begin + static_cast<int>(threadIdx.x); v < end; v += static_cast<int>(blockDim.x)) {
+  const int step = static_cast<int>(blockDim.x) * blocks;
+  for (int v = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); v < span.vectors;
+       v += step) {
     store(body + static_cast<int64_t>(v) * kVec<T>, zeros);
   }
-  if (edges && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
+  if (rank == 0 && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
 }
 
 // Merges the statistics of all threads of a block, or of all blocks of a cluster; every thread gets the same
@@ -61,22 +65,24 @@ __device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slo
 
 // grid: rows. Any number of threads that is a multiple of 32.
 template <typename T, bool kExtras>
-__global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p, bool write_gradient) {
+__global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   constexpr int N = kVec<T>, kUnroll = 4;
   __shared__ Stats<kExtras> slots[kMaxThreads / 32];
   const int64_t index = blockIdx.x;
-  T* logits = static_cast<T*>(p.logits) + index * p.row_stride;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
+  const bool write_gradient = p.gradient != nullptr;
+  T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
   const Span span = span_of(logits, p.vocab);
   const int64_t y = p.targets[index];
   if (y == p.targets.ignore_index) {
-    if (write_gradient) write_zeros(logits, span, p.vocab, 0, span.vectors, true);
+    if (write_gradient) write_zeros(out, p.vocab, 0, 1);
     if (threadIdx.x == 0) write_ignored(p, index);
     return;
   }
 
   const Row row = read_row<kExtras>(p, logits, index, y);
   const float share = write_gradient ? row.token_weight / *p.denominator : 0.0f;
-  T* body = logits + span.head;
+  const T* body = logits + span.head;
   const int step = blockDim.x;
   Stats<kExtras> stats = no_stats<kExtras>();
   int v = threadIdx.x;
@@ -105,14 +111,16 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p, bo
   if (!write_gradient) return;
 
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+  const bool aligned = aligned_alike(logits, out);
 #pragma unroll 2
   for (v = threadIdx.x; v < span.vectors; v += step) {
-    T* at = body + static_cast<int64_t>(v) * N;
-    store(at, gradient<kExtras>(load<T, N>(at), span.head + v * N, p, g));
+    const int column = span.head + v * N;
+    const Vec<T, N> d = gradient<kExtras>(load<T, N>(logits + column), column, p, g);
+    aligned ? store(out + column, d) : store_elements(out + column, d);
   }
   if (threadIdx.x < span.edges()) {
     const int column = span.edge_column(threadIdx.x, p.vocab);
-    logits[column] = gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
+    out[column] = gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
   }
 }
 
@@ -127,13 +135,14 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   __shared__ uint64_t arrived[kStages];
   const int64_t index = blockIdx.x / blocks;
   const int rank = blockIdx.x % blocks;
-  T* logits = static_cast<T*>(p.logits) + index * p.row_stride;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
+  T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
   const Span span = span_of(logits, p.vocab);
   const int begin = min(rank * slice, span.vectors), end = min(begin + slice, span.vectors);
   const bool edges = rank == 0;
   const int64_t y = p.targets[index];
   if (y == p.targets.ignore_index) {
-    write_zeros(logits, span, p.vocab, begin, end, edges);
+    write_zeros(out, p.vocab, rank, blocks);
     if (edges && threadIdx.x == 0) write_ignored(p, index);
     return;
   }
@@ -141,7 +150,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   const int step = blockDim.x;
   const int stage = ((slice + kStages - 1) / kStages + step - 1) / step * step;
   if (blocks > 1) cluster_arrive_relaxed();
-  T* body = logits + span.head + static_cast<int64_t>(begin) * N;
+  const T* body = logits + span.head + static_cast<int64_t>(begin) * N;
   const T* kept = reinterpret_cast<const T*>(shared_row);
   const int count = end - begin;
   if (threadIdx.x == 0) {
@@ -179,12 +188,14 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   if (edges && threadIdx.x == 0) write_results(p, row, stats);
 
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+  const bool aligned = aligned_alike(logits, out);
 #pragma unroll 2
   for (int v = threadIdx.x; v < count; v += step) {
-    store(body + static_cast<int64_t>(v) * N,
-          gradient<kExtras>(load<T, N>(kept + v * N), first_column + v * N, p, g));
+    const int column = first_column + v * N;
+    const Vec<T, N> d = gradient<kExtras>(load<T, N>(kept + v * N), column, p, g);
+    aligned ? store(out + column, d) : store_elements(out + column, d);
   }
-  if (edge_column >= 0) logits[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];
+  if (edge_column >= 0) out[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];
 #endif
 }
 

@@ -26,8 +26,10 @@ struct Targets {
 // One call, or one chunk of it. Optional pointers are null; those of per-row results are null where not asked
 // for.
 struct Problem {
-  void* logits;  // rows x vocab; only kernels that are told to write the gradient write it
+  const void* logits;  // rows x vocab
   int64_t row_stride;
+  void* gradient;  // rows x vocab, perhaps the logits themselves
+  int64_t gradient_stride;
   int64_t rows;
   int vocab;
   Targets targets;
@@ -115,6 +117,17 @@ __device__ __forceinline__ void load_anywhere(const T* p, float (&out)[N]) {
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) out[i] = to_float(p[i]);
+}
+
+// Whether vectors of two rows start at 16-byte boundaries together.
+__device__ __forceinline__ bool aligned_alike(const void* a, const void* b) {
+  return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_elements(T* p, const Vec<T, N>& x) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) p[i] = x.v[i];
 }
 
 // Logits as stored -> with their bias, before the softcap.

@@ -52,7 +52,8 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         label_smoothing: between 0 and 1.
         lse_square_scale: factor of the z-loss.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
-        inplace: the backward writes the gradient over the logits, as in :func:`liger.cross_entropy`.
+        inplace: the gradient takes the memory of the logits, as in :func:`liger.cross_entropy`; for logits that are
+            private to the loss.
         metrics: names among ``z_loss``, ``token_accuracy``, ``predicted_tokens``, ``logprobs`` and ``entropy``,
             computed in the same pass.
 

@@ -1,7 +1,7 @@
 """Cross entropy with class and token weights, label smoothing, z-loss, softcap and metrics of the same pass.
 
-docs/cross_entropy.md defines every term. The reference kernels work on blocks of rows, so that their float32
-temporaries stay small beside the logits.
+docs/cross_entropy.md defines every term, and says when the gradient is made in the forward. The reference kernels
+work on blocks of rows, so that their float32 temporaries stay small beside the logits.
 """
 
 from typing import NamedTuple
@@ -9,13 +9,16 @@ from typing import NamedTuple
 import torch
 
 from ..backend import register_family
+from . import rescale  # noqa: F401  (registers the op that the backward calls)
 from ._autograd import (
     check_given_up,
     differentiable_once,
     forbid_autograd,
     graph_is_kept,
     is_traced,
+    may_write_saved,
     own_their_memory,
+    wants_grad,
 )
 from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
 from ._rows import row_blocks
@@ -36,10 +39,11 @@ class CrossEntropyOutput(NamedTuple):
 # --- torch backend ----------------------------------------------------------------------------------------------
 
 
-def cross_entropy_forward_torch(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, inplace,
+def _forward(
+    gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
+    softcap, reduction, *wanted,
 ):  # fmt: skip
+    """The reduced results, lse and the denominator. A gradient that is not None is filled; it may be the logits."""
     torch.ops.liger.check_cross_entropy(
         "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
     )  # fmt: skip
@@ -47,14 +51,31 @@ def cross_entropy_forward_torch(
         "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
         label_smoothing, lse_square_scale, softcap,
     )  # fmt: skip
-    metrics = Metrics(
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
-    )
-    results = RowResults(rule, metrics)
-    for block in row_blocks(logits):
-        results.fill(block, logits[block])
+    results = RowResults(rule, Metrics(*wanted))
     used_denominator = rule.denominator(denominator, reduction)
+    for block in row_blocks(logits):
+        z = results.fill(block, logits[block])
+        if gradient is not None:
+            gradient[block] = row_gradient(rule, block, z, results.lse[block], 1.0 / used_denominator)
     return *results.reduced(used_denominator, reduction), results.lse, used_denominator
+
+
+def cross_entropy_forward_torch(
+    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy,
+    need_grad,
+):  # fmt: skip
+    gradient = torch.empty_like(logits) if need_grad else None
+    results = _forward(
+        gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens,
+        return_logprobs, return_entropy,
+    )  # fmt: skip
+    return *results, logits.new_empty(0) if gradient is None else gradient
+
+
+def cross_entropy_forward__torch(logits, target, *rest):
+    return _forward(logits, logits, target, *rest)[:6]
 
 
 def _write_gradient(
@@ -85,6 +106,7 @@ register_family(
     "cross_entropy",
     {
         "cross_entropy_forward": cross_entropy_forward_torch,
+        "cross_entropy_forward_": cross_entropy_forward__torch,
         "cross_entropy_backward": cross_entropy_backward_torch,
         "cross_entropy_backward_": cross_entropy_backward__torch,
     },
@@ -116,17 +138,26 @@ def fake_results(like, rows, reduction, metrics):
     )
 
 
+_REDUCTION = 9
+_WANTED = slice(10, 15)
+
+
 @torch.library.register_fake("liger::cross_entropy_forward")
-def _(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy, inplace,
-):  # fmt: skip
+def _(*arguments):
+    logits, need_grad = arguments[0], arguments[-1]
     rows, wide = logits.shape[0], accumulate_dtype(logits.dtype)
-    metrics = Metrics(
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
+    return (
+        *fake_results(logits, rows, arguments[_REDUCTION], Metrics(*arguments[_WANTED])),
+        logits.new_empty((rows,), dtype=wide),
+        logits.new_empty((), dtype=wide),
+        torch.empty_like(logits) if need_grad else logits.new_empty(0),
     )
-    results = fake_results(logits, rows, reduction, metrics)
-    return *results, logits.new_empty((rows,), dtype=wide), logits.new_empty((), dtype=wide)
+
+
+@torch.library.register_fake("liger::cross_entropy_forward_")
+def _(*arguments):
+    logits = arguments[0]
+    return fake_results(logits, logits.shape[0], arguments[_REDUCTION], Metrics(*arguments[_WANTED]))
 
 
 @torch.library.register_fake("liger::cross_entropy_backward")
@@ -149,38 +180,104 @@ def refuse_gradients(op, **tensors):
             raise RuntimeError(f"{op}: {name} requires grad, but {op} has no gradient for it: detach it")
 
 
+def _made_in_forward(logits, reduction):
+    """Whether the forward makes the gradient, which the backward then multiplies by the upstream scalar.
+
+    Not of float16 logits: a loss scale must come before the gradient is rounded. Nor for a compiler, whose backward
+    cannot write over what was saved: there the product would be a pass of its own.
+    """
+    if reduction == "none" or logits.dtype == torch.float16 or is_traced(logits):
+        return False
+    return wants_grad(logits)[0]
+
+
 def _setup(ctx, inputs, output):
-    logits, target, ce_weight, token_weight, denominator, *options = inputs[:9]
-    inplace = inputs[-1]
-    refuse_gradients("cross_entropy", ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
-    _loss, *others, lse, used_denominator = output
-    # Compiled code takes the functional form, whose buffers the compiler places itself.
-    ctx.inplace = inplace and not is_traced(logits)
-    if ctx.inplace:
-        check_given_up("cross_entropy", ["logits"], [logits])
-        ctx.inplace = own_their_memory([logits])
-    ctx.options = options
-    ctx.save_for_backward(logits, target, lse, used_denominator, ce_weight, token_weight)
-    ctx.mark_non_differentiable(*others, lse, used_denominator)
+    _refuse_gradients(inputs)
+    # Per-row upstream gradients are for a second look at the logits; so is a graph traced without grad mode.
+    ctx.made = inputs[-1] and inputs[_REDUCTION] != "none"
+    _save(ctx, inputs, *output[6:])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
+
+
+def _refuse_gradients(inputs):
+    _, _, ce_weight, token_weight, denominator, *_ = inputs
+    refuse_gradients("cross_entropy", ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
+
+
+def _save(ctx, inputs, lse, used_denominator, grad_logits):
+    if ctx.made:
+        ctx.save_for_backward(grad_logits)
+    else:
+        logits, target, ce_weight, token_weight, _, *ctx.options = inputs[:_REDUCTION]
+        ctx.save_for_backward(logits, target, lse, used_denominator, ce_weight, token_weight)
 
 
 @differentiable_once("cross_entropy")
 def _backward(ctx, grad_loss, *_grad_others):
     if grad_loss is None:
-        return (None,) * 16
-    logits, *saved = ctx.saved_tensors
-    if not ctx.inplace or graph_is_kept():
-        grad_logits = torch.ops.liger.cross_entropy_backward(grad_loss, logits, *saved, *ctx.options)
+        grad_logits = None
+    elif not ctx.made:
+        grad_logits = torch.ops.liger.cross_entropy_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
     else:
-        # Detached, because the logits of the forward would carry their own history into the gradient.
-        grad_logits = logits.detach()
-        torch.ops.liger.cross_entropy_backward_(grad_loss, grad_logits, *saved, *ctx.options)
+        (grad_logits,) = ctx.saved_tensors
+        if may_write_saved(grad_logits):
+            torch.ops.liger.rescale_(grad_logits, grad_loss)
+        else:
+            grad_logits = torch.ops.liger.rescale(grad_logits, grad_loss)
     return grad_logits, *(None,) * 15
 
 
 torch.library.register_autograd("liger::cross_entropy_forward", _backward, setup_context=_setup)
+forbid_autograd("cross_entropy_forward_")
 forbid_autograd("cross_entropy_backward_")
+
+
+class _Inplace(torch.autograd.Function):
+    """cross_entropy_forward whose gradient takes the memory of the logits, in the forward (``made``) or the backward.
+
+    It saves what the registered formula saves, with the written logits for their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, made, logits, *rest):
+        _refuse_gradients((logits, *rest))
+        # Detached, they share their version counter with the logits: whoever saved those will know of the write.
+        detached = logits.detach()
+        if made:
+            output = *torch.ops.liger.cross_entropy_forward_(detached, *rest), None, None, logits
+        else:
+            output = torch.ops.liger.cross_entropy_forward(detached, *rest, False)
+        ctx.made = made
+        _save(ctx, (logits, *rest), *output[6:])
+        ctx.mark_non_differentiable(*output[1:6])
+        ctx.set_materialize_grads(False)
+        return output[:6]
+
+    @staticmethod
+    def backward(ctx, grad_loss, *_grad_others):
+        if grad_loss is None or graph_is_kept():
+            grad_logits = _backward(ctx, grad_loss)[0]
+        else:
+            logits, *others = ctx.saved_tensors
+            # Without the history of the logits, which is no part of the gradient.
+            grad_logits = logits.detach()
+            if ctx.made:
+                torch.ops.liger.rescale_(grad_logits, grad_loss)
+            else:
+                torch.ops.liger.cross_entropy_backward_(grad_loss, grad_logits, *others, *ctx.options)
+        return None, grad_logits, *(None,) * 14
+
+
+def _inplace_applies(logits):
+    """Whether the in-place form runs; raises where it would destroy a parameter.
+
+    Compiled code takes the functional form, whose buffers the compiler places itself.
+    """
+    if is_traced(logits) or not wants_grad(logits)[0]:
+        return False
+    check_given_up("cross_entropy", ["logits"], [logits])
+    return own_their_memory([logits])
 
 
 # --- composite ----------------------------------------------------------------------------------------------------
@@ -205,10 +302,15 @@ def _run(
     reduction, metrics, inplace,
 ):  # fmt: skip
     rows, flat_target, flat_weight = flatten_rows("cross_entropy", "logits", logits, target, token_weight)
-    results = torch.ops.liger.cross_entropy_forward(
+    arguments = (
         rows, flat_target, ce_weight, flat_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
-        softcap, reduction, *metrics, inplace,
+        softcap, reduction, *metrics,
     )  # fmt: skip
+    made = _made_in_forward(rows, reduction)
+    if inplace and _inplace_applies(rows):
+        results = _Inplace.apply(made, *arguments)
+    else:
+        results = torch.ops.liger.cross_entropy_forward(*arguments, made)
     return output_like(target, reduction, metrics, results)
 
 
@@ -228,11 +330,11 @@ def output_like(target, reduction, metrics, results):
 
 def _composite(
     logits, target, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
-    lse_square_scale=0.0, softcap=None, reduction="mean", inplace=False,
+    lse_square_scale=0.0, softcap=None, reduction="mean",
 ):  # fmt: skip
     return _run(
         logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-        reduction, Metrics(), inplace,
+        reduction, Metrics(), inplace=False,
     ).loss  # fmt: skip
 
 
@@ -274,9 +376,10 @@ def cross_entropy(
             1604.08859; PaLM, arXiv 2204.02311, section 5).
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        inplace: lets the backward write the gradient over the logits, which saves their memory. The logits must not
-            be used afterwards: autograd raises where it needs their old values. Has no effect in compiled code, or
-            where the logits overlap themselves or the graph is kept for another backward.
+        inplace: the gradient takes the memory of the logits, whose values are lost: they must not be used afterwards,
+            and autograd raises where it needs their old values. With a scalar reduction the forward writes it; with
+            ``"none"``, and for float16 logits, the backward does, unless the graph is kept for another one. Has no
+            effect in compiled code, or where the logits need no gradient or overlap themselves.
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: metrics of
             the same pass.
 
