@@ -75,6 +75,22 @@ def test_shared_weight_has_the_same_gradient(device, dtype, tokens):
     assert dense_gradients(apart(model), **inputs) == 1
 
 
+@pytest.mark.parametrize("padding", [-1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_added_to_rows(device, dtype, padding):
+    """More tokens than one block sums on a GPU, and ids that occur never, once and a thousand times."""
+    ids = torch.randint(0, 20000, (4, 1250), device=device)
+    ids[:, :300] = 7
+    ids[0, :20] = 3
+    grads = torch.randn(4, 1250, 16, dtype=dtype, device=device)
+    total = torch.randn(20000, 16, dtype=dtype, device=device)
+    expected = total + torch.ops.aten.embedding_dense_backward(grads, ids, len(total), padding, False)
+    _reuse._add_to_rows(total, grads, ids, padding)
+    assert torch.equal(total, expected)
+    _reuse._add_to_rows(total, grads[:0], ids[:0], padding)
+    assert torch.equal(total, expected)
+
+
 def test_shared_weight_like_the_unpatched_model():
     plain = tied()
     model = liger.patch(twin(plain))
