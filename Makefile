@@ -18,6 +18,7 @@ GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python
 CXX_SOURCES = $(wildcard $(foreach suffix,cpp h cu cuh,csrc/*.$(suffix) csrc/*/*.$(suffix)))
 # The op tests: those with Triton kernels of the same name.
 OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/test_%.py,$(wildcard triton_kernels/*.py)))
+BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -40,8 +41,9 @@ gpu-test:
 	$(GPU_PYTHON) -m liger.cli info
 	$(GPU_PYTHON) -m pytest -m "not packaging" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
 
+# Every op beside the peers that are installed, with the liger that is installed: after gpu-test, or after demo.
 bench:
-	$(PYTHON) benchmarks/run.py
+	$(if $(wildcard $(PYTHON)),$(PYTHON),$(GPU_PYTHON)) -m liger.cli bench $(BENCH_ARGS)
 
 lint:
 	$(PYTHON) -m ruff check

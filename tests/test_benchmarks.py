@@ -1,37 +1,45 @@
 """The benchmark suite: its logic on the CPU, and that every row of it runs and is right."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import bench_fused_linear_ce
-import harness
-import measure
-import report
-import run
-from harness import (
-    Candidate,
+from liger import cli
+from liger.benchmarks import (
+    OPS,
+    bench_fused_linear_ce,
+    environment,
+    harness,
+    measure,
+    plots,
+    report,
+    suite,
+    verdict,
+)
+from liger.benchmarks.candidates import Candidate, ours, providers, selected
+from liger.benchmarks.harness import (
     Contest,
+    Options,
     Provider,
     Row,
     Work,
     backward_work,
     forward_work,
-    providers,
     training_work,
 )
+
+ROOT = Path(__file__).parent.parent
 
 
 def double(t):
     return t["x"] * 2
 
 
-def row(*candidates, **settings):
+def one_row(*candidates, **settings):
     settings = {"rounds": 2, "burst": 1, **settings}
     work = (forward_work, ("y",), ("x",))
     return Row("op", "a row", lambda: {"x": torch.ones(4)}, providers(candidates, *work), **settings)
@@ -44,20 +52,20 @@ def statuses(record):
 # --- the whole suite, tiny ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=[(), ("--sweep",)], ids=["default", "sweep"])
+def results(request, tmp_path_factory):
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("results") / "run.json"
-    code = run.main(["--self-test", "--plots", "--json", str(path)])
+    code = cli.main(["bench", "--self-test", "--json", str(path), *request.param])
     return code, path, json.loads(path.read_text())
 
 
 def test_every_row_runs_and_our_results_are_right(results):
     code, _path, result = results
     assert code == 0
-    assert {record["op"] for record in result["rows"]} == {"ceilings", *run.OPS}
+    assert {record["op"] for record in result["rows"]} == {"ceilings", *OPS}
     for record in result["rows"]:
-        mine = {name: p for name, p in record["providers"].items() if p["group"] == "ours"}
+        mine = {name: p for name, p in record["providers"].items() if p["group"] in ("ours", "op alone")}
         assert mine or record["op"] == "ceilings"
         for name, provider in mine.items():
             assert provider["status"] == "ok", (record["name"], name, provider)
@@ -66,14 +74,21 @@ def test_every_row_runs_and_our_results_are_right(results):
             else:
                 assert provider["ms"]["median"] > 0 and provider["errors"], (record["name"], name)
                 assert all(error < 0.01 for error in provider["errors"].values()), (record["name"], name)
+                assert set(provider["ratios"]) == set(record["ceilings"]) and record["ceilings"]
 
 
-def test_every_row_has_a_contest_with_liger_kernel(results):
+def test_every_op_is_measured_forward_backward_and_both(results):
+    for op in set(OPS) - {"fused_linear_ce"}:
+        works = {record["work"] for record in results[2]["rows"] if record["op"] == op}
+        assert {f"{op} {work}" for work in ("forward", "backward", "forward and backward")} <= works
+
+
+def test_contests_name_providers_of_the_row(results):
     for record in results[2]["rows"]:
         for contest in record["contests"]:
-            assert record["providers"][contest["baseline"]]["group"] == "liger-kernel"
+            if contest["baseline"] != harness.FASTEST_PEER:
+                assert record["providers"][contest["baseline"]]["group"] == "liger-kernel"
             assert all(record["providers"][name]["group"] == "ours" for name in contest["ours"])
-        assert record["contests"] or record["op"] == "ceilings"
 
 
 def test_files_of_a_run(results):
@@ -81,9 +96,29 @@ def test_files_of_a_run(results):
     text = path.with_suffix(".md").read_text()
     for record in result["rows"]:
         assert f"### {record['name']}\n" in text
-    for op in run.OPS:
+    for op in OPS:
         assert path.with_name(f"run-{op}.png").stat().st_size > 1000
     assert result["environment"]["torch"] == torch.__version__
+
+
+def test_a_sweep_draws_lines(results):
+    _code, _path, result = results
+    lines = plots.lines_of([record for record in result["rows"] if record["op"] == "rms_norm"])
+    if "sweep" not in result["environment"]["size"]:
+        assert lines == []
+        return
+    axes = {(title.partition(",")[0], axis) for title, axis, _points in lines}
+    assert ("rms_norm backward", "tokens") in axes and ("rms_norm forward", "hidden size") in axes
+    for _title, axis, points in lines:
+        assert [point["shape"][axis] for point in points] == [8, 16, 32]
+
+
+def test_report_is_written_again_from_a_result_file(results):
+    _code, path, _result = results
+    before = path.with_suffix(".md").read_text()
+    path.with_suffix(".md").unlink()
+    assert cli.main(["bench", "--from", str(path), "--no-plots"]) == 0
+    assert path.with_suffix(".md").read_text() == before
 
 
 # --- providers ----------------------------------------------------------------------------------------------------
@@ -101,7 +136,7 @@ def test_a_failing_provider_is_recorded_and_the_others_go_on():
     def broken_make(inputs):
         raise ImportError("no such module")
 
-    tested = row(
+    tested = one_row(
         Candidate("good", double), Candidate("late", late), Candidate("absent", double, needs=("no_such",))
     )
     tested.providers.append(Provider("broken", broken_make))
@@ -109,7 +144,7 @@ def test_a_failing_provider_is_recorded_and_the_others_go_on():
     assert statuses(record) == {"good": "ok", "late": "failed", "absent": "missing", "broken": "failed"}
     assert record["providers"]["late"]["reason"] == "RuntimeError: out of luck"
     assert record["providers"]["good"]["ms"]["n"] == 2
-    text = report.markdown({"environment": {}, "rows": [record], "verdict": []})
+    text = report.markdown({"environment": {}, "rows": [record], "verdict": [], "goals": []})
     assert "out of luck" in text and "absent" not in text
 
 
@@ -120,12 +155,12 @@ def test_a_wrong_provider_is_marked_and_does_not_compete(function):
         Candidate("liger[cuda]", function, "ours"),
         Candidate("liger-kernel", double, "liger-kernel"),
     )
-    record = measure.measure(row(*candidates, reference=lambda i: {"y": i["x"] * 2}), measure.Cpu())
+    record = measure.measure(one_row(*candidates, reference=lambda i: {"y": i["x"] * 2}), measure.Cpu())
     assert statuses(record) == {"liger[torch]": "ok", "liger[cuda]": "wrong", "liger-kernel": "ok"}
-    assert [line["ours"] for line in report.verdict([record])] == ["liger[torch]"]
-    assert len(report.faults([record])) == 1 and "relative error: y" in report.faults([record])[0]
+    assert [line["ours"] for line in verdict.verdict([record])] == ["liger[torch]"] * 2
+    assert len(verdict.faults([record])) == 1 and "relative error: y" in verdict.faults([record])[0]
     assert "liger[cuda] (WRONG RESULT)" in report.markdown(
-        {"environment": {}, "rows": [record], "verdict": []}
+        {"environment": {}, "rows": [record], "verdict": [], "goals": []}
     )
     json.loads(json.dumps(record, allow_nan=False))
 
@@ -158,6 +193,7 @@ def test_what_a_provider_overwrites_is_renewed_and_its_own(make):
     for _ in range(3):
         work.prepare()
         results = work.run()
+        work.release()
         expected = {"dx": 14.0, "y": 10.0}
         assert all(torch.equal(value, torch.full((3,), expected[name])) for name, value in results.items())
     assert torch.equal(inputs["x"], torch.full((3,), 5.0)) and torch.equal(
@@ -193,6 +229,34 @@ def test_preparation_is_not_timed():
         assert machine.milliseconds(Work(lambda: advance(2.0), lambda: advance(100.0))) == 2000.0
 
 
+def test_calls_go_through_the_sets_of_inputs_in_turn_and_the_first_timed_result_is_checked():
+    seen, made = [], []
+
+    def inputs():
+        made.append(torch.full((4,), float(len(made))))
+        return {"x": made[-1]}
+
+    def function(t):
+        seen.append(int(t["x"][0]))
+        # Right at first, wrong when it counts.
+        return t["x"] * 2 + (7.0 if len(seen) > 2 else 0.0)
+
+    work = (forward_work, ("y",), ("x",))
+    tested = Row("op", "a row", inputs, providers([Candidate("liger[torch]", function, "ours")], *work))
+    tested.rounds, tested.burst, tested.reference = 2, 3, lambda i: {"y": i["x"] * 2 + 1e-3}
+    record = measure.measure(tested, measure.Cpu())
+    assert len(made) == 2
+    # Warm-up; six timed calls; two for the latency.
+    assert seen == [0, 1, 0, 1, 0, 1, 0, 1, 0, 0]
+    assert statuses(record) == {"liger[torch]": "wrong"}
+
+
+def test_ratio_is_taken_round_by_round():
+    slow_chip = measure.Contestant(Provider("a", None)), measure.Contestant(Provider("copy", None))
+    slow_chip[0].rounds, slow_chip[1].rounds = [[2.0, 2.2, 2.1], [4.2], [8.0]], [[1.0], [2.0], [5.0]]
+    assert slow_chip[0].ratio(slow_chip[1]) == pytest.approx(2.1)
+
+
 def test_spread():
     assert measure.spread([3.0, 1.0, 2.0, 5.0, 4.0]) == {
         "median": 3.0,
@@ -202,43 +266,6 @@ def test_spread():
         "n": 5,
     }
     assert measure.spread([7.0]) == {"median": 7.0, "min": 7.0, "q25": 7.0, "q75": 7.0, "n": 1}
-
-
-# --- verdict ------------------------------------------------------------------------------------------------------
-
-
-def record_of(**providers):
-    """providers: name -> (group, ms, MiB)"""
-    return {
-        "name": "a row",
-        "kind": "device",
-        "providers": {
-            name: {"group": group, "status": "ok", "ms": {"median": ms}, "peak_mib": mib}
-            for name, (group, ms, mib) in providers.items()
-        },
-    }
-
-
-def judged(record, label="", ours=()):
-    return report.judge(record, {"baseline": "base", "label": label, "ours": list(ours)})
-
-
-def test_verdict_prefers_what_wins_in_both_to_what_is_fastest():
-    record = record_of(base=("liger-kernel", 2.0, 100), big=("ours", 1.0, 200), small=("ours", 1.5, 100.5))
-    line = judged(record)
-    assert (line["ours"], line["wins"], line["faster"], line["no_more_memory"]) == ("small", True, True, True)
-    assert line["speedup"] == pytest.approx(2.0 / 1.5)
-    line = judged(record, ours=["big"])
-    assert (line["ours"], line["wins"], line["faster"], line["no_more_memory"]) == ("big", False, True, False)
-
-
-def test_verdict_of_the_slower_and_of_no_memory_figures():
-    line = judged(record_of(base=("liger-kernel", 2.0, 100), mine=("ours", 2.5, 1)))
-    assert (line["wins"], line["faster"], line["no_more_memory"]) == (False, False, True)
-    line = judged(record_of(base=("liger-kernel", 2.0, None), mine=("ours", 1.5, None)))
-    assert (line["wins"], line["no_more_memory"]) == (True, None)
-    assert judged(record_of(mine=("ours", 1.0, 1))) is None
-    assert judged(record_of(base=("liger-kernel", 1.0, 1))) is None
 
 
 # --- pieces of the benchmarks -------------------------------------------------------------------------------------
@@ -269,18 +296,121 @@ def test_reference_of_fused_linear_ce(monkeypatch):
         torch.testing.assert_close(got[name].double(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_targets():
-    options = harness.Options("cpu", "self-test")
-    target = harness.targets(options, 21, 5, ignored=True)
-    assert (target == -100).sum() == 3 and target.max() < 5
-    assert (harness.targets(options, 21, 5, ignored=False) >= 0).all()
+def test_ignored_targets():
+    options = Options("cpu", "self-test")
+    counts = {}
+    for ignored in harness.IGNORED:
+        target = harness.targets(options, 64, 5, ignored)
+        kept = target[target != -100]
+        assert kept.min() >= 0 and kept.max() < 5
+        counts[ignored] = 64 - len(kept)
+    assert list(counts.values()) == [0, 10, 32, 32]
+    # Two quarters of eight tokens, and six, in turn: whole prompts, at the beginning of each sequence.
+    masked = (target == -100).view(8, 8)
+    assert masked.sum(1).tolist() == [2, 6] * 4 and masked[:, :2].all()
+    with pytest.raises(ValueError, match="expected one of"):
+        harness.targets(options, 64, 5, "all")
 
 
-@pytest.mark.parametrize("arguments", [["no_such_op", "--self-test"], ["--no-such-flag"]])
-def test_bad_arguments(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        run.main(arguments)
-    assert stopped.value.code == 2 and "no" in capsys.readouterr().err
+def test_small_memory_of_fused_linear_ce():
+    def labels(*head):
+        return {c.name.removeprefix("liger[torch]") for c in bench_fused_linear_ce._small(options, *head)}
+
+    options = Options("cpu", backends=("torch",))
+    assert labels(16384, 4096, 128256) == {bench_fused_linear_ce.SMALL}
+    assert labels(4096, 4096, 128256) == {bench_fused_linear_ce.SMALL, bench_fused_linear_ce.AS_SMALL}
+
+
+def test_plain_torch_takes_part_where_it_was_asked_for_and_in_small_rows():
+    options = Options("cpu", backends=("cuda",))
+    assert [c.name for c in ours(options, double)] == ["liger[cuda]"]
+    assert [c.name for c in ours(options, double, small=True)] == ["liger[cuda]", "liger[torch]"]
+    asked = Options("cpu", backends=("torch",))
+    assert [c.name for c in ours(asked, double, small=True)] == ["liger[torch]"]
+
+
+def test_peers_can_be_chosen():
+    candidates = [
+        Candidate("liger[torch]", double, "ours"),
+        Candidate("quack", double),
+        Candidate("torch eager", double, works=("backward",)),
+    ]
+
+    def names(peers, work):
+        return [c.name for c in selected(Options("cpu", peers=peers), candidates, work)]
+
+    assert names(None, "backward") == ["liger[torch]", "quack", "torch eager"]
+    assert names(None, "forward") == ["liger[torch]", "quack"]
+    assert names(("torch", "liger-kernel"), "backward") == ["liger[torch]", "torch eager"]
+    assert names(("none",), "backward") == ["liger[torch]"]
+
+
+def test_styles_of_providers_differ_and_ceilings_are_black():
+    names = [
+        "liger[cuda]",
+        "liger[cuda] inplace",
+        "liger-kernel",
+        "liger-kernel CuTe",
+        "three GEMMs",
+        "quack",
+    ]
+    styles = plots.style(names)
+    assert len({tuple(sorted(s.items())) for s in styles.values()}) == len(names)
+    assert styles["three GEMMs"]["color"] == "black"
+    assert styles["liger[cuda]"]["color"] == styles["liger[cuda] inplace"]["color"]
+    assert styles["liger-kernel"]["color"] != styles["liger-kernel CuTe"]["color"]
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no_such_op", "--self-test"], "unknown op no_such_op, expected some of rms_norm"),
+        (["--self-test", "--backends", "cuda,rocm"], "unknown backend rocm"),
+        (["--from", "no-such.json"], "no such file: no-such.json"),
+    ],
+)
+def test_bad_arguments(arguments, words, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["bench"]) == 2
+    assert "no CUDA device; --self-test" in capsys.readouterr().err
+
+
+def test_results_of_another_version_are_refused(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text('{"schema": 1}')
+    with pytest.raises(ValueError, match="schema 1"):
+        suite.redraw(path)
+
+
+def test_results_go_to_the_checkout_or_to_the_current_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/liger/benchmarks/environment.py"))
+    monkeypatch.chdir(tmp_path)
+    assert environment.results_folder() == Path("bench-output")
+    assert environment.environment(Options("cpu"))["modified"] is None
+    monkeypatch.chdir(ROOT)
+    assert environment.results_folder() == ROOT / "benchmarks/results"
+
+
+def test_run_py_is_the_command():
+    command = [sys.executable, ROOT / "benchmarks/run.py", "--from", "no-such.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and "liger bench: no such file" in done.stderr
+
+
+def test_importing_liger_does_not_import_the_suite():
+    code = (
+        "import sys, liger, liger.cli; print(*[m for m in sys.modules if m.startswith('liger.benchmarks.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 @pytest.mark.gpu

@@ -5,11 +5,12 @@ Each has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exi
 
 import argparse
 
-from . import demo, info, plan
+from . import bench, demo, info, plan
 
 COMMANDS = {
     "info": (info, "versions, devices, what was built, and which backend serves each op"),
     "plan": (plan, "how fused_linear_ce cuts a batch into chunks, and the memory that takes"),
+    "bench": (bench, "time, memory and host time of every op beside its peers, on this machine's GPU"),
     "demo": (demo, "train a Llama with and without liger on this machine and compare"),
 }
 

@@ -1,21 +1,21 @@
 """Rotary embedding of queries and keys that are transposed views, as Hugging Face models make them."""
 
 import torch
-from harness import (
-    Candidate,
-    Contest,
-    Row,
-    backward_work,
-    compiled,
-    float32_reference,
-    forward_work,
-    liger_kernel,
-    normal,
-    ours,
-    providers,
-)
 
 import liger
+
+from .candidates import (
+    LIGER_KERNEL_CUTE,
+    Candidate,
+    compiled,
+    liger_kernel,
+    liger_kernel_cute,
+    ours,
+    peer,
+    providers,
+    selected,
+)
+from .harness import SIZES, Contest, Row, float32_reference, normal, works
 
 COPIES = " on copies"
 
@@ -34,10 +34,8 @@ def _inplace(t):
     return liger.rope(t["q"], t["k"], t["cos"], t["sin"], inplace=True)
 
 
-def _liger_kernel(t):
-    from liger_kernel.ops import LigerRopeFunction
-
-    return LigerRopeFunction.apply(t["q"], t["k"], t["cos"], t["sin"])
+def _liger_kernel(t, module="liger_kernel.ops"):
+    return peer(module, "LigerRopeFunction").apply(t["q"], t["k"], t["cos"], t["sin"])
 
 
 def _liger_kernel_on_copies(t):
@@ -45,13 +43,15 @@ def _liger_kernel_on_copies(t):
 
 
 def _candidates(options):
+    # liger-kernel overwrites the gradients in every case.
     gradients = ("grad_q", "grad_k")
+    everything = ("q", "k", *gradients)
     return [
         *ours(options, lambda t: liger.rope(t["q"], t["k"], t["cos"], t["sin"])),
         *ours(options, _inplace, " inplace", overwrites=("q", "k")),
-        liger_kernel(_liger_kernel, overwrites=("q", "k", *gradients)),
-        # Its backward overwrites the gradients all the same.
-        liger_kernel(_liger_kernel_on_copies, COPIES, gradients),
+        liger_kernel(_liger_kernel, overwrites=everything),
+        liger_kernel(_liger_kernel_on_copies, COPIES, gradients, ("forward", "forward and backward")),
+        liger_kernel_cute(lambda t: _liger_kernel(t, LIGER_KERNEL_CUTE), overwrites=everything),
         Candidate("torch eager", _eager),
         *compiled(options, _eager),
     ]
@@ -69,29 +69,36 @@ def _inputs(options, batch, q_heads, k_heads, tokens, dim):
     return make
 
 
-def rows(options):
-    batch, q_heads, k_heads, tokens, dim = options.pick(
-        (4, 32, 8, 4096, 128), (4, 32, 8, 4096, 128), (2, 4, 2, 5, 8)
-    )
-    forward, backward = (
-        (forward_work, ("q_out", "k_out"), ("q", "k")),
-        (backward_work, ("grad_q", "grad_k"), ("q", "k")),
-    )
+WORKS = works(("q_out", "k_out"), ("grad_q", "grad_k"), ("q", "k"))
+# Tensors of the size of q and k together that are read or written.
+TENSORS = {"forward": 2, "backward": 2, "forward and backward": 4}
+
+
+def _rows(options, batch, q_heads, k_heads, tokens, dim):
     candidates = _candidates(options)
-    size = f"q({batch},{q_heads},{tokens},{dim}) k({batch},{k_heads},{tokens},{dim})"
-    for direction, work in (("forward", forward), ("backward", backward)):
+    for name, work in WORKS.items():
         contests = [Contest(label="it overwrites its inputs")]
-        if direction == "forward":
+        if name != "backward":
             contests.append(Contest(f"liger-kernel{COPIES}", "inputs kept"))
         yield Row(
             "rope",
-            f"rope {direction} {size}",
+            f"rope {name} q({batch},{q_heads},{tokens},{dim}) k({batch},{k_heads},{tokens},{dim})",
             _inputs(options, batch, q_heads, k_heads, tokens, dim),
-            providers(
-                candidates if direction == "forward" else [c for c in candidates if COPIES not in c.name],
-                *work,
-            ),
+            providers(selected(options, candidates, name), *work),
             float32_reference(_eager, *work),
-            nbytes=2 * 2 * batch * (q_heads + k_heads) * tokens * dim,
+            nbytes=TENSORS[name] * 2 * batch * (q_heads + k_heads) * tokens * dim,
             contests=tuple(contests),
+            work=f"rope {name}",
+            shape={"tokens": batch * tokens, "hidden size": q_heads * dim},
         )
+
+
+def rows(options):
+    if options.sweep:
+        swept, dim = options.swept(SIZES), options.pick(128, 128, 4)
+        sizes = [*((hidden, swept[0]) for hidden in swept), *((swept[0], tokens) for tokens in swept[1:])]
+        for hidden, tokens in sizes:
+            yield from _rows(options, 1, hidden // dim, options.pick(8, 8, 2), tokens, dim)
+        return
+    size = (4, 32, 8, 4096, 128)
+    yield from _rows(options, *options.pick(size, size, (2, 4, 2, 5, 8)))

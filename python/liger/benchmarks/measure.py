@@ -1,12 +1,16 @@
 """Measures the rows of harness.py.
 
+A row has several sets of inputs, and calls go through them in turn. The results of the first timed call are compared
+with those of the reference.
+
 Time on a GPU is taken with CUDA events, one call at a time: first what must happen before the call (restoring tensors
 that a provider overwrites, the forward before a backward), then a read of a buffer larger than the L2 cache, then a
 spinning kernel behind which the host gets ahead, and only then the call between two events. So the figure is the time
 of the device, from cold caches; where a provider waits for the device inside its call, the gap that follows is part of
 its figure. ``latency`` is the same without the spinning kernel, from an idle device: it contains the host.
 
-Providers take turns in rounds within one process, so that a chip that lowers its clock slows all of them alike.
+Providers take turns in rounds within one process, so that a chip that lowers its clock slows all of them alike. For the
+same reason a ratio to a ceiling is the median of the ratios of the rounds.
 """
 
 import gc
@@ -63,35 +67,42 @@ class Gpu:
         # A read: after a write, the dirty lines would be written back at the cost of the call that follows.
         self._flush.amax()
 
-    def _timed(self, work):
+    def _timed(self, work, see=None):
         self._start.record()
         results = work.run()
         self._end.record()
         self._end.synchronize()
+        if see is not None:
+            see(results)
         del results
+        work.release()
         return self._start.elapsed_time(self._end)
 
-    def milliseconds(self, work):
+    def milliseconds(self, work, see=None):
+        """Time of the device; ``see(results)`` comes after it."""
         work.prepare()
         self.cold_cache()
         torch.cuda._sleep(SPIN_CYCLES)
-        return self._timed(work)
+        return self._timed(work, see)
 
     def latency(self, work):
+        """Time of host and device."""
         work.prepare()
         self.cold_cache()
         torch.cuda.synchronize()
         return self._timed(work)
 
     def peak(self, work):
-        """(results, MiB allocated at the peak beyond what was allocated before)"""
+        """MiB allocated at the peak of a call, beyond what was allocated before it."""
         work.prepare()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        results = work.run()
+        work.run()
         torch.cuda.synchronize()
-        return results, (torch.cuda.max_memory_allocated() - before) / MIB
+        most = torch.cuda.max_memory_allocated()
+        work.release()
+        return (most - before) / MIB
 
     def release(self):
         gc.collect()
@@ -104,18 +115,21 @@ class Cpu:
     def synchronize(self):
         pass
 
-    def milliseconds(self, work):
+    def milliseconds(self, work, see=None):
         work.prepare()
         start = time.perf_counter()
-        work.run()
-        return (time.perf_counter() - start) * 1e3
+        results = work.run()
+        seconds = time.perf_counter() - start
+        if see is not None:
+            see(results)
+        work.release()
+        return seconds * 1e3
 
     def latency(self, work):
         return self.milliseconds(work)
 
     def peak(self, work):
-        work.prepare()
-        return work.run(), None
+        return None
 
     def release(self):
         gc.collect()
@@ -139,10 +153,10 @@ def spread(samples):
 
 
 class Contestant:
-    """A provider in a row: its work, or the reason why it has none."""
+    """A provider in a row: its works, one per set of inputs, or the reason why it has none."""
 
     def __init__(self, provider):
-        self.provider, self.work, self.samples, self.seconds = provider, None, [], 0.0
+        self.provider, self.works, self.rounds, self.seconds = provider, [], [], 0.0
         self.record = {"group": provider.group, "status": "ok"}
         missing = [name for name in provider.needs if importlib.util.find_spec(name) is None]
         if missing:
@@ -153,7 +167,7 @@ class Contestant:
         return self.record["status"] in ("ok", "wrong")
 
     def drop(self, status, reason):
-        self.work = None
+        self.works = []
         self.record.update(status=status, reason=reason)
 
     def attempt(self, action, *arguments):
@@ -170,6 +184,14 @@ class Contestant:
         finally:
             self.seconds += time.perf_counter() - start
 
+    def samples(self):
+        return [sample for samples in self.rounds for sample in samples]
+
+    def ratio(self, ceiling):
+        """The time as a multiple of the ceiling's: the median over the rounds."""
+        pairs = zip(self.rounds, ceiling.rounds, strict=False)
+        return statistics.median(statistics.median(mine) / statistics.median(its) for mine, its in pairs)
+
     def check(self, results, exact):
         errors = {
             name: relative_error(results[name], value) for name, value in exact.items() if name in results
@@ -184,102 +206,110 @@ class Contestant:
 
 
 def _in_rounds(contestants, rounds, visit):
-    """Every contestant in every round, beginning with another one each time."""
+    """Every contestant in every round, beginning with another one each time; ``visit(contestant)`` returns samples."""
     for contestant in contestants:
-        contestant.seconds = 0.0
+        contestant.seconds, contestant.rounds = 0.0, []
     for index in range(rounds):
         shift = index % len(contestants)
         for contestant in contestants[shift:] + contestants[:shift]:
             if contestant.seconds < SECONDS_PER_PROVIDER or index < 3:
-                contestant.attempt(visit, contestant)
-
-
-def _inspect(machine, contestants, exact):
-    """Peak memory and errors of one run each."""
-
-    def visit(contestant):
-        results, peak = machine.peak(contestant.work)
-        contestant.record["peak_mib"] = peak
-        if contestant.provider.group != "ceiling":
-            contestant.check(results, exact)
-
-    for contestant in contestants:
-        contestant.attempt(visit, contestant)
+                samples = contestant.attempt(visit, contestant)
+                if samples is not None:
+                    contestant.rounds.append(samples)
 
 
 def _measure_device(row, machine, contestants, inputs):
-    _inspect(machine, contestants, row.reference(inputs) if row.reference else {})
+    def inspect(contestant):
+        contestant.record["peak_mib"] = machine.peak(contestant.works[0])
+
+    for contestant in contestants:
+        contestant.attempt(inspect, contestant)
+    exact = row.reference(inputs) if row.reference else {}
     machine.release()
 
     def time_it(contestant):
-        contestant.samples += [machine.milliseconds(contestant.work) for _ in range(row.burst)]
+        done = len(contestant.samples())
+        works = [contestant.works[(done + i) % row.sets] for i in range(row.burst)]
+        samples = []
+        for work in works:
+            first = not (done or samples or contestant.provider.group == "ceiling")
+            see = (lambda results: contestant.check(results, exact)) if first else None
+            samples.append(machine.milliseconds(work, see))
+        return samples
 
     _in_rounds(contestants, row.rounds, time_it)
-    for contestant in contestants:
-        if contestant.samples and contestant.alive:
-            contestant.record["ms"] = spread(contestant.samples)
-            contestant.samples = []
-    quick = [c for c in contestants if c.alive and c.record["ms"]["median"] < LATENCY_LIMIT_MS]
+    timed = [contestant for contestant in contestants if contestant.alive]
+    ceilings = [contestant for contestant in timed if contestant.provider.group == "ceiling"]
+    for contestant in timed:
+        contestant.record["ms"] = spread(contestant.samples())
+        contestant.record["ratios"] = {c.provider.name: contestant.ratio(c) for c in ceilings}
 
-    def latency(contestant):
-        contestant.samples.append(machine.latency(contestant.work))
-
+    quick = [c for c in timed if c.record["ms"]["median"] < LATENCY_LIMIT_MS]
     if quick:
-        _in_rounds(quick, row.rounds, latency)
+        _in_rounds(quick, row.rounds, lambda contestant: [machine.latency(contestant.works[0])])
     for contestant in quick:
         if contestant.alive:
-            contestant.record["latency_ms"] = spread(contestant.samples)
+            contestant.record["latency_ms"] = spread(contestant.samples())
 
 
 def _measure_host(row, machine, contestants):
     def time_it(contestant):
-        work = contestant.work
+        work = contestant.works[0]
+        work.prepare()
         machine.synchronize()
         start = time.perf_counter()
         for _ in range(row.burst):
             work.run()
-        contestant.samples.append((time.perf_counter() - start) * 1e6 / row.burst)
+        seconds = time.perf_counter() - start
         machine.synchronize()
+        return [seconds * 1e6 / row.burst]
 
     _in_rounds(contestants, row.rounds, time_it)
     for contestant in contestants:
         if contestant.alive:
-            contestant.record["host_us"] = spread(contestant.samples)
+            contestant.record["host_us"] = spread(contestant.samples())
 
 
 def measure(row, machine):
     """The record of a row: for each provider its times, peak memory, errors and status.
 
     ``status`` is ``"ok"``, ``"wrong"`` (measured, but its results are not right), ``"failed"`` or ``"missing"``.
+    ``first_s`` is the time of the first calls, with all compilation.
     """
+    start = time.perf_counter()
     torch.manual_seed(0)
-    inputs = row.inputs()
+    sets = [row.inputs() for _ in range(row.sets)]
     contestants = [Contestant(provider) for provider in row.providers]
-    for contestant in contestants:
-        contestant.work = contestant.attempt(contestant.provider.make, inputs)
 
     def warm_up(contestant):
-        contestant.work.prepare()
-        contestant.work.run()
-        machine.synchronize()
+        contestant.works = [contestant.provider.make(inputs) for inputs in sets]
+        for work in contestant.works:
+            work.prepare()
+            work.run()
+            machine.synchronize()
+            work.release()
 
     for contestant in contestants:
         contestant.attempt(warm_up, contestant)
+        contestant.record["first_s"] = contestant.seconds
     if row.kind == "host":
         _measure_host(row, machine, contestants)
     else:
-        _measure_device(row, machine, contestants, inputs)
+        _measure_device(row, machine, contestants, sets[0])
     for contestant in contestants:
-        contestant.work = None
+        contestant.works = []
     machine.release()
     return {
         "op": row.op,
         "name": row.name,
+        "work": row.work,
+        "shape": row.shape,
         "kind": row.kind,
         "nbytes": row.nbytes,
-        "ceiling": row.ceiling,
+        "ceilings": [p.name for p in row.providers if p.group == "ceiling"],
         "contests": [{"baseline": c.baseline, "label": c.label, "ours": list(c.ours)} for c in row.contests],
         "providers": {c.provider.name: c.record for c in contestants},
+        "seconds": time.perf_counter() - start,
     }
 
 
@@ -287,8 +317,7 @@ def measure_all(rows, machine, after_row=lambda records: None):
     """The records of rows, one after the other; ``after_row`` sees all records so far."""
     records = []
     for row in rows:
-        start = time.perf_counter()
         records.append(measure(row, machine))
-        print(f"  {row.name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+        print(f"  {row.name}: {records[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
         after_row(records)
     return records

@@ -1,45 +1,56 @@
-"""Rows: one row is one piece of work on given inputs, done by several providers side by side (see measure.py).
-
-A benchmark module lists the implementations of its op as candidates, and makes of them the providers of its rows.
-"""
+"""Rows: one row is one piece of work on given inputs, done by several providers side by side (see measure.py)."""
 
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
-import liger
+# What a sweep goes through: the sizes that the benchmarks of liger-kernel plot.
+SIZES = (4096, 8192, 12288, 16384)
+VOCABULARIES = (40960, 81920, 122880, 163840)
 
 
 @dataclass
 class Options:
-    """What a run measures: ``size`` is ``"full"``, ``"quick"`` or ``"self-test"`` (tiny shapes)."""
+    """What a run measures: ``size`` is ``"full"``, ``"quick"`` or ``"self-test"`` (tiny shapes).
+
+    ``sweep`` is for one size at a time over a range, ``peers`` for those whose names begin like one of these (None:
+    all that are installed).
+    """
 
     device: str = "cuda"
     size: str = "full"
     backends: tuple[str, ...] = ("cuda", "triton")
     compile: bool = False
+    sweep: bool = False
+    peers: tuple[str, ...] | None = None
     dtype: torch.dtype = torch.bfloat16
 
     def pick(self, full, quick, tiny):
         return {"full": full, "quick": quick, "self-test": tiny}[self.size]
 
+    def swept(self, values):
+        """The values of a sweep: all, the two ends, or three tiny ones."""
+        return self.pick(values, values[:: len(values) - 1], (8, 16, 32))
+
 
 @dataclass
 class Work:
-    """``run()`` does the work once and returns its named results; ``prepare()`` comes before each run, untimed."""
+    """``run()`` does the work once and returns its named results. ``prepare()`` comes before each run and ``release()``
+    after it, both untimed."""
 
     run: Callable[[], dict]
     prepare: Callable[[], None] = lambda: None
+    release: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
 class Provider:
     """One way to do the work of a row: ``make(inputs)`` returns a fresh Work.
 
-    ``group`` is ``"ours"``, ``"liger-kernel"``, ``"other"`` or ``"ceiling"``; ``needs`` names modules to be importable.
+    ``group`` is ``"ours"``, ``"op alone"`` (ours, but not what a user calls: it is shown and does not compete),
+    ``"liger-kernel"``, ``"other"`` or ``"ceiling"``; ``needs`` names modules to be importable.
     """
 
     name: str
@@ -47,6 +58,9 @@ class Provider:
     group: str = "other"
     context: Callable = contextlib.nullcontext
     needs: tuple[str, ...] = ()
+
+
+FASTEST_PEER = "the fastest peer"
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,9 @@ class Contest:
 class Row:
     """``inputs()`` makes the tensors; ``reference(inputs)`` the float32 results; ``nbytes`` must be moved at least.
 
-    ``kind`` is ``"device"``, or ``"host"`` for the time the host spends per call.
+    ``kind`` is ``"device"``, or ``"host"`` for the time the host spends per call. ``work`` and ``shape`` say what the
+    name says, for plots: rows of one work that differ in one size are points of a line. ``sets`` is the number of sets
+    of inputs that the calls go through in turn.
     """
 
     op: str
@@ -75,20 +91,24 @@ class Row:
     rounds: int = 10
     burst: int = 3
     contests: tuple[Contest, ...] = (Contest(),)
-    ceiling: str = field(init=False, default="")
+    work: str = ""
+    shape: dict[str, int] = field(default_factory=dict)
+    sets: int = 2
 
     def __post_init__(self):
         if self.nbytes and self.kind == "device":
             self.providers = [*self.providers, copy_provider(self.nbytes)]
-        self.ceiling = next((p.name for p in self.providers if p.group == "ceiling"), "")
+        if self.contests:
+            self.contests = (*self.contests, Contest(FASTEST_PEER))
 
 
-# --- making providers ---------------------------------------------------------------------------------------------
+# --- works --------------------------------------------------------------------------------------------------------
 
 
 class Leaves(dict):
     """The inputs of a row as one provider sees them: autograd leaves over the same memory, and of those that it
-    overwrites private copies, renewed by ``restore()``. A copy is no leaf, like the activations of a model."""
+    overwrites private copies, which exist from ``restore()`` to ``drop()``. A copy is no leaf, like the activations
+    of a model."""
 
     def __init__(self, inputs, differentiate=(), overwrites=()):
         super().__init__()
@@ -101,9 +121,13 @@ class Leaves(dict):
             else:
                 self[name] = value
 
-    def restore(self):
-        for name, value in self._sources.items():
+    def drop(self):
+        for name in self._sources:
             self.pop(name, None)
+
+    def restore(self):
+        self.drop()
+        for name, value in self._sources.items():
             self[name] = value.clone()
 
 
@@ -116,30 +140,35 @@ def forward_work(function, results, differentiate, overwrites=()):
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
-        return Work(lambda: _named(results, function(leaves)), leaves.restore)
+        return Work(lambda: _named(results, function(leaves)), leaves.restore, leaves.drop)
 
     return make
 
 
 def backward_work(function, upstream, differentiate, overwrites=()):
-    """``make`` of a provider whose work is the backward of ``function(leaves)``, given gradients named ``upstream``."""
+    """``make`` of a provider whose work is the backward of ``function(leaves)``, given gradients named ``upstream``;
+    without ``upstream``, of a scalar loss."""
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
         outputs = []
 
         def prepare():
-            outputs.clear()
+            release()
             leaves.restore()
             value = function(leaves)
             outputs.extend(value if isinstance(value, (tuple, list)) else (value,))
 
+        def release():
+            outputs.clear()
+            leaves.drop()
+
         def run():
             wanted = [leaves[name] for name in differentiate]
-            grads = torch.autograd.grad(outputs, wanted, [leaves[name] for name in upstream])
-            return _named([f"d{name}" for name in differentiate], grads)
+            given = [leaves[name] for name in upstream] or None
+            return _named([f"d{name}" for name in differentiate], torch.autograd.grad(outputs, wanted, given))
 
-        return Work(run, prepare)
+        return Work(run, prepare, release)
 
     return make
 
@@ -157,50 +186,18 @@ def training_work(function, upstream, differentiate, overwrites=()):
             results = _named([f"d{name}" for name in differentiate], grads)
             return results if upstream else {"loss": value.detach(), **results}
 
-        return Work(run, leaves.restore)
+        return Work(run, leaves.restore, leaves.drop)
 
     return make
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """An implementation of an op: ``function(tensors)``, and the names of the tensors that it, or its backward,
-    overwrites. Rows make providers of it."""
-
-    name: str
-    function: Callable
-    group: str = "other"
-    context: Callable = contextlib.nullcontext
-    needs: tuple[str, ...] = ()
-    overwrites: tuple[str, ...] = ()
-
-
-def ours(options, function, label="", overwrites=()):
-    """The same function under each backend of liger."""
-    return [
-        Candidate(
-            f"liger[{b}]{label}", function, "ours", partial(liger.use_backend, b), overwrites=overwrites
-        )
-        for b in options.backends
-    ]
-
-
-def liger_kernel(function, label="", overwrites=()):
-    needs = ("liger_kernel", "triton")
-    return Candidate(f"liger-kernel{label}", function, "liger-kernel", needs=needs, overwrites=overwrites)
-
-
-def compiled(options, function):
-    """torch.compile of an eager candidate, if the run asks for it."""
-    return [Candidate("torch.compile", torch.compile(function, dynamic=False))] if options.compile else []
-
-
-def providers(candidates, work, *names):
-    """Providers that do ``work`` (one of the three above) with each candidate."""
-    return [
-        Provider(c.name, work(c.function, *names, c.overwrites), c.group, c.context, c.needs)
-        for c in candidates
-    ]
+def works(results, upstream, differentiate):
+    """The three works of an op that has a gradient, by name, each with the arguments of its maker."""
+    return {
+        "forward": (forward_work, results, differentiate),
+        "backward": (backward_work, upstream, differentiate),
+        "forward and backward": (training_work, upstream, differentiate),
+    }
 
 
 def float32_reference(function, work, *names):
@@ -241,9 +238,23 @@ def normal(options, *shape, std=1.0):
     return torch.randn(shape, device=options.device, dtype=options.dtype).mul_(std)
 
 
-def targets(options, rows, vocabulary, ignored):
-    """Random classes; with ``ignored``, one row in seven has the class -100."""
+# Which rows have no target: one in seven; half of them anywhere; the prompts, of different lengths, of eight sequences
+# in one batch, half of the tokens in all.
+IGNORED = ("", "1/7 ignored", "half ignored", "prompts ignored")
+
+
+def targets(options, rows, vocabulary, ignored=""):
+    """Random classes, and -100 where ``ignored``, one of IGNORED, says so."""
     target = torch.randint(vocabulary, (rows,), device=options.device)
-    if ignored:
+    if ignored == "1/7 ignored":
         target[::7] = -100
+    elif ignored == "half ignored":
+        target[torch.randperm(rows, device=options.device)[: rows // 2]] = -100
+    elif ignored == "prompts ignored":
+        sequence = -(-rows // 8)
+        position = torch.arange(rows, device=options.device)
+        quarters = torch.where(position // sequence % 2 == 0, 1, 3)
+        target[4 * (position % sequence) < quarters * sequence] = -100
+    elif ignored:
+        raise ValueError(f"targets: ignored is {ignored!r}, expected one of {IGNORED}")
     return target

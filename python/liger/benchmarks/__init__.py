@@ -1,0 +1,7 @@
+"""The benchmark suite behind ``liger bench``; docs/performance/README.md says what it measures and how.
+
+The work is in the modules, which nothing else in the package imports.
+"""
+
+# Each has a module bench_<op>.py with a function rows(options).
+OPS = ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce")

@@ -1,0 +1,188 @@
+"""The LM head with its cross entropy, forward and backward, against the three GEMMs that it cannot do without."""
+
+import torch
+import torch.nn.functional as F
+
+import liger
+
+from .candidates import (
+    Candidate,
+    compiled,
+    liger_kernel,
+    liger_kernel_cute,
+    ours,
+    peer,
+    providers,
+    quack,
+    selected,
+)
+from .harness import VOCABULARIES, Contest, Provider, Row, Work, normal, targets, training_work
+
+LOW = " low-precision sum"
+SMALL = f"{LOW}, small"
+AS_SMALL = f"{LOW}, as small as liger-kernel"
+# At most 128 MiB beyond the gradients: the logits of a chunk, and 2 MiB for what is kept per row.
+SMALL_BUDGET = 126 << 20
+REFERENCE_ROWS = 2048
+
+
+def _eager(t):
+    return F.cross_entropy((t["input"] @ t["weight"].T).float(), t["target"])
+
+
+def _torch(t):
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(t["input"], t["weight"], t["target"], options=options)
+
+
+def _ours(t, **how):
+    return liger.fused_linear_ce(t["input"], t["weight"], t["target"], **how)
+
+
+def _liger_kernel(t, accum_dtype):
+    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+    # return_z_loss, accum_dtype
+    return peer("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction").apply(
+        t["input"], t["weight"], t["target"], None, None, -100, 0.0, 0.0, "mean", None, False, accum_dtype
+    )[0]
+
+
+def _liger_kernel_cute(t):
+    module = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+    function = peer(module, "LigerFusedLinearCrossEntropySM90Function")
+    return function.apply(t["input"], t["weight"], t["target"])
+
+
+def _cut_cross_entropy(t):
+    return peer("cut_cross_entropy", "linear_cross_entropy")(t["input"], t["weight"], t["target"])
+
+
+def _quack(t, chunk_size):
+    function = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+    return function(t["input"], t["weight"], t["target"], chunk_size=chunk_size, tuned=False)
+
+
+def liger_kernel_logits_bytes(tokens, hidden, vocabulary, element_size=2):
+    """The chunk of logits that liger-kernel 0.8.5 holds by default: about as many elements as its input."""
+    chunks = -(-vocabulary // hidden)
+    rows = -(-tokens // chunks)
+    return min(1 << (rows - 1).bit_length(), tokens) * vocabulary * element_size
+
+
+def _small(options, tokens, hidden, vocabulary):
+    """Ours in little memory: in at most 128 MiB beyond the gradients and, unless that is about the same, in as much
+    as liger-kernel takes."""
+    low = {"accum_dtype": options.dtype}
+    same = liger_kernel_logits_bytes(tokens, hidden, vocabulary)
+    made = ours(options, lambda t: _ours(t, **low, memory_budget=SMALL_BUDGET), SMALL)
+    if not 0.9 < same / SMALL_BUDGET <= 1:
+        made += ours(options, lambda t: _ours(t, **low, memory_budget=same), AS_SMALL)
+    return made
+
+
+def _candidates(options, tokens, hidden, vocabulary, ignored):
+    low = {"accum_dtype": options.dtype}
+    candidates = [
+        *ours(options, _ours),
+        *ours(options, lambda t: _ours(t, **low), LOW),
+        liger_kernel(lambda t: _liger_kernel(t, None)),
+        Candidate("cut-cross-entropy", _cut_cross_entropy, needs=("cut_cross_entropy",)),
+    ]
+    if not ignored:
+        candidates += [
+            *_small(options, tokens, hidden, vocabulary),
+            liger_kernel(lambda t: _liger_kernel(t, torch.float32), " fp32 sum"),
+            liger_kernel_cute(_liger_kernel_cute),
+            quack(lambda t: _quack(t, 4096)),
+            Candidate("torch eager", _eager),
+            *compiled(options, _eager),
+        ]
+        if tokens > 4096:
+            candidates.append(quack(lambda t: _quack(t, tokens), " one chunk"))
+        if hasattr(F, "linear_cross_entropy"):
+            candidates.append(Candidate("torch F.linear_cross_entropy", _torch))
+    return selected(options, candidates)
+
+
+def _three_gemms(valid_only):
+    """Logits and both gradients through cuBLAS, into memory that is there already: of all tokens, or of as many as
+    have a target."""
+
+    def make(inputs):
+        x, weight = inputs["input"], inputs["weight"]
+        if valid_only:
+            x = x[: int((inputs["target"] != -100).sum())]
+        logits = x.new_empty(x.shape[0], weight.shape[0])
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+
+        def run():
+            torch.mm(x, weight.T, out=logits)
+            torch.mm(logits, weight, out=grad_x)
+            torch.mm(logits.T, x, out=grad_weight)
+            return {}
+
+        return Work(run)
+
+    return make
+
+
+def _reference(inputs):
+    """float32 throughout, a part of the rows at a time."""
+    x, weight, target = inputs["input"].float(), inputs["weight"].float(), inputs["target"]
+    count = (target != -100).sum()
+    loss, grad_x, grad_weight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
+    for part in torch.arange(x.shape[0], device=x.device).split(REFERENCE_ROWS):
+        logits, kept = x[part] @ weight.T, target[part] != -100
+        loss = loss + F.cross_entropy(logits, target[part], reduction="sum") / count
+        grad = logits.softmax(-1)
+        grad[torch.arange(len(part), device=x.device), target[part].clamp_min(0)] -= 1
+        grad *= (kept / count)[:, None]
+        grad_x[part] = grad @ weight
+        grad_weight.addmm_(grad.T, x[part])
+    return {"loss": loss, "dinput": grad_x, "dweight": grad_weight}
+
+
+def _row(options, tokens, hidden, vocabulary, ignored=""):
+    def inputs():
+        # Logits of standard deviation 2.5, as those of a trained model.
+        std = 0.02
+        return {
+            "input": normal(options, tokens, hidden, std=2.5 / (std * hidden**0.5)),
+            "weight": normal(options, vocabulary, hidden, std=std),
+            "target": targets(options, tokens, vocabulary, ignored),
+        }
+
+    candidates = _candidates(options, tokens, hidden, vocabulary, ignored)
+    ceilings = [Provider("three GEMMs", _three_gemms(False), "ceiling")]
+    contests = [Contest(label="it sums dW in bfloat16")]
+    if ignored:
+        ceilings.append(Provider("three GEMMs of valid tokens", _three_gemms(True), "ceiling"))
+    else:
+        exact = tuple(c.name for c in candidates if c.group == "ours" and LOW not in c.name)
+        contests.append(Contest("liger-kernel fp32 sum", "fp32 sums", exact))
+    suffix = f", {ignored}" if ignored else ""
+    return Row(
+        "fused_linear_ce",
+        f"fused_linear_ce {tokens}x{hidden}x{vocabulary}{suffix}",
+        inputs,
+        [*providers(candidates, training_work, (), ("input", "weight")), *ceilings],
+        _reference,
+        rounds=7,
+        burst=1,
+        contests=tuple(contests),
+        work=f"fused_linear_ce{suffix}",
+        shape={"tokens": tokens, "hidden size": hidden, "vocabulary": vocabulary},
+    )
+
+
+def rows(options):
+    if options.sweep:
+        tokens, hidden = options.pick((8192, 4096), (8192, 4096), (14, 16))
+        for vocabulary in options.swept(VOCABULARIES):
+            yield _row(options, tokens, hidden, vocabulary)
+        return
+    heads = [(16384, 4096, 128256), (4096, 4096, 128256), (16384, 2048, 128256), (32768, 4096, 32000)]
+    sizes = options.pick(heads, heads[:1], [(14, 16, 50)])
+    for ignored in ("", "half ignored", "prompts ignored"):
+        for size in sizes:
+            yield _row(options, *size, ignored)

@@ -1,0 +1,136 @@
+"""What liger is to reach on an H200, row by row, and which of that a run has reached.
+
+Goals are ratios to ceilings measured in the same rounds wherever there is one, so that a slow chip does not excuse a
+miss, and a fast one does not hide it.
+"""
+
+from dataclasses import dataclass
+
+from .verdict import SAME_MEMORY_MIB, time_of
+
+# By this factor an error may be larger than that of one sum in float32: kernels differ in where they round.
+AS_EXACT = 1.05
+EAGER = "torch eager"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``metric`` of the row ``row`` is to be at least, or for times at most, ``bound``.
+
+    Metrics: ``"of copy speed"`` (at least), ``"TB/s"`` (at least), ``"x <a ceiling>"`` (at most), ``"us"`` of the host
+    (at most). ``mib`` bounds the peak memory beyond the inputs, ``exact`` the errors of the gradients: those of eager
+    PyTorch, which sums in float32. One provider must meet all of it.
+    """
+
+    row: str
+    metric: str
+    bound: float
+    mib: float | None = None
+    exact: bool = False
+
+    @property
+    def asked(self):
+        text = f"{'<=' if self.at_most else '>='} {self.bound:g} {self.metric}"
+        text += "" if self.mib is None else f", <= {self.mib:g} MiB"
+        return text + (", as exact as one float32 sum" if self.exact else "")
+
+    @property
+    def at_most(self):
+        return self.metric == "us" or self.metric.startswith("x ")
+
+
+COPY = "of copy speed"
+GEMMS = "x three GEMMs"
+ROPE = "q(4,32,4096,128) k(4,8,4096,128)"
+HEAD = "fused_linear_ce 16384x4096x128256"
+# The gradients of that head, which every method returns, and 128 MiB.
+SMALL_MIB = (16384 + 128256) * 4096 * 2 / 2**20 + 128
+
+GOALS = (
+    Goal("rms_norm forward 16384x4096", COPY, 0.95),
+    Goal("rms_norm forward 4096x4096", "TB/s", 3.3),
+    Goal("rms_norm backward 16384x4096", COPY, 0.90),
+    Goal("rms_norm backward 16384x8192", COPY, 0.90),
+    Goal("rms_norm backward 16384x2048", COPY, 0.90),
+    Goal("rms_norm backward 4096x4096", "TB/s", 2.5),
+    Goal("rms_norm host time, forward with grad", "us", 25),
+    Goal("rms_norm host time, forward and backward", "us", 120),
+    Goal("swiglu forward 16384x14336", COPY, 1.00),
+    Goal("swiglu backward 16384x14336", COPY, 1.00),
+    Goal("swiglu_packed forward 16384x14336", COPY, 1.00),
+    Goal("swiglu_packed backward 16384x14336", COPY, 1.00),
+    Goal(f"rope forward {ROPE}", COPY, 0.95),
+    Goal(f"rope backward {ROPE}", COPY, 0.95),
+    Goal("cross_entropy forward and backward 8192x128256", COPY, 0.95),
+    Goal("cross_entropy forward and backward 8192x32000", COPY, 0.95),
+    Goal(HEAD, GEMMS, 1.03, 1640, exact=True),
+    Goal("fused_linear_ce 4096x4096x128256", GEMMS, 1.05, 1550, exact=True),
+    Goal("fused_linear_ce 16384x2048x128256", GEMMS, 1.08, 1070, exact=True),
+    Goal("fused_linear_ce 32768x4096x32000", GEMMS, 1.03, 1020, exact=True),
+    Goal(HEAD, GEMMS, 1.12, SMALL_MIB),
+    Goal(f"{HEAD}, half ignored", GEMMS, 0.55),
+    Goal(f"{HEAD}, prompts ignored", GEMMS, 0.55),
+)
+
+
+def _value(goal, record, provider):
+    """The metric of a provider, or None where the ceiling is missing."""
+    if goal.metric == "us":
+        return time_of(provider)
+    if goal.metric == "TB/s":
+        return record["nbytes"] / time_of(provider) / 1e9
+    ratio = provider["ratios"].get("device copy" if goal.metric == COPY else goal.metric[2:])
+    if ratio is None or goal.metric != COPY:
+        return ratio
+    return 1 / ratio
+
+
+def _conditions(goal, record, provider):
+    """What the goal asks beside its metric, as [(met, words)]; met is None where it cannot be told."""
+    conditions = []
+    if goal.mib is not None:
+        peak = provider.get("peak_mib")
+        met = None if peak is None else peak <= goal.mib + SAME_MEMORY_MIB
+        conditions.append((met, "memory unknown" if peak is None else f"{peak:.0f} MiB"))
+    if goal.exact:
+        mine, eager = (p.get("errors", {}) for p in (provider, record["providers"].get(EAGER, {})))
+        names = [name for name in mine if name.startswith("d") and mine[name] and eager.get(name)]
+        if names:
+            worst = max(mine[name] / eager[name] for name in names)
+            conditions.append((worst <= AS_EXACT, f"error {worst:.2f}x"))
+        else:
+            conditions.append((None, "error not compared"))
+    return conditions
+
+
+def _attempt(goal, record, name):
+    """What one provider reached: a line of the report, and a rank for choosing the best."""
+    provider = record["providers"][name]
+    value = _value(goal, record, provider)
+    if value is None:
+        return None
+    conditions = _conditions(goal, record, provider)
+    reached = value <= goal.bound if goal.at_most else value >= goal.bound
+    verdicts = [reached, *(met for met, _ in conditions)]
+    met = False if False in verdicts else None if None in verdicts else True
+    digits = 3 if goal.metric != "us" else 1
+    words = ", ".join([f"{value:.{digits}f} {goal.metric}", *(text for _, text in conditions)])
+    line = {"row": goal.row, "asked": goal.asked, "provider": name, "measured": words, "met": met}
+    # The speed of one that breaks another condition says little.
+    rank = (met is not True, any(v is False for v in verdicts[1:]), value if goal.at_most else -value)
+    return rank, line
+
+
+def reached(records, goals=GOALS):
+    """One line per goal whose row was measured with one of ours: the provider of ours that comes nearest."""
+    by_name = {record["name"]: record for record in records}
+    lines = []
+    for goal in goals:
+        record = by_name.get(goal.row)
+        if record is None:
+            continue
+        mine = [n for n, p in record["providers"].items() if p["group"] == "ours" and p["status"] == "ok"]
+        attempts = [attempt for name in mine if (attempt := _attempt(goal, record, name)) is not None]
+        if attempts:
+            lines.append(min(attempts, key=lambda pair: pair[0])[1])
+    return lines
