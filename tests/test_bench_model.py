@@ -1,18 +1,16 @@
 """The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as such."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import bench_model
 from transformers.models.llama import modeling_llama
+
+from liger.benchmarks import bench_model
 
 TINY = replace(bench_model.SELF_TEST, shapes=((1, 8),), rounds=3)
 

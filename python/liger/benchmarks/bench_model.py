@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from measure import PROVIDER_ERRORS, spread
 
 import liger
+
+from .measure import PROVIDER_ERRORS, spread
 
 GIB = 1024**3
 # Relative difference of the loss of the first step from that of the unpatched model.
