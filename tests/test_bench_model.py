@@ -29,7 +29,9 @@ def measure(monkeypatch, *contestants):
 def test_self_test(tmp_path, capsys):
     path = tmp_path / "model.json"
     assert bench_model.main(["--self-test", "2x16", "1x24", "--json", str(path)]) == 0
-    records = json.loads(path.read_text())
+    result = json.loads(path.read_text())
+    assert result["environment"]["torch"] == torch.__version__
+    records = result["rows"]
     assert [(record["batch"], record["sequence"]) for record in records] == [(2, 16), (1, 24)]
     for record in records:
         plain, ours = record["providers"]["transformers"], record["providers"]["liger[torch]"]
@@ -38,7 +40,8 @@ def test_self_test(tmp_path, capsys):
         assert ours["ms"]["n"] == bench_model.SELF_TEST.rounds
         assert 0 < ours["host_ms"]["median"] <= ours["ms"]["median"]
     printed = capsys.readouterr().out
-    assert "### B=2 T=16" in printed and "liger[torch]: " in printed
+    assert "## B=2 T=16" in printed and "liger[torch]: " in printed
+    assert path.with_suffix(".md").read_text() in printed
 
 
 def test_a_wrong_loss_is_seen(monkeypatch):
@@ -50,7 +53,7 @@ def test_a_wrong_loss_is_seen(monkeypatch):
     record = measure(monkeypatch, contestant("spoiled", spoil, "ours"))
     assert record["providers"]["spoiled"]["status"] == "wrong"
     assert bench_model.verdict(record) is None
-    assert "spoiled (WRONG LOSS)" in bench_model.markdown([record])
+    assert "spoiled (WRONG LOSS)" in bench_model.markdown({}, [record])
 
 
 def test_a_failure_is_a_result(monkeypatch):
@@ -64,7 +67,7 @@ def test_a_failure_is_a_result(monkeypatch):
     assert record["providers"]["absent"] == {
         "group": "other", "status": "missing", "reason": "not installed: no_such_module",
     }  # fmt: skip
-    printed = bench_model.markdown([record])
+    printed = bench_model.markdown({}, [record])
     assert "| failing | failed: RuntimeError: no such kernel |" in printed and "absent" not in printed
 
 

@@ -9,6 +9,7 @@ optimizer and activations take at the peak of a step; the models that wait are n
 import argparse
 import contextlib
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -22,6 +23,8 @@ import torch
 
 import liger
 
+from .environment import environment
+from .harness import Options
 from .measure import PROVIDER_ERRORS, spread
 
 GIB = 1024**3
@@ -287,13 +290,15 @@ def verdict(record):
     return line
 
 
-def markdown(records):
-    parts = ["## Training steps of Llama-3.2-1B's shape"]
+def markdown(facts, records):
+    """The environment and one table per shape."""
+    known = (f"{name} {value}" for name, value in facts.items() if value not in (None, False))
+    parts = ["# Training steps of Llama-3.2-1B's shape", "; ".join(known)]
     header = (
         "| | ms per step | quartiles | host ms | thousand tokens/s | peak GiB |\n|---|---|---|---|---|---|"
     )
     for record in records:
-        parts += [f"### {_name(record)}", "\n".join([header, *_lines(record)])]
+        parts += [f"## {_name(record)}", "\n".join([header, *_lines(record)])]
         if (line := verdict(record)) is not None:
             parts.append(line)
     return "\n\n".join(parts) + "\n"
@@ -318,16 +323,21 @@ def main(arguments=None):
     parser.add_argument(
         "--backends", default="cuda", help="backends of liger to measure (default %(default)s)"
     )
-    parser.add_argument("--json", type=Path, help="where the records go as well")
+    parser.add_argument("--json", type=Path, help="where the results go as well, as JSON and Markdown")
     parsed = parser.parse_args(arguments)
     if not parsed.self_test and not torch.cuda.is_available():
         parser.error("no CUDA device; --self-test runs a tiny model on the CPU")
     size, device = (SELF_TEST, "cpu") if parsed.self_test else (FULL, "cuda")
     backends = ["torch"] if parsed.self_test else parsed.backends.split(",")
+    options = Options(
+        device, "self-test" if parsed.self_test else "full", tuple(backends), parsed.compile, dtype=size.dtype
+    )
+    facts = {**environment(options), "transformers": importlib.metadata.version("transformers")}
     records = measure(size, device, backends, parsed.compile, parsed.shapes)
-    print(markdown(records))
+    print(markdown(facts, records))
     if parsed.json:
-        parsed.json.write_text(json.dumps(records, indent=1) + "\n")
+        parsed.json.write_text(json.dumps({"environment": facts, "rows": records}, indent=1) + "\n")
+        parsed.json.with_suffix(".md").write_text(markdown(facts, records))
     bad = [
         p for r in records for p in r["providers"].values() if p["group"] == "ours" and p["status"] != "ok"
     ]
