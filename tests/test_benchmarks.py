@@ -1,9 +1,6 @@
 """The benchmark suite: its logic on the CPU, and that every row of it runs and is right."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +9,10 @@ from liger import cli
 from liger.benchmarks import (
     OPS,
     bench_fused_linear_ce,
-    environment,
     harness,
     measure,
     plots,
     report,
-    suite,
     verdict,
 )
 from liger.benchmarks.candidates import Candidate, ours, providers, selected
@@ -31,8 +26,6 @@ from liger.benchmarks.harness import (
     forward_work,
     training_work,
 )
-
-ROOT = Path(__file__).parent.parent
 
 
 def double(t):
@@ -359,58 +352,6 @@ def test_styles_of_providers_differ_and_ceilings_are_black():
     assert styles["three GEMMs"]["color"] == "black"
     assert styles["liger[cuda]"]["color"] == styles["liger[cuda] inplace"]["color"]
     assert styles["liger-kernel"]["color"] != styles["liger-kernel CuTe"]["color"]
-
-
-# --- the command --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["no_such_op", "--self-test"], "unknown op no_such_op, expected some of rms_norm"),
-        (["--self-test", "--backends", "cuda,rocm"], "unknown backend rocm"),
-        (["--from", "no-such.json"], "no such file: no-such.json"),
-    ],
-)
-def test_bad_arguments(arguments, words, capsys):
-    assert cli.main(["bench", *arguments]) == 2
-    assert words in capsys.readouterr().err
-
-
-def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cli.main(["bench"]) == 2
-    assert "no CUDA device; --self-test" in capsys.readouterr().err
-
-
-def test_results_of_another_version_are_refused(tmp_path):
-    path = tmp_path / "old.json"
-    path.write_text('{"schema": 1}')
-    with pytest.raises(ValueError, match="schema 1"):
-        suite.redraw(path)
-
-
-def test_results_go_to_the_checkout_or_to_the_current_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/liger/benchmarks/environment.py"))
-    monkeypatch.chdir(tmp_path)
-    assert environment.results_folder() == Path("bench-output")
-    assert environment.environment(Options("cpu"))["modified"] is None
-    monkeypatch.chdir(ROOT)
-    assert environment.results_folder() == ROOT / "benchmarks/results"
-
-
-def test_run_py_is_the_command():
-    command = [sys.executable, ROOT / "benchmarks/run.py", "--from", "no-such.json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "liger bench: no such file" in done.stderr
-
-
-def test_importing_liger_does_not_import_the_suite():
-    code = (
-        "import sys, liger, liger.cli; print(*[m for m in sys.modules if m.startswith('liger.benchmarks.')])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
 
 
 @pytest.mark.gpu

@@ -47,7 +47,7 @@ def _candidates(options):
         liger_kernel(_liger_kernel, overwrites=logits),
         liger_kernel_cute(lambda t: _liger_kernel(t, LIGER_KERNEL_CUTE), overwrites=logits),
         quack(lambda t: _quack(t, False)),
-        quack(lambda t: _quack(t, True), " inplace", logits),
+        quack(lambda t: _quack(t, True), " inplace", logits, GRADIENT),
         Candidate("torch eager", _eager),
         *compiled(options, _eager),
     ]

@@ -74,8 +74,9 @@ def liger_kernel_cute(function, label="", overwrites=(), works=()):
     )
 
 
-def quack(function, label="", overwrites=()):
-    return Candidate(f"quack{label}", function, needs=("quack", "cutlass"), overwrites=overwrites)
+def quack(function, label="", overwrites=(), works=()):
+    needs = ("quack", "cutlass")
+    return Candidate(f"quack{label}", function, needs=needs, overwrites=overwrites, works=works)
 
 
 def compiled(options, function, label=""):

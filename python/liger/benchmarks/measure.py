@@ -31,6 +31,8 @@ LATENCY_LIMIT_MS = 2.0
 WRONG = 0.03
 # Further rounds of a provider are left out once it has used this much time in a row.
 SECONDS_PER_PROVIDER = 2.0
+# First calls that take longer than this, in seconds, are named while a run is under way.
+SLOW_START = 4.0
 
 PROVIDER_ERRORS = (
     ArithmeticError,
@@ -318,6 +320,8 @@ def measure_all(rows, machine, after_row=lambda records: None):
     records = []
     for row in rows:
         records.append(measure(row, machine))
-        print(f"  {row.name}: {records[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
+        slow = {n: p["first_s"] for n, p in records[-1]["providers"].items() if p["first_s"] > SLOW_START}
+        starts = "".join(f", {name} started in {seconds:.0f} s" for name, seconds in slow.items())
+        print(f"  {row.name}: {records[-1]['seconds']:.1f} s{starts}", file=sys.stderr, flush=True)
         after_row(records)
     return records

@@ -72,13 +72,16 @@ def memory(record):
 def _draw_lines(axes, title, axis_name, records, styles, quantity):
     label, _ = quantity(records[0])
     sizes = [record["shape"][axis_name] for record in records]
-    names = dict.fromkeys(name for record in records for name in quantity(record)[1])
+    points = [quantity(record)[1] for record in records]
+    names = dict.fromkeys(name for values in points for name in values)
+    if not names:
+        axes.set_axis_off()
     for name in names:
-        values = [quantity(record)[1].get(name, float("nan")) for record in records]
+        values = [values.get(name, float("nan")) for values in points]
         axes.plot(sizes, values, label=name, markersize=4, linewidth=1.2, **styles[name])
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(axis_name, fontsize=8)
-    axes.set_ylabel(label, fontsize=8)
+    axes.set_ylabel(label.replace(" (", "\n("), fontsize=8)
     axes.set_xticks(sizes)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -87,6 +90,9 @@ def _draw_lines(axes, title, axis_name, records, styles, quantity):
 
 def _draw_bars(axes, record, styles, quantity):
     label, values = quantity(record)
+    if not values:
+        axes.set_axis_off()
+        return
     colors = [styles[name]["color"] for name in values]
     bars = axes.barh(range(len(values)), list(values.values()), color=colors)
     axes.bar_label(bars, [f"{value:.4g}" for value in values.values()], padding=2, fontsize=7)
@@ -113,10 +119,7 @@ def _figure(records):
             _draw_lines(axes, title, axis_name, points, styles, quantity)
     for record, pair in zip(bars, panels[len(lines) :], strict=True):
         for axes, quantity in zip(pair, (speed, memory), strict=True):
-            if quantity(record)[1]:
-                _draw_bars(axes, record, styles, quantity)
-            else:
-                axes.set_axis_off()
+            _draw_bars(axes, record, styles, quantity)
     if lines:
         shown = {}
         for axes in panels[: len(lines)].flat:
