@@ -30,7 +30,7 @@ _BLOCK = 4096
 WARPS = 8
 # A row of up to so many bytes stays in registers for its gradient, so many elements to a lane.
 _RESIDENT_BYTES = 65536
-_RESIDENT_PER_LANE = 32
+_RESIDENT_PER_LANE = 16
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -231,7 +231,12 @@ class RowResults:
         if logits.shape[0] == 0:
             return
         block, warps = self.block, WARPS
-        resident = used_denominator is not None and rule.n_cols * logits.element_size() <= _RESIDENT_BYTES
+        # The extras need so many more registers that the longest rows would spill.
+        plain = (
+            self.predicted is None and self.entropy is None and not rule.smoothing and rule.softcap is None
+        )
+        longest = (_RESIDENT_BYTES if plain else _RESIDENT_BYTES // 2) // logits.element_size()
+        resident = used_denominator is not None and rule.n_cols <= longest
         if resident:
             block = triton.next_power_of_2(rule.n_cols)
             warps = min(max(block // (32 * _RESIDENT_PER_LANE), 4), 32)
