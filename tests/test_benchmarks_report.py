@@ -160,11 +160,12 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
     assert "no CUDA device; --self-test" in capsys.readouterr().err
 
 
-def test_results_of_another_version_are_refused(tmp_path):
+@pytest.mark.parametrize(("text", "words"), [('{"schema": 1}', "results of schema 1"), ("{", "liger bench: ")])
+def test_results_that_cannot_be_read_are_refused(text, words, tmp_path, capsys):
     path = tmp_path / "old.json"
-    path.write_text('{"schema": 1}')
-    with pytest.raises(ValueError, match="schema 1"):
-        suite.redraw(path)
+    path.write_text(text)
+    assert cli.main(["bench", "--from", str(path)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_results_go_to_the_checkout_or_to_the_current_folder(monkeypatch, tmp_path):

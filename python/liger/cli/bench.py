@@ -85,7 +85,11 @@ def run(arguments):
     from ..benchmarks.harness import Options
 
     if arguments.source is not None:
-        suite.redraw(arguments.source, arguments.plots)
+        try:
+            suite.redraw(arguments.source, arguments.plots)
+        except ValueError as error:
+            print(f"liger bench: {error}", file=sys.stderr)
+            return 2
         return 0
     options = Options(
         device="cpu" if arguments.self_test else "cuda",
