@@ -160,7 +160,9 @@ def test_without_a_gpu_it_says_what_to_do(monkeypatch, capsys):
     assert "no CUDA device; --self-test" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "words"), [('{"schema": 1}', "results of schema 1"), ("{", "liger bench: ")])
+@pytest.mark.parametrize(
+    ("text", "words"), [('{"schema": 1}', "results of schema 1"), ("{", "liger bench: ")]
+)
 def test_results_that_cannot_be_read_are_refused(text, words, tmp_path, capsys):
     path = tmp_path / "old.json"
     path.write_text(text)
