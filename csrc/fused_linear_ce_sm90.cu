@@ -1,0 +1,449 @@
+#include "fused_linear_ce_sm90.h"
+
+#include <algorithm>
+#include <climits>
+#include <mutex>
+#include <unordered_map>
+
+#include "kernels/compact.cuh"
+#include "kernels/fused_linear_ce_sm90.cuh"
+#include "planner_sm90.h"
+
+namespace liger {
+namespace {
+
+constexpr const char* kOp = "fused_linear_ce";
+constexpr int64_t kFewestRows = 256;
+
+using Bf16 = __nv_bfloat16;
+
+// --- tensor maps
+// ---------------------------------------------------------------------------------------------------------
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// Of the driver, which is not linked: the library loads where there is none. Null before CUDA 12.
+Encode encode_function() {
+  static const Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                                cudaEnableDefault, &result);
+#else
+    const cudaError_t status =
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
+    const bool is_there = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return is_there ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  return found;
+}
+
+// Boxes of 64 x 64 elements. Strides in elements; what lies outside reads as zero.
+CUtensorMap map_of(const Bf16* memory, int64_t columns, int64_t rows, int64_t panels, int64_t row_stride,
+                   int64_t panel_stride, CUtensorMapSwizzle swizzle) {
+  CUtensorMap map;
+  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(panels)};
+  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2,
+                                 static_cast<cuuint64_t>(panel_stride) * 2};
+  const cuuint32_t box[3] = {sm90::kBox, sm90::kBox, 1}, steps[3] = {1, 1, 1};
+  const CUresult status =
+      encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<Bf16*>(memory), sizes, strides,
+                        box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(status == CUDA_SUCCESS, kOp, ": cuTensorMapEncodeTiled failed with ", static_cast<int>(status));
+  return map;
+}
+
+CUtensorMap matrix_map(const Bf16* memory, int64_t rows, int64_t columns, int64_t stride) {
+  return map_of(memory, columns, rows, 1, stride, std::max(rows, int64_t{1}) * stride,
+                CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+// --- launches
+// ---------------------------------------------------------------------------------------------------------
+
+template <class Job>
+cudaLaunchConfig_t launch_config(int blocks, cudaStream_t stream, cudaLaunchAttribute& cluster) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(sm90::kThreads);
+  config.dynamicSmemBytes = sm90::kSharedBytes;
+  config.stream = stream;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = sm90::kCluster;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return config;
+}
+
+// How many clusters the device runs at a time: all that are launched, since blocks may wait for each other.
+template <class Job>
+int resident_clusters(int device) {
+  static std::mutex mutex;
+  static std::unordered_map<int, int> known;
+  const std::lock_guard lock(mutex);
+  int& clusters = known[device];
+  if (clusters == 0) {
+    check_cuda(cudaFuncSetAttribute(sm90::product<Job>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    sm90::kSharedBytes),
+               kOp);
+    cudaLaunchAttribute cluster{};
+    const cudaLaunchConfig_t config =
+        launch_config<Job>(device_attributes(device).multiprocessors, nullptr, cluster);
+    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, sm90::product<Job>, &config), kOp);
+    require(clusters > 0, kOp, ": this device runs no clusters of ", sm90::kCluster, " blocks with ",
+            sm90::kSharedBytes, " bytes of shared memory");
+  }
+  return clusters;
+}
+
+template <class Job>
+void launch_product(const sm90::Maps& maps, const Job& job, int device, cudaStream_t stream) {
+  cudaLaunchAttribute cluster{};
+  const cudaLaunchConfig_t config =
+      launch_config<Job>(resident_clusters<Job>(device) * sm90::kCluster, stream, cluster);
+  check_cuda(cudaLaunchKernelEx(&config, sm90::product<Job>, maps, job), kOp);
+}
+
+// Per-row results of rows whose target is ignored.
+__global__ void __launch_bounds__(compact::kRowThreads)
+    write_ignored_rows(const ce::Problem problem, const int32_t* position) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * compact::kRowThreads + threadIdx.x;
+  if (row < problem.rows && position[row] < 0) ce::write_ignored(problem, row);
+}
+
+// --- the engine
+// ---------------------------------------------------------------------------------------------------------
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Memory for what one chunk needs, from rows of the input gradient that nobody has written yet or, where
+// these do not suffice, of its own. Blocks start at multiples of 1024 bytes.
+class Scratch {
+ public:
+  Scratch(Tensor memory, int64_t first_byte)
+      : memory_(std::move(memory)),
+        at_(static_cast<char*>(memory_.mutable_data_ptr()) + first_byte),
+        left_(memory_.numel() * static_cast<int64_t>(memory_.element_size()) - first_byte) {
+    const int64_t skipped = -reinterpret_cast<intptr_t>(at_) & 1023;
+    at_ += skipped;
+    left_ -= skipped;
+  }
+  static int64_t size_of(std::initializer_list<int64_t> blocks) {
+    int64_t size = 1024;
+    for (const int64_t bytes : blocks) size += ceil_div(bytes, 1024) * 1024;
+    return size;
+  }
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t bytes = ceil_div(count * static_cast<int64_t>(sizeof(T)), 1024) * 1024;
+    require(bytes <= left_, kOp, ": scratch of ", left_, " bytes is too small for ", bytes);
+    char* const block = at_;
+    at_ += bytes;
+    left_ -= bytes;
+    return reinterpret_cast<T*>(block);
+  }
+
+ private:
+  Tensor memory_;
+  char* at_;
+  int64_t left_;
+};
+
+class Engine {
+ public:
+  explicit Engine(const FusedLinearCe& call)
+      : call_(call),
+        rows_(call.input.size(0)),
+        hidden_(call.input.size(1)),
+        vocab_(call.weight.size(0)),
+        columns_(ceil_div(vocab_, sm90::kTileN)),
+        input_(dense(call.input)),
+        weight_(dense(call.weight)),
+        write_gradient_(call.need_grad_input || call.need_grad_weight) {}
+
+  FusedLinearCeGradients run() {
+    list_rows();
+    const Sm90Plan plan = plan_sm90({rows_, hidden_, vocab_, call_.need_grad_input, call_.need_grad_weight,
+                                     call_.exact_accumulation, call_.memory_budget,
+                                     resident_clusters<flce90::GradInput>(call_.device)});
+    grad_input_ = matrix_or_none(call_.need_grad_input, rows_, hidden_);
+    const int64_t panels = vocab_ / sm90::kPanel + plan.slack;
+    const Tensor weight_memory = matrix_or_none(call_.need_grad_weight, panels * sm90::kPanel, hidden_);
+    grad_weight_ = call_.need_grad_weight ? narrow_rows(weight_memory, vocab_) : weight_memory;
+    const Tensor extra = bytes(write_gradient_ ? panels * plan.panel_bytes : 0);
+    Tensor readers = empty({plan.hosted_rows > 0 ? vocab_ / sm90::kPanel : 0}, ScalarType::Int, input_);
+    if (plan.hosted_rows > 0) {
+      check_cuda(cudaMemsetAsync(readers.mutable_data_ptr(), 0, readers.numel() * 4, call_.stream), kOp);
+    }
+
+    std::optional<Tensor> own;  // scratch of chunks for which neither gradient has room
+    for (size_t i = 0; i < plan.chunks.size(); ++i) {
+      const bool is_first = i == 0, is_last = i + 1 == plan.chunks.size();
+      const Sm90Chunk& chunk = plan.chunks[i];
+      // The input rows of a chunk lie where their gradient will, if they are needed for nothing later: the
+      // exponentials of the first chunk are gone after the weight gradient, so there the input gradient comes
+      // first.
+      const bool rows_apart = !call_.need_grad_input || plan.hosted_rows * is_first > 0;
+      const int64_t need = scratch_size(chunk, rows_apart);
+      const int64_t unwritten = (rows_ - chunk.first - chunk.rows) * hidden_ * 2;
+      const int64_t slack = plan.slack * sm90::kPanel * hidden_ * 2;
+      std::optional<Scratch> scratch;
+      if (is_first && call_.need_grad_input && need <= unwritten) {
+        scratch.emplace(grad_input_, (chunk.first + chunk.rows) * hidden_ * 2);
+      } else if (!is_first && need <= slack) {
+        scratch.emplace(weight_memory, vocab_ * hidden_ * 2);
+      } else {
+        if (!own || own->numel() < need) {
+          own.reset();
+          own.emplace(bytes(need));
+        }
+        scratch.emplace(*own, 0);
+      }
+      const Places places = place(chunk, rows_apart, *scratch);
+
+      flce90::Panels exponentials_at{};
+      char* const low = static_cast<char*>(extra.mutable_data_ptr());
+      const bool hosted = is_first && plan.hosted_rows > 0;
+      const int64_t behind = hosted ? plan.slack : 0;  // panels
+      Bf16* const in_extra =
+          reinterpret_cast<Bf16*>(low + behind * plan.panel_bytes + (is_first ? 0 : plan.low_bytes));
+      if (hosted) {
+        exponentials_at.memory[0] =
+            static_cast<Bf16*>(weight_memory.mutable_data_ptr()) + behind * sm90::kPanel * hidden_;
+        exponentials_at.stride[0] = sm90::kPanel * hidden_;
+      } else {
+        exponentials_at.memory[0] = in_extra;
+        exponentials_at.stride[0] = plan.panel_bytes / 2;
+      }
+      exponentials_at.memory[1] = in_extra;
+      exponentials_at.stride[1] = plan.panel_bytes / 2;
+      exponentials_at.rows_in_first = static_cast<int>(
+          ceil_div(hosted ? plan.hosted_rows : chunk.rows, int64_t{sm90::kTileM}) * sm90::kTileM);
+
+      exponentials(chunk, places, exponentials_at);
+      if (rows_apart) {
+        multiply_input(chunk, places, exponentials_at);
+        multiply_weight(chunk, places, exponentials_at, low, plan, readers, is_first, is_last);
+      } else {
+        multiply_weight(chunk, places, exponentials_at, low, plan, readers, is_first, is_last);
+        multiply_input(chunk, places, exponentials_at);
+      }
+    }
+    if (call_.need_grad_input) {
+      compact::launch_expand_rows<Bf16>(static_cast<Bf16*>(grad_input_.mutable_data_ptr()), hidden_,
+                                        list_.position, rows_, hidden_, call_.stream);
+      check_launch(kOp);
+    }
+    return {grad_input_, grad_weight_};
+  }
+
+ private:
+  // Pointers of one chunk.
+  struct Places {
+    Bf16* input;
+    float* reference;
+    float* scale;
+    flce90::RowPart* parts;
+    int* repair;
+    float* partial;
+  };
+
+  Tensor dense(const Tensor& tensor) const {
+    const bool usable = tensor.stride(1) == 1 && tensor.stride(0) >= tensor.size(1) &&
+                        tensor.stride(0) % 8 == 0 && is_aligned16(tensor.const_data_ptr());
+    if (usable) return tensor;
+    const Tensor copy = torch::stable::contiguous(tensor);
+    return is_aligned16(copy.const_data_ptr()) ? copy : torch::stable::clone(copy);
+  }
+  Tensor matrix_or_none(bool needed, int64_t rows, int64_t columns) const {
+    return needed ? empty({rows, columns}, ScalarType::BFloat16, input_)
+                  : no_tensor(ScalarType::BFloat16, input_);
+  }
+  static Tensor narrow_rows(Tensor matrix, int64_t rows) { return torch::stable::narrow(matrix, 0, 0, rows); }
+  Tensor bytes(int64_t count) const { return empty({count}, ScalarType::Byte, input_); }
+  const Bf16* weight() const { return static_cast<const Bf16*>(weight_.const_data_ptr()); }
+  Bf16* grad_input_at(int64_t row) const {
+    return static_cast<Bf16*>(grad_input_.mutable_data_ptr()) + row * hidden_;
+  }
+  static int64_t padded(const Sm90Chunk& chunk) {
+    constexpr int64_t kPair = sm90::kCluster * sm90::kTileM;
+    return ceil_div(chunk.rows, kPair) * kPair;
+  }
+
+  void list_rows() {
+    lists_ = empty({2 * rows_ + 1}, ScalarType::Int, input_);
+    int32_t* const lists = static_cast<int32_t*>(lists_.mutable_data_ptr());
+    list_ = {lists, lists + rows_, lists + 2 * rows_};
+    compact::launch_list_rows(call_.options.problem.targets, rows_, list_, nullptr, call_.stream);
+    check_launch(kOp);
+    problem_ = call_.options.problem;
+    problem_.rows = rows_;
+    problem_.denominator = static_cast<const float*>(call_.used_denominator.const_data_ptr());
+    call_.results.attach(problem_, 0);
+    write_ignored_rows<<<compact::blocks_of(rows_), compact::kRowThreads, 0, call_.stream>>>(problem_,
+                                                                                             list_.position);
+    check_launch(kOp);
+  }
+
+  int64_t scratch_size(const Sm90Chunk& chunk, bool rows_apart) const {
+    return Scratch::size_of({rows_apart ? chunk.rows * hidden_ * 2 : 0, padded(chunk) * 4, padded(chunk) * 4,
+                             chunk.rows * columns_ * static_cast<int64_t>(sizeof(flce90::RowPart)),
+                             padded(chunk) / sm90::kTileM * 4,
+                             chunk.parts > 1 ? chunk.parts * chunk.rows * hidden_ * 4 : 0});
+  }
+  Places place(const Sm90Chunk& chunk, bool rows_apart, Scratch& scratch) const {
+    Places p{};
+    p.input = rows_apart ? scratch.take<Bf16>(chunk.rows * hidden_) : grad_input_at(chunk.first);
+    p.reference = scratch.take<float>(padded(chunk));
+    p.scale = scratch.take<float>(padded(chunk));
+    p.parts = scratch.take<flce90::RowPart>(chunk.rows * columns_);
+    p.repair = scratch.take<int>(padded(chunk) / sm90::kTileM);
+    p.partial = chunk.parts > 1 ? scratch.take<float>(chunk.parts * chunk.rows * hidden_) : nullptr;
+    return p;
+  }
+
+  flce90::ChunkRows rows_of(const Sm90Chunk& chunk) const {
+    return {list_.count, static_cast<int>(chunk.first), static_cast<int>(chunk.rows)};
+  }
+
+  sm90::Maps maps_of(const Sm90Chunk& chunk, const flce90::Panels& panels, const CUtensorMap& b) const {
+    const int64_t in_first = std::min<int64_t>(chunk.rows, panels.rows_in_first);
+    const auto map = [&](int place, int64_t rows) {
+      // No swizzle: the panels have it already.
+      return map_of(panels.memory[place], sm90::kPanel, rows, vocab_ / sm90::kPanel, sm90::kPanel,
+                    panels.stride[place], CU_TENSOR_MAP_SWIZZLE_NONE);
+    };
+    const CUtensorMap first = map(0, in_first);
+    return {{first, in_first < chunk.rows ? map(1, chunk.rows - in_first) : first}, b};
+  }
+
+  // Exponentials, results and scales; the input rows become scaled where the weight gradient needs them.
+  void exponentials(const Sm90Chunk& chunk, const Places& at, const flce90::Panels& panels) {
+    const flce90::Gather gather{rows_of(chunk),
+                                list_.index + chunk.first,
+                                call_.options.problem.targets,
+                                static_cast<const Bf16*>(input_.const_data_ptr()),
+                                weight(),
+                                input_.stride(0),
+                                weight_.stride(0),
+                                static_cast<int>(vocab_),
+                                static_cast<int>(hidden_),
+                                at.input,
+                                at.reference,
+                                at.repair};
+    flce90::gather<<<static_cast<unsigned>(padded(chunk)), flce90::kRowThreads, 0, call_.stream>>>(gather);
+    check_launch(kOp);
+
+    const CUtensorMap rows = matrix_map(at.input, chunk.rows, hidden_, hidden_);
+    const sm90::Maps maps{{rows, rows}, matrix_map(weight(), vocab_, hidden_, weight_.stride(0))};
+    flce90::Exponentials job{rows_of(chunk),
+                             static_cast<int>(vocab_),
+                             static_cast<int>(hidden_),
+                             at.reference,
+                             at.parts,
+                             panels,
+                             write_gradient_,
+                             at.repair,
+                             false};
+    launch_product(maps, job, call_.device, call_.stream);
+    job.repairing = true;
+    launch_product(maps, job, call_.device, call_.stream);
+
+    const flce90::Rule rule{problem_,
+                            rows_of(chunk),
+                            list_.index + chunk.first,
+                            at.reference,
+                            at.parts,
+                            static_cast<int>(columns_),
+                            at.repair,
+                            panels,
+                            write_gradient_,
+                            call_.need_grad_weight ? at.input : nullptr,
+                            static_cast<int>(hidden_),
+                            at.scale};
+    flce90::apply_rule<<<static_cast<unsigned>(chunk.rows), flce90::kRowThreads, 0, call_.stream>>>(rule);
+    check_launch(kOp);
+  }
+
+  void multiply_input(const Sm90Chunk& chunk, const Places& at, const flce90::Panels& panels) {
+    if (!call_.need_grad_input) return;
+    const flce90::GradInput job{rows_of(chunk),
+                                static_cast<int>(vocab_),
+                                static_cast<int>(hidden_),
+                                panels.rows_in_first,
+                                static_cast<int>(chunk.parts),
+                                at.scale,
+                                grad_input_at(chunk.first),
+                                at.partial};
+    launch_product(maps_of(chunk, panels, matrix_map(weight(), vocab_, hidden_, weight_.stride(0))), job,
+                   call_.device, call_.stream);
+    if (chunk.parts > 1) {
+      flce90::add_parts<<<static_cast<unsigned>(chunk.rows), flce90::kRowThreads, 0, call_.stream>>>(job);
+      check_launch(kOp);
+    }
+  }
+
+  void multiply_weight(const Sm90Chunk& chunk, const Places& at, const flce90::Panels& panels, char* low,
+                       const Sm90Plan& plan, const Tensor& readers, bool is_first, bool is_last) {
+    if (!call_.need_grad_weight) return;
+    const sm90::Maps maps = maps_of(chunk, panels, matrix_map(at.input, chunk.rows, hidden_, hidden_));
+    const auto launch = [&](auto with_low) {
+      const flce90::GradWeight<decltype(with_low)::value> job{
+          rows_of(chunk),
+          static_cast<int>(vocab_),
+          static_cast<int>(hidden_),
+          panels.rows_in_first,
+          static_cast<Bf16*>(grad_weight_.mutable_data_ptr()),
+          low,
+          plan.panel_bytes,
+          is_first,
+          is_last,
+          is_first && plan.hosted_rows > 0 ? static_cast<int*>(readers.mutable_data_ptr()) : nullptr,
+          static_cast<int>(plan.slack)};
+      launch_product(maps, job, call_.device, call_.stream);
+    };
+    if (plan.low_bytes > 0) {
+      launch(std::true_type{});
+    } else {
+      launch(std::false_type{});
+    }
+  }
+
+  const FusedLinearCe& call_;
+  int64_t rows_, hidden_, vocab_, columns_;
+  Tensor input_, weight_;
+  bool write_gradient_;
+  Tensor lists_, grad_input_, grad_weight_;
+  compact::RowList list_{};
+  ce::Problem problem_{};
+};
+
+}  // namespace
+
+bool fits_sm90(const FusedLinearCe& call) {
+#ifndef LIGER_HAS_SM90A
+  return false;
+#else
+  ce::Problem problem = call.options.problem;
+  call.results.attach(problem, 0);
+  return device_attributes(call.device).capability == 90 &&
+         call.input.scalar_type() == ScalarType::BFloat16 && !call.bias && problem.extras == 0 &&
+         call.input.size(0) >= kFewestRows && call.input.size(0) <= INT_MAX / 2 &&
+         sm90_fits(call.input.size(1), call.weight.size(0)) && encode_function() != nullptr;
+#endif
+}
+
+FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call) {
+  return Engine(call).run();
+}
+
+}  // namespace liger

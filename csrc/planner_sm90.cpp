@@ -1,0 +1,108 @@
+#include "planner_sm90.h"
+
+#include <algorithm>
+
+namespace liger {
+namespace {
+
+constexpr int64_t kTileM = 128, kTileN = 256, kPanel = 128;
+// What a chunk costs beyond its products, as rows whose products take as long (measured, docs/performance):
+// launches, and one more pass over the sum, which the products do not hide entirely.
+constexpr double kLaunchRows = 4, kPassRows16 = 30, kPassRows20 = 65;
+
+int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+int64_t round_up(int64_t a, int64_t b) {
+  return ceil_div(a, b) * b;
+}
+
+// Panels that are being read while the first sums are written. A pair is enough to keep blocks from waiting
+// for tiles that begin later; two hide that blocks are not equally fast.
+constexpr int64_t kSlack = 4;
+
+// The share of the device's time that the product of the input gradient uses, with the best number of parts.
+struct Fill {
+  int64_t parts;
+  double share;
+};
+Fill fill(const Sm90Problem& p, int64_t rows) {
+  Fill best{1, 0.0};
+  const int64_t tiles = ceil_div(rows, 2 * kTileM) * (p.hidden / kTileN);
+  for (int64_t parts = 1; parts <= 8; ++parts) {
+    // Parts are summed in float32: a little more memory than a small chunk has anyway, not a lot.
+    if (parts > 1 && 4 * parts * rows * p.hidden > p.memory_budget / 8) break;
+    const int64_t units = tiles * parts;
+    const double used = static_cast<double>(rows) / round_up(rows, 2 * kTileM);
+    const double share = used * units / round_up(units, p.clusters) - 0.01 * (parts - 1);
+    if (share > best.share + 1e-9) best = {parts, share};
+  }
+  return best;
+}
+
+int64_t partial_bytes(const Sm90Problem& p, int64_t rows, int64_t parts) {
+  return parts > 1 ? 4 * parts * rows * p.hidden : 0;
+}
+
+}  // namespace
+
+bool sm90_fits(int64_t hidden, int64_t vocab) {
+  return hidden % kTileN == 0 && vocab % kPanel == 0 && hidden > 0 && vocab > 0;
+}
+
+Sm90Plan plan_sm90(const Sm90Problem& p) {
+  const int64_t panels = p.vocab / kPanel;
+  const int64_t row_bytes = 2 * p.vocab + 8 * ceil_div(p.vocab, kTileN);
+  const int64_t host = p.need_grad_weight ? p.hidden : 0;
+  Sm90Plan plan{};
+  if (p.rows == 0) return plan;
+  plan.slack = host > 0 ? kSlack : 0;
+
+  const auto chunk = [&](int64_t first, int64_t rows) {
+    return Sm90Chunk{first, rows, p.need_grad_input ? fill(p, rows).parts : 1};
+  };
+  // All rows at once need no sum over chunks.
+  const int64_t beside = std::max<int64_t>(p.rows - host, 0);
+  if (beside == 0 || beside * row_bytes <= p.memory_budget) {
+    plan.hosted_rows = std::min(host, p.rows);
+    plan.panel_bytes = round_up(beside, kTileM) * kPanel * 2;
+    plan.chunks = {chunk(0, p.rows)};
+    return plan;
+  }
+
+  // The bits beyond 16 come out of the budget, unless they would take most of it.
+  const int64_t low_panel = p.need_grad_weight && p.exact_accumulation ? kPanel * p.hidden / 2 : 0;
+  const int64_t low = low_panel * panels;
+  const int64_t available = p.memory_budget - (2 * low <= p.memory_budget ? low : 0);
+  const int64_t most = std::max(available / row_bytes / kTileM * kTileM, kTileM);
+  const double pass = !p.need_grad_weight ? 0 : low > 0 ? kPassRows20 : kPassRows16;
+  const auto cost = [&](int64_t rows) {
+    const double input = p.need_grad_input ? rows / fill(p, rows).share : rows;
+    return kLaunchRows + (2.0 * rows + input) / 3;
+  };
+
+  double best = 1e300;
+  int64_t best_first = most, best_rows = most;
+  for (int64_t rows = most; rows >= std::max(most / 2, kTileM); rows -= kTileM) {
+    const int64_t parts = p.need_grad_input ? fill(p, rows).parts : 1;
+    if (rows > kTileM && rows * row_bytes + partial_bytes(p, rows, parts) > available) continue;
+    const int64_t room = std::min(host + rows + low_panel / (kPanel * 2) / kTileM * kTileM, p.rows);
+    for (int64_t first = room / kTileM * kTileM; first >= std::max(room / 2, kTileM); first -= kTileM) {
+      const int64_t chunks = ceil_div(p.rows - first, rows);
+      const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), kTileM) : 0;
+      const double total = cost(first) + chunks * (pass + (chunks > 0 ? cost(equal) : 0));
+      if (total < best - 1e-9) best = total, best_first = first, best_rows = equal;
+    }
+  }
+  plan.hosted_rows = std::min(host, best_first);
+  plan.low_bytes = low_panel;
+  plan.panel_bytes =
+      std::max(low_panel + best_rows * kPanel * 2, (best_first - plan.hosted_rows) * kPanel * 2);
+  plan.chunks = {chunk(0, best_first)};
+  for (int64_t first = best_first; first < p.rows; first += best_rows) {
+    plan.chunks.push_back(chunk(first, std::min(best_rows, p.rows - first)));
+  }
+  return plan;
+}
+
+}  // namespace liger

@@ -1,0 +1,38 @@
+// How fused_linear_ce cuts its rows into chunks where its own products of compute capability 9.0 run
+// (kernels/fused_linear_ce_sm90.cuh).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace liger {
+
+struct Sm90Problem {
+  int64_t rows, hidden, vocab;
+  bool need_grad_input, need_grad_weight;
+  bool exact_accumulation;  // sums of 20 bits instead of 16
+  int64_t memory_budget;    // bytes beside the gradients: exponentials, their sums, and the bits beyond 16
+  int64_t clusters;         // pairs of blocks that the device runs at a time
+};
+
+struct Sm90Chunk {
+  int64_t first, rows;
+  int64_t parts;  // that the input gradient's summed dimension is split into
+};
+
+// The first chunk is larger: as long as there is no sum yet, its exponentials lie in the memory of the weight
+// gradient (hosted_rows of them) and in all of `extra`. Later `extra` holds, panel by panel of 128 columns,
+// the bits beyond 16 of the sum and the exponentials of a chunk.
+struct Sm90Plan {
+  std::vector<Sm90Chunk> chunks;
+  int64_t hosted_rows;  // of the first chunk
+  int64_t panel_bytes;  // of extra
+  int64_t low_bytes;    // of a panel of extra: where the exponentials of later chunks begin
+  int64_t slack;  // panels by which the first chunk's exponentials lie behind their own place: as much longer
+                  // are the memory of the weight gradient and extra
+};
+
+bool sm90_fits(int64_t hidden, int64_t vocab);
+Sm90Plan plan_sm90(const Sm90Problem& problem);
+
+}  // namespace liger
