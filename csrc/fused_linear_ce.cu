@@ -161,23 +161,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                                     return_predicted_tokens, return_logprobs, return_entropy);
 
   const bool exact = !accum_dtype || *accum_dtype == ScalarType::Float;
-  const FusedLinearCe call{input,           weight,
-                           bias,            options,
-                           results,         used_denominator,
-                           need_grad_input, need_grad_weight,
-                           exact,           memory_budget ? *memory_budget : default_memory_budget(),
-                           device,          stream};
-  if (fits_sm90(call)) {
-    const FusedLinearCeGradients gradients = fused_linear_ce_sm90(call);
+  const FusedLinearCe call{input,
+                           weight,
+                           bias,
+                           options,
+                           results,
+                           used_denominator,
+                           need_grad_input,
+                           need_grad_weight,
+                           exact,
+                           memory_budget ? *memory_budget : default_memory_budget(),
+                           device,
+                           stream};
+  if (const std::optional<Sm90Plan> plan = plan_sm90(call)) {
+    const FusedLinearCeGradients gradients = fused_linear_ce_sm90(call, *plan);
     results.reduce(kOp, options, used_denominator);
-    return {results.loss,
-            results.z_loss,
-            results.token_accuracy,
-            results.predicted_tokens,
-            results.logprobs,
-            results.entropy,
-            gradients.input,
-            gradients.weight,
+    return {results.loss,           results.z_loss,  results.token_accuracy, results.predicted_tokens,
+            results.logprobs,       results.entropy, gradients.input,        gradients.weight,
             no_tensor(dtype, input)};
   }
   const ChunkProblem chunks{rows,

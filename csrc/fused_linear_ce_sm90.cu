@@ -7,13 +7,11 @@
 
 #include "kernels/compact.cuh"
 #include "kernels/fused_linear_ce_sm90.cuh"
-#include "planner_sm90.h"
 
 namespace liger {
 namespace {
 
 constexpr const char* kOp = "fused_linear_ce";
-constexpr int64_t kFewestRows = 256;
 
 using Bf16 = __nv_bfloat16;
 
@@ -170,11 +168,8 @@ class Engine {
         weight_(dense(call.weight)),
         write_gradient_(call.need_grad_input || call.need_grad_weight) {}
 
-  FusedLinearCeGradients run() {
+  FusedLinearCeGradients run(const Sm90Plan& plan) {
     list_rows();
-    const Sm90Plan plan = plan_sm90({rows_, hidden_, vocab_, call_.need_grad_input, call_.need_grad_weight,
-                                     call_.exact_accumulation, call_.memory_budget,
-                                     resident_clusters<flce90::GradInput>(call_.device)});
     grad_input_ = matrix_or_none(call_.need_grad_input, rows_, hidden_);
     const int64_t panels = vocab_ / sm90::kPanel + plan.slack;
     const Tensor weight_memory = matrix_or_none(call_.need_grad_weight, panels * sm90::kPanel, hidden_);
@@ -429,21 +424,24 @@ class Engine {
 
 }  // namespace
 
-bool fits_sm90(const FusedLinearCe& call) {
+std::optional<Sm90Plan> plan_sm90(const FusedLinearCe& call) {
 #ifndef LIGER_HAS_SM90A
-  return false;
+  return std::nullopt;
 #else
   ce::Problem problem = call.options.problem;
   call.results.attach(problem, 0);
-  return device_attributes(call.device).capability == 90 &&
-         call.input.scalar_type() == ScalarType::BFloat16 && !call.bias && problem.extras == 0 &&
-         call.input.size(0) >= kFewestRows && call.input.size(0) <= INT_MAX / 2 &&
-         sm90_fits(call.input.size(1), call.weight.size(0)) && encode_function() != nullptr;
+  const bool fits = device_attributes(call.device).capability == 90 &&
+                    call.input.scalar_type() == ScalarType::BFloat16 && !call.bias && problem.extras == 0 &&
+                    call.input.size(0) <= INT_MAX / 2 && encode_function() != nullptr;
+  if (!fits) return std::nullopt;
+  return plan_sm90({call.input.size(0), call.input.size(1), call.weight.size(0), call.need_grad_input,
+                    call.need_grad_weight, call.exact_accumulation, call.memory_budget,
+                    resident_clusters<flce90::GradInput>(call.device)});
 #endif
 }
 
-FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call) {
-  return Engine(call).run();
+FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Sm90Plan& plan) {
+  return Engine(call).run(plan);
 }
 
 }  // namespace liger

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cross_entropy.h"
+#include "planner_sm90.h"
 
 namespace liger {
 
@@ -23,10 +24,9 @@ struct FusedLinearCeGradients {
   Tensor input, weight;  // of size 0 where not needed
 };
 
-// What the products and their epilogues can do: bfloat16, hidden sizes that are multiples of 256,
-// vocabularies of 128; the plain rule with class and token weights and z-loss. Too few rows are left to the
-// generic engine, which is faster there.
-bool fits_sm90(const FusedLinearCe& call);
-FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call);
+// How this engine would do it, or nothing where it cannot: it takes bfloat16 and the plain rule, with class
+// and token weights and z-loss, on compute capability 9.0.
+std::optional<Sm90Plan> plan_sm90(const FusedLinearCe& call);
+FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Sm90Plan& plan);
 
 }  // namespace liger

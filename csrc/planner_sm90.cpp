@@ -6,9 +6,12 @@ namespace liger {
 namespace {
 
 constexpr int64_t kTileM = 128, kTileN = 256, kPanel = 128;
+// With fewer rows the generic engine is faster: in the batch, and in a chunk that adds to a sum of 16 bits
+// (there it finds more memory; with sums of 20 bits it needs far more).
+constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
 // What a chunk costs beyond its products, as rows whose products take as long (measured, docs/performance):
 // launches, and one more pass over the sum, which the products do not hide entirely.
-constexpr double kLaunchRows = 4, kPassRows16 = 30, kPassRows20 = 65;
+constexpr double kLaunchRows = 4, kPassRows16 = 45, kPassRows20 = 105;
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -46,17 +49,16 @@ int64_t partial_bytes(const Sm90Problem& p, int64_t rows, int64_t parts) {
 
 }  // namespace
 
-bool sm90_fits(int64_t hidden, int64_t vocab) {
-  return hidden % kTileN == 0 && vocab % kPanel == 0 && hidden > 0 && vocab > 0;
-}
-
-Sm90Plan plan_sm90(const Sm90Problem& p) {
+std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
+  if (p.rows < kFewestRows || p.hidden <= 0 || p.vocab <= 0 || p.hidden % kTileN != 0 ||
+      p.vocab % kPanel != 0) {
+    return std::nullopt;
+  }
   const int64_t panels = p.vocab / kPanel;
-  const int64_t row_bytes = 2 * p.vocab + 8 * ceil_div(p.vocab, kTileN);
-  const int64_t host = p.need_grad_weight ? p.hidden : 0;
+  const int64_t host = p.need_grad_weight ? p.hidden : 0, slack = host > 0 ? kSlack : 0;
+  const int64_t row_bytes = (panels + slack) * kPanel * 2 + 8 * ceil_div(p.vocab, kTileN);
   Sm90Plan plan{};
-  if (p.rows == 0) return plan;
-  plan.slack = host > 0 ? kSlack : 0;
+  plan.slack = slack;
 
   const auto chunk = [&](int64_t first, int64_t rows) {
     return Sm90Chunk{first, rows, p.need_grad_input ? fill(p, rows).parts : 1};
@@ -72,7 +74,7 @@ Sm90Plan plan_sm90(const Sm90Problem& p) {
 
   // The bits beyond 16 come out of the budget, unless they would take most of it.
   const int64_t low_panel = p.need_grad_weight && p.exact_accumulation ? kPanel * p.hidden / 2 : 0;
-  const int64_t low = low_panel * panels;
+  const int64_t low = low_panel * (panels + slack);
   const int64_t available = p.memory_budget - (2 * low <= p.memory_budget ? low : 0);
   const int64_t most = std::max(available / row_bytes / kTileM * kTileM, kTileM);
   const double pass = !p.need_grad_weight ? 0 : low > 0 ? kPassRows20 : kPassRows16;
@@ -94,6 +96,7 @@ Sm90Plan plan_sm90(const Sm90Problem& p) {
       if (total < best - 1e-9) best = total, best_first = first, best_rows = equal;
     }
   }
+  if (pass == kPassRows16 && best_rows < kFewestRowsPerPass) return std::nullopt;
   plan.hosted_rows = std::min(host, best_first);
   plan.low_bytes = low_panel;
   plan.panel_bytes =

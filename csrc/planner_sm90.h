@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace liger {
@@ -32,7 +33,8 @@ struct Sm90Plan {
                   // are the memory of the weight gradient and extra
 };
 
-bool sm90_fits(int64_t hidden, int64_t vocab);
-Sm90Plan plan_sm90(const Sm90Problem& problem);
+// Nothing where the generic engine has to take over, or is faster: hidden sizes that are no multiple of 256,
+// vocabularies that are none of 128, few rows.
+std::optional<Sm90Plan> plan_sm90(const Sm90Problem& problem);
 
 }  // namespace liger

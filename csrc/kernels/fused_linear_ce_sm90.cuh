@@ -19,6 +19,7 @@
 
 namespace liger::flce90 {
 
+using sm90::Keep;
 using sm90::Tile;
 
 // A sum of exponentials beyond this is recomputed from the maximum of the row: 2^60 is a target 41 nats below
@@ -88,21 +89,37 @@ __device__ __forceinline__ void lay_out_half(const float (&sums)[sm90::kSums], i
   }
 }
 
-// A warp's sums, rounded to bf16, to the first `count` of its 16 rows in memory.
+// Transposes 4 x 4 words over the four lanes of a quad.
+__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
+  const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? w[i] : w[i + 1], 1);
+    (odd ? w[i] : w[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + 2], 2);
+    (upper ? w[i] : w[i + 2]) = other;
+  }
+}
+
+// A warp's sums, rounded to bf16, to the first `count` of its 16 rows in memory: 64 bytes of 8 rows at a
+// time. (Longer pieces of fewer rows, by way of the desk, took longer.)
 __device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __nv_bfloat16* out,
-                                           int64_t stride, int count, int lane, const sm90::Desk& desk) {
+                                           int64_t stride, int count, int lane) {
 #pragma unroll
-  for (int half = 0; half < sm90::kTileN / sm90::kPanel; ++half) {
-    __syncwarp();
-    lay_out_half(sums, half, lane, desk);
-    __syncwarp();
+  for (int h = 0; h < 2; ++h) {
+    const int row = lane / 4 + 8 * h;
+    __nv_bfloat16* const at = out + row * stride + lane % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = 2 * i + lane / 16, column = lane % 16 * 8;
-      const uint4 vector =
-          *reinterpret_cast<const uint4*>(reinterpret_cast<const __nv_bfloat16*>(desk.memory) +
-                                          row * sm90::kPanel + Panels::place(row, column));
-      if (row < count) *reinterpret_cast<uint4*>(out + row * stride + half * sm90::kPanel + column) = vector;
+    for (int i = 0; i < sm90::kTileN / 32; ++i) {
+      uint32_t w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        w[j] = pack_bf16(sums[16 * i + 4 * j + 2 * h], sums[16 * i + 4 * j + 2 * h + 1]);
+      transpose_quad(w, lane);
+      if (row < count) *reinterpret_cast<uint4*>(at + 32 * i) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 }
@@ -112,6 +129,7 @@ struct Exponentials {
   __device__ __forceinline__ void fetch(const Tile&, int, int, const sm90::Desk&) const {}
   __device__ __forceinline__ Early early(const Tile&, int, int) const { return {}; }
   static constexpr bool kAMn = false, kBMn = false, kPanels = false;
+  static constexpr Keep kKeepA = Keep::kLong, kKeepB = Keep::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
   const float* reference;  // of the rows of the chunk
@@ -202,6 +220,7 @@ struct GradInput {
   __device__ __forceinline__ void fetch(const Tile&, int, int, const sm90::Desk&) const {}
   __device__ __forceinline__ Early early(const Tile&, int, int) const { return {}; }
   static constexpr bool kAMn = false, kBMn = true, kPanels = true;
+  static constexpr Keep kKeepA = Keep::kNormal, kKeepB = Keep::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
   int rows_in_first;   // of the exponentials
@@ -249,7 +268,7 @@ struct GradInput {
     }
     if (parts > 1) return;
     const int first = tile.m0 + row;
-    write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane, desk);
+    write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane);
   }
 };
 
@@ -260,6 +279,7 @@ struct GradInput {
 template <bool kLow>
 struct GradWeight {
   static constexpr bool kAMn = true, kBMn = true, kPanels = true;
+  static constexpr Keep kKeepA = Keep::kNormal, kKeepB = Keep::kLong, kKeepSums = Keep::kNormal;
   static constexpr int kPieces = 16, kEarly = 8;  // of which so many go to registers, the others to the desk
   struct Early {
     uint4 high[kEarly], low[kPieces / 4];
@@ -294,7 +314,8 @@ struct GradWeight {
     uint4* const to = reinterpret_cast<uint4*>(desk.memory) + lane;
     static_assert((kPieces - kEarly) * 32 * sizeof(uint4) == sm90::kDeskBytes);
 #pragma unroll
-    for (int i = kEarly; i < kPieces; ++i) sm90::copy_async(to + (i - kEarly) * 32, from + i * piece());
+    for (int i = kEarly; i < kPieces; ++i)
+      sm90::copy_async(to + (i - kEarly) * 32, from + i * piece(), kKeepSums);
   }
   __device__ __forceinline__ Early early(const Tile& tile, int row, int lane) const {
     Early e{};
@@ -302,10 +323,10 @@ struct GradWeight {
     const uint4* const high = high_of(tile, row, lane);
     [[maybe_unused]] const uint4* const rest = low_of(tile, row, lane);
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i) e.high[i] = high[i * piece()];
+    for (int i = 0; i < kEarly; ++i) e.high[i] = sm90::load_keeping(high + i * piece(), kKeepSums);
     if constexpr (kLow) {
 #pragma unroll
-      for (int i = 0; i < kPieces / 4; ++i) e.low[i] = rest[i * 32];
+      for (int i = 0; i < kPieces / 4; ++i) e.low[i] = sm90::load_keeping(rest + i * 32, kKeepSums);
     }
     return e;
   }
@@ -335,13 +356,14 @@ struct GradWeight {
       for (int i = 0; i < kPieces; i += 4) {
         uint4 l;
 #pragma unroll
-        for (int s = 0; s < 4; ++s) high[(i + s) * piece()] = split(sums, 8 * (i + s), (&l.x)[s]);
-        if (kLow) rest[i / 4 * 32] = l;
+        for (int s = 0; s < 4; ++s)
+          sm90::store_keeping(high + (i + s) * piece(), split(sums, 8 * (i + s), (&l.x)[s]), kKeepSums);
+        if (kLow) sm90::store_keeping(rest + i / 4 * 32, l, kKeepSums);
       }
       return;
     }
-    // All lanes have read their pieces: the next barrier is the first thing here.
-    write_rows(sums, out + (tile.m0 + row) * int64_t{hidden} + tile.n0, hidden, 16, lane, desk);
+    __syncwarp();  // all lanes have read their pieces
+    write_rows(sums, out + (tile.m0 + row) * int64_t{hidden} + tile.n0, hidden, 16, lane);
   }
 
  private:

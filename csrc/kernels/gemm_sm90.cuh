@@ -69,23 +69,32 @@ struct Corner {
   int column, row, panel;
 };
 
+// What the L2 cache should do with what is moved: codes of the copy engine's cache policies.
+enum class Keep : uint64_t {
+  kNormal = 0x1000000000000000,
+  kShort = 0x12f0000000000000,
+  kLong = 0x14f0000000000000
+};
+
 __device__ __forceinline__ void load_box(void* destination, const CUtensorMap* map, Corner at,
-                                         uint64_t* barrier) {
+                                         uint64_t* barrier, Keep keep) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(destination)),
-      "l"(map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.row), "r"(at.panel)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
+      "l"(map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.row), "r"(at.panel),
+      "l"(static_cast<uint64_t>(keep))
       : "memory");
 }
 
 // The box goes to the same place in every block of the cluster, and its bytes count at the barrier of each.
 __device__ __forceinline__ void load_box_to_cluster(void* destination, const CUtensorMap* map, Corner at,
-                                                    uint64_t* barrier) {
+                                                    uint64_t* barrier, Keep keep) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-      " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::"
+      "cache_hint"
+      " [%0], [%1, {%3, %4, %5}], [%2], %6, %7;" ::"r"(shared_address(destination)),
       "l"(map), "r"(shared_address(barrier)), "r"(at.column), "r"(at.row), "r"(at.panel),
-      "h"(static_cast<uint16_t>((1 << kCluster) - 1))
+      "h"(static_cast<uint16_t>((1 << kCluster) - 1)), "l"(static_cast<uint64_t>(keep))
       : "memory");
 }
 
@@ -113,12 +122,28 @@ __device__ __forceinline__ void async_fence() {
 }
 
 // 16 bytes of global to shared memory, by the thread that will read them after copy_async_wait().
-__device__ __forceinline__ void copy_async(void* destination, const void* source) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(destination)), "l"(source)
-               : "memory");
+__device__ __forceinline__ void copy_async(void* destination, const void* source, Keep keep) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(destination)),
+      "l"(source), "l"(static_cast<uint64_t>(keep))
+      : "memory");
 }
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+__device__ __forceinline__ uint4 load_keeping(const uint4* p, Keep keep) {
+  uint4 v;
+  asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p), "l"(static_cast<uint64_t>(keep))
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_keeping(uint4* p, uint4 v, Keep keep) {
+  asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w), "l"(static_cast<uint64_t>(keep))
+               : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit elements; lane 8m + r has the address of row r of matrix m.
@@ -221,6 +246,7 @@ struct Maps {
 
 // A Job says what the tiles are and what becomes of their sums:
 //   static constexpr bool kAMn, kBMn     the layouts of the operands
+//   static constexpr Keep kKeepA, kKeepB
 //   static constexpr bool kPanels        of a; then int rows_in_first is a member
 //   int tiles() const                    how many pairs of tiles; the same for all threads
 //   Tile tile(int t, int rank) const
@@ -282,13 +308,13 @@ __global__ void __launch_bounds__(kThreads, 1)
               const int m = tile.m0 + box * kBox;
               Corner at = Job::kAMn ? Corner{m, k - skipped, 0} : Corner{k, m - skipped, 0};
               if constexpr (Job::kPanels) at = {at.column % kPanel, at.row, at.column / kPanel};
-              load_box(box_a(ring.stage, box), map_a, at, arrived);
+              load_box(box_a(ring.stage, box), map_a, at, arrived, Job::kKeepA);
             }
 #pragma unroll
             for (int half = 0; half < kBoxesB / kCluster; ++half) {
               const int box = rank * (kBoxesB / kCluster) + half, n = tile.n0 + box * kBox;
               load_box_to_cluster(box_b(ring.stage, box), &maps.b,
-                                  Job::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived);
+                                  Job::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Job::kKeepB);
             }
           }
         }
