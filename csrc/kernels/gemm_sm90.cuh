@@ -337,6 +337,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Tile tile = job.tile(t, rank);
       typename Job::Early early;
       if (tile.k_blocks == 0) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
         job.fetch(tile, own_row, lane, desk);
         early = job.early(tile, own_row, lane);
       }
