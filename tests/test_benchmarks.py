@@ -196,10 +196,15 @@ def test_what_a_provider_overwrites_is_renewed_and_its_own(make):
 
 def test_providers_take_turns():
     order = []
-    names = ["a", "b", "c"]
+    names = list("abcdef")
     contestants = [measure.Contestant(Provider(name, None)) for name in names]
-    measure._in_rounds(contestants, 3, lambda contestant: order.append(contestant.provider.name))
-    assert order == ["a", "b", "c", "b", "c", "a", "c", "a", "b"]
+    measure._in_rounds(contestants, 6, lambda contestant: order.append(contestant.provider.name))
+    rounds = [order[i : i + 6] for i in range(0, 36, 6)]
+    assert all(sorted(turns) == names for turns in rounds)
+    # Nobody always has the same one before it.
+    assert all(
+        len({turns[turns.index(name) - 1] for turns in rounds if turns[0] != name}) > 1 for name in names
+    )
 
 
 def test_a_slow_provider_gets_three_rounds_at_least_and_no_more(monkeypatch):

@@ -169,6 +169,7 @@ def _row(options, tokens, hidden, vocabulary, ignored=""):
         _reference,
         rounds=7,
         burst=1,
+        heat_ms=100,
         contests=tuple(contests),
         work=f"fused_linear_ce{suffix}",
         shape={"tokens": tokens, "hidden size": hidden, "vocabulary": vocabulary},

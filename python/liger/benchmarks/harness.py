@@ -78,7 +78,7 @@ class Row:
 
     ``kind`` is ``"device"``, or ``"host"`` for the time the host spends per call. ``work`` and ``shape`` say what the
     name says, for plots: rows of one work that differ in one size are points of a line. ``sets`` is the number of sets
-    of inputs that the calls go through in turn.
+    of inputs that the calls go through in turn; before each of them the device multiplies matrices for ``heat_ms``.
     """
 
     op: str
@@ -90,6 +90,7 @@ class Row:
     kind: str = "device"
     rounds: int = 10
     burst: int = 3
+    heat_ms: float = 0
     contests: tuple[Contest, ...] = (Contest(),)
     work: str = ""
     shape: dict[str, int] = field(default_factory=dict)

@@ -9,13 +9,17 @@ spinning kernel behind which the host gets ahead, and only then the call between
 of the device, from cold caches; where a provider waits for the device inside its call, the gap that follows is part of
 its figure. ``latency`` is the same without the spinning kernel, from an idle device: it contains the host.
 
-Providers take turns in rounds within one process, so that a chip that lowers its clock slows all of them alike. For the
-same reason a ratio to a ceiling is the median of the ratios of the rounds.
+Providers take turns in rounds within one process, in another random order each time, so that a chip that lowers its
+clock slows all of them alike. For the same reason a ratio to a ceiling is the median of the ratios of the rounds. A row
+of matrix products needs more: for a tenth of a second after a call that left the matrix units idle, the next one runs
+at a higher clock than the power limit sustains. There every call comes after the same products (``Row.heat_ms`` of
+them), as it does in training.
 """
 
 import gc
 import importlib.util
 import math
+import random
 import statistics
 import sys
 import time
@@ -29,6 +33,8 @@ SPIN_CYCLES = 1_800_000
 LATENCY_LIMIT_MS = 2.0
 # A relative error (Frobenius norm) above this is a wrong result, not a rounding: bfloat16 rounds to 0.004.
 WRONG = 0.03
+# What one product of heat() takes.
+MS_PER_HEATING = 1.6
 # Further rounds of a provider are left out once it has used this much time in a row.
 SECONDS_PER_PROVIDER = 2.0
 # First calls that take longer than this, in seconds, are named while a run is under way.
@@ -61,6 +67,7 @@ class Gpu:
         size = max(4 * torch.cuda.get_device_properties().L2_cache_size, 256 * MIB)
         self._flush = torch.zeros(size // 4, dtype=torch.int32, device="cuda")
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._heater = None
 
     def synchronize(self):
         torch.cuda.synchronize()
@@ -68,6 +75,13 @@ class Gpu:
     def cold_cache(self):
         # A read: after a write, the dirty lines would be written back at the cost of the call that follows.
         self._flush.amax()
+
+    def heat(self, milliseconds):
+        """Products for so long, at the rate of an H200; the device is still busy with them on return."""
+        if milliseconds and self._heater is None:
+            self._heater = [torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+        for _ in range(round(milliseconds / MS_PER_HEATING)):
+            torch.mm(*self._heater[:2], out=self._heater[2])
 
     def _timed(self, work, see=None):
         self._start.record()
@@ -80,9 +94,10 @@ class Gpu:
         work.release()
         return self._start.elapsed_time(self._end)
 
-    def milliseconds(self, work, see=None):
-        """Time of the device; ``see(results)`` comes after it."""
+    def milliseconds(self, work, see=None, heat_ms=0):
+        """Time of the device, after products for ``heat_ms``; ``see(results)`` comes after it."""
         work.prepare()
+        self.heat(heat_ms)
         self.cold_cache()
         torch.cuda._sleep(SPIN_CYCLES)
         return self._timed(work, see)
@@ -117,7 +132,7 @@ class Cpu:
     def synchronize(self):
         pass
 
-    def milliseconds(self, work, see=None):
+    def milliseconds(self, work, see=None, heat_ms=0):
         work.prepare()
         start = time.perf_counter()
         results = work.run()
@@ -208,12 +223,11 @@ class Contestant:
 
 
 def _in_rounds(contestants, rounds, visit):
-    """Every contestant in every round, beginning with another one each time; ``visit(contestant)`` returns samples."""
+    """Every contestant in every round, in another order each time; ``visit(contestant)`` returns samples."""
     for contestant in contestants:
         contestant.seconds, contestant.rounds = 0.0, []
     for index in range(rounds):
-        shift = index % len(contestants)
-        for contestant in contestants[shift:] + contestants[:shift]:
+        for contestant in random.Random(index).sample(contestants, len(contestants)):
             if contestant.seconds < SECONDS_PER_PROVIDER or index < 3:
                 samples = contestant.attempt(visit, contestant)
                 if samples is not None:
@@ -236,7 +250,7 @@ def _measure_device(row, machine, contestants, inputs):
         for work in works:
             first = not (done or samples or contestant.provider.group == "ceiling")
             see = (lambda results: contestant.check(results, exact)) if first else None
-            samples.append(machine.milliseconds(work, see))
+            samples.append(machine.milliseconds(work, see, row.heat_ms))
         return samples
 
     _in_rounds(contestants, row.rounds, time_it)
