@@ -5,7 +5,7 @@
 namespace liger {
 namespace {
 
-constexpr int64_t kTileM = 128, kTileN = 256, kPanel = 128;
+constexpr int64_t kTileM = 128, kTileN = 256, kTileK = 64, kPanel = 128;
 // With fewer rows the generic engine is faster: in the batch, and in a chunk that adds to a sum of 16 bits
 // (there it finds more memory; with sums of 20 bits it needs far more).
 constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
@@ -32,7 +32,9 @@ struct Fill {
 Fill fill(const Sm90Problem& p, int64_t rows) {
   Fill best{1, 0.0};
   const int64_t tiles = ceil_div(rows, 2 * kTileM) * (p.hidden / kTileN);
-  for (int64_t parts = 1; parts <= 8; ++parts) {
+  // Every part has something to sum: a block of kTileK classes at least.
+  const int64_t most = std::min<int64_t>(8, p.vocab / kTileK);
+  for (int64_t parts = 1; parts <= most; ++parts) {
     // Parts are summed in float32: a little more memory than a small chunk has anyway, not a lot.
     if (parts > 1 && 4 * parts * rows * p.hidden > p.memory_budget / 8) break;
     const int64_t units = tiles * parts;

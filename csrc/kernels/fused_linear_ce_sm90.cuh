@@ -334,6 +334,10 @@ struct GradWeight {
   __device__ __forceinline__ void finish(float (&sums)[sm90::kSums], const Early& e, const Tile& tile,
                                          int row, int lane, const sm90::Desk& desk) const {
     if (tile.m0 + row >= vocab) return;  // the vocabulary is a multiple of 16
+    if (tile.k_blocks == 0) {
+#pragma unroll
+      for (int i = 0; i < sm90::kSums; ++i) sums[i] = 0.0f;
+    }
     if (readers != nullptr) wait_for_readers(tile, lane);
     uint4* const high = high_of(tile, row, lane);
     uint4* const rest = low_of(tile, row, lane);

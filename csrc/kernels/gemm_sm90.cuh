@@ -250,6 +250,7 @@ struct Maps {
 //   static constexpr bool kPanels        of a; then int rows_in_first is a member
 //   int tiles() const                    how many pairs of tiles; the same for all threads
 //   Tile tile(int t, int rank) const
+//       without any blocks of the summed dimension, the sums are undefined
 //   void fetch(Tile, int row, int lane, Desk) const
 //       starts copies to the desk shortly before the end; earlier, they would delay the operands
 //   Early early(Tile, int row, int lane) const
@@ -337,8 +338,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Tile tile = job.tile(t, rank);
       typename Job::Early early;
       if (tile.k_blocks == 0) {
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
         job.fetch(tile, own_row, lane, desk);
         early = job.early(tile, own_row, lane);
       }
