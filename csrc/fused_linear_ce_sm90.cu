@@ -5,8 +5,11 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "common/scratch.h"
+#include "common/tensor_map.h"
 #include "kernels/compact.cuh"
-#include "kernels/fused_linear_ce_sm90.cuh"
+#include "kernels/fused_linear_ce_sm90_rows.cuh"
+#include "kernels/fused_linear_ce_sm90_weight.cuh"
 
 namespace liger {
 namespace {
@@ -15,55 +18,17 @@ constexpr const char* kOp = "fused_linear_ce";
 
 using Bf16 = __nv_bfloat16;
 
-// --- tensor maps
-// ---------------------------------------------------------------------------------------------------------
-
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-
-// Of the driver, which is not linked: the library loads where there is none. Null before CUDA 12.
-Encode encode_function() {
-  static const Encode found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-#if CUDART_VERSION >= 12050
-    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                                cudaEnableDefault, &result);
-#else
-    const cudaError_t status =
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
-#endif
-    const bool is_there = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return is_there ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  return found;
-}
-
-// Boxes of 64 x 64 elements. Strides in elements; what lies outside reads as zero.
+// Boxes of kBox x kBox elements of a matrix, or of panels of one, as the products want them in shared memory.
 CUtensorMap map_of(const Bf16* memory, int64_t columns, int64_t rows, int64_t panels, int64_t row_stride,
                    int64_t panel_stride, CUtensorMapSwizzle swizzle) {
-  CUtensorMap map;
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(panels)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2,
-                                 static_cast<cuuint64_t>(panel_stride) * 2};
-  const cuuint32_t box[3] = {sm90::kBox, sm90::kBox, 1}, steps[3] = {1, 1, 1};
-  const CUresult status =
-      encode_function()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<Bf16*>(memory), sizes, strides,
-                        box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(status == CUDA_SUCCESS, kOp, ": cuTensorMapEncodeTiled failed with ", static_cast<int>(status));
-  return map;
+  return tensor_map(kOp, memory, {columns, rows, panels}, {row_stride, panel_stride},
+                    {sm90::kBox, sm90::kBox, 1}, swizzle);
 }
 
 CUtensorMap matrix_map(const Bf16* memory, int64_t rows, int64_t columns, int64_t stride) {
   return map_of(memory, columns, rows, 1, stride, std::max(rows, int64_t{1}) * stride,
                 CU_TENSOR_MAP_SWIZZLE_128B);
 }
-
-// --- launches
-// ---------------------------------------------------------------------------------------------------------
 
 template <class Job>
 cudaLaunchConfig_t launch_config(int blocks, cudaStream_t stream, cudaLaunchAttribute& cluster) {
@@ -115,46 +80,6 @@ __global__ void __launch_bounds__(compact::kRowThreads)
   const int64_t row = static_cast<int64_t>(blockIdx.x) * compact::kRowThreads + threadIdx.x;
   if (row < problem.rows && position[row] < 0) ce::write_ignored(problem, row);
 }
-
-// --- the engine
-// ---------------------------------------------------------------------------------------------------------
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-// Memory for what one chunk needs, from rows of the input gradient that nobody has written yet or, where
-// these do not suffice, of its own. Blocks start at multiples of 1024 bytes.
-class Scratch {
- public:
-  Scratch(Tensor memory, int64_t first_byte)
-      : memory_(std::move(memory)),
-        at_(static_cast<char*>(memory_.mutable_data_ptr()) + first_byte),
-        left_(memory_.numel() * static_cast<int64_t>(memory_.element_size()) - first_byte) {
-    const int64_t skipped = -reinterpret_cast<intptr_t>(at_) & 1023;
-    at_ += skipped;
-    left_ -= skipped;
-  }
-  static int64_t size_of(std::initializer_list<int64_t> blocks) {
-    int64_t size = 1024;
-    for (const int64_t bytes : blocks) size += ceil_div(bytes, 1024) * 1024;
-    return size;
-  }
-  template <typename T>
-  T* take(int64_t count) {
-    const int64_t bytes = ceil_div(count * static_cast<int64_t>(sizeof(T)), 1024) * 1024;
-    require(bytes <= left_, kOp, ": scratch of ", left_, " bytes is too small for ", bytes);
-    char* const block = at_;
-    at_ += bytes;
-    left_ -= bytes;
-    return reinterpret_cast<T*>(block);
-  }
-
- private:
-  Tensor memory_;
-  char* at_;
-  int64_t left_;
-};
 
 class Engine {
  public:
@@ -221,8 +146,8 @@ class Engine {
       }
       exponentials_at.memory[1] = in_extra;
       exponentials_at.stride[1] = plan.panel_bytes / 2;
-      exponentials_at.rows_in_first = static_cast<int>(
-          ceil_div(hosted ? plan.hosted_rows : chunk.rows, int64_t{sm90::kTileM}) * sm90::kTileM);
+      exponentials_at.rows_in_first =
+          static_cast<int>(round_up(hosted ? plan.hosted_rows : chunk.rows, sm90::kTileM));
 
       exponentials(chunk, places, exponentials_at);
       if (rows_apart) {
@@ -271,7 +196,7 @@ class Engine {
   }
   static int64_t padded(const Sm90Chunk& chunk) {
     constexpr int64_t kPair = sm90::kCluster * sm90::kTileM;
-    return ceil_div(chunk.rows, kPair) * kPair;
+    return round_up(chunk.rows, kPair);
   }
 
   void list_rows() {
@@ -290,10 +215,10 @@ class Engine {
   }
 
   int64_t scratch_size(const Sm90Chunk& chunk, bool rows_apart) const {
-    return Scratch::size_of({rows_apart ? chunk.rows * hidden_ * 2 : 0, padded(chunk) * 4, padded(chunk) * 4,
-                             chunk.rows * columns_ * static_cast<int64_t>(sizeof(flce90::RowPart)),
-                             padded(chunk) / sm90::kTileM * 4,
-                             chunk.parts > 1 ? chunk.parts * chunk.rows * hidden_ * 4 : 0});
+    return Scratch::bytes_for(
+        {rows_apart ? chunk.rows * hidden_ * 2 : 0, padded(chunk) * 4, padded(chunk) * 4,
+         chunk.rows * columns_ * static_cast<int64_t>(sizeof(flce90::RowPart)),
+         padded(chunk) / sm90::kTileM * 4, chunk.parts > 1 ? chunk.parts * chunk.rows * hidden_ * 4 : 0});
   }
   Places place(const Sm90Chunk& chunk, bool rows_apart, Scratch& scratch) const {
     Places p{};
@@ -432,7 +357,7 @@ std::optional<Sm90Plan> plan_sm90(const FusedLinearCe& call) {
   call.results.attach(problem, 0);
   const bool fits = device_attributes(call.device).capability == 90 &&
                     call.input.scalar_type() == ScalarType::BFloat16 && !call.bias && problem.extras == 0 &&
-                    call.input.size(0) <= INT_MAX / 2 && encode_function() != nullptr;
+                    call.input.size(0) <= INT_MAX / 2 && has_tensor_maps();
   if (!fits) return std::nullopt;
   return plan_sm90({call.input.size(0), call.input.size(1), call.weight.size(0), call.need_grad_input,
                     call.need_grad_weight, call.exact_accumulation, call.memory_budget,

@@ -4,6 +4,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include "common/integers.h"
+
 namespace liger {
 namespace {
 
@@ -17,14 +19,10 @@ constexpr double kHeadFlops = 8e10;
 // left out saves 6 H V FLOPs at 700 TFLOP/s. So it pays if V rows left out for every kRowCost that remain.
 constexpr int64_t kRowCost = 256;
 
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // Equal chunks of at most `most` rows: a short last one would run its GEMMs at a fraction of the speed.
 int64_t equal_chunks(int64_t rows, int64_t most) {
   const int64_t equal = ceil_div(rows, ceil_div(rows, most));
-  const int64_t whole_tiles = ceil_div(equal, kTileRows) * kTileRows;
+  const int64_t whole_tiles = round_up(equal, kTileRows);
   return whole_tiles <= most ? whole_tiles : equal;
 }
 
@@ -32,7 +30,7 @@ int64_t head_rows(const ChunkProblem& p, const ChunkPlan& plan, int64_t first_ch
   const double flops_per_row =
       std::max(2.0 * static_cast<double>(p.hidden) * static_cast<double>(p.vocab), 1.0);
   const double wanted = std::min(kHeadFlops / flops_per_row, static_cast<double>(p.rows));
-  const int64_t head = std::max(kHeadRows, ceil_div(static_cast<int64_t>(wanted), kTileRows) * kTileRows);
+  const int64_t head = std::max(kHeadRows, round_up(static_cast<int64_t>(wanted), kTileRows));
   if (plan.chunks == 1 && 2 * head > p.rows) return 0;
   return std::min(head, first_chunk);
 }
@@ -50,7 +48,7 @@ int64_t rows_that_fit(const ChunkProblem& p, const ChunkLayout& layout, int64_t 
 }  // namespace
 
 int64_t logits_row_bytes(int64_t vocab, int64_t element_size) {
-  return ceil_div(vocab * element_size, 16) * 16;
+  return round_up(vocab * element_size, 16);
 }
 
 ChunkPlan plan_chunks(const ChunkProblem& p) {

@@ -1,0 +1,156 @@
+// What happens to rows between the products of kernels/fused_linear_ce_sm90.cuh.
+#pragma once
+
+#include "kernels/fused_linear_ce_sm90.cuh"
+
+namespace liger::flce90 {
+
+inline constexpr int kRowThreads = 256;
+
+// One row per block: input rows of the chunk side by side, and the logit of the target of each. Rows beyond
+// the count become zeros, so that whatever meets them stays finite. grid: rows of the chunk, rounded up to
+// pairs of tiles.
+struct Gather {
+  ChunkRows chunk;
+  const int* index;  // of the rows of the chunk
+  ce::Targets targets;
+  const __nv_bfloat16 *input, *weight;
+  int64_t input_stride, weight_stride;
+  int vocab, hidden;
+  __nv_bfloat16* out;  // (chunk.rows, hidden)
+  float* reference;    // one for each block
+  int* repair;
+};
+
+__global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
+  __shared__ float scratch[kRowThreads / 32];
+  const int row = blockIdx.x, count = p.chunk();
+  if (row % sm90::kTileM == 0 && threadIdx.x == 0) p.repair[row / sm90::kTileM] = 0;
+  uint4* const out = reinterpret_cast<uint4*>(p.out + int64_t{row} * p.hidden);
+  if (row >= count) {
+    if (row < p.chunk.rows) {
+      for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) out[i] = make_uint4(0, 0, 0, 0);
+    }
+    if (threadIdx.x == 0) p.reference[row] = 0.0f;
+    return;
+  }
+  const int source = p.index[row];
+  const int64_t target = p.targets[source];
+  const bool valid = target >= 0 && target < p.vocab;
+  const uint4* const x = reinterpret_cast<const uint4*>(p.input + source * p.input_stride);
+  const uint4* const w = reinterpret_cast<const uint4*>(p.weight + (valid ? target : 0) * p.weight_stride);
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) {
+    const uint4 a = x[i], b = w[i];
+    out[i] = a;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t u = (&a.x)[j], v = (&b.x)[j];
+      sum = fmaf(__uint_as_float(u << 16), __uint_as_float(v << 16), sum);
+      sum = fmaf(__uint_as_float(u & 0xffff0000u), __uint_as_float(v & 0xffff0000u), sum);
+    }
+  }
+  sum = warp_reduce<Sum>(sum);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    sum = warp_reduce<Sum>(threadIdx.x < kRowThreads / 32 ? scratch[threadIdx.x] : 0.0f);
+    if (threadIdx.x == 0) p.reference[row] = valid ? sum : 0.0f;
+  }
+}
+
+// One row per block: sums -> loss and scale; the input row becomes scale * input where the weight gradient
+// needs it.
+struct Rule {
+  ce::Problem problem;  // of the whole batch; logits are not set
+  ChunkRows chunk;
+  const int* index;
+  const float* reference;
+  const RowPart* parts;
+  int columns;  // of parts
+  const int* repair;
+  Panels exponentials;
+  bool wanted;           // or only the results are
+  __nv_bfloat16* input;  // null where only sums, or only the input gradient, are wanted
+  int hidden;
+  float* scale;
+};
+
+__global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
+  __shared__ float scratch[2][kRowThreads / 32];
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  float sum = 0.0f, max = -INFINITY;
+  for (int i = threadIdx.x; i < p.columns; i += kRowThreads) {
+    const RowPart part = p.parts[int64_t{row} * p.columns + i];
+    sum += part.sum;
+    max = fmaxf(max, part.max);
+  }
+  sum = warp_reduce<Sum>(sum);
+  max = warp_reduce<Max>(max);
+  if (threadIdx.x % 32 == 0) scratch[0][threadIdx.x / 32] = sum, scratch[1][threadIdx.x / 32] = max;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  sum = warp_reduce<Sum>(lane < kRowThreads / 32 ? scratch[0][lane] : 0.0f);
+  max = warp_reduce<Max>(lane < kRowThreads / 32 ? scratch[1][lane] : -INFINITY);
+
+  const float z_target = p.reference[row];
+  const bool repaired = p.repair[row / sm90::kTileM] != 0;
+  const ce::Stats<false> stats = {repaired ? ce::reference_of(max) : z_target, sum};
+  ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
+  if (p.problem.token_weight != nullptr) r.token_weight = p.problem.token_weight[r.index];
+  const int64_t target = p.problem.targets[r.index];
+  if (target >= 0 && target < p.problem.vocab) {
+    r.target = static_cast<int>(target);
+    r.class_weight = p.problem.class_weight != nullptr ? p.problem.class_weight[target] : 1.0f;
+    r.z_target = z_target;
+  }
+  if (threadIdx.x == 0) ce::write_results(p.problem, r, stats);
+  if (!p.wanted) return;
+
+  const float share = r.token_weight / *p.problem.denominator;
+  const ce::Gradient g =
+      ce::gradient_weights(p.problem, r, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+  if (threadIdx.x == 0) {
+    p.scale[row] = g.probability;
+    if (r.target >= 0 && g.hard != 0.0f) {
+      const float exact = ce::exp_from(z_target, stats.max);
+      *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.hard / g.probability);
+    }
+  }
+  if (p.input == nullptr) return;
+  uint4* const x = reinterpret_cast<uint4*>(p.input + int64_t{row} * p.hidden);
+  for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) {
+    uint4 v = x[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t& word = (&v.x)[j];
+      const float2 f = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(f.y * g.probability), "f"(f.x * g.probability));
+    }
+    x[i] = v;
+  }
+}
+
+// One row per block: the parts of a row of grad_input -> its place.
+__global__ void __launch_bounds__(kRowThreads) add_parts(const GradInput p) {
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  const float factor = p.scale[row];
+  const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
+  const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
+  uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
+  for (int i = threadIdx.x; i < p.hidden / 4; i += kRowThreads) {
+    float4 sum = from[i];
+    for (int part = 1; part < p.parts; ++part) {
+      const float4 more = from[i + part * step];
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    uint2 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed.x) : "f"(sum.y * factor), "f"(sum.x * factor));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed.y) : "f"(sum.w * factor), "f"(sum.z * factor));
+    to[i] = packed;
+  }
+}
+
+}  // namespace liger::flce90
