@@ -1,10 +1,78 @@
-"""Small helpers shared by the autograd and vmap rules of the ops."""
+"""How ops meet autograd, and small helpers shared by their autograd and vmap rules.
+
+A registered formula serves every caller of an op, but the dispatcher runs it as Python: on a small tensor that takes
+longer than the op itself. Eager calls, between which and the backend there is nothing but autograd, therefore go around
+it with the same formula (:func:`differentiable`, :func:`forbid_autograd`); everything else goes through the dispatcher.
+docs/performance/host_time.md has the figures.
+"""
 
 import functools
 
 import torch
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _any_requires_grad,
+    _AutoDispatchBelowADInplaceOrView,
+    _AutoDispatchBelowAutograd,
+    _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_local_include_set,
+    _len_torch_function_stack,
+)
+from torch.autograd.graph import increment_version
+from torch.compiler import is_compiling
 
 _library = torch.library.Library("liger", "IMPL")
+
+# What an op takes, in the types that no one has overridden.
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
+_PLAIN = _TENSORS | {bool, int, float, str, torch.dtype}
+# The dispatch keys that every thread starts with. Modes, transforms and tracers add theirs.
+_NOTHING_ADDED = DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)
+
+
+def _meets_only_autograd(args):
+    """Whether nothing but autograd would see a call of an op with these arguments before its backend does.
+
+    That excludes compilers, tensor subclasses, modes, transforms (vmap, grad), tracers, and calls from the inside of
+    another op, where autograd is off. The order matters: a compiler follows the first term and no other.
+    """
+    return (
+        not is_compiling()
+        and _PLAIN.issuperset(map(type, args))
+        and _dispatch_tls_local_include_set() == _NOTHING_ADDED
+        and not _len_torch_function_stack()
+        and not _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
+    )
+
+
+def differentiable(op, setup_context, backward):
+    """Registers the autograd formula of an op, as ``torch.library.register_autograd`` does, and returns a function.
+
+    The function takes all arguments of the op, by position. It is the op, with less work for the host in eager code.
+    """
+    torch.library.register_autograd(op, backward, setup_context=setup_context)
+
+    def forward(ctx, *args):
+        with _AutoDispatchBelowAutograd():
+            output = op(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    node = type(op._opname, (torch.autograd.Function,), methods)
+    # Past Function.apply, which looks for transforms first: there are none where this is called.
+    record = super(torch.autograd.Function, node).apply
+
+    def call(*args):
+        if not _meets_only_autograd(args):
+            return op(*args)
+        if torch.is_grad_enabled() and _any_requires_grad(*args):
+            return record(*args)
+        with _AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return call
 
 
 def wants_grad(*tensors):
@@ -20,8 +88,7 @@ def graph_is_kept():
 
 def is_traced(*tensors):
     """Whether a compiler is looking at these tensors: under torch.compile, or stand-ins of a direct AOT trace."""
-    plain = (torch.Tensor, torch.nn.Parameter, type(None))
-    return torch.compiler.is_compiling() or any(type(t) not in plain for t in tensors)
+    return is_compiling() or not _TENSORS.issuperset(map(type, tensors))
 
 
 def may_write_saved(*tensors):
@@ -58,28 +125,43 @@ def forbid_autograd(op_name):
     Autograd would take the written tensor for the one it had before and return wrong gradients, so a call in grad mode
     with an argument that requires grad raises. Every call adds to the version counters of what it writes, whichever
     backend serves it, so that autograd notices a later use of the old value.
+
+    Returns a function of all arguments of the op, by position: the op, with less work for the host in eager code.
     """
     op = getattr(torch.ops.liger, op_name).default
     written = [
         i for i, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
     ]
 
+    def count_in(args):
+        increment_version([args[i] for i in written])
+
     def refuse(keyset, *args):
-        if torch._C.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        if torch.is_grad_enabled() and _any_requires_grad(*args):
             raise RuntimeError(
                 f"liger::{op_name} writes over its arguments and is not differentiable: "
                 "call it under torch.no_grad(), or use the form without the trailing underscore"
             )
-        with torch._C._AutoDispatchBelowAutograd():
+        with _AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     def count(keyset, *args):
         result = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-        torch.autograd.graph.increment_version([args[i] for i in written])
+        count_in(args)
         return result
 
     _library.impl(op_name, refuse, "Autograd", with_keyset=True)
     _library.impl(op_name, count, "ADInplaceOrView", with_keyset=True)
+
+    def call(*args):
+        if torch.is_grad_enabled() or not _meets_only_autograd(args):
+            return op(*args)
+        with _AutoDispatchBelowADInplaceOrView():
+            result = op(*args)
+        count_in(args)
+        return result
+
+    return call
 
 
 def check_given_up(op, names, tensors):
@@ -98,6 +180,8 @@ def own_their_memory(tensors):
     if len(set(storages)) < len(storages):
         return False
     for tensor in tensors:
+        if tensor.is_contiguous():
+            continue
         span = 1
         for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
             if size > 1 and stride < span:

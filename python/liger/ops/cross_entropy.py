@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ..backend import register_family
-from . import rescale  # noqa: F401  (registers the op that the backward calls)
 from ._autograd import (
     check_given_up,
+    differentiable,
     differentiable_once,
     forbid_autograd,
     graph_is_kept,
@@ -22,6 +22,7 @@ from ._autograd import (
 )
 from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
 from ._rows import row_blocks
+from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
 
@@ -186,9 +187,8 @@ def _made_in_forward(logits, reduction):
     Not of float16 logits: a loss scale must come before the gradient is rounded. Nor for a compiler, whose backward
     cannot write over what was saved: there the product would be a pass of its own.
     """
-    if reduction == "none" or logits.dtype == torch.float16 or is_traced(logits):
-        return False
-    return wants_grad(logits)[0]
+    wanted = reduction != "none" and logits.dtype != torch.float16 and wants_grad(logits)[0]
+    return wanted and not is_traced(logits)
 
 
 def _setup(ctx, inputs, output):
@@ -218,19 +218,20 @@ def _backward(ctx, grad_loss, *_grad_others):
     if grad_loss is None:
         grad_logits = None
     elif not ctx.made:
-        grad_logits = torch.ops.liger.cross_entropy_backward(grad_loss, *ctx.saved_tensors, *ctx.options)
+        backward = torch.ops.liger.cross_entropy_backward.default
+        grad_logits = backward(grad_loss, *ctx.saved_tensors, *ctx.options)
     else:
         (grad_logits,) = ctx.saved_tensors
         if may_write_saved(grad_logits):
-            torch.ops.liger.rescale_(grad_logits, grad_loss)
+            rescale_(grad_logits, grad_loss)
         else:
-            grad_logits = torch.ops.liger.rescale(grad_logits, grad_loss)
+            grad_logits = rescale(grad_logits, grad_loss)
     return grad_logits, *(None,) * 15
 
 
-torch.library.register_autograd("liger::cross_entropy_forward", _backward, setup_context=_setup)
-forbid_autograd("cross_entropy_forward_")
-forbid_autograd("cross_entropy_backward_")
+_forward_op = differentiable(torch.ops.liger.cross_entropy_forward.default, _setup, _backward)
+_forward_op_ = forbid_autograd("cross_entropy_forward_")
+_backward_op_ = forbid_autograd("cross_entropy_backward_")
 
 
 class _Inplace(torch.autograd.Function):
@@ -244,10 +245,11 @@ class _Inplace(torch.autograd.Function):
         _refuse_gradients((logits, *rest))
         # Detached, they share their version counter with the logits: whoever saved those will know of the write.
         detached = logits.detach()
-        if made:
-            output = *torch.ops.liger.cross_entropy_forward_(detached, *rest), None, None, logits
-        else:
-            output = torch.ops.liger.cross_entropy_forward(detached, *rest, False)
+        output = (
+            (*_forward_op_(detached, *rest), None, None, logits)
+            if made
+            else _forward_op(detached, *rest, False)
+        )
         ctx.made = made
         _save(ctx, (logits, *rest), *output[6:])
         ctx.mark_non_differentiable(*output[1:6])
@@ -263,9 +265,9 @@ class _Inplace(torch.autograd.Function):
             # Without the history of the logits, which is no part of the gradient.
             grad_logits = logits.detach()
             if ctx.made:
-                torch.ops.liger.rescale_(grad_logits, grad_loss)
+                rescale_(grad_logits, grad_loss)
             else:
-                torch.ops.liger.cross_entropy_backward_(grad_loss, grad_logits, *others, *ctx.options)
+                _backward_op_(grad_loss, grad_logits, *others, *ctx.options)
         return None, grad_logits, *(None,) * 14
 
 
@@ -307,18 +309,22 @@ def _run(
         softcap, reduction, *metrics,
     )  # fmt: skip
     made = _made_in_forward(rows, reduction)
-    if inplace and _inplace_applies(rows):
-        results = _Inplace.apply(made, *arguments)
-    else:
-        results = torch.ops.liger.cross_entropy_forward(*arguments, made)
+    in_place = inplace and _inplace_applies(rows)
+    results = _Inplace.apply(made, *arguments) if in_place else _forward_op(*arguments, made)
     return output_like(target, reduction, metrics, results)
 
 
 def output_like(target, reduction, metrics, results):
-    """The results of a forward op as the public functions return them: per-row ones in the shape of the target."""
+    """The results of a forward op as the public functions return them: the loss alone, or all that was asked for.
+
+    Per-row ones have the shape of the target.
+    """
     loss, z_loss, accuracy, *per_row = results[:6]
     if reduction == "none":
-        loss, z_loss = loss.reshape(target.shape), z_loss.reshape(target.shape) if metrics.z_loss else None
+        loss = loss.reshape(target.shape)
+        z_loss = z_loss.reshape(target.shape) if metrics.z_loss else None
+    if not any(metrics):
+        return loss
     wanted = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
     return CrossEntropyOutput(
         loss,
@@ -335,7 +341,7 @@ def _composite(
     return _run(
         logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
         reduction, Metrics(), inplace=False,
-    ).loss  # fmt: skip
+    )  # fmt: skip
 
 
 _library = torch.library.Library("liger", "IMPL")
@@ -395,8 +401,7 @@ def cross_entropy(
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )
-    output = _run(
+    return _run(
         logits, target, ce_weight, token_weight, denominator_tensor(denominator, logits), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, metrics, inplace,
     )  # fmt: skip
-    return output if any(metrics) else output.loss

@@ -9,11 +9,11 @@ import dataclasses
 import torch
 
 from ..backend import register_family
-from . import rescale  # noqa: F401  (registers the op that the backward calls)
-from ._autograd import differentiable_once, may_write_saved, wants_grad
+from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
 from ._rows import row_blocks
 from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like, refuse_gradients
+from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -185,9 +185,7 @@ def _recomputed(ctx, grad_loss, needed):
 
 
 def _rescaled(grads, factor, needed):
-    return [
-        torch.ops.liger.rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)
-    ]
+    return [rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)]
 
 
 @differentiable_once("fused_linear_ce")
@@ -204,7 +202,7 @@ def _backward(ctx, grad_loss, *_grad_others):
             # They belong to this node alone and die with it: scaled in place, they need no second buffer.
             for grad, need in zip(grads, needed, strict=True):
                 if need:
-                    torch.ops.liger.rescale_(grad, grad_loss)
+                    rescale_(grad, grad_loss)
         else:
             grads = _rescaled(grads, grad_loss, needed)
     for position, grad, need in zip(_DIFFERENTIABLE, grads, needed, strict=True):
@@ -212,7 +210,7 @@ def _backward(ctx, grad_loss, *_grad_others):
     return tuple(result)
 
 
-torch.library.register_autograd("liger::fused_linear_ce_forward", _backward, setup_context=_setup)
+_forward_op = differentiable(torch.ops.liger.fused_linear_ce_forward.default, _setup, _backward)
 
 
 # --- composite ----------------------------------------------------------------------------------------------------
@@ -238,7 +236,7 @@ def _run(
 ):  # fmt: skip
     input, weight, bias = _autocast(input, weight, bias)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
-    results = torch.ops.liger.fused_linear_ce_forward(
+    results = _forward_op(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator, ignore_index, label_smoothing,
         lse_square_scale, softcap, reduction, accum_dtype, memory_budget, *metrics,
         *((False,) * 3 if reduction == "none" else wants_grad(rows, weight, bias)),
@@ -253,7 +251,7 @@ def _composite(
     return _run(
         input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
         lse_square_scale, softcap, reduction, accum_dtype, memory_budget, Metrics(),
-    ).loss  # fmt: skip
+    )  # fmt: skip
 
 
 _library = torch.library.Library("liger", "IMPL")
@@ -302,8 +300,7 @@ def fused_linear_ce(
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )
-    output = _run(
+    return _run(
         input, weight, target, bias, ce_weight, token_weight, denominator_tensor(denominator, input), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, metrics,
     )  # fmt: skip
-    return output if any(metrics) else output.loss

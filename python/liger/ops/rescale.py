@@ -3,7 +3,7 @@
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable_once, forbid_autograd
+from ._autograd import differentiable, differentiable_once, forbid_autograd
 from ._rows import row_blocks
 from .rms_norm import accumulate_dtype
 
@@ -67,7 +67,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad_out):
     x, factor = ctx.saved_tensors
     need_x, need_factor = ctx.needs_input_grad
-    grad_x = torch.ops.liger.rescale(grad_out, factor) if need_x else None
+    grad_x = rescale(grad_out, factor) if need_x else None
     grad_factor = None
     if need_factor:
         wide = accumulate_dtype(x.dtype)
@@ -75,5 +75,5 @@ def _backward(ctx, grad_out):
     return grad_x, grad_factor
 
 
-torch.library.register_autograd("liger::rescale", _backward, setup_context=_setup)
-forbid_autograd("rescale_")
+rescale = differentiable(torch.ops.liger.rescale.default, _setup, _backward)
+rescale_ = forbid_autograd("rescale_")

@@ -10,7 +10,7 @@ With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable_once, to_front
+from ._autograd import differentiable, differentiable_once, to_front
 
 
 def accumulate_dtype(dtype):
@@ -172,13 +172,13 @@ def _backward_rms_norm(ctx, grad_y, _grad_rstd):
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     need_x, need_weight = ctx.needs_input_grad[:2]
-    grad_x, grad_weight = torch.ops.liger.rms_norm_backward(
+    grad_x, grad_weight = torch.ops.liger.rms_norm_backward.default(
         grad_y, x, weight, rstd, ctx.offset, ctx.casting_mode, need_x, need_weight
     )
     return grad_x if need_x else None, grad_weight if need_weight else None, None, None, None
 
 
-torch.library.register_autograd("liger::rms_norm", _backward_rms_norm, setup_context=_setup_rms_norm)
+_rms_norm = differentiable(torch.ops.liger.rms_norm.default, _setup_rms_norm, _backward_rms_norm)
 
 
 def _setup_fused_add_rms_norm(ctx, inputs, output):
@@ -195,7 +195,7 @@ def _backward_fused_add_rms_norm(ctx, grad_y, grad_new_residual, _grad_rstd):
     need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
     if grad_y is None:
         return grad_new_residual, grad_new_residual, None, None, None, None
-    grad_x, grad_weight = torch.ops.liger.fused_add_rms_norm_backward(
+    grad_x, grad_weight = torch.ops.liger.fused_add_rms_norm_backward.default(
         grad_y, grad_new_residual, new_residual, weight, rstd, ctx.offset, ctx.casting_mode,
         need_x or need_residual, need_weight,
     )  # fmt: skip
@@ -209,8 +209,8 @@ def _backward_fused_add_rms_norm(ctx, grad_y, grad_new_residual, _grad_rstd):
     )
 
 
-torch.library.register_autograd(
-    "liger::fused_add_rms_norm", _backward_fused_add_rms_norm, setup_context=_setup_fused_add_rms_norm
+_fused_add_rms_norm = differentiable(
+    torch.ops.liger.fused_add_rms_norm.default, _setup_fused_add_rms_norm, _backward_fused_add_rms_norm
 )
 
 
@@ -263,7 +263,7 @@ def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    return torch.ops.liger.rms_norm(x, weight, eps, offset, casting_mode)[0]
+    return _rms_norm(x, weight, eps, offset, casting_mode)[0]
 
 
 def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
@@ -282,5 +282,4 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_m
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, or an unknown casting mode.
     """
-    y, new_residual, _ = torch.ops.liger.fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
-    return y, new_residual
+    return _fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)[:2]

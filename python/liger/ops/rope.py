@@ -11,6 +11,7 @@ import torch
 from ..backend import register_family
 from ._autograd import (
     check_given_up,
+    differentiable,
     differentiable_once,
     forbid_autograd,
     is_traced,
@@ -105,7 +106,7 @@ def _backward(ctx, grad_q_out, grad_k_out):
     if not need_q and not need_k:
         return None, None, None, None, None
     # The side without a gradient takes part with no heads: it costs nothing.
-    grad_q, grad_k = torch.ops.liger.rope_backward(
+    grad_q, grad_k = torch.ops.liger.rope_backward.default(
         grad_q_out if need_q else grad_k_out[:, :0],
         grad_k_out if need_k else grad_q_out[:, :0],
         cos, sin, ctx.interleaved,
@@ -113,8 +114,8 @@ def _backward(ctx, grad_q_out, grad_k_out):
     return grad_q if need_q else None, grad_k if need_k else None, None, None, None
 
 
-torch.library.register_autograd("liger::rope", _backward, setup_context=_setup)
-forbid_autograd("rope_")
+_rope = differentiable(torch.ops.liger.rope.default, _setup, _backward)
+_rope_ = forbid_autograd("rope_")
 
 
 class _Inplace(torch.autograd.Function):
@@ -124,7 +125,7 @@ class _Inplace(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, interleaved):
         _setup(ctx, (q, k, cos, sin, interleaved), None)
         # Detached, q and k share their version counters with what is written: whoever saved them will know.
-        torch.ops.liger.rope_(q.detach(), k.detach(), cos, sin, interleaved)
+        _rope_(q.detach(), k.detach(), cos, sin, interleaved)
         return _same_memory(q), _same_memory(k)
 
     @staticmethod
@@ -202,7 +203,7 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
     if unsqueeze_dim == 2:
         # Shapes are named in the errors as (batch, heads, tokens, head_dim), whatever the order here.
         q, k = _swap_heads("q", q), _swap_heads("k", k)
-    op = _Inplace.apply if inplace and _inplace_applies(q, k) else torch.ops.liger.rope
+    op = _Inplace.apply if inplace and _inplace_applies(q, k) else _rope
     q, k = op(q, k, cos, sin, interleaved)
     return (q, k) if unsqueeze_dim == 1 else (q.transpose(1, 2), k.transpose(1, 2))
 

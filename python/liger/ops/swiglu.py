@@ -9,6 +9,7 @@ import torch
 from ..backend import register_family
 from ._autograd import (
     check_given_up,
+    differentiable,
     differentiable_once,
     forbid_autograd,
     graph_is_kept,
@@ -143,20 +144,20 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once("swiglu")
 def _backward(ctx, grad_out):
-    grad_gate, grad_up, _ = torch.ops.liger.swiglu_backward(grad_out, *ctx.saved_tensors)
+    grad_gate, grad_up, _ = torch.ops.liger.swiglu_backward.default(grad_out, *ctx.saved_tensors)
     need_gate, need_up = ctx.needs_input_grad
     return grad_gate if need_gate else None, grad_up if need_up else None
 
 
 @differentiable_once("swiglu_packed")
 def _backward_packed(ctx, grad_out):
-    return torch.ops.liger.swiglu_packed_backward(grad_out, *ctx.saved_tensors)[:1]
+    return torch.ops.liger.swiglu_packed_backward.default(grad_out, *ctx.saved_tensors)[:1]
 
 
-torch.library.register_autograd("liger::swiglu", _backward, setup_context=_setup)
-torch.library.register_autograd("liger::swiglu_packed", _backward_packed, setup_context=_setup)
-forbid_autograd("swiglu_backward_")
-forbid_autograd("swiglu_packed_backward_")
+_swiglu = differentiable(torch.ops.liger.swiglu.default, _setup, _backward)
+_swiglu_packed = differentiable(torch.ops.liger.swiglu_packed.default, _setup, _backward_packed)
+_swiglu_backward_ = forbid_autograd("swiglu_backward_")
+_swiglu_packed_backward_ = forbid_autograd("swiglu_packed_backward_")
 
 
 class _Inplace(torch.autograd.Function):
@@ -238,9 +239,8 @@ def swiglu(gate, up, inplace=False):
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
     if inplace and _inplace_applies("swiglu", ("gate", "up"), (gate, up)):
-        ops = torch.ops.liger
-        return _Inplace.apply(ops.swiglu, ops.swiglu_backward, ops.swiglu_backward_, gate, up)
-    return torch.ops.liger.swiglu(gate, up)
+        return _Inplace.apply(_swiglu, torch.ops.liger.swiglu_backward, _swiglu_backward_, gate, up)
+    return _swiglu(gate, up)
 
 
 def swiglu_packed(gate_up, inplace=False):
@@ -257,8 +257,7 @@ def swiglu_packed(gate_up, inplace=False):
         RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in :func:`swiglu`.
     """
     if inplace and _inplace_applies("swiglu_packed", ("gate_up",), (gate_up,)):
-        ops = torch.ops.liger
         return _Inplace.apply(
-            ops.swiglu_packed, ops.swiglu_packed_backward, ops.swiglu_packed_backward_, gate_up
+            _swiglu_packed, torch.ops.liger.swiglu_packed_backward, _swiglu_packed_backward_, gate_up
         )
-    return torch.ops.liger.swiglu_packed(gate_up)
+    return _swiglu_packed(gate_up)
