@@ -10,6 +10,7 @@
 
 #include "common/rows.cuh"
 #include "kernels/rms_norm.cuh"
+#include "kernels/rms_norm_backward_plan.cuh"
 #include "kernels/row_tile.cuh"
 
 namespace liger {
@@ -301,33 +302,6 @@ __global__ void __launch_bounds__(1024)
   sum = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
   const int64_t own = int64_t{blockIdx.x} * 32 + threadIdx.y;
   if (threadIdx.x == 0 && own < hidden) out[own] = from_float<W>(sum);
-}
-
-// How many parts of grad_weight launch_rms_norm_backward will write: a function of the shape and the device
-// only.
-struct BackwardPlan {
-  RowPlan rows;
-  int parts;
-};
-
-template <typename T>
-BackwardPlan plan_rms_norm_backward(int64_t rows, int64_t hidden, bool vectorised, bool residual,
-                                    int multiprocessors, int shared_limit) {
-  const int n = vectorised ? kVec<T> : 1;
-  BackwardPlan plan{
-      plan_rows(rows, hidden / n, n * sizeof(T), vectorised, residual ? 3 : 2, multiprocessors, shared_limit),
-      0};
-  if (plan.rows.width == 0) {
-    const int64_t columns = (hidden + 256 * n - 1) / (256 * n);
-    plan.parts = static_cast<int>(std::min(rows, std::max<int64_t>(1, 8 * multiprocessors / columns)));
-  } else {
-    plan.parts = plan.rows.blocks;
-    if (plan.rows.groups() > 1) {
-      const int sums = plan.rows.groups() * static_cast<int>(hidden * sizeof(float));
-      plan.rows.shared = std::max(plan.rows.shared, sums);
-    }
-  }
-  return plan;
 }
 
 template <typename T, int N, int V, int R, bool Residual>
