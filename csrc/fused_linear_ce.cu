@@ -82,7 +82,7 @@ class Compaction {
     dispatch_dtype(all.dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
       compact::launch_gather_rows<T>(static_cast<const T*>(all.data), all.stride, list_, first, count,
-                                     columns, nullptr, static_cast<T*>(out.data), out.stride, stream_);
+                                     columns, static_cast<T*>(out.data), out.stride, stream_);
     });
     check_launch(kOp);
   }

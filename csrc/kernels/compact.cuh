@@ -103,54 +103,19 @@ __device__ __forceinline__ Vec<T, N> zero_vector() {
   return zero;
 }
 
-// out[i] = x[index[first + i]], times factor[i] where there is one, rounded once; zeros beyond the count, so
-// that whatever multiplies them stays finite. grid: rows of out. `vectors` of N elements make a row.
+// out[i] = x[index[first + i]]; zeros beyond the count, so that whatever multiplies them stays finite.
+// grid: rows of out. `vectors` of N elements make a row.
 template <typename T, int N>
 __global__ void __launch_bounds__(kRowThreads)
-    gather_rows(const T* x, int64_t x_stride, RowList list, int64_t first, int vectors, const float* factor,
-                T* out, int64_t out_stride) {
+    gather_rows(const T* x, int64_t x_stride, RowList list, int64_t first, int vectors, T* out,
+                int64_t out_stride) {
   const int64_t i = blockIdx.x;
   const bool is_valid = first + i < *list.count;
   const T* from = x + (is_valid ? list.index[first + i] : 0) * x_stride;
   T* to = out + i * out_stride;
-  const float scale = factor != nullptr ? factor[i] : 1.0f;
 #pragma unroll 4
   for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-    Vec<T, N> values = is_valid ? load<T, N>(from + int64_t{v} * N) : zero_vector<T, N>();
-    if (factor != nullptr) {
-      float wide[N];
-      unpack(values, wide);
-#pragma unroll
-      for (int j = 0; j < N; ++j) wide[j] *= scale;
-      values = pack<T>(wide);
-    }
-    store(to + int64_t{v} * N, values);
-  }
-}
-
-// out[index[first + i]] = x[i] for the rows within the count. grid: rows of x.
-template <typename T, int N>
-__global__ void __launch_bounds__(kRowThreads)
-    scatter_rows(const T* x, int64_t x_stride, RowList list, int64_t first, int vectors, T* out,
-                 int64_t out_stride) {
-  const int64_t i = blockIdx.x;
-  if (first + i >= *list.count) return;
-  const T* from = x + i * x_stride;
-  T* to = out + list.index[first + i] * out_stride;
-#pragma unroll 4
-  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-    store(to + int64_t{v} * N, load<T, N>(from + int64_t{v} * N));
-  }
-}
-
-// Zeroes the rows of x that are ignored. grid: rows of x.
-template <typename T, int N>
-__global__ void __launch_bounds__(kRowThreads)
-    zero_ignored_rows(T* x, int64_t stride, RowList list, int vectors) {
-  if (list.position[blockIdx.x] >= 0) return;
-  T* to = x + static_cast<int64_t>(blockIdx.x) * stride;
-  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-    store(to + int64_t{v} * N, zero_vector<T, N>());
+    store(to + int64_t{v} * N, is_valid ? load<T, N>(from + int64_t{v} * N) : zero_vector<T, N>());
   }
 }
 
@@ -263,35 +228,12 @@ inline void launch_gather_targets(const ce::Targets& targets, const float* token
 
 template <typename T>
 void launch_gather_rows(const T* x, int64_t x_stride, const RowList& list, int64_t first, int64_t rows,
-                        int64_t columns, const float* factor, T* out, int64_t out_stride,
-                        cudaStream_t stream) {
+                        int64_t columns, T* out, int64_t out_stride, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return;
   with_vectors(x, x_stride, out, out_stride, columns, [&](auto n) {
     const int64_t vectors = columns / n;
     gather_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
-        x, x_stride, list, first, static_cast<int>(vectors), factor, out, out_stride);
-  });
-}
-
-template <typename T>
-void launch_scatter_rows(const T* x, int64_t x_stride, const RowList& list, int64_t first, int64_t rows,
-                         int64_t columns, T* out, int64_t out_stride, cudaStream_t stream) {
-  if (rows == 0 || columns == 0) return;
-  with_vectors(x, x_stride, out, out_stride, columns, [&](auto n) {
-    const int64_t vectors = columns / n;
-    scatter_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
         x, x_stride, list, first, static_cast<int>(vectors), out, out_stride);
-  });
-}
-
-template <typename T>
-void launch_zero_ignored_rows(T* x, int64_t stride, const RowList& list, int64_t rows, int64_t columns,
-                              cudaStream_t stream) {
-  if (rows == 0 || columns == 0) return;
-  with_vectors(x, stride, x, stride, columns, [&](auto n) {
-    const int64_t vectors = columns / n;
-    zero_ignored_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
-        x, stride, list, static_cast<int>(vectors));
   });
 }
 
