@@ -5,12 +5,16 @@
 // as an empty tensor, so that every op has a fixed number of results.
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "common/checks.h"
 #include "planner.h"
+#include "planner_sm90.h"
 
 STABLE_TORCH_LIBRARY(liger, m) {
   // x (..., H) -> y like x, rstd (rows,) float32
@@ -141,6 +145,14 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None)"
       " -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows,"
       " int[] chunk_offsets)");
+  // How the engine of compute capability 9.0 cuts them, on a device that runs so many clusters of two blocks
+  // at a time (66: 132 multiprocessors); no chunks where the generic engine takes over. See Sm90Plan in
+  // csrc/planner_sm90.h
+  m.def(
+      "plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool "
+      "exact_accumulation, int? memory_budget=None, int clusters=66)"
+      " -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes,"
+      " int low_bytes, int slack)");
 }
 
 namespace liger {
@@ -176,6 +188,30 @@ lay_out_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_s
           std::move(chunk_offsets)};
 }
 
+std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, int64_t,
+           int64_t>
+plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
+                    bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters) {
+  const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
+  // Throws where the sizes or the budget make no sense.
+  plan_chunks({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
+  if (clusters <= 0) {
+    throw std::invalid_argument("plan_chunks_sm90: clusters must be positive, got " +
+                                std::to_string(clusters));
+  }
+  const std::optional<Sm90Plan> plan = plan_sm90(
+      {rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters});
+  if (!plan) return {};
+  std::vector<int64_t> first, count, parts;
+  for (const Sm90Chunk& chunk : plan->chunks) {
+    first.push_back(chunk.first);
+    count.push_back(chunk.rows);
+    parts.push_back(chunk.parts);
+  }
+  return {std::move(first),  std::move(count), std::move(parts), plan->hosted_rows,
+          plan->panel_bytes, plan->low_bytes,  plan->slack};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
@@ -186,6 +222,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
   m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
+  m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));
 }
 
 }  // namespace liger

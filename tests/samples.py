@@ -284,4 +284,8 @@ SAMPLES = {
         (4096, 2048, 32000, 2, True, True, True),
         (4096, 2048, 32000, 2, True, False, True, 1 << 24, 1000, 0),
     ],
+    "plan_chunks_sm90": lambda d: [
+        (4096, 2048, 32000, True, True, True),
+        (4096, 2048, 32000, False, True, True, 1 << 24, 60),
+    ],
 }

@@ -1,7 +1,8 @@
-"""How fused_linear_ce cuts its rows: properties of plan_chunks over many problems, and its environment variable."""
+"""How fused_linear_ce cuts its rows: properties of the plans of many problems, and the environment variable."""
 
 import itertools
 import os
+import random
 import subprocess
 import sys
 
@@ -180,6 +181,139 @@ def test_no_rows():
 def test_larger_than_32_bits():
     chunk_rows, chunks, logits_bytes, _ = plan(1 << 33, 4096, 1 << 18, 2, False, False, 1 << 42)
     assert (chunk_rows, chunks, logits_bytes) == (1 << 23, 1 << 10, 1 << 42)
+
+
+# --- the engine of compute capability 9.0 -------------------------------------------------------------------------
+
+TILE = PANEL = 128  # rows; columns
+
+
+def plan_sm90(*problem):
+    """Chunks as (first, rows, parts), then hosted_rows, panel_bytes, low_bytes, slack."""
+    first, rows, parts, *rest = torch.ops.liger.plan_chunks_sm90(*problem)
+    return list(zip(first, rows, parts, strict=True)), *rest
+
+
+def random_problems_sm90(count):
+    """Of shapes that the engine takes: rows, hidden, vocab, need_grad_input, need_grad_weight, exact, budget, clusters."""
+    draw = random.Random(0)
+    for _ in range(count):
+        rows = draw.choice([256, 257, 300, 1000, 8192, 16384, draw.randint(256, 40000)])
+        vocab = PANEL * draw.choice([1, 2, 3, 9, 33, 250, 1002, draw.randint(1, 1200)])
+        needs = [draw.random() < 0.7 for _ in range(3)]
+        budget = int(2 ** draw.uniform(16, 31))
+        yield rows, 256 * draw.randint(1, 24), vocab, *needs, budget, draw.choice([39, 57, 66])
+
+
+SM90 = [(problem, plan_sm90(*problem)) for problem in random_problems_sm90(3000)]
+TAKEN = [(problem, plan) for problem, plan in SM90 if plan[0]]
+
+
+def test_sm90_problems_are_of_every_kind():
+    """One chunk, chunks with sums of 20 bits, of 16 and without any: else the tests below would prove little."""
+    several = [(problem, low) for problem, (chunks, _, _, low, _) in TAKEN if len(chunks) > 1]
+    assert min(len(TAKEN) - len(several), sum(low > 0 for _, low in several)) > 200
+    assert sum(low == 0 and problem[4] for problem, low in several) > 20
+    assert sum(not problem[4] for problem, _ in several) > 200
+    assert {parts for _, plan in TAKEN for _, _, parts in plan[0]} == set(range(1, 9))
+
+
+def test_sm90_chunks_tile_the_rows():
+    for problem, (chunks, *_) in TAKEN:
+        at = 0
+        for first, rows, _ in chunks:
+            assert first == at and rows > 0, problem
+            at += rows
+        assert at == problem[0], problem
+        assert all(rows % TILE == 0 for _, rows, _ in chunks[:-1]), problem
+        later = [rows for _, rows, _ in chunks[1:]]
+        assert all(rows == later[0] for rows in later[:-1]) and max(later, default=0) == sum(later[:1]), (
+            problem
+        )
+
+
+def test_sm90_exponentials_have_room_where_the_plan_puts_them():
+    for problem, (chunks, hosted, panel_bytes, low_bytes, slack) in TAKEN:
+        _, hidden, _, _, need_grad_weight, exact, *_ = problem
+        # A panel of the weight gradient, 128 of its rows, holds 128 columns of as many rows as the hidden size.
+        assert hosted == (min(hidden, chunks[0][1]) if need_grad_weight else 0), problem
+        assert slack > 0 if hosted else slack == 0, problem
+        beside = chunks[0][1] - hosted
+        if beside:
+            assert hosted % TILE == 0, "what lies beside begins with a tile"
+        assert ceil_div(beside, TILE) * TILE * PANEL * 2 <= panel_bytes, problem
+        for _, rows, _ in chunks[1:]:
+            assert low_bytes + rows * PANEL * 2 <= panel_bytes, problem
+        sums = need_grad_weight and exact
+        assert low_bytes == (PANEL * hidden // 2 if sums else 0) or (low_bytes == 0 and len(chunks) == 1), (
+            problem
+        )
+
+
+def test_sm90_stays_in_the_budget():
+    """Up to a tile of rows; the bits beyond 16 are part of it unless they would take more than half."""
+    for problem, (chunks, _, panel_bytes, low_bytes, slack) in TAKEN:
+        _, hidden, vocab, *_, budget, _ = problem
+        panels = vocab // PANEL + slack
+        tile = panels * PANEL * 2 * TILE + 8 * TILE * ceil_div(vocab, 256)
+        low = panels * low_bytes
+        counted = panels * panel_bytes - (low if 2 * low > budget else 0)
+        assert counted <= budget + tile, problem
+        for _, rows, parts in chunks:
+            assert 1 <= parts <= min(8, vocab // 64), problem
+            assert parts == 1 or 8 * (4 * parts * rows * hidden) <= budget, problem
+
+
+def test_sm90_parts_are_for_the_input_gradient():
+    for problem, (chunks, *_) in TAKEN:
+        if not problem[3]:
+            assert all(parts == 1 for _, _, parts in chunks), problem
+
+
+def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
+    for problem, (chunks, *rest) in SM90:
+        if not chunks:
+            assert rest == [0, 0, 0, 0] and problem[4] and not problem[5], problem
+    for problem, (chunks, _, _, low_bytes, _) in TAKEN:
+        if problem[4] and low_bytes == 0 and len(chunks) > 1:
+            assert chunks[1][1] >= 1024, "small chunks that add to a sum of 16 bits are slower here"
+    fits = (4096, 1024, 32000, True, True, True, 512 * MIB)
+    assert plan_sm90(*fits)[0]
+    for position, sizes in ((0, (0, 1, 255)), (1, (0, 64, 1000, 1152)), (2, (0, 1, 64, 32003, 50257))):
+        for size in sizes:
+            assert not plan_sm90(*fits[:position], size, *fits[position + 1 :])[0], (position, size)
+
+
+def test_sm90_all_rows_at_once_with_a_large_budget():
+    for problem, _ in SM90[:500]:
+        chunks, hosted, panel_bytes, low_bytes, _ = plan_sm90(*problem[:6], 1 << 40)
+        assert len(chunks) == 1 and low_bytes == 0, problem
+        assert panel_bytes == ceil_div(problem[0] - hosted, TILE) * TILE * PANEL * 2, problem
+
+
+def test_sm90_budget_comes_from_the_environment(monkeypatch):
+    problem = (16384, 1024, 32000, True, True, True)
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "64M")
+    assert plan_sm90(*problem) == plan_sm90(*problem, 64 * MIB) != plan_sm90(*problem, 512 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({0: -1}, "must not be negative, got rows=-1 hidden=256 vocab=1024"),
+        ({6: 0}, "memory_budget: expected a positive number of bytes, got 0"),
+        ({7: 0}, "clusters must be positive, got 0"),
+    ],
+)
+def test_sm90_bad_arguments(changed, words):
+    problem = [300, 256, 1024, True, True, True, MIB, 66]
+    for position, value in changed.items():
+        problem[position] = value
+    with pytest.raises(ValueError, match=words):
+        plan_sm90(*problem)
+
+
+# --- the budget ---------------------------------------------------------------------------------------------------
 
 
 def test_the_default_budget_is_512_mib(monkeypatch):
