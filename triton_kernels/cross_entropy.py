@@ -13,33 +13,52 @@ from .common import (
     rows_of,
     write_back,
 )
-from .cross_entropy_rows import WARPS, RowResults, Rule
-from .cross_entropy_rule import class_weight, fill_zeros, write_gradient
+from .cross_entropy_rows import RowResults, Rule, walking_tile
+from .cross_entropy_rule import (
+    capped,
+    class_weight,
+    coefficients,
+    fill_zeros,
+    store_target_gradient,
+    write_gradient,
+)
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def backward_kernel(
     grad_loss_ptr, grad_loss_stride, logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, lse_ptr,
     used_denominator_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr,
-    n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr, out_row = logits_ptr + row * logits_stride, out_ptr + row * out_stride
     target = tl.load(target_ptr + row)
     if target != ignore_index:
         valid = (target >= 0) & (target < n_cols)
+        z_target = capped(tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32), softcap)
+        # In place, another thread may write over it.
+        tl.debug_barrier()
         upstream = tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32) / tl.load(
             used_denominator_ptr
         )
         if token_weight_ptr is not None:
             upstream *= tl.load(token_weight_ptr + row).to(tl.float32)
+        upstream = tl.where(valid, upstream, float("nan"))
+        weight = class_weight(ce_weight_ptr, target, valid)
+        lse = tl.load(lse_ptr + row)
+        of_p, of_target, per_class = coefficients(
+            ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
+        )  # fmt: skip
         write_gradient(
-            row_ptr, out_row, ce_weight_ptr, class_weight_sum_ptr, tl.where(valid, upstream, float("nan")), target,
-            class_weight(ce_weight_ptr, target, valid), tl.load(lse_ptr + row), n_cols,
-            label_smoothing, lse_square_scale, softcap, SMOOTHING, BLOCK,
+            row_ptr, out_row, lse, ce_weight_ptr, of_p, per_class, upstream, n_cols, softcap, SMOOTHING,
+            LANES, REPEATS, VECTOR,
+        )  # fmt: skip
+        store_target_gradient(
+            out_row, target, valid, z_target, lse, weight, of_p, of_target, per_class, upstream, softcap, SMOOTHING
         )  # fmt: skip
     else:
-        fill_zeros(out_row, n_cols, BLOCK)
+        fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------
@@ -116,12 +135,13 @@ def _backward(
     in_place = out is logits
     logits_rows, logits_stride = rows_of(logits)
     out_rows, out_stride = (logits_rows, logits_stride) if in_place else output_rows(out)
+    tile, warps, _ = walking_tile(rule.n_cols, logits.element_size(), False)
     with on_device_of(logits):
         backward_kernel[(logits.shape[0],)](
             grad_loss, grad_loss.stride(0) if grad_loss.dim() else 0, logits_rows, logits_stride, out_rows, out_stride,
             rule.target, dense_vector(lse), used_denominator, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
-            rule.n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, rule.smoothing, rule.block,
-            num_warps=WARPS,
+            rule.n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, rule.smoothing, *tile,
+            num_warps=warps,
         )  # fmt: skip
     write_back(out, out_rows)
 

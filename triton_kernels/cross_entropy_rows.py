@@ -1,9 +1,10 @@
 """The row kernel of cross_entropy and fused_linear_ce, and its launches; docs/cross_entropy.md defines every term.
 
-A program takes one row, by the rule in :mod:`.cross_entropy_rule`. It walks over the logits once for the statistics,
-every lane keeping its own running maximum and sums, which are merged at the end of the row; the gradient is a second
-walk. A row that fits into the registers of its program is read once for both. A last kernel of one program reduces the
-per-row results in a fixed order.
+A program takes a row at a time, by the rule in :mod:`.cross_entropy_rule`. It walks over the logits once for the
+statistics, every lane keeping its own running maximum and sums, which are merged at the end of the row; the gradient is
+a second walk, backwards, and no more programs share the rows than the L2 cache keeps rows for. A row that fits into the
+registers of its program is read once for both. A last kernel of one program reduces the per-row results in a fixed
+order.
 """
 
 import os
@@ -14,42 +15,45 @@ import triton
 import triton.language as tl
 
 from ..ops._cross_entropy_math import check_targets
-from .common import dense_vector, on_device_of
+from .common import dense_vector, multiprocessors, on_device_of
 from .cross_entropy_rule import (
     capped,
     class_weight,
     coefficients,
     fill_zeros,
+    load_row,
     statistics,
     store_gradient,
+    store_target_gradient,
     tile_statistics,
     write_gradient,
 )
 
-_BLOCK = 4096
-WARPS = 8
-# A row of up to so many bytes stays in registers for its gradient, so many elements to a lane.
-_RESIDENT_BYTES = 65536
-_RESIDENT_PER_LANE = 16
+# A row of up to so many bytes stays in registers for its gradient, so many elements to a thread.
+_RESIDENT_BYTES = 32768
+_RESIDENT_PER_THREAD = 16
+# Vectors of a thread in a tile of a longer row.
+_REPEATS = 2
+# Bytes of the L2 cache for each multiprocessor, 132 of which share 50 MB on an H100 or H200, with room for what is
+# written. A row that is read twice should be there the second time.
+_L2_SHARE = 294912
+_REDUCE_WARPS = 8
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["first_row", "ignore_index"])
-def forward_kernel(
-    logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr,
-    used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, lse_ptr,
+@triton.jit
+def _row(
+    index, logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr, token_weight_ptr,
+    class_weight_sum_ptr, used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, lse_ptr,
     first_row, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap,
-    SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, RESIDENT: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, RESIDENT: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Loss and metrics of a row and, with ``out_ptr``, its gradient. Logits and gradient start at ``first_row``.
-
-    RESIDENT: a block is a whole row, and a gradient is wanted.
-    """
-    row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * logits_stride
-    row = first_row + tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + index * logits_stride
+    row = first_row + index
     if out_ptr is not None:
-        out_ptr += tl.program_id(0).to(tl.int64) * out_stride
+        out_ptr += index * out_stride
     target = tl.load(target_ptr + row)
     live = target != ignore_index
     valid = live & (target >= 0) & (target < n_cols)
@@ -68,20 +72,16 @@ def forward_kernel(
         # Differences from the target's logit, so that a large common part of the logits cancels.
         shift = tl.where(tl.abs(z_target) < float("inf"), z_target, 0.0)
         if RESIDENT:
-            cols = tl.arange(0, BLOCK)
-            mask = cols < n_cols
-            x = tl.load(row_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
-            z = x
-            if softcap is not None:
-                z = tl.where(mask, capped(x, softcap), float("-inf"))
-            lse, entropy, best, smooth, p = tile_statistics(
-                x, z, cols, mask, ce_weight_ptr, n_cols, shift,
-                predicted_ptr is not None, entropy_ptr is not None, SMOOTHING,
+            x, cols, mask = load_row(row_ptr, n_cols, LANES, REPEATS, VECTOR)
+            lse, entropy, best, smooth = tile_statistics(
+                x, cols, mask, ce_weight_ptr, n_cols, softcap, shift,
+                predicted_ptr is not None, entropy_ptr is not None, SMOOTHING, LANES,
             )  # fmt: skip
         else:
             lse, entropy, best, smooth = statistics(
                 row_ptr, ce_weight_ptr, n_cols, softcap, shift,
-                predicted_ptr is not None, entropy_ptr is not None, SMOOTHING, BLOCK,
+                predicted_ptr is not None, entropy_ptr is not None, SMOOTHING, out_ptr is not None,
+                LANES, REPEATS, VECTOR,
             )  # fmt: skip
         logprob = share * (z_target - lse)
         if token_weight_ptr is not None:
@@ -98,22 +98,24 @@ def forward_kernel(
         z_loss *= share
         if out_ptr is not None:
             upstream = share / tl.load(used_denominator_ptr)
+            of_p, of_target, per_class = coefficients(
+                ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
+            )  # fmt: skip
             if RESIDENT:
-                of_p, hard = coefficients(
-                    ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale,
-                    SMOOTHING,
-                )  # fmt: skip
                 store_gradient(
-                    out_ptr, p, z, cols, mask, ce_weight_ptr, of_p, hard, upstream, target, n_cols, label_smoothing,
-                    softcap, SMOOTHING,
+                    out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING
                 )  # fmt: skip
             else:
                 write_gradient(
-                    row_ptr, out_ptr, ce_weight_ptr, class_weight_sum_ptr, upstream, target, weight, lse, n_cols,
-                    label_smoothing, lse_square_scale, softcap, SMOOTHING, BLOCK,
+                    row_ptr, out_ptr, lse, ce_weight_ptr, of_p, per_class, upstream, n_cols, softcap, SMOOTHING,
+                    LANES, REPEATS, VECTOR,
                 )  # fmt: skip
+            store_target_gradient(
+                out_ptr, target, valid, z_target, lse, weight, of_p, of_target, per_class, upstream, softcap,
+                SMOOTHING,
+            )  # fmt: skip
     elif out_ptr is not None:
-        fill_zeros(out_ptr, n_cols, BLOCK)
+        fill_zeros(out_ptr, n_cols, LANES * REPEATS * VECTOR)
     tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row, lse)
     if z_loss_ptr is not None:
@@ -124,6 +126,27 @@ def forward_kernel(
         tl.store(logprobs_ptr + row, logprob)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
+
+
+@triton.jit(do_not_specialize=["first_row", "n_rows", "ignore_index"])
+def forward_kernel(
+    logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr,
+    used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, lse_ptr,
+    first_row, n_rows, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap,
+    SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, RESIDENT: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Loss and metrics of rows and, with ``out_ptr``, their gradient. Logits and gradient start at ``first_row``.
+
+    RESIDENT: a tile is a whole row, and a gradient is wanted.
+    """
+    for index in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+        _row(
+            tl.cast(index, tl.int64), logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr,
+            token_weight_ptr, class_weight_sum_ptr, used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr,
+            logprobs_ptr, entropy_ptr, lse_ptr, first_row, n_cols, ignore_index, label_smoothing, lse_square_scale,
+            softcap, SMOOTHING, CHECK_TARGETS, RESIDENT, LANES, REPEATS, VECTOR,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
@@ -200,13 +223,26 @@ class Rule:
         self.class_weight_sum = None
         if self.smoothing and self.ce_weight is not None:
             self.class_weight_sum = self.ce_weight.sum(dtype=torch.float32)
-        self.block = min(triton.next_power_of_2(max(self.n_cols, 1)), _BLOCK)
 
     def buffer(self, shape, wanted, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=self.target.device) if wanted else None
 
     def no_tensor(self, dtype=torch.float32):
         return torch.empty(0, dtype=dtype, device=self.target.device)
+
+
+def walking_tile(n_cols, itemsize, read_again):
+    """((lanes, repeats, vector), warps, rows under way per multiprocessor or None) of programs that walk over rows.
+
+    ``read_again``: once for the statistics, and once for the gradient.
+    """
+    rows = None
+    if read_again:
+        rows = max(_L2_SHARE // (n_cols * itemsize), 1)
+        warps = 32 if rows == 1 else 16 if rows <= 3 else 8
+    else:
+        warps = 4 if n_cols <= 4096 else 8
+    return (32 * warps, _REPEATS, 16 // itemsize), warps, rows
 
 
 class RowResults:
@@ -219,8 +255,6 @@ class RowResults:
         self.z_loss = rule.buffer(rows, z_loss)
         self.predicted = rule.buffer(rows, predicted_tokens or token_accuracy, torch.int64)
         self.logprobs, self.entropy = rule.buffer(rows, logprobs), rule.buffer(rows, entropy)
-        # Each of these keeps more numbers per lane; half the lanes keep two programs on a multiprocessor.
-        self.block = rule.block if self.predicted is None and not entropy else min(rule.block, _BLOCK // 2)
 
     def fill(
         self, logits, logits_stride, first_row, used_denominator=None, gradient=None, gradient_stride=None
@@ -230,24 +264,31 @@ class RowResults:
         rule = self.rule
         if logits.shape[0] == 0:
             return
-        block, warps = self.block, WARPS
         # The extras need so many more registers that the longest rows would spill.
         plain = (
             self.predicted is None and self.entropy is None and not rule.smoothing and rule.softcap is None
         )
-        longest = (_RESIDENT_BYTES if plain else _RESIDENT_BYTES // 2) // logits.element_size()
-        resident = used_denominator is not None and rule.n_cols <= longest
+        itemsize, with_gradient = logits.element_size(), used_denominator is not None
+        longest = (_RESIDENT_BYTES if plain else _RESIDENT_BYTES // 2) // itemsize
+        resident = with_gradient and rule.n_cols <= longest
+        programs = logits.shape[0]
         if resident:
             block = triton.next_power_of_2(rule.n_cols)
-            warps = min(max(block // (32 * _RESIDENT_PER_LANE), 4), 32)
-        if used_denominator is not None and gradient is None:
+            warps = min(max(block // (32 * _RESIDENT_PER_THREAD), 4), 32)
+            tile = 32 * warps, max(block * itemsize // (512 * warps), 1), 16 // itemsize
+        else:
+            tile, warps, at_once = walking_tile(rule.n_cols, itemsize, with_gradient)
+            if at_once is not None:
+                programs = min(programs, at_once * multiprocessors(logits))
+        if with_gradient and gradient is None:
             gradient, gradient_stride = logits, logits_stride
         with on_device_of(logits):
-            forward_kernel[(logits.shape[0],)](
+            forward_kernel[(programs,)](
                 logits, logits_stride, gradient, gradient_stride, rule.target, rule.ce_weight, rule.token_weight,
                 rule.class_weight_sum, used_denominator, self.loss, self.z_loss, self.predicted, self.logprobs,
-                self.entropy, self.lse, first_row, rule.n_cols, rule.ignore_index, rule.label_smoothing,
-                rule.lse_square_scale, rule.softcap, rule.smoothing, rule.check_targets, resident, block,
+                self.entropy, self.lse, first_row, logits.shape[0], rule.n_cols, rule.ignore_index,
+                rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing, rule.check_targets,
+                resident, *tile,
                 num_warps=warps, debug=rule.check_targets,
             )  # fmt: skip
 
@@ -280,5 +321,5 @@ class RowResults:
             reduce_kernel[(1,)](
                 rule.target, rule.ce_weight, denominator, self.loss, self.z_loss, self.predicted,
                 loss, z_loss, accuracy, used_denominator, rule.target.shape[0], rule.n_cols, rule.ignore_index,
-                reduction == "mean", 2048, num_warps=WARPS,
+                reduction == "mean", 2048, num_warps=_REDUCE_WARPS,
             )  # fmt: skip

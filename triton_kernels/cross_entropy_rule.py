@@ -22,44 +22,72 @@ def capped(x, softcap):
 
 
 @triton.jit
-def statistics(
-    row_ptr, ce_weight_ptr, n_cols, softcap, shift,
-    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(log-sum-exp, entropy, index of the largest logit, sum of w * (z - shift)) of a row."""
-    # Finite, so that z - high is -inf rather than nan for z = -inf.
-    high = tl.full([BLOCK], -3.0e38, tl.float32)
-    total = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)
-    smooth = tl.zeros([BLOCK], tl.float32)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    top_col = tl.arange(0, BLOCK)
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = cols < n_cols
-        x = tl.load(row_ptr + cols, mask=mask, other=float("-inf")).to(tl.float32)
-        z = x
-        if softcap is not None:
-            z = tl.where(mask, capped(x, softcap), float("-inf"))
-        # One exponential per logit: the smaller of z and the maximum so far, relative to the larger.
-        step = z - high
-        e = tl.exp(-tl.abs(step))
-        larger = step > 0
-        if ENTROPY:
-            # sum of exp(z - high) * (z - high)
-            moment = tl.where(larger, (moment - total * step) * e, moment + tl.where(e > 0, e * step, 0.0))
-        total = tl.where(larger, total * e + 1.0, total + e)
-        high = tl.maximum(high, z)
-        if ARGMAX:
-            # By the logits themselves: a softcap maps different large ones to one number.
-            top_col = tl.where(x > top, cols, top_col)
-            top = tl.maximum(top, x)
-        if SMOOTHING:
-            cost = tl.where(mask, z - shift, 0.0)
-            if ce_weight_ptr is not None:
-                cost *= tl.load(ce_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-            smooth += cost
+def _columns(start, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr):
+    """The columns of a tile (LANES, REPEATS, VECTOR): vectors of neighbours, those of one lane LANES vectors apart.
 
+    With a thread for every lane, a sum over the last two dimensions stays within the thread.
+    """
+    lane = tl.arange(0, LANES)[:, None, None]
+    repeat = tl.arange(0, REPEATS)[None, :, None]
+    return start + (repeat * LANES + lane) * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+
+
+@triton.jit
+def _lane_sum(x):
+    return tl.sum(tl.sum(x, 2), 1)
+
+
+@triton.jit
+def _lane_max(x):
+    return tl.max(tl.max(x, 2), 1)
+
+
+@triton.jit
+def _include(
+    x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
+    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
+):  # fmt: skip
+    """The running statistics of every lane with one more tile of logits; where mask is false, x is -inf."""
+    z = x
+    if softcap is not None:
+        z = capped(x, softcap)
+        if mask is not None:
+            z = tl.where(mask, z, float("-inf"))
+    new_high = tl.maximum(high, _lane_max(z))
+    scale = tl.exp(high - new_high)
+    step = z - new_high[:, None, None]
+    e = tl.exp(step)
+    if ENTROPY:
+        # sum of exp(z - high) * (z - high)
+        moment = (moment + total * (high - new_high)) * scale + _lane_sum(tl.where(e > 0, e * step, 0.0))
+    total = total * scale + _lane_sum(e)
+    if ARGMAX:
+        # By the logits themselves: a softcap maps different large ones to one number.
+        tile_top = _lane_max(x)
+        tile_col = tl.where(x == tile_top[:, None, None], cols, n_cols)
+        top_col = tl.where(tile_top > top, tl.min(tl.min(tile_col, 2), 1), top_col)
+        top = tl.maximum(top, tile_top)
+    if SMOOTHING:
+        cost = z - shift
+        if mask is not None:
+            cost = tl.where(mask, cost, 0.0)
+        if ce_weight_ptr is not None:
+            cost *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
+        smooth += _lane_sum(cost)
+    return new_high, total, moment, top, top_col, smooth
+
+
+@triton.jit
+def _nothing_included(LANES: tl.constexpr):
+    # Finite, so that z - high is -inf rather than nan for z = -inf.
+    high = tl.full([LANES], -3.0e38, tl.float32)
+    zeros = tl.zeros([LANES], tl.float32)
+    top = tl.full([LANES], float("-inf"), tl.float32)
+    return high, zeros, zeros, top, tl.zeros([LANES], tl.int32), zeros
+
+
+@triton.jit
+def _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr):
     row_high = tl.max(high, 0)
     scale = tl.exp(high - row_high)
     row_total = tl.sum(total * scale, 0)
@@ -74,31 +102,58 @@ def statistics(
 
 
 @triton.jit
+def load_row(row_ptr, n_cols, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr):
+    """(logits, columns, mask) of a row that is no longer than a tile."""
+    cols = _columns(0, LANES, REPEATS, VECTOR)
+    mask = cols < n_cols
+    x = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+    return x.to(tl.float32), cols, mask
+
+
+@triton.jit
 def tile_statistics(
-    x, z, cols, mask, ce_weight_ptr, n_cols, shift,
-    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
+    x, cols, mask, ce_weight_ptr, n_cols, softcap, shift,
+    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """What statistics gives for a row that is one tile, and its probabilities."""
-    # Finite, so that z - high is -inf rather than nan for z = -inf.
-    high = tl.maximum(tl.max(z, 0), -3.0e38)
-    step = z - high
-    e = tl.exp(step)
-    total = tl.sum(e, 0)
-    log_total = tl.log(total)
-    entropy = 0.0
-    if ENTROPY:
-        entropy = log_total - tl.sum(tl.where(e > 0, e * step, 0.0), 0) / total
-    best = 0
-    if ARGMAX:
-        # By the logits themselves, as above; a row of nan has no largest one.
-        best = tl.min(tl.where(x == tl.max(x, 0), cols, n_cols), 0) % n_cols
-    smooth = 0.0
-    if SMOOTHING:
-        cost = tl.where(mask, z - shift, 0.0)
-        if ce_weight_ptr is not None:
-            cost *= tl.load(ce_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        smooth = tl.sum(cost, 0)
-    return high + log_total, entropy, best, smooth, e / total
+    """What statistics gives, from load_row."""
+    high, total, moment, top, top_col, smooth = _nothing_included(LANES)
+    high, total, moment, top, top_col, smooth = _include(
+        x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
+        ARGMAX, ENTROPY, SMOOTHING,
+    )  # fmt: skip
+    return _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX, ENTROPY)
+
+
+@triton.jit
+def statistics(
+    row_ptr, ce_weight_ptr, n_cols, softcap, shift,
+    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, KEEP: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """(log-sum-exp, entropy, index of the largest logit, sum of w * (z - shift)) of a row.
+
+    KEEP: the row is read again, from the last tile to the first.
+    """
+    policy: tl.constexpr = "evict_last" if KEEP else "evict_first"
+    tile: tl.constexpr = LANES * REPEATS * VECTOR
+    high, total, moment, top, top_col, smooth = _nothing_included(LANES)
+    full_tiles_end = n_cols // tile * tile
+    for start in range(0, full_tiles_end, tile):
+        cols = _columns(start, LANES, REPEATS, VECTOR)
+        x = tl.load(row_ptr + cols, eviction_policy=policy).to(tl.float32)
+        high, total, moment, top, top_col, smooth = _include(
+            x, cols, None, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
+            ARGMAX, ENTROPY, SMOOTHING,
+        )  # fmt: skip
+    if full_tiles_end < n_cols:
+        cols = _columns(full_tiles_end, LANES, REPEATS, VECTOR)
+        mask = cols < n_cols
+        x = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy=policy).to(tl.float32)
+        high, total, moment, top, top_col, smooth = _include(
+            x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
+            ARGMAX, ENTROPY, SMOOTHING,
+        )  # fmt: skip
+    return _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX, ENTROPY)
 
 
 @triton.jit
@@ -123,7 +178,7 @@ def coefficients(
     ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale,
     SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """(of the probabilities, of the target) in the gradient of a row."""
+    """(of the probabilities, of the target, of the class weights) in the gradient of a row."""
     hard = (1.0 - label_smoothing) * weight
     of_p = hard + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
     if SMOOTHING:
@@ -131,41 +186,64 @@ def coefficients(
             of_p += label_smoothing
         else:
             of_p += label_smoothing / n_cols * tl.load(class_weight_sum_ptr)
-    return of_p, hard
+    return of_p, hard, label_smoothing / n_cols
+
+
+@triton.jit
+def _store(out_ptr, grad, z, cols, mask, softcap):
+    if softcap is not None:
+        tanh = z / softcap
+        grad *= 1.0 - tanh * tanh
+    tl.store(out_ptr + cols, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
 def store_gradient(
-    out_ptr, p, z, cols, mask, ce_weight_ptr, of_p, hard, upstream, target, n_cols, label_smoothing, softcap,
-    SMOOTHING: tl.constexpr,
-):  # fmt: skip
-    grad = of_p * p
+    out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING: tl.constexpr
+):
+    """The gradient of a tile of logits x, without what only the target has."""
+    z = capped(x, softcap)
+    p = tl.exp(z - lse)
     if SMOOTHING:
-        per_class = label_smoothing / n_cols
-        if ce_weight_ptr is None:
-            grad -= per_class
-        else:
-            grad -= per_class * tl.load(ce_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    grad -= tl.where(cols == target, hard, 0.0)
-    if softcap is not None:
-        tanh = z / softcap
-        grad *= 1.0 - tanh * tanh
-    tl.store(out_ptr + cols, (grad * upstream).to(out_ptr.dtype.element_ty), mask=mask)
+        if ce_weight_ptr is not None:
+            per_class *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
+        grad = (of_p * p - per_class) * upstream
+    else:
+        grad = (of_p * upstream) * p
+    _store(out_ptr, grad, z, cols, mask, softcap)
+
+
+@triton.jit
+def store_target_gradient(
+    out_ptr, target, valid, z, lse, weight, of_p, of_target, per_class, upstream, softcap, SMOOTHING: tl.constexpr
+):  # fmt: skip
+    """The one element of the target, after store_gradient of all: cheaper than to compare every column with it."""
+    # The thread that stored the element is another one.
+    tl.debug_barrier()
+    grad = of_p * tl.exp(z - lse)
+    if SMOOTHING:
+        grad -= per_class * weight
+    _store(out_ptr, (grad - of_target) * upstream, z, target, valid, softcap)
 
 
 @triton.jit
 def write_gradient(
-    row_ptr, out_ptr, ce_weight_ptr, class_weight_sum_ptr, upstream, target, weight, lse, n_cols,
-    label_smoothing, lse_square_scale, softcap, SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
+    row_ptr, out_ptr, lse, ce_weight_ptr, of_p, per_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    of_p, hard = coefficients(
-        ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
-    )
-    for start in range(0, n_cols, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
+    """store_gradient for a row, from the last tile to the first: what was read last is what the caches still have."""
+    tile: tl.constexpr = LANES * REPEATS * VECTOR
+    full_tiles_end = n_cols // tile * tile
+    if full_tiles_end < n_cols:
+        cols = _columns(full_tiles_end, LANES, REPEATS, VECTOR)
         mask = cols < n_cols
-        z = capped(tl.load(row_ptr + cols, mask=mask, other=0.0).to(tl.float32), softcap)
+        x = tl.load(row_ptr + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
         store_gradient(
-            out_ptr, tl.exp(z - lse), z, cols, mask, ce_weight_ptr, of_p, hard, upstream, target, n_cols,
-            label_smoothing, softcap, SMOOTHING,
-        )  # fmt: skip
+            out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING
+        )
+    for done in range(0, full_tiles_end, tile):
+        cols = _columns(full_tiles_end - tile - done, LANES, REPEATS, VECTOR)
+        x = tl.load(row_ptr + cols, eviction_policy="evict_first").to(tl.float32)
+        store_gradient(
+            out_ptr, x, cols, None, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING
+        )

@@ -24,6 +24,8 @@ from .common import (
 # A forward tile lives in registers once; the backward keeps about four float32 tiles at a time.
 _FORWARD_BYTES = 65536
 _BACKWARD_ELEMENTS = 16384
+# For tiles that the backward loads ahead: what every architecture has for a program.
+_BACKWARD_SHARED = 98304
 _TILE = 2048
 
 # --- kernels ------------------------------------------------------------------------------------------------------
@@ -123,7 +125,9 @@ def backward_kernel(
     grad_y_ptr, grad_y_stride, x_ptr, x_stride, weight_ptr, rstd_ptr, grad_residual_ptr, grad_residual_stride,
     grad_x_ptr, grad_x_stride, partial_ptr, n_rows, n_cols, offset,
     CASTING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
+    """STAGES: one more than the tiles that are loaded ahead."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     program = tl.program_id(0)
     if partial_ptr is not None:
@@ -134,8 +138,8 @@ def backward_kernel(
         if weight_ptr is not None:
             weight = _load_weight(weight_ptr, all_cols, n_cols, offset)
 
-    for first in range(program * BLOCK_ROWS, n_rows, tl.num_programs(0) * BLOCK_ROWS):
-        rows = (first + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+    for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_mask = (rows < n_rows)[:, None]
         rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
         grad_y_rows = grad_y_ptr + rows[:, None] * grad_y_stride
@@ -211,6 +215,18 @@ def _tile(n_cols, largest):
     return max(1, _TILE // block), block, n_cols <= block
 
 
+def _backward_plan(elements, whole, bytes_per_element):
+    """(warps, programs per multiprocessor, stages) for tiles of so many elements and input bytes.
+
+    As many programs as fit by their registers, about 120 to a thread, so that all run from the start to the end; and as
+    many tiles under way as fit into the shared memory of them.
+    """
+    warps = warps_for(elements)
+    at_once = max(16 // warps, 1)
+    stages = 1 + min(_BACKWARD_SHARED // (at_once * elements * bytes_per_element), 3) if whole else 1
+    return warps, at_once, stages
+
+
 def _forward(op, x, residual, weight, eps, offset, casting_mode):
     torch.ops.liger.check_rms_norm(op, x, residual, weight, casting_mode)
     require_dtype(op, "x", x)
@@ -255,9 +271,9 @@ def _backward(
     grad_residual, grad_residual_stride = (None, 0) if grad_residual is None else rows_of(grad_residual)
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     block_rows, block_cols, whole = _tile(n_cols, _BACKWARD_ELEMENTS)
-    elements = block_rows * block_cols
-    most_programs = multiprocessors(x) * max(1, _BACKWARD_ELEMENTS // elements)
-    programs = min(most_programs, triton.cdiv(n_rows, block_rows))
+    inputs = 2 if grad_residual is None else 3
+    warps, at_once, stages = _backward_plan(block_rows * block_cols, whole, inputs * x.element_size())
+    programs = min(at_once * multiprocessors(x), triton.cdiv(n_rows, block_rows))
     grad_weight = (x if weight is None else weight).new_empty(n_cols if need_grad_weight else 0)
     partial = None
     if need_grad_weight:
@@ -267,10 +283,12 @@ def _backward(
         backward_kernel[(programs,)](
             grad_y, grad_y_stride, x, x_stride, dense_vector(weight), rstd, grad_residual, grad_residual_stride,
             grad_x_rows, grad_x_stride, partial, n_rows, n_cols, offset, casting_mode, block_rows, block_cols, whole,
-            num_warps=warps_for(elements),
+            stages, num_warps=warps,
         )  # fmt: skip
         if need_grad_weight:
-            sum_partials_kernel[(triton.cdiv(n_cols, 64),)](partial, grad_weight, programs, n_cols, 64, 64)
+            sum_partials_kernel[(triton.cdiv(n_cols, 32),)](
+                partial, grad_weight, programs, n_cols, 256, 32, num_warps=8
+            )
     if need_grad_x:
         write_back(grad_x, grad_x_rows)
     return grad_x, grad_weight

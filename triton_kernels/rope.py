@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys in one launch, forward and backward.
 
-A program takes one token: it loads the cosines and sines once and rotates all heads of q, then all of k. Tensors are
-addressed by their four strides, so that views such as ``(B, T, H, D).transpose(1, 2)`` need no copy.
+A program takes some heads of q or of k for one token. Tensors are addressed by their four strides, so that views such
+as ``(B, T, H, D).transpose(1, 2)`` need no copy.
 """
 
 import torch
@@ -49,25 +49,27 @@ def _store_pairs(
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, x_head_stride, x_dim_stride, out_ptr, out_head_stride, out_dim_stride, n_heads, cos1, cos2, sin1, sin2,
-    half, rest, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x_ptr, x_head_stride, x_dim_stride, out_ptr, out_head_stride, out_dim_stride, first_head, n_heads,
+    cos1, cos2, sin1, sin2, half, rest,
+    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    for first_head in range(0, n_heads, HEADS):
-        heads = (first_head + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        head_mask = heads < n_heads
-        x_rows = x_ptr + heads * x_head_stride
-        out_rows = out_ptr + heads * out_head_stride
-        x1, x2 = _load_pairs(x_rows, x_dim_stride, head_mask, half, HEADS, HALF, INTERLEAVED)
-        out1, out2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
-        _store_pairs(out_rows, out_dim_stride, head_mask, half, out1, out2, HEADS, HALF, INTERLEAVED)
-        if REST > 0:
-            cols = tl.arange(0, REST)[None, :]
-            mask = head_mask & (cols < rest)
-            passed = tl.load(x_rows + (2 * half + cols) * x_dim_stride, mask=mask)
-            tl.store(out_rows + (2 * half + cols) * out_dim_stride, passed, mask=mask)
+    heads = (first_head + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    head_mask = heads < n_heads
+    x_rows = x_ptr + heads * x_head_stride
+    out_rows = out_ptr + heads * out_head_stride
+    x1, x2 = _load_pairs(x_rows, x_dim_stride, head_mask, half, HEADS, HALF, INTERLEAVED)
+    out1, out2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+    _store_pairs(out_rows, out_dim_stride, head_mask, half, out1, out2, HEADS, HALF, INTERLEAVED)
+    if REST > 0:
+        cols = tl.arange(0, REST)[None, :]
+        mask = head_mask & (cols < rest)
+        passed = tl.load(x_rows + (2 * half + cols) * x_dim_stride, mask=mask)
+        tl.store(out_rows + (2 * half + cols) * out_dim_stride, passed, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n_tokens", "cos_batch_stride", "sin_batch_stride"])
+# The batch strides of the tables are specialised although they depend on the number of tokens: without knowing that
+# they are multiples of 16, tables are loaded element by element.
+@triton.jit(do_not_specialize=["n_tokens"])
 def rope_kernel(
     q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_dim_stride,
     k_ptr, k_batch_stride, k_head_stride, k_token_stride, k_dim_stride,
@@ -76,11 +78,14 @@ def rope_kernel(
     cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
     sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride,
     n_tokens, q_heads, k_heads, half, rest,
-    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr, Q_CHUNKS: tl.constexpr, K_CHUNKS: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    batch = (tl.program_id(0) // n_tokens).to(tl.int64)
-    token = (tl.program_id(0) % n_tokens).to(tl.int64)
+    """The programs of a token are next to each other: chunks of HEADS heads of q, then of k."""
+    chunk = tl.program_id(0) % (Q_CHUNKS + K_CHUNKS)
+    all_tokens = tl.program_id(0) // (Q_CHUNKS + K_CHUNKS)
+    batch = (all_tokens // n_tokens).to(tl.int64)
+    token = (all_tokens % n_tokens).to(tl.int64)
     one_row = tl.full([1, 1], True, tl.int1)
     cos_row = cos_ptr + batch * cos_batch_stride + token * cos_token_stride + tl.zeros([1, 1], tl.int32)
     sin_row = sin_ptr + batch * sin_batch_stride + token * sin_token_stride + tl.zeros([1, 1], tl.int32)
@@ -89,16 +94,18 @@ def rope_kernel(
     if BACKWARD:
         # The transpose of [[cos1, -sin1], [sin2, cos2]].
         sin1, sin2 = -sin2, -sin1
-    _rotate_heads(
-        q_ptr + batch * q_batch_stride + token * q_token_stride, q_head_stride, q_dim_stride,
-        q_out_ptr + batch * q_out_batch_stride + token * q_out_token_stride, q_out_head_stride, q_out_dim_stride,
-        q_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
-    )  # fmt: skip
-    _rotate_heads(
-        k_ptr + batch * k_batch_stride + token * k_token_stride, k_head_stride, k_dim_stride,
-        k_out_ptr + batch * k_out_batch_stride + token * k_out_token_stride, k_out_head_stride, k_out_dim_stride,
-        k_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
-    )  # fmt: skip
+    if chunk < Q_CHUNKS:
+        _rotate_heads(
+            q_ptr + batch * q_batch_stride + token * q_token_stride, q_head_stride, q_dim_stride,
+            q_out_ptr + batch * q_out_batch_stride + token * q_out_token_stride, q_out_head_stride, q_out_dim_stride,
+            chunk * HEADS, q_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            k_ptr + batch * k_batch_stride + token * k_token_stride, k_head_stride, k_dim_stride,
+            k_out_ptr + batch * k_out_batch_stride + token * k_out_token_stride, k_out_head_stride, k_out_dim_stride,
+            (chunk - Q_CHUNKS) * HEADS, k_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
+        )  # fmt: skip
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------
@@ -108,6 +115,12 @@ def _table_strides(table):
     """(batch, token, dim) strides of a cosine or sine table of either rank; one table serves every batch entry."""
     *batch, token, dim = table.stride()
     return (batch[0] if batch and table.shape[0] > 1 else 0), token, dim
+
+
+def _heads_and_warps(half_block, heads):
+    """Heads of a program, and its warps: 8 pairs to a thread. With fewer warps tables would be loaded by element."""
+    chunk = min(max(1024 // half_block, 1), triton.next_power_of_2(heads))
+    return chunk, min(max(chunk * half_block // 256, 1), 8)
 
 
 def _rope(op, q, k, cos, sin, interleaved, backward, inplace=False):
@@ -121,12 +134,14 @@ def _rope(op, q, k, cos, sin, interleaved, backward, inplace=False):
     half = cos.shape[-1] // 2
     rest = head_dim - 2 * half
     half_block = triton.next_power_of_2(max(half, 1))
-    heads = min(max(2048 // half_block, 1), triton.next_power_of_2(max(q_heads, k_heads)))
+    heads, warps = _heads_and_warps(half_block, max(q_heads, k_heads))
+    q_chunks, k_chunks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
     with on_device_of(q):
-        rope_kernel[(batch * n_tokens,)](
+        rope_kernel[(batch * n_tokens * (q_chunks + k_chunks),)](
             q, *q.stride(), k, *k.stride(), q_out, *q_out.stride(), k_out, *k_out.stride(),
             cos, *_table_strides(cos), sin, *_table_strides(sin), n_tokens, q_heads, k_heads, half, rest,
-            backward, interleaved, heads, half_block, triton.next_power_of_2(rest) if rest else 0,
+            backward, interleaved, q_chunks, k_chunks, heads, half_block,
+            triton.next_power_of_2(rest) if rest else 0, num_warps=warps,
         )  # fmt: skip
     return q_out, k_out
 
