@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 import liger
 from liger import cli
 from liger.cli import _demo_data, _demo_report, _format, demo
+from liger.cli import plan as plan_command
 from liger.cli._demo_sizes import SIZES
 from liger.cli.plan import head_memory
 
@@ -91,7 +92,7 @@ def test_the_memory_without_liger_is_what_eager_needs(tokens, hidden, vocab, dty
     target = torch.randint(vocab, (1, tokens))
     with LiveBytes(states, weight, target) as memory:
         ForCausalLMLoss(torch.nn.functional.linear(states, weight), target, vocab).backward()
-    planned = head_memory(tokens, hidden, vocab, dtype.itemsize)["peak"]
+    planned = head_memory(tokens, hidden, vocab, dtype)["peak"]
     # What eager keeps besides are vectors of one number per token, and the two scalars of the loss.
     assert planned <= memory.peak <= planned + 64 * tokens
 
@@ -113,13 +114,29 @@ def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget):
         torch.cuda.reset_peak_memory_stats()
         liger.fused_linear_ce(states, weight, target).backward()
         used = torch.cuda.max_memory_allocated() - before
+    planned = head_memory(
+        tokens, hidden, vocab, torch.bfloat16, capability=torch.cuda.get_device_capability()
+    )
     # Beside the plan: numbers per token, and the workspace of the GEMMs.
-    assert used <= head_memory(tokens, hidden, vocab, 2)["peak_liger"] + (64 << 20)
+    assert used <= planned["peak_liger"] + (64 << 20)
+    if planned["engine"] == "sm90":
+        assert used >= planned["peak_liger"] - (1 << 20)
 
 
 def test_plan_as_json_is_the_planner(capsys, monkeypatch):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "1G")
-    arguments = ["plan", "--tokens", "8192", "--hidden", "2048", "--vocab", "128256", "--json"]
+    arguments = [
+        "plan",
+        "--tokens",
+        "8192",
+        "--hidden",
+        "2048",
+        "--vocab",
+        "128256",
+        "--capability",
+        "8.0",
+        "--json",
+    ]
     assert cli.main([*arguments, "--budget", "256M"]) == 0
     found = json.loads(capsys.readouterr().out)
     plan = torch.ops.liger.plan_chunks(8192, 2048, 128256, 2, True, True, 256 << 20)
@@ -128,6 +145,73 @@ def test_plan_as_json_is_the_planner(capsys, monkeypatch):
     assert found["peak_liger"] < found["peak"]
     assert cli.main([*arguments, "--accum", "same"]) == 0
     assert json.loads(capsys.readouterr().out)["accumulator"] == 0
+
+
+SIZES_90 = {"tokens": 16384, "hidden": 4096, "vocab": 128256}
+ARGUMENTS_90 = ["plan", *(f"--{name}={value}" for name, value in SIZES_90.items())]
+
+
+@pytest.mark.parametrize("budget", ["64M", "512M", "8G"])
+@pytest.mark.parametrize("accum", ["fp32", "same"])
+def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, accum):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
+    assert (
+        cli.main([*ARGUMENTS_90, "--capability=9.0", "--json", f"--accum={accum}", f"--budget={budget}"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    _, rows, parts, hosted, panel_bytes, low_bytes, slack = torch.ops.liger.plan_chunks_sm90(
+        *SIZES_90.values(), True, True, accum == "fp32", clusters=plan_command._clusters()
+    )
+    if not rows:
+        assert (budget, accum) == ("64M", "same") and found["engine"] == "generic"
+        return
+    assert found["engine"] == "sm90"
+    assert found["first_chunk_rows"] == rows[0] and found["chunks"] == len(rows)
+    assert found["chunk_rows"] == (rows[1] if len(rows) > 1 else rows[0])
+    beside = (128256 // 128 + slack) * panel_bytes
+    assert found["logits_liger"] + found["accumulator"] == beside
+    assert found["accumulator"] == (128256 // 128 + slack) * low_bytes
+    # The gradients, what lies beside them, and no more than a copy of the first chunk's rows with its sums and parts.
+    gradients = 2 * 4096 * (16384 + 128256)
+    assert gradients + beside < found["peak_liger"]
+    most = rows[0] * (2 * 4096 + 8 * (501 + 1) + (4 * 4096 * parts[0] if parts[0] > 1 else 0))
+    assert found["peak_liger"] <= gradients + beside + slack * 128 * 4096 * 2 + most
+    assert hosted == 4096
+
+
+@pytest.mark.parametrize(
+    "changed", [["--capability=8.0"], ["--capability=10.0"], ["--dtype=fp16"], ["--vocab=128257"]]
+)
+def test_plan_of_the_generic_engine(capsys, monkeypatch, changed):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
+    assert cli.main([*ARGUMENTS_90, "--capability=9.0", *changed]) == 0
+    assert re.search(r"\n[45] chunks of \d+ rows, by the generic engine\n", capsys.readouterr().out)
+
+
+def test_plan_for_capability_9_0_as_text(capsys, monkeypatch):
+    monkeypatch.setattr(plan_command, "_clusters", lambda: 66)
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
+    for tokens, accum, chunks in (
+        (4096, "fp32", "1 chunk of 4096 rows"),
+        (16384, "same", "6 chunks: 6144 rows, then 2048 at a time"),
+    ):
+        assert cli.main([*ARGUMENTS_90, f"--tokens={tokens}", "--capability=9.0", f"--accum={accum}"]) == 0
+        assert f"\n{chunks}, by the engine of compute capability 9.0\n" in capsys.readouterr().out
+
+
+def test_plan_is_for_the_device_at_hand(capsys, monkeypatch):
+    for capability, engine in ((None, "generic"), ((8, 0), "generic"), ((9, 0), "sm90")):
+        monkeypatch.setattr(plan_command, "_capability_at_hand", lambda c=capability: c)
+        monkeypatch.setattr(plan_command, "_clusters", lambda: 66)
+        assert cli.main([*ARGUMENTS_90, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["engine"] == engine
+
+
+@pytest.mark.parametrize("text", ["9", "90a", "9.x", "-9.0", ""])
+def test_plan_with_an_unreadable_capability(capsys, text):
+    with pytest.raises(SystemExit):
+        cli.main([*ARGUMENTS_90, f"--capability={text}"])
+    assert f"expected a compute capability such as 9.0, got '{text}'" in capsys.readouterr().err
 
 
 def test_plan_as_text(capsys, monkeypatch):

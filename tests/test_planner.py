@@ -195,7 +195,7 @@ def plan_sm90(*problem):
 
 
 def random_problems_sm90(count):
-    """Of shapes that the engine takes: rows, hidden, vocab, need_grad_input, need_grad_weight, exact, budget, clusters."""
+    """Rows, hidden, vocab, need_grad_input, need_grad_weight, exact, budget, clusters: of shapes that are taken."""
     draw = random.Random(0)
     for _ in range(count):
         rows = draw.choice([256, 257, 300, 1000, 8192, 16384, draw.randint(256, 40000)])

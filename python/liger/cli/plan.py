@@ -8,15 +8,23 @@ backward of the linear layer: the gradient of the logits, and the gradients of t
 With liger: the logits of one chunk, overwritten by their gradient; the float32 sum of the weight gradient where there
 is one; the gradients of the hidden states and of the weight. Where there is a float32 sum, the logits of a chunk and
 the weight gradient, which is written last, are not alive together.
+
+GPUs of compute capability 9.0 have an engine of their own, for bfloat16, 256 rows and more, hidden sizes that are
+multiples of 256 and vocabularies that are multiples of 128. Its first chunk is larger than the others, because most of its exponentials,
+which are there instead of logits, lie in the memory of the weight gradient; and that is also where the sum over chunks
+is kept, with 4 more bits per element beside it. Its working memory is a copy of the rows of a chunk, the sums of its
+rows, and float32 parts of the input gradient, as far as the gradients that are not written yet have no room for them.
 """
 
+import argparse
 import json
+import math
 import os
 import sys
 
 import torch
 
-import liger  # noqa: F401  (registers the ops)
+import liger
 
 from ._format import human_bytes, table
 
@@ -28,6 +36,7 @@ DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
+SM90 = (9, 0)
 
 
 def add_arguments(parser):
@@ -49,43 +58,128 @@ def add_arguments(parser):
         default="fp32",
         help="how the weight gradient is summed over chunks: in float32, or in its own dtype (default: fp32)",
     )
+    parser.add_argument(
+        "--capability",
+        type=_capability,
+        metavar="X.Y",
+        help="compute capability of the GPU, for example 9.0 (default: that of the device at hand; without one, any"
+        " but 9.0)",
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
-def head_memory(tokens, hidden, vocab, element_size, exact_accumulation=True):
+def _capability(text):
+    major, _, minor = text.partition(".")
+    if not (major.isdecimal() and minor.isdecimal()):
+        raise argparse.ArgumentTypeError(f"expected a compute capability such as 9.0, got '{text}'")
+    return int(major), int(minor)
+
+
+def _capability_at_hand():
+    """That of the GPU whose tensors the CUDA kernels would serve, or None."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_capability()
+    return found if liger.backend_report()["fused_linear_ce"]["backend"] == "cuda" else None
+
+
+def _clusters():
+    """Pairs of blocks that a device of capability 9.0 runs at a time: of the one at hand, or of an H200."""
+    if _capability_at_hand() != SM90:
+        return 66
+    return torch.cuda.get_device_properties().multi_processor_count // 2
+
+
+def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
+    chunk_rows, chunks, chunk_logits, accumulator = torch.ops.liger.plan_chunks(
+        tokens, hidden, vocab, element_size, True, exact_accumulation
+    )
+    return {
+        "engine": "generic",
+        "chunk_rows": chunk_rows,
+        "first_chunk_rows": chunk_rows,
+        "chunks": chunks,
+        "logits_liger": chunk_logits,
+        "accumulator": accumulator,
+        "working": 0,
+    }
+
+
+def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
+    """The same for the engine of capability 9.0, or None where it leaves the batch to the generic one."""
+    first, rows, parts, hosted, panel_bytes, low_bytes, slack = torch.ops.liger.plan_chunks_sm90(
+        tokens, hidden, vocab, True, True, exact_accumulation, clusters=_clusters()
+    )
+    if not rows:
+        return None
+    panels = vocab // 128 + slack
+    weight_slack = slack * 128 * hidden * 2
+    working = 0
+    for start, count, split in zip(first, rows, parts, strict=True):
+        is_first = start == 0
+        need = 8 * count * (math.ceil(vocab / 256) + 1)
+        if is_first and hosted:
+            need += 2 * count * hidden
+        if split > 1:
+            need += 4 * split * count * hidden
+        # The input gradient of the rows to come, or what the weight gradient's memory has beside it.
+        room = 2 * hidden * (tokens - count) if is_first else weight_slack
+        working = max(working, need if need > room else 0)
+    return {
+        "engine": "sm90",
+        "chunk_rows": rows[min(1, len(rows) - 1)],
+        "first_chunk_rows": rows[0],
+        "chunks": len(rows),
+        "logits_liger": panels * (panel_bytes - low_bytes),
+        "accumulator": panels * low_bytes,
+        "working": working + weight_slack,
+    }
+
+
+def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capability=None):
     """The plan of a batch and its bytes, as ``liger plan`` shows them (the module docstring says what is counted).
 
     Args:
         tokens, hidden, vocab: sizes of the head's problem.
-        element_size: bytes of one logit.
+        dtype: of hidden states and weight.
         exact_accumulation: whether the weight gradient is summed over chunks in float32.
+        capability: (major, minor) of the GPU, or None for one without an engine of its own.
 
     Returns:
-        dict with chunk_rows, chunks, and bytes: logits and logits_liger (logits and everything of their size),
-        accumulator (the float32 sum), gradients (of hidden states and weight), peak and peak_liger.
+        dict with engine ("generic" or "sm90"), chunks, chunk_rows, first_chunk_rows, and bytes: logits and
+        logits_liger (logits and everything of their size), accumulator (what the sum over chunks needs beside the
+        weight gradient), working, gradients (of hidden states and weight), peak and peak_liger.
 
     Raises:
         ValueError: negative sizes, or a LIGER_MEMORY_BUDGET that is not a positive number of bytes (RuntimeError
             with a torch older than 2.13, whose stable ABI knows no other error).
     """
-    chunk_rows, chunks, chunk_logits, accumulator = torch.ops.liger.plan_chunks(
-        tokens, hidden, vocab, element_size, True, exact_accumulation
-    )
+    plan = None
+    if capability == SM90 and dtype == torch.bfloat16:
+        plan = _plan_sm90(tokens, hidden, vocab, exact_accumulation)
+    plan = plan or _plan_generic(tokens, hidden, vocab, dtype.itemsize, exact_accumulation)
     logits = tokens * vocab * 3 * 4
-    weight_gradient = vocab * hidden * element_size
-    input_gradient = tokens * hidden * element_size
-    linear_backward = tokens * vocab * element_size + weight_gradient + input_gradient
-    shared = max(chunk_logits, weight_gradient) if accumulator else chunk_logits + weight_gradient
+    weight_gradient = vocab * hidden * dtype.itemsize
+    input_gradient = tokens * hidden * dtype.itemsize
+    linear_backward = tokens * vocab * dtype.itemsize + weight_gradient + input_gradient
+    # The generic engine writes the final gradient after its last chunk of logits.
+    one_after_the_other = plan["engine"] == "generic" and plan["accumulator"] > 0
+    together = (max if one_after_the_other else sum)((plan["logits_liger"], weight_gradient))
     return {
-        "chunk_rows": chunk_rows,
-        "chunks": chunks,
+        **plan,
         "logits": logits,
-        "logits_liger": chunk_logits,
-        "accumulator": accumulator,
         "gradients": weight_gradient + input_gradient,
         "peak": max(logits, linear_backward),
-        "peak_liger": shared + accumulator + input_gradient,
+        "peak_liger": together + plan["accumulator"] + plan["working"] + input_gradient,
     }
+
+
+def _chunks_in_words(memory):
+    first, later, chunks = memory["first_chunk_rows"], memory["chunk_rows"], memory["chunks"]
+    count = f"{chunks} chunk{'s' if chunks != 1 else ''}"
+    sizes = f" of {first} rows" if first == later else f": {first} rows, then {later} at a time"
+    engine = "the generic engine" if memory["engine"] == "generic" else "the engine of compute capability 9.0"
+    return f"{count}{sizes}, by {engine}"
 
 
 def run(arguments):
@@ -94,8 +188,9 @@ def run(arguments):
         os.environ["LIGER_MEMORY_BUDGET"] = arguments.budget
     dtype = DTYPES[arguments.dtype]
     exact = arguments.accum == "fp32"
+    capability = arguments.capability or _capability_at_hand()
     try:
-        memory = head_memory(arguments.tokens, arguments.hidden, arguments.vocab, dtype.itemsize, exact)
+        memory = head_memory(arguments.tokens, arguments.hidden, arguments.vocab, dtype, exact, capability)
     except (ValueError, RuntimeError) as error:
         print(f"liger plan: {error}", file=sys.stderr)
         return 2
@@ -108,10 +203,11 @@ def run(arguments):
         f"{arguments.tokens} tokens, hidden {arguments.hidden}, vocabulary {arguments.vocab}, "
         f"{str(dtype).removeprefix('torch.')}, budget {budget}"
     )
-    print(f"{memory['chunks']} chunk{'s' if memory['chunks'] != 1 else ''} of {memory['chunk_rows']} rows\n")
+    print(_chunks_in_words(memory) + "\n")
     rows = [
         ("log-probabilities, gradients, logits", memory["logits"], memory["logits_liger"]),
-        ("float32 sum of the weight gradient", 0, memory["accumulator"]),
+        ("sum of the weight gradient, beside it", 0, memory["accumulator"]),
+        ("working memory", 0, memory["working"]),
         ("gradients of hidden states and weight", memory["gradients"], memory["gradients"]),
         ("most at one time", memory["peak"], memory["peak_liger"]),
     ]
