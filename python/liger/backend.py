@@ -6,15 +6,17 @@
     LIGER_BACKEND=auto,fused_linear_ce=torch
 
 The choice concerns CUDA tensors. CPU tensors are always served by the torch backend, except that ``triton`` also serves
-them under ``TRITON_INTERPRET=1``. ``auto`` takes what the devices of the machine support; an explicit backend is taken
-or refused, never replaced.
+them under ``TRITON_INTERPRET=1``. ``auto`` takes what the devices of the machine support, the faster one where that was
+measured (docs/performance/dispatch.md); an explicit backend is taken or refused, never replaced.
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import warnings
 from dataclasses import dataclass, field
 
@@ -26,6 +28,19 @@ BACKENDS = ("cuda", "triton", "torch")
 VARIABLE = "LIGER_BACKEND"
 # Ampere: bfloat16 and cp.async in the kernels. A binary for 8.0 also serves 8.6 to 8.9 and its PTX the later ones.
 MIN_CAPABILITY = (8, 0)
+
+# By compute capability and op, the faster of cuda and triton where both were measured. Elsewhere auto takes cuda if it
+# has a binary for the device, else triton. How to measure and decide: docs/performance/dispatch.md.
+FASTER = {
+    (9, 0): {
+        "rms_norm": "cuda",
+        "fused_add_rms_norm": "cuda",
+        "swiglu": "cuda",
+        "rope": "cuda",
+        "cross_entropy": "cuda",
+        "fused_linear_ce": "cuda",
+    },
+}
 
 _cpu_library = torch.library.Library("liger", "IMPL")
 
@@ -70,6 +85,50 @@ def register_family(name, torch_kernels, triton_module):
 _capabilities = []
 
 
+@functools.lru_cache(None)
+def _built_architectures():
+    """What the CUDA kernels were built for, such as ``("80", "90a", "80+PTX")``; empty if liger._C does not import."""
+    try:
+        from . import _C
+    except ImportError:
+        return ()
+    return tuple(_C.build_info()["cuda_archs"].split())
+
+
+def code_for(capability, architectures):
+    """How kernels built for these architectures run on a device: ``"binary"``, ``"ptx"`` (the driver compiles them) or
+    None. A binary for X.Y serves X.Z with Z >= Y, with the suffix ``a`` only X.Y; PTX serves every later device."""
+    found = None
+    for number, suffix in (re.fullmatch(r"(\d+)(a|f|\+PTX)?", text).groups() for text in architectures):
+        built = divmod(int(number), 10)
+        if suffix == "+PTX":
+            found = found or ("ptx" if built <= capability else None)
+        elif built == capability or (suffix != "a" and built[0] == capability[0] and built <= capability):
+            return "binary"
+    return found
+
+
+def preference(name, capabilities, architectures):
+    """(backends in the order in which ``auto`` tries them, why in this order) for an op on such devices.
+
+    One backend serves an op on all devices of the process, so measurements that disagree decide nothing.
+    """
+    if architectures:
+        for capability in capabilities:
+            if code_for(capability, architectures) != "binary":
+                return ("triton", "cuda", "torch"), f"no binary of the CUDA kernels for {_dotted(capability)}"
+    faster = {FASTER.get(capability, {}).get(name) for capability in capabilities}
+    if len(faster) == 1 and None not in faster:
+        (first,) = faster
+        order = (first, *(b for b in BACKENDS if b != first))
+        return order, f"measured to be the faster one on {_dotted(capabilities[0])}"
+    return BACKENDS, ""
+
+
+def _dotted(capability):
+    return "compute capability {}.{}".format(*capability)
+
+
 def supported(backend, family, capabilities=None):
     """(possible, why) for one backend and op family on devices of the given capabilities (default: this machine's)."""
     capabilities = _capabilities if capabilities is None else capabilities
@@ -80,7 +139,14 @@ def supported(backend, family, capabilities=None):
         if not _load.CUDA_LOADED:
             return False, _load.CUDA_REASON
         if old:
-            return False, f"a device has compute capability {old[0][0]}.{old[0][1]}, the kernels need 8.0"
+            return False, f"a device has {_dotted(old[0])}, the kernels need 8.0"
+        built = _built_architectures()
+        for capability in capabilities if built else []:
+            if code_for(capability, built) is None:
+                return (
+                    False,
+                    f"a device has {_dotted(capability)}, the kernels were built for {' '.join(built)}",
+                )
         return True, _load.CUDA_REASON
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
@@ -90,7 +156,7 @@ def supported(backend, family, capabilities=None):
         if torch.version.cuda is None:
             return False, "this torch has no CUDA and TRITON_INTERPRET is not 1"
         if old:
-            return False, f"a device has compute capability {old[0][0]}.{old[0][1]}, the kernels need 8.0"
+            return False, f"a device has {_dotted(old[0])}, the kernels need 8.0"
         return True, f"triton {importlib.metadata.version('triton')}"
     raise ValueError(f"liger: unknown backend '{backend}', expected one of {', '.join(('auto', *BACKENDS))}")
 
@@ -132,10 +198,12 @@ def _resolve(family, wanted):
     if torch.version.cuda is None:
         return "torch", "auto: this torch has no CUDA"
     rejected = []
-    for backend in BACKENDS:
+    order, why_first = preference(family.name, _capabilities, _built_architectures())
+    for backend in order:
         possible, why = supported(backend, family)
         if possible:
-            return backend, "auto: " + "; ".join([why, *rejected])
+            why_first = [why_first] if why_first and backend == order[0] else []
+            return backend, "auto: " + "; ".join([why, *why_first, *rejected])
         rejected.append(f"not {backend}: {why}")
     raise AssertionError("unreachable: the torch backend supports everything")
 
