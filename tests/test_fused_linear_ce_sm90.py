@@ -1,0 +1,335 @@
+"""The engine that fused_linear_ce has for compute capability 9.0: against float64, and against the generic engine."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cases import strided_like
+from cross_entropy_reference import options
+from sm90_engine import (
+    BESIDE,
+    MIB,
+    PARTS,
+    PARTS_OF_CHUNKS,
+    ROWS,
+    SHAPES,
+    SUMS_OF_16,
+    SUMS_OF_20,
+    assert_same_bits,
+    check,
+    run,
+)
+from torch.nn.functional import linear
+
+import liger
+
+pytestmark = pytest.mark.gpu
+
+REDUCTIONS = ["mean", "sum", "none"]
+KINDS = pytest.mark.parametrize(
+    "shape", [BESIDE, SUMS_OF_20, SUMS_OF_16], ids=["one chunk", "sums of 20 bits", "sums of 16 bits"]
+)
+
+
+@pytest.fixture
+def gpu():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a device of compute capability 9.0")
+    if "90a" not in pytest.importorskip("liger._C").build_info()["cuda_archs"]:
+        pytest.skip("built without kernels for 90a")
+    possible, why = liger.backend.supported("cuda", "fused_linear_ce")
+    if not possible:
+        pytest.skip(why)
+    with liger.use_backend("cuda"):
+        yield torch.device("cuda")
+
+
+def test_the_shapes_are_what_they_are_named(gpu):
+    def kinds(shape):
+        rows, parts, hosted, low_bytes = shape.plan()
+        return len(rows) > 1, hosted < rows[0], low_bytes > 0, max(parts) > 1
+
+    expected = {
+        "in the weight gradient": (False, False, False, True),
+        "beside it": (False, True, False, True),
+        "sums of 20 bits": (True, True, True, False),
+        "sums of 20 bits, larger": (True, True, True, False),
+        "sums of 20 bits, more panels": (True, True, True, False),
+        "sums of 16 bits": (True, True, False, False),
+        "parts": (False, False, False, True),
+        "parts of chunks": (True, True, True, True),
+        "fewest rows": (False, False, False, True),
+        "one row more": (False, True, False, True),
+        "some rows more": (False, True, False, False),
+        "one panel": (False, True, False, True),
+    }
+    assert {name: kinds(shape) for name, shape in SHAPES.items()} == expected
+    for shape in (BESIDE, SUMS_OF_20, SHAPES["one panel"]):
+        assert shape.vocab // 128 % 2, "the last pair of panels has one"
+    for shape in (SUMS_OF_20, SUMS_OF_16, PARTS_OF_CHUNKS):
+        assert shape.plan()[0][-1] % 128, "the last chunk ends within a tile"
+
+
+# --- values and gradients -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_kind_of_plan(gpu, name):
+    shape = SHAPES[name]
+    check(shape, *shape.layer(gpu))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@KINDS
+def test_reductions(gpu, shape, reduction):
+    check(shape, *shape.layer(gpu), reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["class weights", "token weights", "ignore_index", "z-loss", "denominator", "z-loss and class weights"],
+)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_every_option(gpu, name, reduction):
+    chosen = options(name, BESIDE.rows, BESIDE.vocab, gpu, reduction)
+    x, weight, target = BESIDE.layer(gpu)
+    target[target == -100] = chosen.get("ignore_index", -100)
+    check(BESIDE, x, weight, target, **chosen)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@KINDS
+def test_all_options_at_once(gpu, shape, reduction):
+    chosen = {
+        "ce_weight": torch.rand(shape.vocab, device=gpu) + 0.1,
+        "token_weight": torch.rand(shape.rows, device=gpu) + 0.1,
+        "lse_square_scale": 1e-2,
+    }
+    if reduction != "none":
+        chosen["denominator"] = torch.tensor(123.5, device=gpu)
+    check(shape, *shape.layer(gpu), reduction=reduction, **chosen)
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@KINDS
+def test_only_what_is_trained(gpu, shape, reduction, trained):
+    check(shape, *shape.layer(gpu), trained, reduction=reduction)
+
+
+@pytest.mark.parametrize("shape", [PARTS, PARTS_OF_CHUNKS], ids=["one chunk", "chunks"])
+def test_parts_of_a_few_valid_rows(gpu, shape):
+    check(shape, *shape.layer(gpu, ignored=0.9))
+
+
+# --- ignored rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 0.99])
+@KINDS
+def test_ignored_rows(gpu, shape, ignored):
+    check(shape, *shape.layer(gpu, ignored))
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@KINDS
+def test_ignored_rows_side_by_side(gpu, shape, place):
+    """Whole chunks have nothing to do."""
+    x, weight, target = shape.layer(gpu, ignored=0.0)
+    most = shape.rows * 3 // 4
+    target[slice(None, most) if place == "first" else slice(-most, None)] = -100
+    check(shape, x, weight, target)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@KINDS
+def test_all_rows_ignored(gpu, shape, reduction):
+    x, weight, target = shape.layer(gpu, ignored=1.0)
+    upstream = torch.ones(shape.rows, device=gpu) if reduction == "none" else None
+    output, grads = run(shape, x, weight, target, upstream=upstream, reduction=reduction)
+    assert output.loss.isnan() if reduction == "mean" else not output.loss.any()
+    assert not output.logprobs.any()
+    for grad, like in zip(grads, (x, weight), strict=True):
+        assert grad.shape == like.shape and not grad.any()
+
+
+@KINDS
+def test_ignored_rows_may_hold_anything(gpu, shape):
+    x, weight, target = shape.layer(gpu, ignored=0.5)
+    dirty = x.clone()
+    dirty[target == -100] = torch.inf
+    assert_same_bits([run(shape, rows, weight, target) for rows in (x, dirty)])
+
+
+# --- the range of logits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+@KINDS
+def test_sums_beyond_their_range_are_repaired(gpu, shape, share):
+    """Targets more than 41 below the largest logit, in a few tiles of rows or in all: their sums pass 2^60."""
+    x, weight, target = shape.layer(gpu, ignored=0.1)
+    x[: round(share * shape.rows)] *= 60
+    logits = linear(x.double(), weight.double())
+    live = target != -100
+    below = logits.logsumexp(-1) - logits.gather(1, target.clamp_min(0).unsqueeze(1)).squeeze(1)
+    assert (below[live] > 42).any() and (share == 1 or (below[live] < 41).any())
+    check(shape, x, weight, target, loss_tolerance=ROWS)
+
+
+@KINDS
+def test_the_smallest_logit_as_target(gpu, shape):
+    """The sums are large, up to the range in which they stay as they are."""
+    x, weight, _ = shape.layer(gpu, scale=2.0)
+    logits = linear(x.double(), weight.double())
+    target = logits.argmin(-1)
+    below = logits.logsumexp(-1) - logits.min(-1).values
+    assert below.median() > 25 and (below < 41).any()
+    check(shape, x, weight, target)
+
+
+@KINDS
+def test_the_largest_logit_as_target(gpu, shape):
+    """Probabilities close to 1: gradients are small differences."""
+    x, weight, _ = shape.layer(gpu, scale=2.0)
+    target = linear(x.double(), weight.double()).argmax(-1)
+    check(shape, x, weight, target)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_targets_out_of_range_are_nan_as_in_the_generic_engine(gpu, reduction):
+    x, weight, target = BESIDE.layer(gpu)
+    target[3], target[700] = BESIDE.vocab, -5
+    upstream = torch.ones(BESIDE.rows, device=gpu) if reduction == "none" else None
+    (ours, grads), (theirs, generic_grads) = (
+        run(BESIDE, x, weight, target, upstream=upstream, generic=generic, reduction=reduction)
+        for generic in (False, True)
+    )
+    assert ours.loss.isnan().sum() == (1 if reduction == "mean" else 2)
+    for actual, expected in (
+        (ours.loss, theirs.loss),
+        (ours.logprobs, theirs.logprobs),
+        *zip(grads, generic_grads, strict=True),
+    ):
+        assert torch.equal(actual.isnan(), expected.isnan())
+        largest = expected.nan_to_num().abs().max().item()
+        torch.testing.assert_close(actual.nan_to_num(), expected.nan_to_num(), rtol=2e-2, atol=2e-2 * largest)
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+def transposed(tensor):
+    return tensor.t().contiguous().t()
+
+
+def wider_rows(extra, offset):
+    """The values within wider rows, from an address of 2 * offset bytes on."""
+
+    def form(tensor):
+        rows, columns = tensor.shape
+        wide = tensor.new_full((rows * (columns + extra) + offset,), torch.nan)
+        view = wide[offset:].view(rows, columns + extra)[:, :columns]
+        view.copy_(tensor)
+        return view
+
+    return form
+
+
+@pytest.mark.parametrize(
+    "form",
+    [strided_like, transposed, wider_rows(64, 0), wider_rows(4, 0), wider_rows(0, 1), wider_rows(8, 8)],
+    ids=["strided", "transposed", "wider rows", "odd rows", "misaligned", "offset"],
+)
+@pytest.mark.parametrize("shape", [BESIDE, SUMS_OF_20], ids=["one chunk", "chunks"])
+def test_any_strides_give_the_same_bits(gpu, shape, form):
+    x, weight, target = shape.layer(gpu)
+    token_weight = torch.rand(shape.rows, device=gpu)
+    runs = [
+        run(shape, x, weight, target, token_weight=token_weight),
+        run(shape, form(x), form(weight), strided_like(target), token_weight=strided_like(token_weight)),
+    ]
+    assert_same_bits(runs)
+
+
+@KINDS
+def test_int32_targets(gpu, shape):
+    x, weight, target = shape.layer(gpu)
+    assert_same_bits([run(shape, x, weight, y) for y in (target, target.int())])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_same_bits_twice_and_inputs_untouched(gpu, name):
+    shape = SHAPES[name]
+    x, weight, target = shape.layer(gpu)
+    copies = [t.clone() for t in (x, weight, target)]
+    runs = []
+    for fill in (0.0, torch.nan):
+        # Whatever the memory held before.
+        garbage = torch.full((64 * MIB,), fill, device=gpu)
+        del garbage
+        runs.append(run(shape, x, weight, target))
+    assert_same_bits(runs)
+    for tensor, copy in zip((x, weight, target), copies, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+# --- how it runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@KINDS
+def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(gpu, shape, reduction):
+    static = shape.layer(gpu, ignored=0.5)
+    upstream = torch.rand(shape.rows, device=gpu) if reduction == "none" else None
+
+    def step():
+        return run(shape, *static, upstream=upstream, reduction=reduction)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for ignored, scale in ((0.5, 1.0), (0.0, 1.0), (0.99, 0.5), (0.2, 30.0)):
+        for tensor, value in zip(static, shape.layer(gpu, ignored, scale), strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        assert_same_bits([captured, step()])
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_the_kernels_are_those_of_the_engine(gpu, generic):
+    """A plan says what should run; the profiler, what did."""
+    x, weight, target = SUMS_OF_20.layer(gpu)
+    run(SUMS_OF_20, x, weight, target, generic=generic)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as recorded:
+        run(SUMS_OF_20, x, weight, target, generic=generic)
+        torch.cuda.synchronize()
+    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no kernels here")
+    assert any("sm90::product" in name for name in names) is not generic
+
+
+# Blocks wait for each other. If a block that is waited for cannot start, the process has to be ended.
+@pytest.mark.timeout(120, method="thread")
+def test_calls_at_the_same_time_on_streams_of_their_own(gpu):
+    shapes = [BESIDE, SUMS_OF_20, PARTS_OF_CHUNKS, SUMS_OF_16]
+    layers = [shape.layer(gpu) for shape in shapes]
+    expected = [run(shape, *layer) for shape, layer in zip(shapes, layers, strict=True)]
+    torch.cuda.synchronize()
+
+    def repeat(index):
+        with torch.cuda.stream(torch.cuda.Stream(priority=-(index % 2))):
+            results = [run(shapes[index], *layers[index]) for _ in range(10)]
+            torch.cuda.current_stream().synchronize()
+        return results
+
+    with ThreadPoolExecutor(len(shapes)) as pool:
+        for results, alone in zip(pool.map(repeat, range(len(shapes))), expected, strict=True):
+            assert_same_bits([alone, *results])
