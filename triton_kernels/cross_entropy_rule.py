@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def _exp(x):
-    # On a GPU tl.exp takes four instructions more, for results that are denormal; these become zero here.
+    # On a GPU tl.exp takes three instructions more, for results that are denormal; here they become zero.
     return tl.exp2(x * 1.4426950408889634)
 
 
