@@ -30,22 +30,26 @@ CUtensorMap matrix_map(const Bf16* memory, int64_t rows, int64_t columns, int64_
                 CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+// The config points to the attributes.
 template <class Job>
-cudaLaunchConfig_t launch_config(int blocks, cudaStream_t stream, cudaLaunchAttribute& cluster) {
+cudaLaunchConfig_t launch_config(int blocks, cudaStream_t stream, cudaLaunchAttribute (&attributes)[2],
+                                 bool all_resident = false) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(sm90::kThreads);
   config.dynamicSmemBytes = sm90::kSharedBytes;
   config.stream = stream;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = sm90::kCluster;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = sm90::kCluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  config.attrs = attributes;
+  config.numAttrs = all_resident ? 2 : 1;
   return config;
 }
 
-// How many clusters the device runs at a time: all that are launched, since blocks may wait for each other.
+// How many clusters the device runs at a time.
 template <class Job>
 int resident_clusters(int device) {
   static std::mutex mutex;
@@ -56,9 +60,9 @@ int resident_clusters(int device) {
     check_cuda(cudaFuncSetAttribute(sm90::product<Job>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     sm90::kSharedBytes),
                kOp);
-    cudaLaunchAttribute cluster{};
+    cudaLaunchAttribute attributes[2]{};
     const cudaLaunchConfig_t config =
-        launch_config<Job>(device_attributes(device).multiprocessors, nullptr, cluster);
+        launch_config<Job>(device_attributes(device).multiprocessors, nullptr, attributes);
     check_cuda(cudaOccupancyMaxActiveClusters(&clusters, sm90::product<Job>, &config), kOp);
     require(clusters > 0, kOp, ": this device runs no clusters of ", sm90::kCluster, " blocks with ",
             sm90::kSharedBytes, " bytes of shared memory");
@@ -66,11 +70,14 @@ int resident_clusters(int device) {
   return clusters;
 }
 
+// all_resident: blocks wait for each other. Then no other kernel may hold a part of the device for which this
+// one would wait while the other waits for its part.
 template <class Job>
-void launch_product(const sm90::Maps& maps, const Job& job, int device, cudaStream_t stream) {
-  cudaLaunchAttribute cluster{};
+void launch_product(const sm90::Maps& maps, const Job& job, int device, cudaStream_t stream,
+                    bool all_resident = false) {
+  cudaLaunchAttribute attributes[2]{};
   const cudaLaunchConfig_t config =
-      launch_config<Job>(resident_clusters<Job>(device) * sm90::kCluster, stream, cluster);
+      launch_config<Job>(resident_clusters<Job>(device) * sm90::kCluster, stream, attributes, all_resident);
   check_cuda(cudaLaunchKernelEx(&config, sm90::product<Job>, maps, job), kOp);
 }
 
@@ -131,11 +138,11 @@ class Engine {
       const Places places = place(chunk, rows_apart, *scratch);
 
       flce90::Panels exponentials_at{};
-      char* const low = static_cast<char*>(extra.mutable_data_ptr());
+      unsigned char* const units = static_cast<unsigned char*>(extra.mutable_data_ptr());
       const bool hosted = is_first && plan.hosted_rows > 0;
       const int64_t behind = hosted ? plan.slack : 0;  // panels
       Bf16* const in_extra =
-          reinterpret_cast<Bf16*>(low + behind * plan.panel_bytes + (is_first ? 0 : plan.low_bytes));
+          reinterpret_cast<Bf16*>(units + behind * plan.panel_bytes + (is_first ? 0 : plan.units_bytes));
       if (hosted) {
         exponentials_at.memory[0] =
             static_cast<Bf16*>(weight_memory.mutable_data_ptr()) + behind * sm90::kPanel * hidden_;
@@ -152,9 +159,9 @@ class Engine {
       exponentials(chunk, places, exponentials_at);
       if (rows_apart) {
         multiply_input(chunk, places, exponentials_at);
-        multiply_weight(chunk, places, exponentials_at, low, plan, readers, is_first, is_last);
+        multiply_weight(chunk, places, exponentials_at, units, plan, readers, is_first, is_last);
       } else {
-        multiply_weight(chunk, places, exponentials_at, low, plan, readers, is_first, is_last);
+        multiply_weight(chunk, places, exponentials_at, units, plan, readers, is_first, is_last);
         multiply_input(chunk, places, exponentials_at);
       }
     }
@@ -170,9 +177,9 @@ class Engine {
   // Pointers of one chunk.
   struct Places {
     Bf16* input;
-    float* reference;
+    float* target_logit;
     float* scale;
-    flce90::RowPart* parts;
+    float* parts;
     int* repair;
     float* partial;
   };
@@ -215,17 +222,16 @@ class Engine {
   }
 
   int64_t scratch_size(const Sm90Chunk& chunk, bool rows_apart) const {
-    return Scratch::bytes_for(
-        {rows_apart ? chunk.rows * hidden_ * 2 : 0, padded(chunk) * 4, padded(chunk) * 4,
-         chunk.rows * columns_ * static_cast<int64_t>(sizeof(flce90::RowPart)),
-         padded(chunk) / sm90::kTileM * 4, chunk.parts > 1 ? chunk.parts * chunk.rows * hidden_ * 4 : 0});
+    return Scratch::bytes_for({rows_apart ? chunk.rows * hidden_ * 2 : 0, padded(chunk) * 4,
+                               padded(chunk) * 4, chunk.rows * columns_ * 4, padded(chunk) / sm90::kTileM * 4,
+                               chunk.parts > 1 ? chunk.parts * chunk.rows * hidden_ * 4 : 0});
   }
   Places place(const Sm90Chunk& chunk, bool rows_apart, Scratch& scratch) const {
     Places p{};
     p.input = rows_apart ? scratch.take<Bf16>(chunk.rows * hidden_) : grad_input_at(chunk.first);
-    p.reference = scratch.take<float>(padded(chunk));
+    p.target_logit = scratch.take<float>(padded(chunk));
     p.scale = scratch.take<float>(padded(chunk));
-    p.parts = scratch.take<flce90::RowPart>(chunk.rows * columns_);
+    p.parts = scratch.take<float>(chunk.rows * columns_);
     p.repair = scratch.take<int>(padded(chunk) / sm90::kTileM);
     p.partial = chunk.parts > 1 ? scratch.take<float>(chunk.parts * chunk.rows * hidden_) : nullptr;
     return p;
@@ -258,7 +264,7 @@ class Engine {
                                 static_cast<int>(vocab_),
                                 static_cast<int>(hidden_),
                                 at.input,
-                                at.reference,
+                                at.target_logit,
                                 at.repair};
     flce90::gather<<<static_cast<unsigned>(padded(chunk)), flce90::kRowThreads, 0, call_.stream>>>(gather);
     check_launch(kOp);
@@ -268,20 +274,27 @@ class Engine {
     flce90::Exponentials job{rows_of(chunk),
                              static_cast<int>(vocab_),
                              static_cast<int>(hidden_),
-                             at.reference,
+                             at.target_logit,
                              at.parts,
                              panels,
                              write_gradient_,
                              at.repair,
-                             false};
+                             flce90::Phase::kAll};
     launch_product(maps, job, call_.device, call_.stream);
-    job.repairing = true;
+    job.phase = flce90::Phase::kMaxima;
+    launch_product(maps, job, call_.device, call_.stream);
+    const flce90::Repair repair{rows_of(chunk), at.repair, at.parts, static_cast<int>(columns_), at.scale};
+    flce90::raise_reference<<<static_cast<unsigned>(chunk.rows), flce90::kRowThreads, 0, call_.stream>>>(
+        repair);
+    check_launch(kOp);
+    job.phase = flce90::Phase::kRepair;
+    job.reference = at.scale;
     launch_product(maps, job, call_.device, call_.stream);
 
     const flce90::Rule rule{problem_,
                             rows_of(chunk),
                             list_.index + chunk.first,
-                            at.reference,
+                            at.target_logit,
                             at.parts,
                             static_cast<int>(columns_),
                             at.repair,
@@ -312,30 +325,24 @@ class Engine {
     }
   }
 
-  void multiply_weight(const Sm90Chunk& chunk, const Places& at, const flce90::Panels& panels, char* low,
-                       const Sm90Plan& plan, const Tensor& readers, bool is_first, bool is_last) {
+  void multiply_weight(const Sm90Chunk& chunk, const Places& at, const flce90::Panels& panels,
+                       unsigned char* units, const Sm90Plan& plan, const Tensor& readers, bool is_first,
+                       bool is_last) {
     if (!call_.need_grad_weight) return;
     const sm90::Maps maps = maps_of(chunk, panels, matrix_map(at.input, chunk.rows, hidden_, hidden_));
-    const auto launch = [&](auto with_low) {
-      const flce90::GradWeight<decltype(with_low)::value> job{
-          rows_of(chunk),
-          static_cast<int>(vocab_),
-          static_cast<int>(hidden_),
-          panels.rows_in_first,
-          static_cast<Bf16*>(grad_weight_.mutable_data_ptr()),
-          low,
-          plan.panel_bytes,
-          is_first,
-          is_last,
-          is_first && plan.hosted_rows > 0 ? static_cast<int*>(readers.mutable_data_ptr()) : nullptr,
-          static_cast<int>(plan.slack)};
-      launch_product(maps, job, call_.device, call_.stream);
-    };
-    if (plan.low_bytes > 0) {
-      launch(std::true_type{});
-    } else {
-      launch(std::false_type{});
-    }
+    const flce90::GradWeight job{
+        rows_of(chunk),
+        static_cast<int>(vocab_),
+        static_cast<int>(hidden_),
+        panels.rows_in_first,
+        static_cast<Bf16*>(grad_weight_.mutable_data_ptr()),
+        units,
+        plan.panel_bytes,
+        is_first,
+        is_last,
+        is_first && plan.hosted_rows > 0 ? static_cast<int*>(readers.mutable_data_ptr()) : nullptr,
+        static_cast<int>(plan.slack)};
+    launch_product(maps, job, call_.device, call_.stream, job.readers != nullptr);
   }
 
   const FusedLinearCe& call_;

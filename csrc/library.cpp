@@ -152,7 +152,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool "
       "exact_accumulation, int? memory_budget=None, int clusters=66)"
       " -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes,"
-      " int low_bytes, int slack)");
+      " int units_bytes, int slack)");
 }
 
 namespace liger {
@@ -208,8 +208,8 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
     count.push_back(chunk.rows);
     parts.push_back(chunk.parts);
   }
-  return {std::move(first),  std::move(count), std::move(parts), plan->hosted_rows,
-          plan->panel_bytes, plan->low_bytes,  plan->slack};
+  return {std::move(first),  std::move(count),  std::move(parts), plan->hosted_rows,
+          plan->panel_bytes, plan->units_bytes, plan->slack};
 }
 
 }  // namespace

@@ -2,23 +2,18 @@
 
 #include <algorithm>
 
+#include "common/integers.h"
+
 namespace liger {
 namespace {
 
 constexpr int64_t kTileM = 128, kTileN = 256, kTileK = 64, kPanel = 128;
-// With fewer rows the generic engine is faster: in the batch, and in a chunk that adds to a sum of 16 bits
-// (there it finds more memory; with sums of 20 bits it needs far more).
+// With fewer rows the generic engine is faster: in the batch, and in a chunk where it may sum in bf16 (its
+// float32 sum needs far more memory).
 constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
 // What a chunk costs beyond its products, as rows whose products take as long (measured, docs/performance):
 // launches, and one more pass over the sum, which the products do not hide entirely.
-constexpr double kLaunchRows = 4, kPassRows16 = 45, kPassRows20 = 105;
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-int64_t round_up(int64_t a, int64_t b) {
-  return ceil_div(a, b) * b;
-}
+constexpr double kLaunchRows = 4, kPassRows = 60;
 
 // Panels that are being read while the first sums are written. A pair is enough to keep blocks from waiting
 // for tiles that begin later; two hide that blocks are not equally fast.
@@ -58,7 +53,7 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   }
   const int64_t panels = p.vocab / kPanel;
   const int64_t host = p.need_grad_weight ? p.hidden : 0, slack = host > 0 ? kSlack : 0;
-  const int64_t row_bytes = (panels + slack) * kPanel * 2 + 8 * ceil_div(p.vocab, kTileN);
+  const int64_t row_bytes = (panels + slack) * kPanel * 2 + 4 * ceil_div(p.vocab, kTileN);
   Sm90Plan plan{};
   plan.slack = slack;
 
@@ -74,35 +69,36 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
     return plan;
   }
 
-  // The bits beyond 16 come out of the budget, unless they would take most of it.
-  const int64_t low_panel = p.need_grad_weight && p.exact_accumulation ? kPanel * p.hidden / 2 : 0;
-  const int64_t low = low_panel * (panels + slack);
-  const int64_t available = p.memory_budget - (2 * low <= p.memory_budget ? low : 0);
+  // A byte for every kTileN sums of a row.
+  const int64_t units_bytes = p.need_grad_weight ? kPanel * p.hidden / kTileN : 0;
+  const int64_t available = p.memory_budget - units_bytes * (panels + slack);
   const int64_t most = std::max(available / row_bytes / kTileM * kTileM, kTileM);
-  const double pass = !p.need_grad_weight ? 0 : low > 0 ? kPassRows20 : kPassRows16;
+  const double pass = !p.need_grad_weight ? 0 : kPassRows;
   const auto cost = [&](int64_t rows) {
     const double input = p.need_grad_input ? rows / fill(p, rows).share : rows;
     return kLaunchRows + (2.0 * rows + input) / 3;
   };
 
+  // A few dozen candidates each: enough to meet whole waves, and the search stays in microseconds.
+  const auto step = [](int64_t span) { return round_up(std::max<int64_t>(span / 64, 1), kTileM); };
   double best = 1e300;
   int64_t best_first = most, best_rows = most;
-  for (int64_t rows = most; rows >= std::max(most / 2, kTileM); rows -= kTileM) {
+  for (int64_t rows = most; rows >= std::max(most / 2, kTileM); rows -= step(most)) {
     const int64_t parts = p.need_grad_input ? fill(p, rows).parts : 1;
     if (rows > kTileM && rows * row_bytes + partial_bytes(p, rows, parts) > available) continue;
-    const int64_t room = std::min(host + rows + low_panel / (kPanel * 2) / kTileM * kTileM, p.rows);
-    for (int64_t first = room / kTileM * kTileM; first >= std::max(room / 2, kTileM); first -= kTileM) {
+    const int64_t room = std::min(host + rows, p.rows);
+    for (int64_t first = room / kTileM * kTileM; first >= std::max(room / 2, kTileM); first -= step(room)) {
       const int64_t chunks = ceil_div(p.rows - first, rows);
       const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), kTileM) : 0;
       const double total = cost(first) + chunks * (pass + (chunks > 0 ? cost(equal) : 0));
       if (total < best - 1e-9) best = total, best_first = first, best_rows = equal;
     }
   }
-  if (pass == kPassRows16 && best_rows < kFewestRowsPerPass) return std::nullopt;
+  if (p.need_grad_weight && !p.exact_accumulation && best_rows < kFewestRowsPerPass) return std::nullopt;
   plan.hosted_rows = std::min(host, best_first);
-  plan.low_bytes = low_panel;
+  plan.units_bytes = units_bytes;
   plan.panel_bytes =
-      std::max(low_panel + best_rows * kPanel * 2, (best_first - plan.hosted_rows) * kPanel * 2);
+      std::max(units_bytes + best_rows * kPanel * 2, (best_first - plan.hosted_rows) * kPanel * 2);
   plan.chunks = {chunk(0, best_first)};
   for (int64_t first = best_first; first < p.rows; first += best_rows) {
     plan.chunks.push_back(chunk(first, std::min(best_rows, p.rows - first)));

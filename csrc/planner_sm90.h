@@ -11,8 +11,8 @@ namespace liger {
 struct Sm90Problem {
   int64_t rows, hidden, vocab;
   bool need_grad_input, need_grad_weight;
-  bool exact_accumulation;  // sums of 20 bits instead of 16
-  int64_t memory_budget;    // bytes beside the gradients: exponentials, their sums, and the bits beyond 16
+  bool exact_accumulation;  // the weight gradient has to be as exact as one float32 sum
+  int64_t memory_budget;    // bytes beside the gradients: exponentials, their sums, and units
   int64_t clusters;         // pairs of blocks that the device runs at a time
 };
 
@@ -23,12 +23,12 @@ struct Sm90Chunk {
 
 // The first chunk is larger: as long as there is no sum yet, its exponentials lie in the memory of the weight
 // gradient (hosted_rows of them) and in all of `extra`. Later `extra` holds, panel by panel of 128 columns,
-// the bits beyond 16 of the sum and the exponentials of a chunk.
+// the units of the sum and the exponentials of a chunk.
 struct Sm90Plan {
   std::vector<Sm90Chunk> chunks;
   int64_t hosted_rows;  // of the first chunk
   int64_t panel_bytes;  // of extra
-  int64_t low_bytes;    // of a panel of extra: where the exponentials of later chunks begin
+  int64_t units_bytes;  // of a panel of extra: where the exponentials of later chunks begin
   int64_t slack;  // panels by which the first chunk's exponentials lie behind their own place: as much longer
                   // are the memory of the weight gradient and extra
 };

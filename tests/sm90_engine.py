@@ -31,13 +31,13 @@ class Shape:
     accum_dtype: torch.dtype | None = None
 
     def plan(self, need_grad_input=True, need_grad_weight=True):
-        """(rows of the chunks, parts of the chunks, hosted rows, low_bytes), provided that the engine runs at all."""
-        _, rows, parts, hosted, _, low_bytes, _ = torch.ops.liger.plan_chunks_sm90(
+        """(rows of the chunks, parts of the chunks, hosted rows, units_bytes), provided that the engine runs at all."""
+        _, rows, parts, hosted, _, units_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
             self.accum_dtype != BFLOAT16, self.budget, clusters(),
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
-        return rows, parts, hosted, low_bytes
+        return rows, parts, hosted, units_bytes
 
     def layer(self, device, ignored=0.25, scale=1.0):
         """input and weight whose logits have a standard deviation of about 2 * scale, and a target."""
@@ -49,17 +49,17 @@ class Shape:
 
 
 BESIDE = Shape(900, 512, 4224)
-SUMS_OF_20 = Shape(1900, 256, 1152, MIB)
-SUMS_OF_16 = Shape(5000, 256, 2048, 8 * MIB, BFLOAT16)
+SUMS = Shape(1900, 256, 1152, MIB)
+SUMS_BF16 = Shape(5000, 256, 2048, 8 * MIB, BFLOAT16)
 PARTS = Shape(256, 256, 16384)
 PARTS_OF_CHUNKS = Shape(900, 256, 8192, 8 * MIB)
 SHAPES = {
     "in the weight gradient": Shape(500, 512, 2048),
     "beside it": BESIDE,
-    "sums of 20 bits": SUMS_OF_20,
-    "sums of 20 bits, larger": Shape(3000, 768, 8192, 8 * MIB),
-    "sums of 20 bits, more panels": Shape(2500, 512, 4224, 4 * MIB),
-    "sums of 16 bits": SUMS_OF_16,
+    "sums": SUMS,
+    "sums, larger": Shape(3000, 768, 8192, 8 * MIB),
+    "sums, more panels": Shape(2500, 512, 4224, 4 * MIB),
+    "bf16 allowed": SUMS_BF16,
     "parts": PARTS,
     "parts of chunks": PARTS_OF_CHUNKS,
     "fewest rows": Shape(256, 256, 256),

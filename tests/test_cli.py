@@ -159,7 +159,7 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
         cli.main([*ARGUMENTS_90, "--capability=9.0", "--json", f"--accum={accum}", f"--budget={budget}"]) == 0
     )
     found = json.loads(capsys.readouterr().out)
-    _, rows, parts, hosted, panel_bytes, low_bytes, slack = torch.ops.liger.plan_chunks_sm90(
+    _, rows, parts, hosted, panel_bytes, units_bytes, slack = torch.ops.liger.plan_chunks_sm90(
         *SIZES_90.values(), True, True, accum == "fp32", clusters=plan_command._clusters()
     )
     if not rows:
@@ -170,11 +170,11 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     assert found["chunk_rows"] == (rows[1] if len(rows) > 1 else rows[0])
     beside = (128256 // 128 + slack) * panel_bytes
     assert found["logits_liger"] + found["accumulator"] == beside
-    assert found["accumulator"] == (128256 // 128 + slack) * low_bytes
+    assert found["accumulator"] == (128256 // 128 + slack) * units_bytes
     # The gradients, what lies beside them, and no more than a copy of the first chunk's rows with its sums and parts.
     gradients = 2 * 4096 * (16384 + 128256)
     assert gradients + beside < found["peak_liger"]
-    most = rows[0] * (2 * 4096 + 8 * (501 + 1) + (4 * 4096 * parts[0] if parts[0] > 1 else 0))
+    most = rows[0] * (2 * 4096 + 4 * (501 + 2) + (4 * 4096 * parts[0] if parts[0] > 1 else 0))
     assert found["peak_liger"] <= gradients + beside + slack * 128 * 4096 * 2 + most
     assert hosted == 4096
 

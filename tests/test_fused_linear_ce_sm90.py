@@ -13,8 +13,8 @@ from sm90_engine import (
     PARTS_OF_CHUNKS,
     ROWS,
     SHAPES,
-    SUMS_OF_16,
-    SUMS_OF_20,
+    SUMS,
+    SUMS_BF16,
     assert_same_bits,
     check,
     run,
@@ -26,9 +26,7 @@ import liger
 pytestmark = pytest.mark.gpu
 
 REDUCTIONS = ["mean", "sum", "none"]
-KINDS = pytest.mark.parametrize(
-    "shape", [BESIDE, SUMS_OF_20, SUMS_OF_16], ids=["one chunk", "sums of 20 bits", "sums of 16 bits"]
-)
+KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one chunk", "sums", "bf16 allowed"])
 
 
 @pytest.fixture
@@ -46,16 +44,16 @@ def gpu():
 
 def test_the_shapes_are_what_they_are_named(gpu):
     def kinds(shape):
-        rows, parts, hosted, low_bytes = shape.plan()
-        return len(rows) > 1, hosted < rows[0], low_bytes > 0, max(parts) > 1
+        rows, parts, hosted, units_bytes = shape.plan()
+        return len(rows) > 1, hosted < rows[0], units_bytes > 0, max(parts) > 1
 
     expected = {
         "in the weight gradient": (False, False, False, True),
         "beside it": (False, True, False, True),
-        "sums of 20 bits": (True, True, True, False),
-        "sums of 20 bits, larger": (True, True, True, False),
-        "sums of 20 bits, more panels": (True, True, True, False),
-        "sums of 16 bits": (True, True, False, False),
+        "sums": (True, True, True, False),
+        "sums, larger": (True, True, True, False),
+        "sums, more panels": (True, True, True, False),
+        "bf16 allowed": (True, True, True, False),
         "parts": (False, False, False, True),
         "parts of chunks": (True, True, True, True),
         "fewest rows": (False, False, False, True),
@@ -64,9 +62,9 @@ def test_the_shapes_are_what_they_are_named(gpu):
         "one panel": (False, True, False, True),
     }
     assert {name: kinds(shape) for name, shape in SHAPES.items()} == expected
-    for shape in (BESIDE, SUMS_OF_20, SHAPES["one panel"]):
+    for shape in (BESIDE, SUMS, SHAPES["one panel"]):
         assert shape.vocab // 128 % 2, "the last pair of panels has one"
-    for shape in (SUMS_OF_20, SUMS_OF_16, PARTS_OF_CHUNKS):
+    for shape in (SUMS, SUMS_BF16, PARTS_OF_CHUNKS):
         assert shape.plan()[0][-1] % 128, "the last chunk ends within a tile"
 
 
@@ -193,7 +191,8 @@ def test_the_largest_logit_as_target(gpu, shape):
     """Probabilities close to 1: gradients are small differences."""
     x, weight, _ = shape.layer(gpu, scale=2.0)
     target = linear(x.double(), weight.double()).argmax(-1)
-    check(shape, x, weight, target)
+    # The loss is far smaller than the logits, whose sums in float32 have the error.
+    check(shape, x, weight, target, loss_tolerance=2e-5)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -241,7 +240,7 @@ def wider_rows(extra, offset):
     [strided_like, transposed, wider_rows(64, 0), wider_rows(4, 0), wider_rows(0, 1), wider_rows(8, 8)],
     ids=["strided", "transposed", "wider rows", "odd rows", "misaligned", "offset"],
 )
-@pytest.mark.parametrize("shape", [BESIDE, SUMS_OF_20], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("shape", [BESIDE, SUMS], ids=["one chunk", "chunks"])
 def test_any_strides_give_the_same_bits(gpu, shape, form):
     x, weight, target = shape.layer(gpu)
     token_weight = torch.rand(shape.rows, device=gpu)
@@ -304,11 +303,11 @@ def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(gpu, shape, re
 @pytest.mark.parametrize("generic", [False, True])
 def test_the_kernels_are_those_of_the_engine(gpu, generic):
     """A plan says what should run; the profiler, what did."""
-    x, weight, target = SUMS_OF_20.layer(gpu)
-    run(SUMS_OF_20, x, weight, target, generic=generic)
+    x, weight, target = SUMS.layer(gpu)
+    run(SUMS, x, weight, target, generic=generic)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as recorded:
-        run(SUMS_OF_20, x, weight, target, generic=generic)
+        run(SUMS, x, weight, target, generic=generic)
         torch.cuda.synchronize()
     names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     if not names:
@@ -319,7 +318,7 @@ def test_the_kernels_are_those_of_the_engine(gpu, generic):
 # Blocks wait for each other. If a block that is waited for cannot start, the process has to be ended.
 @pytest.mark.timeout(120, method="thread")
 def test_calls_at_the_same_time_on_streams_of_their_own(gpu):
-    shapes = [BESIDE, SUMS_OF_20, PARTS_OF_CHUNKS, SUMS_OF_16]
+    shapes = [BESIDE, SUMS, PARTS_OF_CHUNKS, SUMS_BF16]
     layers = [shape.layer(gpu) for shape in shapes]
     expected = [run(shape, *layer) for shape, layer in zip(shapes, layers, strict=True)]
     torch.cuda.synchronize()

@@ -189,7 +189,7 @@ TILE = PANEL = 128  # rows; columns
 
 
 def plan_sm90(*problem):
-    """Chunks as (first, rows, parts), then hosted_rows, panel_bytes, low_bytes, slack."""
+    """Chunks as (first, rows, parts), then hosted_rows, panel_bytes, units_bytes, slack."""
     first, rows, parts, *rest = torch.ops.liger.plan_chunks_sm90(*problem)
     return list(zip(first, rows, parts, strict=True)), *rest
 
@@ -210,11 +210,11 @@ TAKEN = [(problem, plan) for problem, plan in SM90 if plan[0]]
 
 
 def test_sm90_problems_are_of_every_kind():
-    """One chunk, chunks with sums of 20 bits, of 16 and without any: else the tests below would prove little."""
-    several = [(problem, low) for problem, (chunks, _, _, low, _) in TAKEN if len(chunks) > 1]
-    assert min(len(TAKEN) - len(several), sum(low > 0 for _, low in several)) > 200
-    assert sum(low == 0 and problem[4] for problem, low in several) > 20
-    assert sum(not problem[4] for problem, _ in several) > 200
+    """One chunk, chunks whose weight gradients are summed, exactly or not, or not at all."""
+    several = [problem for problem, (chunks, *_) in TAKEN if len(chunks) > 1]
+    assert min(len(TAKEN) - len(several), sum(problem[4] and problem[5] for problem in several)) > 200
+    assert sum(problem[4] and not problem[5] for problem in several) > 20
+    assert sum(not problem[4] for problem in several) > 200
     assert {parts for _, plan in TAKEN for _, _, parts in plan[0]} == set(range(1, 9))
 
 
@@ -233,8 +233,8 @@ def test_sm90_chunks_tile_the_rows():
 
 
 def test_sm90_exponentials_have_room_where_the_plan_puts_them():
-    for problem, (chunks, hosted, panel_bytes, low_bytes, slack) in TAKEN:
-        _, hidden, _, _, need_grad_weight, exact, *_ = problem
+    for problem, (chunks, hosted, panel_bytes, units_bytes, slack) in TAKEN:
+        _, hidden, _, _, need_grad_weight, *_ = problem
         # A panel of the weight gradient, 128 of its rows, holds 128 columns of as many rows as the hidden size.
         assert hosted == (min(hidden, chunks[0][1]) if need_grad_weight else 0), problem
         assert slack > 0 if hosted else slack == 0, problem
@@ -243,22 +243,17 @@ def test_sm90_exponentials_have_room_where_the_plan_puts_them():
             assert hosted % TILE == 0, "what lies beside begins with a tile"
         assert ceil_div(beside, TILE) * TILE * PANEL * 2 <= panel_bytes, problem
         for _, rows, _ in chunks[1:]:
-            assert low_bytes + rows * PANEL * 2 <= panel_bytes, problem
-        sums = need_grad_weight and exact
-        assert low_bytes == (PANEL * hidden // 2 if sums else 0) or (low_bytes == 0 and len(chunks) == 1), (
-            problem
-        )
+            assert units_bytes + rows * PANEL * 2 <= panel_bytes, problem
+        assert units_bytes == (hidden // 2 if need_grad_weight and len(chunks) > 1 else 0), problem
 
 
 def test_sm90_stays_in_the_budget():
-    """Up to a tile of rows; the bits beyond 16 are part of it unless they would take more than half."""
-    for problem, (chunks, _, panel_bytes, low_bytes, slack) in TAKEN:
+    """Up to a tile of rows."""
+    for problem, (chunks, _, panel_bytes, units_bytes, slack) in TAKEN:
         _, hidden, vocab, *_, budget, _ = problem
         panels = vocab // PANEL + slack
-        tile = panels * PANEL * 2 * TILE + 8 * TILE * ceil_div(vocab, 256)
-        low = panels * low_bytes
-        counted = panels * panel_bytes - (low if 2 * low > budget else 0)
-        assert counted <= budget + tile, problem
+        tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, 256)
+        assert panels * panel_bytes <= max(budget, panels * units_bytes) + tile, problem
         for _, rows, parts in chunks:
             assert 1 <= parts <= min(8, vocab // 64), problem
             assert parts == 1 or 8 * (4 * parts * rows * hidden) <= budget, problem
@@ -274,9 +269,9 @@ def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
     for problem, (chunks, *rest) in SM90:
         if not chunks:
             assert rest == [0, 0, 0, 0] and problem[4] and not problem[5], problem
-    for problem, (chunks, _, _, low_bytes, _) in TAKEN:
-        if problem[4] and low_bytes == 0 and len(chunks) > 1:
-            assert chunks[1][1] >= 1024, "small chunks that add to a sum of 16 bits are slower here"
+    for problem, (chunks, *_) in TAKEN:
+        if problem[4] and not problem[5] and len(chunks) > 1:
+            assert chunks[1][1] >= 1024, "with small chunks and a sum of bf16 the generic engine is faster"
     fits = (4096, 1024, 32000, True, True, True, 512 * MIB)
     assert plan_sm90(*fits)[0]
     for position, sizes in ((0, (0, 1, 255)), (1, (0, 64, 1000, 1152)), (2, (0, 1, 64, 32003, 50257))):
@@ -286,8 +281,8 @@ def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
 
 def test_sm90_all_rows_at_once_with_a_large_budget():
     for problem, _ in SM90[:500]:
-        chunks, hosted, panel_bytes, low_bytes, _ = plan_sm90(*problem[:6], 1 << 40)
-        assert len(chunks) == 1 and low_bytes == 0, problem
+        chunks, hosted, panel_bytes, units_bytes, _ = plan_sm90(*problem[:6], 1 << 40)
+        assert len(chunks) == 1 and units_bytes == 0, problem
         assert panel_bytes == ceil_div(problem[0] - hosted, TILE) * TILE * PANEL * 2, problem
 
 

@@ -5,8 +5,9 @@
 //   of the target, known before the product, so no maximum has to be found first: bf16 has the exponents of
 //   float32, and a row whose maximum is too far above its target is repaired (see kFarthest).
 // - GradInput: (exponentials @ weight) * scale of the row.
-// - GradWeight (fused_linear_ce_sm90_weight.cuh): exponentials.T @ (scale * input), added to a sum of 20 bits
-//   per element: the memory of the final bf16 gradient and 4 more bits.
+// - GradWeight (fused_linear_ce_sm90_weight.cuh): exponentials.T @ (scale * input), summed over chunks in the
+// memory of
+//   the final bf16 gradient, in 16 bits that round 8 times finer.
 //
 // Between them apply_rule (fused_linear_ce_sm90_rows.cuh) turns sums into losses and scales, and puts the
 // one-hot part into the exponentials.
@@ -24,10 +25,6 @@ using sm90::Tile;
 // A sum of exponentials beyond this is recomputed from the maximum of the row: 2^60 is a target 41 nats below
 // the largest logit. Below, neither exponentials nor scales leave the range in which bf16 is normal.
 inline constexpr float kFarthest = 0x1p60f;
-
-struct RowPart {
-  float sum, max;  // of exp(z - reference), and of z, over the columns of a tile
-};
 
 // Where the exponentials of a chunk lie: in panels of 128 columns, each with its rows one after the other,
 // and in up to two places. Panels make it possible that those of the first chunk lie in the memory of the
@@ -119,6 +116,10 @@ __device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __n
   }
 }
 
+// Two more launches repair what kAll found too large; as a rule they find nothing to do. kMaxima: of the
+// logits of a row, which become its reference; kRepair: all of it again, from there.
+enum class Phase { kAll, kMaxima, kRepair };
+
 struct Exponentials {
   struct Early {};
   __device__ __forceinline__ void fetch(const Tile&, int, int, const sm90::Desk&) const {}
@@ -128,18 +129,18 @@ struct Exponentials {
   ChunkRows chunk;
   int vocab, hidden;
   const float* reference;  // of the rows of the chunk
-  RowPart* parts;          // (rows, tiles of columns)
+  float* parts;            // (rows, tiles of columns): the sums, or the maxima of the logits
   Panels out;
-  bool wanted;     // or only the sums are
-  int* repair;     // per tile of rows, set where a sum is too large
-  bool repairing;  // compute only such tiles, from the maximum
+  bool wanted;  // or only the sums are
+  int* repair;  // per tile of rows, set where a sum is too large
+  Phase phase;  // other than kAll: for such tiles only
 
   __device__ __forceinline__ int columns() const { return ceil_div(vocab, sm90::kTileN); }
   __device__ __forceinline__ int row_pairs() const {
     return ceil_div(chunk(), sm90::kCluster * sm90::kTileM);
   }
   __device__ __forceinline__ int tiles() const {
-    if (repairing) {
+    if (phase != Phase::kAll) {
       int any = 0;
       for (int i = 0; i < sm90::kCluster * row_pairs(); ++i) any |= repair[i];
       if (!any) return 0;
@@ -153,22 +154,25 @@ struct Exponentials {
             ceil_div(hidden, sm90::kTileK), 0};
   }
 
-  __device__ __forceinline__ float repaired_reference(int row) const {
-    float max = -INFINITY;
-    for (int i = 0; i < columns(); ++i)
-      max = fmaxf(max, parts[static_cast<int64_t>(row) * columns() + i].max);
-    return ce::reference_of(max);
-  }
-
   __device__ __forceinline__ void finish(float (&z)[sm90::kSums], Early, const Tile& tile, int row, int lane,
                                          const sm90::Desk& desk) const {
     if (tile.m0 >= chunk()) return;
-    if (repairing && !repair[tile.m0 / sm90::kTileM]) return;
-    float from[2], sum[2] = {0.0f, 0.0f}, max[2] = {-INFINITY, -INFINITY};
+    if (phase != Phase::kAll && !repair[tile.m0 / sm90::kTileM]) return;
+    if (phase == Phase::kMaxima) {
+      float max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int i = 0; i < sm90::kSums; ++i) {
+        const bool inside = tile.n0 + i / 4 * 8 < vocab;
+        if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
+      }
+      write_parts<Max>(max, tile, row, lane);
+      return;
+    }
+    float from[2], sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
-      from[h] = (r >= chunk.rows ? 0.0f : repairing ? repaired_reference(r) : reference[r]) * ce::kLog2e;
+      from[h] = (r < chunk.rows ? reference[r] : 0.0f) * ce::kLog2e;
     }
     __nv_bfloat16* const rows = wanted ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
     const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
@@ -181,7 +185,6 @@ struct Exponentials {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& x = z[4 * j + i];
-          max[i / 2] = fmaxf(max[i / 2], x);
           x = ce::exp2_fast(fmaf(x, ce::kLog2e, -from[i / 2]));
           sum[i / 2] += x;
         }
@@ -194,18 +197,21 @@ struct Exponentials {
       __syncwarp();
       if (lane == 0) sm90::bulk_store(rows + half * panel, desk.memory, 16 * sm90::kPanel * 2);
     }
+    write_parts<Sum>(sum, tile, row, lane);
+    const bool too_large = !(sum[0] < kFarthest) || !(sum[1] < kFarthest);
+    if (phase == Phase::kAll && too_large) repair[tile.m0 / sm90::kTileM] = 1;
+  }
+
+ private:
+  // Of the quad of lanes that share a row, which all get the result.
+  template <class Reduction>
+  __device__ __forceinline__ void write_parts(float (&part)[2], const Tile& tile, int row, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int lanes = 1; lanes < 4; lanes *= 2) {
-        sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], lanes);
-        max[h] = fmaxf(max[h], __shfl_xor_sync(0xffffffffu, max[h], lanes));
-      }
+      part[h] = warp_reduce<Reduction, 4>(part[h]);
       const int r = tile.m0 + row + lane / 4 + 8 * h;
-      if (lane % 4 == 0 && r < chunk.rows) {
-        parts[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = {sum[h], max[h]};
-        if (!repairing && !(sum[h] < kFarthest)) repair[tile.m0 / sm90::kTileM] = 1;
-      }
+      if (lane % 4 == 0 && r < chunk.rows)
+        parts[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = part[h];
     }
   }
 };

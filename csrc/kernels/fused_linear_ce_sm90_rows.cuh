@@ -17,13 +17,13 @@ struct Gather {
   const __nv_bfloat16 *input, *weight;
   int64_t input_stride, weight_stride;
   int vocab, hidden;
-  __nv_bfloat16* out;  // (chunk.rows, hidden)
-  float* reference;    // one for each block
+  __nv_bfloat16* out;   // (chunk.rows, hidden)
+  float* target_logit;  // one for each block
   int* repair;
 };
 
 __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
-  __shared__ float scratch[kRowThreads / 32];
+  __shared__ float scratch[32];
   const int row = blockIdx.x, count = p.chunk();
   if (row % sm90::kTileM == 0 && threadIdx.x == 0) p.repair[row / sm90::kTileM] = 0;
   uint4* const out = reinterpret_cast<uint4*>(p.out + int64_t{row} * p.hidden);
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
     if (row < p.chunk.rows) {
       for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) out[i] = make_uint4(0, 0, 0, 0);
     }
-    if (threadIdx.x == 0) p.reference[row] = 0.0f;
+    if (threadIdx.x == 0) p.target_logit[row] = 0.0f;
     return;
   }
   const int source = p.index[row];
@@ -50,13 +50,29 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
       sum = fmaf(__uint_as_float(u & 0xffff0000u), __uint_as_float(v & 0xffff0000u), sum);
     }
   }
-  sum = warp_reduce<Sum>(sum);
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    sum = warp_reduce<Sum>(threadIdx.x < kRowThreads / 32 ? scratch[threadIdx.x] : 0.0f);
-    if (threadIdx.x == 0) p.reference[row] = valid ? sum : 0.0f;
-  }
+  sum = block_reduce<Sum>(sum, scratch);
+  if (threadIdx.x == 0) p.target_logit[row] = valid ? sum : 0.0f;
+}
+
+// One row per block, of tiles to be repaired: the maxima of its logits -> a reference from which no sum is
+// too large.
+struct Repair {
+  ChunkRows chunk;
+  const int* repair;
+  const float* maxima;
+  int columns;       // of maxima
+  float* reference;  // left alone elsewhere
+};
+
+__global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
+  __shared__ float scratch[32];
+  const int row = blockIdx.x;
+  if (row >= p.chunk() || !p.repair[row / sm90::kTileM]) return;
+  float max = -INFINITY;
+  for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
+    max = fmaxf(max, p.maxima[int64_t{row} * p.columns + i]);
+  max = block_reduce<Max>(max, scratch);
+  if (threadIdx.x == 0) p.reference[row] = ce::reference_of(max);
 }
 
 // One row per block: sums -> loss and scale; the input row becomes scale * input where the weight gradient
@@ -65,38 +81,27 @@ struct Rule {
   ce::Problem problem;  // of the whole batch; logits are not set
   ChunkRows chunk;
   const int* index;
-  const float* reference;
-  const RowPart* parts;
-  int columns;  // of parts
+  const float* target_logit;
+  const float* sums;
+  int columns;  // of sums
   const int* repair;
   Panels exponentials;
   bool wanted;           // or only the results are
   __nv_bfloat16* input;  // null where only sums, or only the input gradient, are wanted
   int hidden;
-  float* scale;
+  float* scale;  // where repaired, the reference before
 };
 
 __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
-  __shared__ float scratch[2][kRowThreads / 32];
+  __shared__ float scratch[32];
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
-  float sum = 0.0f, max = -INFINITY;
-  for (int i = threadIdx.x; i < p.columns; i += kRowThreads) {
-    const RowPart part = p.parts[int64_t{row} * p.columns + i];
-    sum += part.sum;
-    max = fmaxf(max, part.max);
-  }
-  sum = warp_reduce<Sum>(sum);
-  max = warp_reduce<Max>(max);
-  if (threadIdx.x % 32 == 0) scratch[0][threadIdx.x / 32] = sum, scratch[1][threadIdx.x / 32] = max;
-  __syncthreads();
-  const int lane = threadIdx.x % 32;
-  sum = warp_reduce<Sum>(lane < kRowThreads / 32 ? scratch[0][lane] : 0.0f);
-  max = warp_reduce<Max>(lane < kRowThreads / 32 ? scratch[1][lane] : -INFINITY);
-
-  const float z_target = p.reference[row];
-  const bool repaired = p.repair[row / sm90::kTileM] != 0;
-  const ce::Stats<false> stats = {repaired ? ce::reference_of(max) : z_target, sum};
+  const float z_target = p.target_logit[row];
+  const float reference = p.repair[row / sm90::kTileM] ? p.scale[row] : z_target;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < p.columns; i += kRowThreads) sum += p.sums[int64_t{row} * p.columns + i];
+  sum = block_reduce<Sum>(sum, scratch);
+  const ce::Stats<false> stats = {reference, sum};
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
   if (p.problem.token_weight != nullptr) r.token_weight = p.problem.token_weight[r.index];
   const int64_t target = p.problem.targets[r.index];

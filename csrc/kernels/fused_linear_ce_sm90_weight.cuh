@@ -1,29 +1,36 @@
 // The weight gradient of fused_linear_ce on compute capability 9.0, summed over chunks.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "kernels/fused_linear_ce_sm90.cuh"
 
 namespace liger::flce90 {
 
-// Sums of 20 bits: the upper 16 lie in the memory of the final gradient, in an order of their own. Each warp
-// uses the 512 bytes that its tile has in each of its 16 rows: piece s of the 16 holds sums 8s to 8s + 7 of
-// all lanes. The last chunk rounds to bf16 and puts the elements where they belong. Without kLow, sums of 16
-// bits.
-template <bool kLow>
+// Between chunks a sum lies in the 16 bits that its element of the final gradient has: as float16, in units
+// that are as large as the numbers beside it allow. So it is rounded to 11 bits once per chunk, 8 times finer
+// than bf16, and the gradient is as exact as if one float32 sum had been rounded. A unit is a power of two
+// for 256 sums of one row, that is, of one class: classes differ by the powers of ten between their
+// probabilities, elements of a row by little.
+//
+// The sums are in an order of their own. Each warp uses the 512 bytes that its tile has in each of its 16
+// rows: piece s of the 16 holds sums 8s to 8s + 7 of all lanes. The last chunk rounds to bf16 and puts the
+// elements where they belong.
 struct GradWeight {
   static constexpr bool kAMn = true, kBMn = true, kPanels = true;
   static constexpr Keep kKeepA = Keep::kNormal, kKeepB = Keep::kLong, kKeepSums = Keep::kNormal;
   static constexpr int kPieces = 16, kEarly = 8;  // of which so many go to registers, the others to the desk
   struct Early {
-    uint4 high[kEarly], low[kPieces / 4];
+    uint4 kept[kEarly];
+    float unit[2];  // of the two rows
   };
   ChunkRows chunk;
   int vocab, hidden;
-  int rows_in_first;   // of the exponentials
-  __nv_bfloat16* out;  // (vocab, hidden), contiguous
-  char* low;           // 4 bits per element, in the order of the tiles
-  int64_t low_stride;  // bytes from one tile of rows to the next
-  bool first, last;    // chunk
+  int rows_in_first;     // of the exponentials
+  __nv_bfloat16* out;    // (vocab, hidden), contiguous
+  unsigned char* units;  // exponents, biased: of each tile of rows and columns, 128 of them
+  int64_t units_stride;  // from one tile of rows to the next
+  bool first, last;      // chunk
   // Where the exponentials lie in the memory that sums are written to, `slack` panels behind the place of
   // their own rows: per tile of rows a counter, zero at first, of the blocks that have read its exponentials.
   // Else null.
@@ -43,7 +50,7 @@ struct GradWeight {
 
   __device__ __forceinline__ void fetch(const Tile& tile, int row, int lane, const sm90::Desk& desk) const {
     if (first || tile.m0 + row >= vocab) return;
-    const uint4* const from = high_of(tile, row, lane);
+    const uint4* const from = sums_of(tile, row, lane);
     uint4* const to = reinterpret_cast<uint4*>(desk.memory) + lane;
     static_assert((kPieces - kEarly) * 32 * sizeof(uint4) == sm90::kDeskBytes);
 #pragma unroll
@@ -53,14 +60,11 @@ struct GradWeight {
   __device__ __forceinline__ Early early(const Tile& tile, int row, int lane) const {
     Early e{};
     if (first || tile.m0 + row >= vocab) return e;
-    const uint4* const high = high_of(tile, row, lane);
-    [[maybe_unused]] const uint4* const rest = low_of(tile, row, lane);
+    const uint4* const from = sums_of(tile, row, lane);
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i) e.high[i] = sm90::load_keeping(high + i * piece(), kKeepSums);
-    if constexpr (kLow) {
+    for (int i = 0; i < kEarly; ++i) e.kept[i] = sm90::load_keeping(from + i * piece(), kKeepSums);
 #pragma unroll
-      for (int i = 0; i < kPieces / 4; ++i) e.low[i] = sm90::load_keeping(rest + i * 32, kKeepSums);
-    }
+    for (int h = 0; h < 2; ++h) e.unit[h] = power_of_two(units_of(tile, row, lane)[8 * h]);
     return e;
   }
 
@@ -72,27 +76,21 @@ struct GradWeight {
       for (int i = 0; i < sm90::kSums; ++i) sums[i] = 0.0f;
     }
     if (readers != nullptr) wait_for_readers(tile, lane);
-    uint4* const high = high_of(tile, row, lane);
-    uint4* const rest = low_of(tile, row, lane);
     if (!first) {
       sm90::copy_async_wait();
-      const uint4* const kept = reinterpret_cast<const uint4*>(desk.memory) + lane;
+      const uint4* const desk_kept = reinterpret_cast<const uint4*>(desk.memory) + lane;
 #pragma unroll
-      for (int i = kPieces - 1; i >= 0; --i) {
-        const uint4 h = i < kEarly ? e.high[i < kEarly ? i : 0] : kept[(i - kEarly) * 32];
-        add(sums, 8 * i, h, kLow ? (&e.low[i / 4].x)[i % 4] : 0u);
-      }
+      for (int i = kPieces - 1; i >= 0; --i)
+        add(sums, 8 * i, i < kEarly ? e.kept[i < kEarly ? i : 0] : desk_kept[(i - kEarly) * 32], e.unit);
       __syncwarp();  // the desk is free
     }
     if (!last) {
+      float per_unit[2];
+      choose_units(sums, per_unit, tile, row, lane);
+      uint4* const to = sums_of(tile, row, lane);
 #pragma unroll
-      for (int i = 0; i < kPieces; i += 4) {
-        uint4 l;
-#pragma unroll
-        for (int s = 0; s < 4; ++s)
-          sm90::store_keeping(high + (i + s) * piece(), split(sums, 8 * (i + s), (&l.x)[s]), kKeepSums);
-        if (kLow) sm90::store_keeping(rest + i / 4 * 32, l, kKeepSums);
-      }
+      for (int i = 0; i < kPieces; ++i)
+        sm90::store_keeping(to + i * piece(), in_units(sums, 8 * i, per_unit), kKeepSums);
       return;
     }
     __syncwarp();  // all lanes have read their pieces
@@ -101,14 +99,13 @@ struct GradWeight {
 
  private:
   __device__ __forceinline__ int piece() const { return hidden / 8; }  // from one to the next
-  __device__ __forceinline__ uint4* high_of(const Tile& tile, int row, int lane) const {
+  __device__ __forceinline__ uint4* sums_of(const Tile& tile, int row, int lane) const {
     return reinterpret_cast<uint4*>(out + (tile.m0 + row) * int64_t{hidden} + tile.n0) + lane;
   }
-  __device__ __forceinline__ uint4* low_of(const Tile& tile, int row, int lane) const {
-    const int64_t bytes = sm90::kTileM * sm90::kTileN / 2;
-    return reinterpret_cast<uint4*>(low + tile.m0 / sm90::kTileM * low_stride +
-                                    tile.n0 / sm90::kTileN * bytes) +
-           row * 8 + lane;
+  // Of the upper of this lane's two rows.
+  __device__ __forceinline__ unsigned char* units_of(const Tile& tile, int row, int lane) const {
+    return units + tile.m0 / sm90::kTileM * units_stride + tile.n0 / sm90::kTileN * sm90::kTileM + row +
+           lane / 4;
   }
 
   // What this tile overwrites has been read by all blocks that have it among their operands. They belong to
@@ -130,42 +127,49 @@ struct GradWeight {
     __syncwarp();
   }
 
-  // Integer instructions run at half the rate of those on floats, and all of this happens while the matrix
-  // units wait. So: single byte permutations, and rounding by a multiplication.
+  // All of this happens while the matrix units wait. So: instructions on floats, which run at the full rate,
+  // and no maximum, which would not.
 
-  // sums[at..at + 7] += the numbers whose upper 16 bits are in `high` and whose next 4 are in `low`: byte i
-  // of it has those of element i in its upper and those of element i + 4 in its lower half. Bits 0 to 7 do
-  // not matter.
-  static __device__ __forceinline__ void add(float (&sums)[sm90::kSums], int at, uint4 high, uint32_t low) {
-    const uint32_t nibbles[2] = {low & 0xf0f0f0f0u, low << 4 & 0xf0f0f0f0u};
+  static __device__ __forceinline__ float power_of_two(int biased_exponent) {
+    return __uint_as_float(static_cast<uint32_t>(biased_exponent) << 23);
+  }
+
+  __device__ __forceinline__ void choose_units(const float (&sums)[sm90::kSums], float (&per_unit)[2],
+                                               const Tile& tile, int row, int lane) const {
+    float squares[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int byte = 4 + i % 4;
-      sums[at + i] += __uint_as_float(
-          __byte_perm((&high.x)[i / 2], nibbles[i / 4], (i % 2 ? 0x3200 : 0x1000) | byte << 4 | byte));
+    for (int i = 0; i < sm90::kSums; ++i) squares[i / 2 % 2] = fmaf(sums[i], sums[i], squares[i / 2 % 2]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // No element is larger than the root of the squares' sum, and that becomes 2^15 at most.
+      const int of_squares = __float_as_uint(warp_reduce<Sum, 4>(squares[h])) >> 23;
+      const bool overflow = of_squares == 255;
+      const int unit = overflow ? 127 + 113 : 127 - 15 + ((of_squares - 125) >> 1);
+      per_unit[h] = power_of_two(254 - unit);
+      if (lane % 4 == 0) units_of(tile, row, lane)[8 * h] = static_cast<unsigned char>(unit);
     }
   }
-  // 20 bits are the sum cut off; so it grows by half of their last place before, on average over its
-  // mantissas.
-  static __device__ __forceinline__ uint4 split(const float (&sums)[sm90::kSums], int at, uint32_t& low) {
-    uint4 high;
-    if constexpr (!kLow) {
+
+  // sums[at..at + 7] += kept, where words belong to the two rows in turn.
+  static __device__ __forceinline__ void add(float (&sums)[sm90::kSums], int at, uint4 kept,
+                                             const float (&unit)[2]) {
 #pragma unroll
-      for (int i = 0; i < 8; i += 2) (&high.x)[i / 2] = pack_bf16(sums[at + i], sums[at + i + 1]);
-    } else {
-      uint32_t u[8], nibbles[2];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) u[i] = __float_as_uint(sums[at + i] * (1.0f + 0x1p-12f / 1.5f));
-#pragma unroll
-      for (int i = 0; i < 8; i += 2) (&high.x)[i / 2] = __byte_perm(u[i], u[i + 1], 0x7632);
-#pragma unroll
-      for (int i = 0; i < 8; i += 4) {
-        nibbles[i / 4] =
-            __byte_perm(__byte_perm(u[i], u[i + 1], 0x0051), __byte_perm(u[i + 2], u[i + 3], 0x0051), 0x5410);
-      }
-      low = (nibbles[0] & 0xf0f0f0f0u) | (nibbles[1] >> 4 & 0x0f0f0f0fu);
+    for (int i = 0; i < 4; ++i) {
+      const float2 f = __half22float2(reinterpret_cast<const __half2&>((&kept.x)[i]));
+      sums[at + 2 * i] = fmaf(f.x, unit[i % 2], sums[at + 2 * i]);
+      sums[at + 2 * i + 1] = fmaf(f.y, unit[i % 2], sums[at + 2 * i + 1]);
     }
-    return high;
+  }
+  static __device__ __forceinline__ uint4 in_units(const float (&sums)[sm90::kSums], int at,
+                                                   const float (&per_unit)[2]) {
+    uint4 words;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 pair =
+          __floats2half2_rn(sums[at + 2 * i] * per_unit[i % 2], sums[at + 2 * i + 1] * per_unit[i % 2]);
+      (&words.x)[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+    return words;
   }
 };
 

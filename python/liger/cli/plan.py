@@ -10,10 +10,11 @@ is one; the gradients of the hidden states and of the weight. Where there is a f
 the weight gradient, which is written last, are not alive together.
 
 GPUs of compute capability 9.0 have an engine of their own, for bfloat16, 256 rows and more, hidden sizes that are
-multiples of 256 and vocabularies that are multiples of 128. Its first chunk is larger than the others, because most of its exponentials,
-which are there instead of logits, lie in the memory of the weight gradient; and that is also where the sum over chunks
-is kept, with 4 more bits per element beside it. Its working memory is a copy of the rows of a chunk, the sums of its
-rows, and float32 parts of the input gradient, as far as the gradients that are not written yet have no room for them.
+multiples of 256 and vocabularies that are multiples of 128. Its first chunk is larger than the others, because most of
+its exponentials, which are there instead of logits, lie in the memory of the weight gradient; and that is also where
+the sum over chunks is kept, in 16 bits and units that lie beside it. Its working memory is a copy of the rows of a
+chunk, the sums of its rows, and float32 parts of the input gradient, as far as the gradients that are not written yet
+have no room for them.
 """
 
 import argparse
@@ -107,7 +108,7 @@ def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
 
 def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
     """The same for the engine of capability 9.0, or None where it leaves the batch to the generic one."""
-    first, rows, parts, hosted, panel_bytes, low_bytes, slack = torch.ops.liger.plan_chunks_sm90(
+    first, rows, parts, hosted, panel_bytes, units_bytes, slack = torch.ops.liger.plan_chunks_sm90(
         tokens, hidden, vocab, True, True, exact_accumulation, clusters=_clusters()
     )
     if not rows:
@@ -117,7 +118,7 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
     working = 0
     for start, count, split in zip(first, rows, parts, strict=True):
         is_first = start == 0
-        need = 8 * count * (math.ceil(vocab / 256) + 1)
+        need = 4 * count * (math.ceil(vocab / 256) + 2)
         if is_first and hosted:
             need += 2 * count * hidden
         if split > 1:
@@ -130,8 +131,8 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
         "chunk_rows": rows[min(1, len(rows) - 1)],
         "first_chunk_rows": rows[0],
         "chunks": len(rows),
-        "logits_liger": panels * (panel_bytes - low_bytes),
-        "accumulator": panels * low_bytes,
+        "logits_liger": panels * (panel_bytes - units_bytes),
+        "accumulator": panels * units_bytes,
         "working": working + weight_slack,
     }
 
