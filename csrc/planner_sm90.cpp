@@ -40,6 +40,14 @@ Fill fill(const Sm90Problem& p, int64_t rows) {
   return best;
 }
 
+// Rows whose product would take as long as that of the exponentials of these, if all clusters were always
+// busy.
+double exponential_rows(const Sm90Problem& p, int64_t rows) {
+  const int64_t pairs = ceil_div(rows, 2 * kTileM), columns = ceil_div(p.vocab, kTileN);
+  const double waves = static_cast<double>(ceil_div(pairs * columns, p.clusters));
+  return waves * p.clusters * 2 * kTileM / columns;
+}
+
 int64_t partial_bytes(const Sm90Problem& p, int64_t rows, int64_t parts) {
   return parts > 1 ? 4 * parts * rows * p.hidden : 0;
 }
@@ -75,8 +83,9 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   const int64_t most = std::max(available / row_bytes / kTileM * kTileM, kTileM);
   const double pass = !p.need_grad_weight ? 0 : kPassRows;
   const auto cost = [&](int64_t rows) {
-    const double input = p.need_grad_input ? rows / fill(p, rows).share : rows;
-    return kLaunchRows + (2.0 * rows + input) / 3;
+    const double input = p.need_grad_input ? rows / fill(p, rows).share : 0.0;
+    const double weight = p.need_grad_weight ? rows : 0.0;
+    return kLaunchRows + (exponential_rows(p, rows) + weight + input) / 3;
   };
 
   // A few dozen candidates each: enough to meet whole waves, and the search stays in microseconds.
