@@ -18,6 +18,10 @@ constexpr const char* kOp = "fused_linear_ce";
 
 using Bf16 = __nv_bfloat16;
 
+// Input rows of a chunk that stay in the L2 cache (50 MB, of which one half of the device is near the other
+// far) while exponentials pass by.
+constexpr int64_t kInputBytesInL2 = 24 << 20;
+
 // Boxes of kBox x kBox elements of a matrix, or of panels of one, as the products want them in shared memory.
 CUtensorMap map_of(const Bf16* memory, int64_t columns, int64_t rows, int64_t panels, int64_t row_stride,
                    int64_t panel_stride, CUtensorMapSwizzle swizzle) {
@@ -330,19 +334,21 @@ class Engine {
                        bool is_last) {
     if (!call_.need_grad_weight) return;
     const sm90::Maps maps = maps_of(chunk, panels, matrix_map(at.input, chunk.rows, hidden_, hidden_));
-    const flce90::GradWeight job{
-        rows_of(chunk),
-        static_cast<int>(vocab_),
-        static_cast<int>(hidden_),
-        panels.rows_in_first,
-        static_cast<Bf16*>(grad_weight_.mutable_data_ptr()),
-        units,
-        plan.panel_bytes,
-        is_first,
-        is_last,
-        is_first && plan.hosted_rows > 0 ? static_cast<int*>(readers.mutable_data_ptr()) : nullptr,
-        static_cast<int>(plan.slack)};
-    launch_product(maps, job, call_.device, call_.stream, job.readers != nullptr);
+    const bool hosted = is_first && plan.hosted_rows > 0;
+    const bool in_bands = !hosted && chunk.rows * hidden_ * 2 > kInputBytesInL2;
+    const flce90::GradWeight job{rows_of(chunk),
+                                 static_cast<int>(vocab_),
+                                 static_cast<int>(hidden_),
+                                 panels.rows_in_first,
+                                 static_cast<Bf16*>(grad_weight_.mutable_data_ptr()),
+                                 units,
+                                 plan.panel_bytes,
+                                 is_first,
+                                 is_last,
+                                 hosted ? static_cast<int*>(readers.mutable_data_ptr()) : nullptr,
+                                 static_cast<int>(plan.slack),
+                                 in_bands ? flce90::kBand : static_cast<int>(hidden_ / sm90::kTileN)};
+    launch_product(maps, job, call_.device, call_.stream, hosted);
   }
 
   const FusedLinearCe& call_;

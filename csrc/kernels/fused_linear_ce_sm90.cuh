@@ -50,6 +50,19 @@ struct Panels {
   }
 };
 
+// Clusters work on neighbouring tiles of a grid of `wide` x `length`, and all of them at the same place of
+// the summed dimension. So what they read at a time comes once from memory if they are in bands: kBand tiles
+// wide, and about as long. And a band as a whole reads its wide side once, if L2 keeps that.
+inline constexpr int kBand = 8;
+struct Place {
+  int across, along;
+};
+__device__ __forceinline__ Place place_in_bands(int t, int wide, int length, int band = kBand) {
+  const int first = t / (band * length) * band;
+  const int width = min(band, wide - first), within = t - first * length;
+  return {first + within % width, within / width};
+}
+
 // How many of the rows of this chunk there are: compacted rows end at a count that only the device knows.
 struct ChunkRows {
   const int* count;  // of the whole batch
@@ -147,10 +160,9 @@ struct Exponentials {
     }
     return row_pairs() * columns();
   }
-  // Pairs of rows first: a slice of the weight serves all rows before the next one is read.
   __device__ __forceinline__ Tile tile(int t, int rank) const {
-    const int pairs = row_pairs();
-    return {(t % pairs * sm90::kCluster + rank) * sm90::kTileM, t / pairs * sm90::kTileN, 0,
+    const Place at = place_in_bands(t, row_pairs(), columns());
+    return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * sm90::kTileN, 0,
             ceil_div(hidden, sm90::kTileK), 0};
   }
 
@@ -237,11 +249,12 @@ struct GradInput {
   __device__ __forceinline__ int tiles() const { return row_pairs() * columns() * parts; }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
     const int pairs = row_pairs(), blocks = ceil_div(vocab, sm90::kTileK);
-    const int part = t / (pairs * columns()), within = t % (pairs * columns());
+    const int part = t / (pairs * columns());
+    const Place at = place_in_bands(t % (pairs * columns()), pairs, columns());
     const int begin = static_cast<int>(int64_t{blocks} * part / parts);
     const int end = static_cast<int>(int64_t{blocks} * (part + 1) / parts);
-    return {(within % pairs * sm90::kCluster + rank) * sm90::kTileM, within / pairs * sm90::kTileN,
-            begin * sm90::kTileK, end - begin, part};
+    return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * sm90::kTileN, begin * sm90::kTileK,
+            end - begin, part};
   }
 
   __device__ __forceinline__ void finish(float (&sums)[sm90::kSums], Early, const Tile& tile, int row,

@@ -36,15 +36,20 @@ struct GradWeight {
   // Else null.
   int* readers;
   int slack;
+  // Columns of tiles whose input rows L2 keeps while all classes pass by; all columns where others wait for
+  // tiles to be read.
+  int band;
 
   __device__ __forceinline__ int columns() const { return hidden / sm90::kTileN; }
+  __device__ __forceinline__ int row_pairs() const { return ceil_div(vocab, sm90::kCluster * sm90::kTileM); }
   __device__ __forceinline__ int tiles() const {
     // With no rows at all the gradient still has to become zeros, and sums have to become a gradient.
     if (chunk() == 0 && !first && !last) return 0;
-    return ceil_div(vocab, sm90::kCluster * sm90::kTileM) * columns();
+    return row_pairs() * columns();
   }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
-    return {(t / columns() * sm90::kCluster + rank) * sm90::kTileM, t % columns() * sm90::kTileN, 0,
+    const Place at = place_in_bands(t, columns(), row_pairs(), band);
+    return {(at.along * sm90::kCluster + rank) * sm90::kTileM, at.across * sm90::kTileN, 0,
             ceil_div(chunk(), sm90::kTileK), 0};
   }
 
