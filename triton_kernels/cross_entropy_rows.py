@@ -32,8 +32,8 @@ from .cross_entropy_rule import (
 # A row of up to so many bytes stays in registers for its gradient, so many elements to a thread.
 _RESIDENT_BYTES = 32768
 _RESIDENT_PER_THREAD = 16
-# Vectors of a thread in a tile of a longer row.
-_REPEATS = 2
+# Vectors of a thread in a tile of a longer row, and in one of a row that is read twice.
+_REPEATS, _REPEATS_TWICE = 2, 4
 # Bytes of the L2 cache for each multiprocessor, 132 of which share 50 MB on an H100 or H200, with room for what is
 # written. A row that is read twice should be there the second time.
 _L2_SHARE = 294912
@@ -236,13 +236,14 @@ def walking_tile(n_cols, itemsize, read_again):
 
     ``read_again``: once for the statistics, and once for the gradient.
     """
-    rows = None
+    rows, repeats = None, _REPEATS
     if read_again:
+        repeats = _REPEATS_TWICE
         rows = max(_L2_SHARE // (n_cols * itemsize), 1)
         warps = 32 if rows == 1 else 16 if rows <= 3 else 8
     else:
         warps = 4 if n_cols <= 4096 else 8
-    return (32 * warps, _REPEATS, 16 // itemsize), warps, rows
+    return (32 * warps, repeats, 16 // itemsize), warps, rows
 
 
 class RowResults:

@@ -218,12 +218,12 @@ def _tile(n_cols, largest):
 def _backward_plan(elements, whole, bytes_per_element):
     """(warps, programs per multiprocessor, stages) for tiles of so many elements and input bytes.
 
-    As many programs as fit by their registers, about 120 to a thread, so that all run from the start to the end; and as
-    many tiles under way as fit into the shared memory of them.
+    As many programs as fit by their registers, about 120 to a thread, so that all run from the start to the end; and two
+    tiles loaded ahead, if they fit into the shared memory: a third one made it slower.
     """
     warps = warps_for(elements)
     at_once = max(16 // warps, 1)
-    stages = 1 + min(_BACKWARD_SHARED // (at_once * elements * bytes_per_element), 3) if whole else 1
+    stages = 1 + min(_BACKWARD_SHARED // (at_once * elements * bytes_per_element), 2) if whole else 1
     return warps, at_once, stages
 
 
@@ -271,6 +271,8 @@ def _backward(
     grad_residual, grad_residual_stride = (None, 0) if grad_residual is None else rows_of(grad_residual)
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     block_rows, block_cols, whole = _tile(n_cols, _BACKWARD_ELEMENTS)
+    # Two rows share what a step costs, as far as 16 warps have registers for them.
+    block_rows = max(block_rows, min(2, 8192 // block_cols))
     inputs = 2 if grad_residual is None else 3
     warps, at_once, stages = _backward_plan(block_rows * block_cols, whole, inputs * x.element_size())
     programs = min(at_once * multiprocessors(x), triton.cdiv(n_rows, block_rows))

@@ -118,9 +118,9 @@ def _table_strides(table):
 
 
 def _heads_and_warps(half_block, heads):
-    """Heads of a program, and its warps: 8 pairs to a thread. With fewer warps tables would be loaded by element."""
-    chunk = min(max(1024 // half_block, 1), triton.next_power_of_2(heads))
-    return chunk, min(max(chunk * half_block // 256, 1), 8)
+    """Heads of a program, and its warps: 16 pairs to a thread, and one warp as a rule: many small programs."""
+    chunk = min(max(512 // half_block, 1), triton.next_power_of_2(heads))
+    return chunk, min(max(chunk * half_block // 512, 1), 8)
 
 
 def _rope(op, q, k, cos, sin, interleaved, backward, inplace=False):
