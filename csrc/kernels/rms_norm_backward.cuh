@@ -12,6 +12,7 @@
 #include "kernels/rms_norm.cuh"
 #include "kernels/rms_norm_backward_plan.cuh"
 #include "kernels/row_tile.cuh"
+#include "kernels/sum_partials.cuh"
 
 namespace liger {
 
@@ -125,21 +126,43 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     }
     commit_async();
   };
+  // Each lane asks for the rstd of another one of the next `span` steps: asked for step by step, they would
+  // wait behind the rows under way.
+  const int span = min(lanes, 32);
   const auto fetch_rstd = [&](int64_t first, float (&rstd)[R]) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) rstd[r] = first + r * groups < p.rows ? p.rstd[first + r * groups] : 0.0f;
+    for (int r = 0; r < R; ++r) {
+      const int64_t row = first + lane % span * step + r * groups;
+      rstd[r] = row < p.rows ? p.rstd[row] : 0.0f;
+    }
   };
 
   int64_t first = int64_t{blockIdx.x} * groups * R + group;
+  float rstds[R], next_rstds[R];
+  fetch_rstd(first, next_rstds);
+  // The weight too is asked for before the rows.
+  Vector raw_weight[Usual ? V : 1];
+  if constexpr (Usual) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      const int vector = lane + j * lanes;
+      if (vector < vectors) raw_weight[j] = load<T, N>(static_cast<const T*>(p.weight) + vector * N);
+    }
+  }
   for (int stage = 0; stage < stages; ++stage) fetch(stage, first + stage * step);
-  float next_rstd[R];
-  fetch_rstd(first, next_rstd);
   float w[V][N], weight_grad[V][N];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int vector = lane + j * lanes;
-    if (vector < vectors)
-      load_weight<T, N>(p.weight, !Usual && p.float_weight, p.offset, int64_t{vector} * N, w[j]);
+    if (vector < vectors) {
+      if constexpr (Usual) {
+        unpack(raw_weight[j], w[j]);
+#pragma unroll
+        for (int i = 0; i < N; ++i) w[j][i] += p.offset;
+      } else {
+        load_weight<T, N>(p.weight, p.float_weight, p.offset, int64_t{vector} * N, w[j]);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < N; ++i) weight_grad[j][i] = 0.0f;
   }
@@ -150,7 +173,12 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 
   int stage = 0;
   // All threads of a row take the same number of steps, rows or not: they meet in row_sum.
-  for (; first - group < p.rows; first += step) {
+  for (int i = 0; first - group < p.rows; first += step, i = i + 1 == span ? 0 : i + 1) {
+    if (i == 0) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) rstds[r] = next_rstds[r];
+      fetch_rstd(first + span * step, next_rstds);
+    }
     wait_async(stages - 1);
     float rstd[R], dot[R];
     Vector held[kHold ? R : 1][kStreams][kHold ? V : 1];
@@ -160,8 +188,10 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     };
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      rstd[r] = next_rstd[r];
-      dot[r] = 0.0f;
+      rstd[r] = __shfl_sync(0xffffffffu, rstds[r], i, span);
+      // Several short chains instead of a long one, where there are registers for them.
+      constexpr int kChains = kHold && N >= 4 ? 4 : 1;
+      float dots[kChains] = {};
       const bool active = first + r * groups < p.rows;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
@@ -174,11 +204,12 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         unpack(value(r, 0, j), xs);
         unpack(value(r, 1, j), gs);
 #pragma unroll
-        for (int i = 0; i < N; ++i) dot[r] = fmaf(gs[i] * w[j][i], xs[i], dot[r]);
+        for (int k = 0; k < N; ++k) dots[k % kChains] = fmaf(gs[k] * w[j][k], xs[k], dots[k % kChains]);
         if (need_weight) accumulate_weight_grad<T, N>(xs, gs, rstd[r], round_scaled, weight_grad[j]);
       }
+      dot[r] =
+          kChains == 4 ? (dots[0] + dots[1 % kChains]) + (dots[2 % kChains] + dots[3 % kChains]) : dots[0];
     }
-    fetch_rstd(first + step, next_rstd);
     if constexpr (kHold) fetch(stage, first + stages * step);
     if (need_x) {
       row_sum(dot);
@@ -282,28 +313,6 @@ __global__ void __launch_bounds__(256) rms_norm_weight_grad_kernel(const RmsNorm
   store_floats<N>(p.partial + blockIdx.y * p.hidden + column, sum);
 }
 
-// out[h] = sum of partial[b][h] over the blocks b. A block takes 32 columns; its 32 warps take every 32nd
-// part each.
-template <typename W>
-__global__ void __launch_bounds__(1024)
-    sum_partials_kernel(const float* partial, W* out, int64_t hidden, int parts) {
-  __shared__ float sums[32][33];
-  const int64_t column = int64_t{blockIdx.x} * 32 + threadIdx.x;
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-  float sum = 0.0f;
-  if (column < hidden) {
-#pragma unroll 4
-    for (int part = threadIdx.y; part < parts; part += 32) sum += partial[part * hidden + column];
-  }
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  sum = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
-  const int64_t own = int64_t{blockIdx.x} * 32 + threadIdx.y;
-  if (threadIdx.x == 0 && own < hidden) out[own] = from_float<W>(sum);
-}
-
 template <typename T, int N, int V, int R, bool Residual>
 void launch_rms_norm_backward_tile(const RmsNormBackward& p, const RowPlan& plan, cudaStream_t stream) {
   const auto launch = [&](auto kernel, const auto& arguments) {
@@ -355,22 +364,6 @@ void launch_rms_norm_backward(const RmsNormBackward& p, const BackwardPlan& plan
   } else {
     launch_rms_norm_backward_rows<T, false>(p, plan.rows, vectorised, stream);
   }
-}
-
-// overlap: the launch itself runs beside the end of the kernel before it (compute capability 9.0 and later).
-template <typename W>
-void launch_sum_partials(const float* partial, W* out, int64_t hidden, int parts, bool overlap,
-                         cudaStream_t stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((hidden + 31) / 32));
-  config.blockDim = dim3(32, 32);
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
-  cudaLaunchKernelEx(&config, sum_partials_kernel<W>, partial, out, hidden, parts);
 }
 
 }  // namespace liger
