@@ -9,14 +9,11 @@
 #include <tuple>
 
 #include "common/dispatch.h"
+#include "common/integers.h"
 #include "kernels/cross_entropy.cuh"
 
 namespace liger {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // LIGER_CHECK_TARGETS=1, read once.
 bool check_targets() {

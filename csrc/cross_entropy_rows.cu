@@ -3,15 +3,12 @@
 #include <climits>
 
 #include "common/dispatch.h"
+#include "common/integers.h"
 #include "cross_entropy.h"
 #include "kernels/cross_entropy_rows.cuh"
 
 namespace liger {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // How a row is spread over shared memory, or blocks == 0 where it is not.
 struct Residence {
@@ -22,11 +19,16 @@ struct Residence {
 constexpr int kOwnSharedMemory = 4 << 10;
 
 // Three blocks on a multiprocessor, so that one computes while the others load and store; fewer only where
-// the row is too long for that. Each block takes 1 KB of a multiprocessor beside what it can use.
+// the row is too long for that, or where two keep whole rows: blocks of a cluster wait for each other. Each
+// block takes 1 KB of a multiprocessor beside what it can use.
 Residence residence(int64_t row_vectors, int shared_memory_optin, int max_threads) {
-  for (const int resident : {3, 2, 1}) {
-    const int available = (shared_memory_optin + 1024) / resident - 1024 - kOwnSharedMemory;
-    for (int blocks = 1; blocks <= ce::kMaxCluster; blocks *= 2) {
+  struct Choice {
+    int resident, most_blocks;
+  };
+  for (const Choice choice : {Choice{3, 1}, Choice{2, 1}, Choice{3, ce::kMaxCluster},
+                              Choice{2, ce::kMaxCluster}, Choice{1, ce::kMaxCluster}}) {
+    const int available = (shared_memory_optin + 1024) / choice.resident - 1024 - kOwnSharedMemory;
+    for (int blocks = 1; blocks <= choice.most_blocks; ++blocks) {
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * 16 > available) continue;
       const int64_t threads = std::clamp<int64_t>(ceil_div(slice, 4 * 32) * 32, 32, max_threads);
