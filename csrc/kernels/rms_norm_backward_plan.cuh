@@ -32,9 +32,11 @@ inline int row_lanes(int64_t vectors, int width) {
 }
 
 // Vectors per thread. Two rather than one, since half as many warps then wait for each other in the sum of a
-// row. Four are more than a thread keeps in registers during that sum (in half types), so they pay only
-// where whole groups fit the block so badly that the same threads hold more vectors of more rows.
-inline int row_width(int64_t vectors, bool vectorised) {
+// row. A step (the sum of a row and its stores) takes some 2000 cycles, in which a multiprocessor's share of
+// the memory is 37 KB: where the rows that a block works on are less, its steps are what takes the time. Then
+// four vectors, if twice as many rows fit. Otherwise two, since in half types a thread does not keep four in
+// registers during the sum.
+inline int row_width(int64_t vectors, bool vectorised, int streams) {
   if (!vectorised) return vectors <= 8 * kMaxRowThreads ? 8 : 0;
   // A row within a warp is summed without a barrier.
   for (const int width : {1, 2, 4}) {
@@ -43,14 +45,15 @@ inline int row_width(int64_t vectors, bool vectorised) {
   const int groups_of_two = kMaxRowThreads / row_lanes(vectors, 2);
   const int groups_of_four = kMaxRowThreads / row_lanes(vectors, 4);
   if (groups_of_four == 0) return 0;
-  return groups_of_four > 2 * groups_of_two ? 4 : 2;
+  const int64_t step_bytes = groups_of_two * vectors * 16 * (streams + 1);  // read and written
+  return step_bytes < 37 * 1024 && groups_of_four >= 2 * groups_of_two ? 4 : 2;
 }
 
 // One block per multiprocessor, as large as its registers allow: every block writes a partial result.
 inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool vectorised, int streams,
                          int multiprocessors, int shared_limit) {
   RowPlan plan{};
-  plan.width = row_width(vectors, vectorised);
+  plan.width = row_width(vectors, vectorised, streams);
   if (plan.width == 0) return plan;
 
   plan.lanes = row_lanes(vectors, plan.width);
