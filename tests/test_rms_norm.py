@@ -17,6 +17,7 @@ SHAPES = [
     (1, 33000),
     (300, 256),
     (300, 2304),
+    (300, 2816),
     (2, 2, 2, 40),
 ]
 
@@ -43,6 +44,18 @@ def test_rms_norm(device, shape, dtype, mode):
         lambda x, w: liger.rms_norm(x, w, 1e-5, offset, mode),
         lambda x, w: reference(x, w, 1e-5, offset, mode),
         [x, weight],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows(device, dtype):
+    """More rows than the persistent blocks of the backward ask for the rstd of at a time."""
+    x, weight = (
+        torch.randn(140000, 24, device=device, dtype=dtype),
+        torch.randn(24, device=device, dtype=dtype),
+    )
+    check_op(
+        lambda x, w: liger.rms_norm(x, w, 1e-5), lambda x, w: reference(x, w, 1e-5, 0.0, "llama"), [x, weight]
     )
 
 
