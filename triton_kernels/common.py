@@ -92,6 +92,16 @@ def multiprocessors(tensor):
     return _multiprocessors(tensor.device) if tensor.is_cuda else 2
 
 
+@functools.lru_cache(None)
+def _shared_memory(device):
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
+def shared_memory(tensor):
+    """Bytes of shared memory of a multiprocessor of the device of a tensor; on the CPU the least of those supported."""
+    return _shared_memory(tensor.device) if tensor.is_cuda else 102400
+
+
 def elementwise_tile(n_rows, n_cols):
     """(rows per tile, columns per tile, tiles) for kernels that treat every element alone."""
     block_cols = min(triton.next_power_of_2(n_cols), 1024)

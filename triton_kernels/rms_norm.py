@@ -17,6 +17,7 @@ from .common import (
     require_dtype,
     require_same_shape,
     rows_of,
+    shared_memory,
     warps_for,
     write_back,
 )
@@ -24,8 +25,8 @@ from .common import (
 # A forward tile lives in registers once; the backward keeps about four float32 tiles at a time.
 _FORWARD_BYTES = 65536
 _BACKWARD_ELEMENTS = 16384
-# For tiles that the backward loads ahead: what every architecture has for a program.
-_BACKWARD_SHARED = 98304
+# Shared memory of a program that no tile can have: 1024 bytes of the system, and what reductions take.
+_NOT_FOR_TILES = 1536
 _TILE = 2048
 
 # --- kernels ------------------------------------------------------------------------------------------------------
@@ -215,16 +216,17 @@ def _tile(n_cols, largest):
     return max(1, _TILE // block), block, n_cols <= block
 
 
-def _backward_plan(elements, whole, bytes_per_element):
-    """(warps, programs per multiprocessor, stages) for tiles of so many elements and input bytes.
+def _backward_plan(elements, whole, bytes_per_element, shared):
+    """(warps, programs per multiprocessor, stages) for tiles of so many elements and input bytes, with so many bytes of
+    shared memory on a multiprocessor.
 
-    As many programs as fit by their registers, about 120 to a thread, so that all run from the start to the end; and two
-    tiles loaded ahead, if they fit into the shared memory: a third one made it slower.
+    As many programs as fit by their registers, about 120 to a thread, so that all run from start to end; and two tiles
+    loaded ahead where the shared memory holds them. A third one made it slower, and one alone was slower than none.
     """
     warps = warps_for(elements)
     at_once = max(16 // warps, 1)
-    stages = 1 + min(_BACKWARD_SHARED // (at_once * elements * bytes_per_element), 2) if whole else 1
-    return warps, at_once, stages
+    two_ahead = whole and 2 * elements * bytes_per_element <= shared // at_once - _NOT_FOR_TILES
+    return warps, at_once, 3 if two_ahead else 1
 
 
 def _forward(op, x, residual, weight, eps, offset, casting_mode):
@@ -274,7 +276,9 @@ def _backward(
     # Two rows share what a step costs, as far as 16 warps have registers for them.
     block_rows = max(block_rows, min(2, 8192 // block_cols))
     inputs = 2 if grad_residual is None else 3
-    warps, at_once, stages = _backward_plan(block_rows * block_cols, whole, inputs * x.element_size())
+    warps, at_once, stages = _backward_plan(
+        block_rows * block_cols, whole, inputs * x.element_size(), shared_memory(x)
+    )
     programs = min(at_once * multiprocessors(x), triton.cdiv(n_rows, block_rows))
     grad_weight = (x if weight is None else weight).new_empty(n_cols if need_grad_weight else 0)
     partial = None
