@@ -6,19 +6,11 @@ docs/cross_entropy.md defines every term.
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def _exp(x):
     # On a GPU tl.exp takes three instructions more, for results that are denormal; here they become zero.
-    return tl.exp2(x * LOG2_E)
-
-
-@triton.jit
-def _probability(z, lse):
-    return tl.exp2(tl.fma(z, LOG2_E, -(lse * LOG2_E)))
+    return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
@@ -61,22 +53,18 @@ def _include(
     x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """The running statistics of every lane with one more tile of logits; where mask is false, x is -inf.
-
-    high and moment are in bits, units of log(2): a power of two of z * log2(e) - high takes two instructions. The fused
-    product is exact, and the rounding of high does not matter, since it is the same number in every use.
-    """
+    """The running statistics of every lane with one more tile of logits; where mask is false, x is -inf."""
     z = x
     if softcap is not None:
         z = capped(x, softcap)
         if mask is not None:
             z = tl.where(mask, z, float("-inf"))
-    new_high = tl.maximum(high, _lane_max(z) * LOG2_E)
-    scale = tl.exp2(high - new_high)
-    step = tl.fma(z, LOG2_E, -new_high[:, None, None])
-    e = tl.exp2(step)
+    new_high = tl.maximum(high, _lane_max(z))
+    scale = _exp(high - new_high)
+    step = z - new_high[:, None, None]
+    e = _exp(step)
     if ENTROPY:
-        # sum of exp2(step) * step
+        # sum of exp(z - high) * (z - high)
         moment = (moment + total * (high - new_high)) * scale + _lane_sum(tl.where(e > 0, e * step, 0.0))
     total = total * scale + _lane_sum(e)
     if ARGMAX:
@@ -97,7 +85,7 @@ def _include(
 
 @triton.jit
 def _nothing_included(LANES: tl.constexpr):
-    # Finite, so that step is -inf rather than nan for z = -inf.
+    # Finite, so that z - high is -inf rather than nan for z = -inf.
     high = tl.full([LANES], -3.0e38, tl.float32)
     zeros = tl.zeros([LANES], tl.float32)
     top = tl.full([LANES], float("-inf"), tl.float32)
@@ -107,16 +95,16 @@ def _nothing_included(LANES: tl.constexpr):
 @triton.jit
 def _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr):
     row_high = tl.max(high, 0)
-    scale = tl.exp2(high - row_high)
+    scale = _exp(high - row_high)
     row_total = tl.sum(total * scale, 0)
     log_total = tl.log(row_total)
     entropy = 0.0
     if ENTROPY:
-        entropy = log_total - tl.sum((moment + total * (high - row_high)) * scale, 0) / row_total * LN_2
+        entropy = log_total - tl.sum((moment + total * (high - row_high)) * scale, 0) / row_total
     best = 0
     if ARGMAX:
         best = tl.min(tl.where(top == tl.max(top, 0), top_col, n_cols), 0)
-    return row_high * LN_2 + log_total, entropy, best, tl.sum(smooth, 0)
+    return row_high + log_total, entropy, best, tl.sum(smooth, 0)
 
 
 @triton.jit
@@ -221,7 +209,7 @@ def store_gradient(
 ):
     """The gradient of a tile of logits x, without what only the target has."""
     z = capped(x, softcap)
-    p = _probability(z, lse)
+    p = _exp(z - lse)
     if SMOOTHING:
         if ce_weight_ptr is not None:
             per_class *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
@@ -238,7 +226,7 @@ def store_target_gradient(
     """The one element of the target, after store_gradient of all: cheaper than to compare every column with it."""
     # The thread that stored the element is another one.
     tl.debug_barrier()
-    grad = of_p * _probability(z, lse)
+    grad = of_p * _exp(z - lse)
     if SMOOTHING:
         grad -= per_class * weight
     _store(out_ptr, (grad - of_target) * upstream, z, target, valid, softcap)
