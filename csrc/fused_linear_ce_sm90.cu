@@ -102,7 +102,8 @@ class Engine {
         columns_(ceil_div(vocab_, sm90::kTileN)),
         input_(dense(call.input)),
         weight_(dense(call.weight)),
-        write_gradient_(call.need_grad_input || call.need_grad_weight) {}
+        write_gradient_(call.need_grad_input || call.need_grad_weight),
+        owners_(bytes(call.need_grad_weight ? vocab_ * int64_t{sizeof(flce90::OneHot)} : 0)) {}
 
   FusedLinearCeGradients run(const Sm90Plan& plan) {
     list_rows();
@@ -185,6 +186,7 @@ class Engine {
     float* scale;
     float* parts;
     int* repair;
+    flce90::OneHot* one_hot;
     float* partial;
   };
 
@@ -228,6 +230,7 @@ class Engine {
   int64_t scratch_size(const Sm90Chunk& chunk, bool rows_apart) const {
     return Scratch::bytes_for({rows_apart ? chunk.rows * hidden_ * 2 : 0, padded(chunk) * 4,
                                padded(chunk) * 4, chunk.rows * columns_ * 4, padded(chunk) / sm90::kTileM * 4,
+                               chunk.rows * int64_t{sizeof(flce90::OneHot)},
                                chunk.parts > 1 ? chunk.parts * chunk.rows * hidden_ * 4 : 0});
   }
   Places place(const Sm90Chunk& chunk, bool rows_apart, Scratch& scratch) const {
@@ -237,6 +240,7 @@ class Engine {
     p.scale = scratch.take<float>(padded(chunk));
     p.parts = scratch.take<float>(chunk.rows * columns_);
     p.repair = scratch.take<int>(padded(chunk) / sm90::kTileM);
+    p.one_hot = scratch.take<flce90::OneHot>(chunk.rows);
     p.partial = chunk.parts > 1 ? scratch.take<float>(chunk.parts * chunk.rows * hidden_) : nullptr;
     return p;
   }
@@ -256,6 +260,11 @@ class Engine {
     return {{first, in_first < chunk.rows ? map(1, chunk.rows - in_first) : first}, b};
   }
 
+  flce90::Owners owners() const {
+    const bool needed = call_.need_grad_weight;
+    return {needed ? static_cast<unsigned long long*>(owners_.mutable_data_ptr()) : nullptr};
+  }
+
   // Exponentials, results and scales; the input rows become scaled where the weight gradient needs them.
   void exponentials(const Sm90Chunk& chunk, const Places& at, const flce90::Panels& panels) {
     const flce90::Gather gather{rows_of(chunk),
@@ -269,7 +278,11 @@ class Engine {
                                 static_cast<int>(hidden_),
                                 at.input,
                                 at.target_logit,
-                                at.repair};
+                                at.repair,
+                                owners()};
+    if (call_.need_grad_weight) {
+      check_cuda(cudaMemsetAsync(owners_.mutable_data_ptr(), 0xff, owners_.numel(), call_.stream), kOp);
+    }
     flce90::gather<<<static_cast<unsigned>(padded(chunk)), flce90::kRowThreads, 0, call_.stream>>>(gather);
     check_launch(kOp);
 
@@ -306,7 +319,9 @@ class Engine {
                             write_gradient_,
                             call_.need_grad_weight ? at.input : nullptr,
                             static_cast<int>(hidden_),
-                            at.scale};
+                            at.scale,
+                            owners(),
+                            at.one_hot};
     flce90::apply_rule<<<static_cast<unsigned>(chunk.rows), flce90::kRowThreads, 0, call_.stream>>>(rule);
     check_launch(kOp);
   }
@@ -319,6 +334,9 @@ class Engine {
                                 panels.rows_in_first,
                                 static_cast<int>(chunk.parts),
                                 at.scale,
+                                at.one_hot,
+                                weight(),
+                                weight_.stride(0),
                                 grad_input_at(chunk.first),
                                 at.partial};
     launch_product(maps_of(chunk, panels, matrix_map(weight(), vocab_, hidden_, weight_.stride(0))), job,
@@ -340,6 +358,9 @@ class Engine {
                                  static_cast<int>(vocab_),
                                  static_cast<int>(hidden_),
                                  panels.rows_in_first,
+                                 static_cast<const flce90::OneHot*>(owners_.const_data_ptr()),
+                                 static_cast<const Bf16*>(input_.const_data_ptr()),
+                                 input_.stride(0),
                                  static_cast<Bf16*>(grad_weight_.mutable_data_ptr()),
                                  units,
                                  plan.panel_bytes,
@@ -355,6 +376,7 @@ class Engine {
   int64_t rows_, hidden_, vocab_, columns_;
   Tensor input_, weight_;
   bool write_gradient_;
+  Tensor owners_;  // of the classes, in the chunk at hand
   Tensor lists_, grad_input_, grad_weight_;
   compact::RowList list_{};
   ce::Problem problem_{};

@@ -61,7 +61,9 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   }
   const int64_t panels = p.vocab / kPanel;
   const int64_t host = p.need_grad_weight ? p.hidden : 0, slack = host > 0 ? kSlack : 0;
-  const int64_t row_bytes = (panels + slack) * kPanel * 2 + 4 * ceil_div(p.vocab, kTileN);
+  // Exponentials, their sums, and the one-hot parts of rows and classes.
+  const int64_t row_bytes = (panels + slack) * kPanel * 2 + 4 * ceil_div(p.vocab, kTileN) + 8;
+  const int64_t budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
   Sm90Plan plan{};
   plan.slack = slack;
 
@@ -70,7 +72,7 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   };
   // All rows at once need no sum over chunks.
   const int64_t beside = std::max<int64_t>(p.rows - host, 0);
-  if (beside == 0 || beside * row_bytes <= p.memory_budget) {
+  if (beside == 0 || beside * row_bytes <= budget) {
     plan.hosted_rows = std::min(host, p.rows);
     plan.panel_bytes = round_up(beside, kTileM) * kPanel * 2;
     plan.chunks = {chunk(0, p.rows)};
@@ -79,7 +81,7 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
 
   // A byte for every kTileN sums of a row.
   const int64_t units_bytes = p.need_grad_weight ? kPanel * p.hidden / kTileN : 0;
-  const int64_t available = p.memory_budget - units_bytes * (panels + slack);
+  const int64_t available = budget - units_bytes * (panels + slack);
   const int64_t most = std::max(available / row_bytes / kTileM * kTileM, kTileM);
   const double pass = !p.need_grad_weight ? 0 : kPassRows;
   const auto cost = [&](int64_t rows) {

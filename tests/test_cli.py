@@ -174,7 +174,7 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     # The gradients, what lies beside them, and no more than a copy of the first chunk's rows with its sums and parts.
     gradients = 2 * 4096 * (16384 + 128256)
     assert gradients + beside < found["peak_liger"]
-    most = rows[0] * (2 * 4096 + 4 * (501 + 2) + (4 * 4096 * parts[0] if parts[0] > 1 else 0))
+    most = 8 * 128256 + rows[0] * (2 * 4096 + 4 * (501 + 4) + (4 * 4096 * parts[0] if parts[0] > 1 else 0))
     assert found["peak_liger"] <= gradients + beside + slack * 128 * 4096 * 2 + most
     assert hosted == 4096
 

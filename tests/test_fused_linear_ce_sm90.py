@@ -8,6 +8,7 @@ from cases import strided_like
 from cross_entropy_reference import options
 from sm90_engine import (
     BESIDE,
+    BFLOAT16,
     MIB,
     PARTS,
     PARTS_OF_CHUNKS,
@@ -17,6 +18,7 @@ from sm90_engine import (
     SUMS_BF16,
     assert_same_bits,
     check,
+    exact,
     run,
 )
 from torch.nn.functional import linear
@@ -121,6 +123,30 @@ def test_parts_of_a_few_valid_rows(gpu, shape):
 
 
 # --- ignored rows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shape", [SHAPES["in the weight gradient"], BESIDE, PARTS, SUMS], ids=lambda s: str(s.rows)
+)
+def test_the_first_row_of_a_class_is_subtracted_in_float32(gpu, shape):
+    x, weight, _ = shape.layer(gpu, scale=0.25)
+    target = torch.full((shape.rows,), -100, device=gpu)
+    count = min(shape.rows, shape.vocab)
+    # Logits this small make the target nearly all of the gradient.
+    target[:count] = torch.randperm(shape.vocab, device=gpu)[:count]
+    target[0] = -100  # so that the denominator is no power of two
+    _, grads = run(shape, x, weight, target)
+    _, expected = exact(x, weight, target)
+    for name, actual, wanted in zip(("input", "weight"), grads, expected, strict=True):
+        error = (actual.double() - wanted).norm() / (wanted.to(BFLOAT16).double() - wanted).norm()
+        assert error <= 1.1, f"gradient of {name}: {error.item():.3g} times the error of one rounding"
+
+
+@KINDS
+def test_a_class_that_is_every_target(gpu, shape):
+    x, weight, target = shape.layer(gpu)
+    target[target >= 0] = shape.vocab - 1
+    check(shape, x, weight, target)
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 0.99])

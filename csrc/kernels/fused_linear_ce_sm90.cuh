@@ -6,11 +6,11 @@
 //   float32, and a row whose maximum is too far above its target is repaired (see kFarthest).
 // - GradInput: (exponentials @ weight) * scale of the row.
 // - GradWeight (fused_linear_ce_sm90_weight.cuh): exponentials.T @ (scale * input), summed over chunks in the
-// memory of
-//   the final bf16 gradient, in 16 bits that round 8 times finer.
+//   memory of the final bf16 gradient, in 16 bits that round 8 times finer.
 //
-// Between them apply_rule (fused_linear_ce_sm90_rows.cuh) turns sums into losses and scales, and puts the
-// one-hot part into the exponentials.
+// Between them apply_rule (fused_linear_ce_sm90_rows.cuh) turns sums into losses and scales. The one-hot part
+// of the gradient is most of it where a model does not know the answer yet, so it does not go through factors
+// that are rounded to bf16: both epilogues add it in float32, from the rows of weight and input themselves.
 #pragma once
 
 #include "common/integers.h"
@@ -106,6 +106,28 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   for (int i = 0; i < 2; ++i) {
     const uint32_t other = __shfl_xor_sync(0xffffffffu, upper ? w[i] : w[i + 2], 2);
     (upper ? w[i] : w[i + 2]) = other;
+  }
+}
+
+// The target of a row in the gradient: what is subtracted at its class, and for which class.
+struct OneHot {
+  float amount;
+  int place;  // the class of a row, or the row of a class; -1: none
+};
+static_assert(sizeof(OneHot) == 8);
+
+// sums of this lane's row h -= amount * from[0..255], of which the lane has the columns of its sums.
+__device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, float amount,
+                                             const __nv_bfloat16* from, int lane) {
+  const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(from) + lane % 4;
+  uint32_t words[sm90::kTileN / 8];
+#pragma unroll
+  for (int j = 0; j < sm90::kTileN / 8; ++j) words[j] = __ldg(pairs + 4 * j);
+#pragma unroll
+  for (int j = 0; j < sm90::kTileN / 8; ++j) {
+    float &low = sums[4 * j + 2 * h], &high = sums[4 * j + 2 * h + 1];
+    low = fmaf(-amount, __uint_as_float(words[j] << 16), low);
+    high = fmaf(-amount, __uint_as_float(words[j] & 0xffff0000u), high);
   }
 }
 
@@ -236,9 +258,12 @@ struct GradInput {
   static constexpr Keep kKeepA = Keep::kNormal, kKeepB = Keep::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
-  int rows_in_first;   // of the exponentials
-  int parts;           // of the vocabulary, so that small chunks fill the device
-  const float* scale;  // of the rows of the chunk
+  int rows_in_first;      // of the exponentials
+  int parts;              // of the vocabulary, so that small chunks fill the device
+  const float* scale;     // of the rows of the chunk
+  const OneHot* one_hot;  // of the rows of the chunk
+  const __nv_bfloat16* weight;
+  int64_t weight_stride;
   __nv_bfloat16* out;  // (chunk.rows, hidden)
   float* partial;      // (parts, chunk.rows, hidden), with more than one part
 
@@ -279,6 +304,9 @@ struct GradInput {
 #pragma unroll
       for (int j = 0; j < sm90::kTileN / 8; ++j)
         sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
+      const OneHot target = there ? one_hot[r] : OneHot{0.0f, -1};
+      if (target.place >= 0)
+        subtract_row(sums, h, target.amount, weight + target.place * weight_stride + tile.n0, lane);
     }
     if (parts > 1) return;
     const int first = tile.m0 + row;

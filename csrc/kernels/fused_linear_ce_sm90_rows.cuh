@@ -7,6 +7,22 @@ namespace liger::flce90 {
 
 inline constexpr int kRowThreads = 256;
 
+// Per class the first row of the chunk with this target, as a row of the batch: that row's one-hot part is
+// added in float32. Those of the others, if any, go into the exponentials: so no class, however frequent,
+// keeps an epilogue busy. Null where no class needs to know.
+struct Owners {
+  unsigned long long* memory;  // a OneHot each; all bits set before the first row comes
+  __device__ __forceinline__ void claim(int64_t target, int row) const {
+    if (memory != nullptr) atomicMin(memory + target, static_cast<unsigned long long>(row) << 32);
+  }
+  __device__ __forceinline__ bool owned_by(int row, int64_t target) const {
+    return memory == nullptr || reinterpret_cast<const OneHot*>(memory + target)->place == row;
+  }
+  __device__ __forceinline__ void set(int64_t target, float amount) const {
+    if (memory != nullptr) reinterpret_cast<OneHot*>(memory + target)->amount = amount;
+  }
+};
+
 // One row per block: input rows of the chunk side by side, and the logit of the target of each. Rows beyond
 // the count become zeros, so that whatever meets them stays finite. grid: rows of the chunk, rounded up to
 // pairs of tiles.
@@ -20,6 +36,7 @@ struct Gather {
   __nv_bfloat16* out;   // (chunk.rows, hidden)
   float* target_logit;  // one for each block
   int* repair;
+  Owners owners;
 };
 
 __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
@@ -51,7 +68,10 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
     }
   }
   sum = block_reduce<Sum>(sum, scratch);
-  if (threadIdx.x == 0) p.target_logit[row] = valid ? sum : 0.0f;
+  if (threadIdx.x == 0) {
+    p.target_logit[row] = valid ? sum : 0.0f;
+    if (valid) p.owners.claim(target, source);
+  }
 }
 
 // One row per block, of tiles to be repaired: the maxima of its logits -> a reference from which no sum is
@@ -75,8 +95,8 @@ __global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
   if (threadIdx.x == 0) p.reference[row] = ce::reference_of(max);
 }
 
-// One row per block: sums -> loss and scale; the input row becomes scale * input where the weight gradient
-// needs it.
+// One row per block: sums -> loss, scale and one-hot part; the input row becomes scale * input where the
+// weight gradient needs it.
 struct Rule {
   ce::Problem problem;  // of the whole batch; logits are not set
   ChunkRows chunk;
@@ -90,6 +110,8 @@ struct Rule {
   __nv_bfloat16* input;  // null where only sums, or only the input gradient, are wanted
   int hidden;
   float* scale;  // where repaired, the reference before
+  Owners owners;
+  OneHot* one_hot;
 };
 
 __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
@@ -118,10 +140,17 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
       ce::gradient_weights(p.problem, r, stats.max + logf(stats.sum), share, stats.max, stats.sum);
   if (threadIdx.x == 0) {
     p.scale[row] = g.probability;
+    OneHot one_hot = {0.0f, -1};
     if (r.target >= 0 && g.hard != 0.0f) {
-      const float exact = ce::exp_from(z_target, stats.max);
-      *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.hard / g.probability);
+      if (p.owners.owned_by(r.index, r.target)) {
+        one_hot = {g.hard, r.target};
+        p.owners.set(r.target, g.hard);
+      } else {
+        const float exact = ce::exp_from(z_target, stats.max);
+        *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.hard / g.probability);
+      }
     }
+    p.one_hot[row] = one_hot;
   }
   if (p.input == nullptr) return;
   uint4* const x = reinterpret_cast<uint4*>(p.input + int64_t{row} * p.hidden);
@@ -131,7 +160,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
     for (int j = 0; j < 4; ++j) {
       uint32_t& word = (&v.x)[j];
       const float2 f = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(f.y * g.probability), "f"(f.x * g.probability));
+      word = pack_bf16(f.x * g.probability, f.y * g.probability);
     }
     x[i] = v;
   }
@@ -142,6 +171,9 @@ __global__ void __launch_bounds__(kRowThreads) add_parts(const GradInput p) {
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
   const float factor = p.scale[row];
+  const OneHot one_hot = p.one_hot[row];
+  const uint2* const target =
+      reinterpret_cast<const uint2*>(p.weight + max(one_hot.place, 0) * p.weight_stride);
   const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
   const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
   uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
@@ -151,10 +183,15 @@ __global__ void __launch_bounds__(kRowThreads) add_parts(const GradInput p) {
       const float4 more = from[i + part * step];
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
-    uint2 packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed.x) : "f"(sum.y * factor), "f"(sum.x * factor));
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed.y) : "f"(sum.w * factor), "f"(sum.z * factor));
-    to[i] = packed;
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+    if (one_hot.place >= 0) {
+      const uint2 w = target[i];
+      sum.x = fmaf(-one_hot.amount, __uint_as_float(w.x << 16), sum.x);
+      sum.y = fmaf(-one_hot.amount, __uint_as_float(w.x & 0xffff0000u), sum.y);
+      sum.z = fmaf(-one_hot.amount, __uint_as_float(w.y << 16), sum.z);
+      sum.w = fmaf(-one_hot.amount, __uint_as_float(w.y & 0xffff0000u), sum.w);
+    }
+    to[i] = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
   }
 }
 

@@ -23,10 +23,14 @@ struct GradWeight {
   struct Early {
     uint4 kept[kEarly];
     float unit[2];  // of the two rows
+    OneHot one_hot[2];
   };
   ChunkRows chunk;
   int vocab, hidden;
-  int rows_in_first;     // of the exponentials
+  int rows_in_first;           // of the exponentials
+  const OneHot* one_hot;       // of the classes
+  const __nv_bfloat16* input;  // of the batch, not scaled
+  int64_t input_stride;
   __nv_bfloat16* out;    // (vocab, hidden), contiguous
   unsigned char* units;  // exponents, biased: of each tile of rows and columns, 128 of them
   int64_t units_stride;  // from one tile of rows to the next
@@ -64,7 +68,10 @@ struct GradWeight {
   }
   __device__ __forceinline__ Early early(const Tile& tile, int row, int lane) const {
     Early e{};
-    if (first || tile.m0 + row >= vocab) return e;
+    if (tile.m0 + row >= vocab) return e;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) e.one_hot[h] = one_hot[tile.m0 + row + lane / 4 + 8 * h];
+    if (first) return e;
     const uint4* const from = sums_of(tile, row, lane);
 #pragma unroll
     for (int i = 0; i < kEarly; ++i) e.kept[i] = sm90::load_keeping(from + i * piece(), kKeepSums);
@@ -88,6 +95,11 @@ struct GradWeight {
       for (int i = kPieces - 1; i >= 0; --i)
         add(sums, 8 * i, i < kEarly ? e.kept[i < kEarly ? i : 0] : desk_kept[(i - kEarly) * 32], e.unit);
       __syncwarp();  // the desk is free
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (e.one_hot[h].place >= 0)
+        subtract_row(sums, h, e.one_hot[h].amount, input + e.one_hot[h].place * input_stride + tile.n0, lane);
     }
     if (!last) {
       float per_unit[2];

@@ -118,7 +118,7 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
     working = 0
     for start, count, split in zip(first, rows, parts, strict=True):
         is_first = start == 0
-        need = 4 * count * (math.ceil(vocab / 256) + 2)
+        need = 4 * count * (math.ceil(vocab / 256) + 4)
         if is_first and hosted:
             need += 2 * count * hidden
         if split > 1:
@@ -133,7 +133,7 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
         "chunks": len(rows),
         "logits_liger": panels * (panel_bytes - units_bytes),
         "accumulator": panels * units_bytes,
-        "working": working + weight_slack,
+        "working": working + weight_slack + 8 * vocab,
     }
 
 
