@@ -51,6 +51,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False)"
       " -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
   m.def("swiglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up) -> ()");
+  // The product goes where grad_out was
+  m.def("swiglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up) -> ()");
 
   // gate_up (..., 2I), gate first
   m.def("swiglu_packed(Tensor gate_up) -> Tensor");
@@ -115,6 +117,33 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
       " Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
+  // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
+  // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward
+  m.def(
+      "tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias=None,"
+      " Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", int? num_shards=None,"
+      " int? memory_budget=None) -> Tensor");
+  // kept: gate and up side by side of the last tokens, as many as the plan keeps and, without keep, none
+  m.def(
+      "tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
+      " Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget, bool keep)"
+      " -> (Tensor y, Tensor kept)");
+  m.def(
+      "tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor x, Tensor gate_weight, Tensor? up_weight,"
+      " Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards,"
+      " int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight,"
+      " bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool need_grad_down_bias)"
+      " -> (Tensor grad_x, Tensor grad_gate_weight, Tensor grad_up_weight, Tensor grad_down_weight,"
+      " Tensor grad_gate_bias, Tensor grad_up_bias, Tensor grad_down_bias)");
+  // The same with kept as working memory
+  m.def(
+      "tiled_mlp_backward_(Tensor grad_y, Tensor(a!) kept, Tensor x, Tensor gate_weight, Tensor? up_weight,"
+      " Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards,"
+      " int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight,"
+      " bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool need_grad_down_bias)"
+      " -> (Tensor grad_x, Tensor grad_gate_weight, Tensor grad_up_weight, Tensor grad_down_weight,"
+      " Tensor grad_gate_bias, Tensor grad_up_bias, Tensor grad_down_bias)");
+
   // x * factor with a device scalar, in float32, rounded once
   m.def("rescale(Tensor x, Tensor factor) -> Tensor");
   m.def("rescale_(Tensor(a!) x, Tensor factor) -> ()");
@@ -124,6 +153,9 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_swiglu(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def(
+      "check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
+      " Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget) -> ()");
+  m.def(
       "check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
       " Tensor? denominator, float label_smoothing, float? softcap, str reduction) -> ()");
   m.def(
@@ -131,6 +163,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction,"
       " ScalarType? accum_dtype, int? memory_budget) -> ()");
 
+  // LIGER_MEMORY_BUDGET in bytes, else 512 MiB
+  m.def("default_memory_budget() -> int");
   // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see
   // csrc/planner.h
   m.def(
@@ -218,8 +252,10 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));
   m.impl("check_swiglu", TORCH_BOX(&check_swiglu));
+  m.impl("check_tiled_mlp", TORCH_BOX(&check_tiled_mlp));
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
+  m.impl("default_memory_budget", TORCH_BOX(&default_memory_budget));
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
   m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
   m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));

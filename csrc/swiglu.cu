@@ -143,6 +143,12 @@ void swiglu_backward_(const Tensor& grad_out, Tensor gate, Tensor up) {
   backward("swiglu_backward_", grad_out, gate, up, gate, up, std::nullopt);
 }
 
+void swiglu_backward_product_(Tensor grad_out, Tensor gate, Tensor up) {
+  check("swiglu_backward_product_", gate, up, grad_out);
+  const DeviceGuard guard(gate.get_device_index());
+  backward("swiglu_backward_product_", grad_out, gate, up, gate, up, grad_out);
+}
+
 Tensor swiglu_packed(const Tensor& gate_up) {
   check("swiglu_packed", gate_up, std::nullopt, std::nullopt);
   const DeviceGuard guard(gate_up.get_device_index());
@@ -193,6 +199,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
   m.impl("swiglu", TORCH_BOX(&swiglu));
   m.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
   m.impl("swiglu_backward_", TORCH_BOX(&swiglu_backward_));
+  m.impl("swiglu_backward_product_", TORCH_BOX(&swiglu_backward_product_));
   m.impl("swiglu_packed", TORCH_BOX(&swiglu_packed));
   m.impl("swiglu_packed_backward", TORCH_BOX(&swiglu_packed_backward));
   m.impl("swiglu_packed_backward_", TORCH_BOX(&swiglu_packed_backward_));

@@ -73,6 +73,12 @@ CASES = {
         (1, 1),
     ),
     "swiglu_packed": Case(liger.swiglu_packed, _plain_swiglu_packed, lambda t: (_randn(2, t, HIDDEN),), (1,)),
+    "tiled_mlp": Case(
+        liger.tiled_mlp,
+        lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
+        lambda t: (_randn(2, t, HIDDEN), *torch.randn(2, 24, HIDDEN) / 4, _randn(HIDDEN, 24) / 5),
+        (1, None, None, None),
+    ),
     "cross_entropy": Case(
         liger.cross_entropy, F.cross_entropy, lambda t: (_randn(t, VOCAB), target_of(t)), (0, 0)
     ),

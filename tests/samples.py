@@ -84,6 +84,50 @@ def _first_half(gate_up):
     return gate_up[..., : gate_up.shape[-1] // 2]
 
 
+def _mlp(d, leading=(2, 3), hidden=8, intermediate=6, packed=False, bias=False):
+    """x, the three weights, the three biases."""
+    inner = [(2 * intermediate,), None] if packed else [(intermediate,), (intermediate,)]
+    weights = [None if rows is None else _float(d, *rows, hidden) for rows in inner]
+    biases = [None if rows is None else _float(d, *rows) for rows in inner]
+    biases = [*biases, _float(d, hidden)] if bias else [None] * 3
+    return _float(d, *leading, hidden), *weights, _float(d, hidden, intermediate), *biases
+
+
+def _tiled_mlp(d):
+    packed = _mlp(d, (7,), packed=True, bias=True)
+    return [
+        _mlp(d),
+        (*_mlp(d, (4, 3), bias=True), "gelu_tanh", 3),
+        (*packed, "silu", 2, 1 << 20),
+        (_transposed(_mlp(d, (3, 4))[0]), *_mlp(d)[1:], "gelu", 5, 700),
+        _mlp(d, (0,)),
+    ]
+
+
+def _with_options(arguments):
+    return (*arguments, *("silu", None, None)[len(arguments) - 7 :])
+
+
+def _tiled_mlp_forward(d):
+    return [(*_with_options(arguments), keep) for arguments in _tiled_mlp(d) for keep in (True, False)]
+
+
+def _tiled_mlp_backward(d):
+    samples = []
+    for arguments in map(_with_options, _tiled_mlp(d)):
+        *tensors, down_bias = arguments[:7]
+        there = [t is not None for t in (*tensors, down_bias)]
+        for needed in (
+            there,
+            [False, *there[1:]],
+            [there[0], *[False] * 6],
+            [*[False] * 3, True, *[False] * 3],
+        ):
+            y, kept = torch.ops.liger.tiled_mlp_forward(*arguments, True)
+            samples.append((torch.randn_like(y), kept, *tensors, *arguments[7:], *needed))
+    return samples
+
+
 def _target(d, rows, classes, ignored=1):
     target = torch.randint(classes, (rows,), device=d)
     target[:ignored] = -100
@@ -256,6 +300,7 @@ SAMPLES = {
         *_after_gradient(_gate_and_up, _first, True)(d),
     ],
     "swiglu_backward_": _after_gradient(_gate_and_up, _first),
+    "swiglu_backward_product_": _after_gradient(_gate_and_up, _first),
     "swiglu_packed": _packed,
     "swiglu_packed_backward": lambda d: [
         *_after_gradient(_packed, _first_half)(d),
@@ -269,11 +314,17 @@ SAMPLES = {
     "cross_entropy_backward_": _cross_entropy_backward,
     "fused_linear_ce": _fused_linear_ce,
     "fused_linear_ce_forward": _fused_linear_ce_forward,
+    "tiled_mlp": _tiled_mlp,
+    "tiled_mlp_forward": _tiled_mlp_forward,
+    "tiled_mlp_backward": _tiled_mlp_backward,
+    "tiled_mlp_backward_": _tiled_mlp_backward,
     "rescale": _rescale,
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", _float(d, 3, 16), None, _float(d, 16), "llama")],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
     "check_swiglu": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
+    "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
+    "default_memory_budget": lambda d: [()],
     "check_cross_entropy": lambda d: [("cross_entropy", *arguments) for arguments in _on_logits(d)],
     "check_fused_linear_ce": _on_input,
     "plan_chunks": lambda d: [

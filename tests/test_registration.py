@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 import liger
 from liger import _load
-from liger.backend import FAMILIES
+from liger.backend import FAMILIES, PORTABLE
 
 OPS = sorted(
     name.removeprefix("liger::")
@@ -23,7 +23,7 @@ OPS = sorted(
     if name.startswith("liger::")
 )
 # Host functions: they look at metadata and give no tensors back.
-HELPERS = [op for op in OPS if op.startswith(("check_", "plan_chunks", "lay_out_chunks"))]
+HELPERS = [op for op in OPS if op.startswith(("check_", "plan_chunks", "lay_out_chunks", "default_"))]
 COMPOSITES = [
     op
     for op in OPS
@@ -81,12 +81,15 @@ def test_the_schemas_of_the_source_are_the_ones_loaded():
 
 
 @pytest.mark.parametrize("op", KERNELS)
-def test_every_op_belongs_to_one_family(op):
-    assert len([f for f in FAMILIES.values() if op in f.torch_kernels]) == 1
+def test_every_op_belongs_to_one_family_or_needs_none(op):
+    assert len([f for f in FAMILIES.values() if op in f.torch_kernels]) == (op not in PORTABLE)
 
 
 def test_families_hold_nothing_else():
-    assert sorted(op for family in FAMILIES.values() for op in family.torch_kernels) == KERNELS
+    assert (
+        sorted([op for family in FAMILIES.values() for op in family.torch_kernels] + list(PORTABLE))
+        == KERNELS
+    )
 
 
 @pytest.mark.parametrize("op", KERNELS)
@@ -101,7 +104,12 @@ def test_opcheck_with_gradients(device, op):
         arguments = list(differentiable_inputs(arguments))
         if op == "rope":
             arguments[2:4] = [t.detach() for t in arguments[2:4]]
-        torch.library.opcheck(overload(op), tuple(arguments))
+        how = {}
+        if op == "tiled_mlp_forward":
+            # Its backward writes over the activations that it kept, which traced code leaves alone. Tracing is tested
+            # on tiled_mlp, which does not return them.
+            how["test_utils"] = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(overload(op), tuple(arguments), **how)
 
 
 @pytest.mark.parametrize("op", COMPOSITES)
@@ -177,11 +185,17 @@ def test_writing_ops_refuse_autograd(device, op):
 @pytest.mark.parametrize("op", WRITING)
 def test_writing_ops_agree_with_the_functional_ones(device, op):
     """The results of the functional op are what was written or, if the op has results too, those and then that."""
+    if op == "swiglu_backward_product_":
+        pytest.skip("test_swiglu.py compares it: its functional form has its results in another order")
     functional = op.removesuffix("_")
     for arguments in SAMPLES[op](device):
         asked = arguments if op != "cross_entropy_forward_" else (*arguments, True)
         expected = run(functional, asked)
         results = run(op, arguments)
+        if op == "tiled_mlp_backward_":
+            # What it writes is working memory, and then nothing of use.
+            torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-6)
+            continue
         if results:
             expected = (*expected[: len(results)], *expected[-len(written(op)) :])
         for value, other in zip((*results, *(arguments[i] for i in written(op))), expected, strict=False):
@@ -258,6 +272,11 @@ def test_torch_kernels_take_the_schema(family, op):
 @pytest.mark.parametrize(("family", "op"), kernels())
 def test_triton_launchers_take_the_schema(family, op):
     assert_takes_the_schema(getattr(importlib.import_module(family.triton_module), op), op)
+
+
+@pytest.mark.parametrize("op", PORTABLE)
+def test_portable_kernels_take_the_schema(op):
+    assert_takes_the_schema(PORTABLE[op], op)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if hasattr(liger, op)])

@@ -65,6 +65,16 @@ def test_product_of_the_backward(device, name, dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_over_its_arguments_with_the_product(device, dtype):
+    """Whole tensors, and the halves of a packed one: gradients over gate and up, the product over grad_out."""
+    for gate, up in (make(device, dtype=dtype), torch.randn(6, 80, device=device).to(dtype).chunk(2, -1)):
+        grad_out = torch.randn(6, 40, device=device).to(dtype)
+        *grads, product = torch.ops.liger.swiglu_backward(grad_out, gate, up, True)
+        torch.ops.liger.swiglu_backward_product_(grad_out, gate, up)
+        assert all(torch.equal(a, b) for a, b in zip((gate, up, grad_out), (*grads, product), strict=True))
+
+
 LAYOUTS = {
     "every_second": strided_like,
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),

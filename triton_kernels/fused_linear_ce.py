@@ -9,39 +9,13 @@ from dataclasses import replace
 import torch
 
 from ..ops._cross_entropy_math import Metrics, at_original_rows
+from ..ops._products import add_product, write_linear
 from .common import require_dtype
 from .compact import Compaction
 from .cross_entropy_rows import RowResults, Rule
 
 # LogitsIn of csrc/planner.h.
 _IN_GRAD_WEIGHT, _IN_GRAD_INPUT = 1, 2
-
-
-def _write_logits(x, weight, bias, out):
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _add_product(total, dlogits, x, first):
-    """``total += dlogits.T @ x`` (``total =`` for the first chunk), summed in the dtype of total.
-
-    Forms with ``out=`` throughout, because autocast casts the operands of the others.
-    """
-    a = dlogits.t()
-    if total.dtype != a.dtype and a.is_cuda:
-        # 16-bit operands with a float32 result exist on CUDA only.
-        if first:
-            torch.mm(a, x, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, x, out_dtype=total.dtype, out=total)
-        return
-    a, x = a.to(total.dtype), x.to(total.dtype)
-    if first:
-        torch.mm(a, x, out=total)
-    else:
-        torch.addmm(total, a, x, out=total)
 
 
 def fused_linear_ce_forward(
@@ -98,7 +72,7 @@ def fused_linear_ce_forward(
     # A check of targets names rows of the batch, which the row kernel does not know of compacted ones.
     if head_rows and may_wait and not rule.check_targets:
         compaction, done = Compaction(rule.target, ignore_index), head_rows
-        _write_logits(gathered(0, head_rows), weight, bias, logits_at(offsets[0], head_rows))
+        write_linear(gathered(0, head_rows), weight, bias, logits_at(offsets[0], head_rows))
         compaction.wait()
         *_, chunks, offsets = lay_out(compaction.valid_rows, compaction.leading_rows)
         if sum(chunks) == rows:
@@ -113,10 +87,10 @@ def fused_linear_ce_forward(
         x = input[start : start + count] if compaction is None else gathered(start, count)
         logits = logits_at(offset, count)
         if done < count:
-            _write_logits(x[done:], weight, bias, logits[done:])
+            write_linear(x[done:], weight, bias, logits[done:])
         results.fill(logits, stride, start, used_denominator)
         if need_grad_weight:
-            _add_product(weight_sum, logits, x, first=start == 0)
+            add_product(weight_sum, logits, x, first=start == 0)
         if need_grad_bias:
             grad_bias += logits.sum(0, dtype=torch.float32)
         if need_grad_input:

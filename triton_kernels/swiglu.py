@@ -127,6 +127,11 @@ def swiglu_backward_(grad_out, gate, up):
     _backward("swiglu_backward_", grad_out, gate, up, gate, up)
 
 
+def swiglu_backward_product_(grad_out, gate, up):
+    _check("swiglu_backward_product_", gate, up, grad_out)
+    _backward("swiglu_backward_product_", grad_out, gate, up, gate, up, grad_out)
+
+
 def _packed_product(gate_up):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 

@@ -1,5 +1,7 @@
 #include "common/checks.h"
 
+#include <algorithm>
+
 namespace liger {
 
 std::string dtype_name(ScalarType dtype) {
@@ -196,6 +198,53 @@ void check_swiglu(const std::string& op, const Tensor& gate, const std::optional
             shape_text(*grad_out), ", expected that of the product for ", first, " of shape ",
             shape_text(gate));
   }
+}
+
+void check_tiled_mlp(const Tensor& x, const Tensor& gate_weight, const std::optional<Tensor>& up_weight,
+                     const Tensor& down_weight, const std::optional<Tensor>& gate_bias,
+                     const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                     const std::string& activation, std::optional<int64_t> num_shards,
+                     std::optional<int64_t> memory_budget) {
+  const std::string op = "tiled_mlp";
+  require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
+  check_floating(op, "x", x);
+  const int64_t hidden = x.size(-1);
+  require(gate_weight.dim() == 2 && gate_weight.size(1) == hidden, op, ": gate_weight has shape ",
+          shape_text(gate_weight), ", expected (", up_weight ? "intermediate" : "2 * intermediate",
+          ", hidden) with the last dimension of x, ", hidden, "; a sharded weight must be gathered first");
+  require(up_weight || gate_weight.size(0) % 2 == 0, op, ": gate_weight has ", gate_weight.size(0),
+          " rows, expected an even number: without up_weight it holds gate and up, one above the other");
+  if (up_weight) check_same_shape(op, "up_weight", *up_weight, "gate_weight", gate_weight);
+  const int64_t intermediate = up_weight ? gate_weight.size(0) : gate_weight.size(0) / 2;
+  require(down_weight.dim() == 2 && down_weight.size(0) == hidden && down_weight.size(1) == intermediate, op,
+          ": down_weight has shape ", shape_text(down_weight), ", expected (", hidden, ", ", intermediate,
+          "), (hidden, intermediate)");
+  require(up_weight || !up_bias, op,
+          ": up_bias was given without up_weight, expected gate_bias to hold both biases");
+  if (gate_bias) check_vector(op, "gate_bias", *gate_bias, gate_weight.size(0), "the rows of gate_weight");
+  if (up_bias) check_vector(op, "up_bias", *up_bias, intermediate, "the rows of up_weight");
+  if (down_bias) check_vector(op, "down_bias", *down_bias, hidden, "the rows of down_weight");
+  const auto check_like_x = [&](const char* name, const std::optional<Tensor>& tensor) {
+    if (!tensor) return;
+    check_same_dtype(op, name, *tensor, "x", x);
+    check_same_device(op, name, *tensor, "x", x);
+  };
+  check_like_x("gate_weight", gate_weight);
+  check_like_x("up_weight", up_weight);
+  check_like_x("down_weight", down_weight);
+  check_like_x("gate_bias", gate_bias);
+  check_like_x("up_bias", up_bias);
+  check_like_x("down_bias", down_bias);
+  require(activation == "silu" || activation == "gelu_tanh" || activation == "gelu", op, ": activation is '",
+          activation, "', expected 'silu', 'gelu_tanh' or 'gelu'");
+  if (num_shards) {
+    const int64_t tokens = hidden > 0 ? x.numel() / hidden : 0;
+    require(*num_shards >= 1, op, ": num_shards is ", *num_shards, ", expected at least 1");
+    require(*num_shards <= std::max<int64_t>(tokens, 1), op, ": num_shards is ", *num_shards,
+            ", expected at most the number of tokens, ", tokens);
+  }
+  require(!memory_budget || *memory_budget > 0, op, ": memory_budget is ", memory_budget.value_or(0),
+          ", expected a positive number of bytes or None");
 }
 
 void check_cross_entropy(const std::string& op, const Tensor& logits, const Tensor& target,

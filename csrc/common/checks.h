@@ -38,6 +38,11 @@ void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved);
 void check_swiglu(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
                   const std::optional<Tensor>& grad_out);
+void check_tiled_mlp(const Tensor& x, const Tensor& gate_weight, const std::optional<Tensor>& up_weight,
+                     const Tensor& down_weight, const std::optional<Tensor>& gate_bias,
+                     const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                     const std::string& activation, std::optional<int64_t> num_shards,
+                     std::optional<int64_t> memory_budget);
 void check_cross_entropy(const std::string& op, const Tensor& logits, const Tensor& target,
                          const std::optional<Tensor>& ce_weight, const std::optional<Tensor>& token_weight,
                          const std::optional<Tensor>& denominator, double label_smoothing,

@@ -12,6 +12,7 @@ from .ops.fused_linear_ce import fused_linear_ce
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.swiglu import swiglu, swiglu_packed
+from .ops.tiled_mlp import tiled_mlp
 
 _initialise()
 
@@ -30,6 +31,7 @@ __all__ = [
     "set_backend",
     "swiglu",
     "swiglu_packed",
+    "tiled_mlp",
     "transformers",
     "unpatch",
     "use_backend",

@@ -42,7 +42,7 @@ FASTER = {
     },
 }
 
-_cpu_library = torch.library.Library("liger", "IMPL")
+_library = torch.library.Library("liger", "IMPL")
 
 
 class BackendUnavailable(RuntimeError):
@@ -64,6 +64,10 @@ class Family:
 FAMILIES: dict[str, Family] = {}
 
 
+# Ops whose one implementation, of other ops and torch's, serves every device: nothing to choose.
+PORTABLE = {}
+
+
 def triton_interpreted():
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -74,8 +78,16 @@ def register_family(name, torch_kernels, triton_module):
     ``torch_kernels`` maps op names to functions; ``triton_module`` must define functions of the same names.
     """
     for op, kernel in torch_kernels.items():
-        _cpu_library.impl(op, kernel, "CPU")
+        _library.impl(op, kernel, "CPU")
     FAMILIES[name] = Family(name, torch_kernels, triton_module)
+
+
+def register_portable(kernels):
+    """Registers Python kernels that serve CPU and CUDA tensors alike, by op name."""
+    for op, kernel in kernels.items():
+        for key in ("CPU", "CUDA"):
+            _library.impl(op, kernel, key)
+    PORTABLE.update(kernels)
 
 
 # --- what is possible here: pure functions of the installation and the devices -----------------------------------

@@ -9,6 +9,7 @@ import dataclasses
 import torch
 
 from ..backend import register_family
+from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
 from ._rows import row_blocks
@@ -216,25 +217,11 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_ce_forward.default, _s
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def _autocast(*tensors):
-    """The operands in the dtype of autocast, where it is on, as it does for torch.nn.functional.linear."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t):
-        eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
-        return t.to(dtype) if eligible else t
-
-    return tuple(cast(t) for t in tensors)
-
-
 def _run(
     input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
     lse_square_scale, softcap, reduction, accum_dtype, memory_budget, metrics,
 ):  # fmt: skip
-    input, weight, bias = _autocast(input, weight, bias)
+    input, weight, bias = autocast_operands(input, weight, bias)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
     results = _forward_op(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator, ignore_index, label_smoothing,

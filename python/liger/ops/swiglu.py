@@ -69,6 +69,12 @@ def swiglu_backward__torch(grad_out, gate, up):
     up.copy_(grad_up)
 
 
+def swiglu_backward_product__torch(grad_out, gate, up):
+    torch.ops.liger.check_swiglu("swiglu_backward_product_", gate, up, grad_out)
+    for written, value in zip((gate, up, grad_out), _grads(grad_out, gate, up), strict=True):
+        written.copy_(value)
+
+
 def swiglu_packed_torch(gate_up):
     torch.ops.liger.check_swiglu("swiglu_packed", gate_up, None, None)
     return _product_like(gate_up).copy_(_product(*_halves(gate_up)))
@@ -93,6 +99,7 @@ register_family(
         "swiglu": swiglu_torch,
         "swiglu_backward": swiglu_backward_torch,
         "swiglu_backward_": swiglu_backward__torch,
+        "swiglu_backward_product_": swiglu_backward_product__torch,
         "swiglu_packed": swiglu_packed_torch,
         "swiglu_packed_backward": swiglu_packed_backward_torch,
         "swiglu_packed_backward_": swiglu_packed_backward__torch,
@@ -130,6 +137,11 @@ def _(grad_out, gate, up):
     return None
 
 
+@torch.library.register_fake("liger::swiglu_backward_product_")
+def _(grad_out, gate, up):
+    return None
+
+
 @torch.library.register_fake("liger::swiglu_packed_backward_")
 def _(grad_out, gate_up):
     return None
@@ -157,6 +169,7 @@ def _backward_packed(ctx, grad_out):
 _swiglu = differentiable(torch.ops.liger.swiglu.default, _setup, _backward)
 _swiglu_packed = differentiable(torch.ops.liger.swiglu_packed.default, _setup, _backward_packed)
 _swiglu_backward_ = forbid_autograd("swiglu_backward_")
+forbid_autograd("swiglu_backward_product_")
 _swiglu_packed_backward_ = forbid_autograd("swiglu_packed_backward_")
 
 

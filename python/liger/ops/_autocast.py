@@ -1,0 +1,17 @@
+"""Autocast for composite ops: what it does to the operands of torch.nn.functional.linear."""
+
+import torch
+
+
+def autocast_operands(*tensors):
+    """The operands in the dtype of autocast, where it is on for the device of the first; None stays None."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(t):
+        eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
+        return t.to(dtype) if eligible else t
+
+    return tuple(cast(t) for t in tensors)

@@ -1,0 +1,370 @@
+"""tiled_mlp against float64, its shards and what it keeps, in every backend that runs here."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import DTYPES, check_op, strided_like
+
+import liger
+from liger.ops._tiles import Tiles, plan_tiles
+
+HIDDEN, INTERMEDIATE = 24, 40
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+# Shards of 4 of 10 or more tokens: nothing kept, the last shard, all.
+HOW = {
+    "one shard, kept": {},
+    "one shard": {"num_shards": 1},
+    "shards": {"num_shards": 3},
+    "some kept": {"num_shards": 3, "memory_budget": 24_000},
+    "all kept": {"num_shards": 3, "memory_budget": 1 << 30},
+}
+
+
+def make(device, leading=(2, 5), dtype=torch.float32, packed=False, bias=False):
+    """The tensor arguments of tiled_mlp, None where there is none."""
+
+    def randn(*shape, fan=1):
+        return (torch.randn(shape, device=device) / fan**0.5).to(dtype)
+
+    inner = 2 * INTERMEDIATE if packed else INTERMEDIATE
+    weights = [randn(inner, HIDDEN, fan=HIDDEN), None if packed else randn(inner, HIDDEN, fan=HIDDEN)]
+    biases = [randn(inner), None if packed else randn(inner), randn(HIDDEN)] if bias else [None] * 3
+    return [randn(*leading, HIDDEN), *weights, randn(HIDDEN, INTERMEDIATE, fan=INTERMEDIATE), *biases]
+
+
+def plain(x, gate, up, down, gate_bias, up_bias, down_bias, activation="silu"):
+    g = F.linear(x, gate, gate_bias)
+    g, u = g.chunk(2, -1) if up is None else (g, F.linear(x, up, up_bias))
+    return F.linear(ACTIVATIONS[activation](g) * u, down, down_bias)
+
+
+def leaves(tensors, *frozen):
+    return [
+        None if t is None else t.detach().clone().requires_grad_(i not in frozen)
+        for i, t in enumerate(tensors)
+    ]
+
+
+def grads_of(function, tensors, upstream, **how):
+    wanted = [t for t in tensors if t is not None and t.requires_grad]
+    return torch.autograd.grad(function(*tensors), wanted, upstream, **how)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_against_float64(device, dtype, how, packed, bias):
+    check_op(lambda *t: liger.tiled_mlp(*t, **HOW[how]), plain, make(device, (11,), dtype, packed, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("leading", [(), (1,), (2, 7), (2, 3, 3)], ids=str)
+def test_activations_and_shapes(device, dtype, activation, leading):
+    shards = 1 if leading in ((), (1,)) else 4
+    check_op(
+        lambda *t: liger.tiled_mlp(*t, activation=activation, num_shards=shards),
+        lambda *t: plain(*t, activation=activation),
+        make(device, leading, dtype, bias=True),
+    )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_float64_gradcheck(device, backend, activation):
+    if backend != "torch":
+        pytest.skip("float64 is served by the torch backend alone")
+    tensors = leaves(make(device, (3,), torch.float64, bias=True))
+    tensors = [t.detach()[..., :4].contiguous().requires_grad_() for t in tensors]
+    tensors[1:4] = [t.detach()[:4].requires_grad_() for t in tensors[1:4]]
+    assert torch.autograd.gradcheck(lambda *t: liger.tiled_mlp(*t, activation, 2), tensors)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_weight_gradients_are_rounded_once(device, how):
+    """As exact as one product of all tokens: a sum in bfloat16 would lose digits with every shard."""
+    dtype = DTYPES[-1]
+    options = dict(HOW[how])
+    if "num_shards" in options and options["num_shards"] > 1:
+        options["num_shards"] = 100
+    tensors = make(device, (100,), dtype, bias=True)
+    upstream = torch.randn(100, HIDDEN, device=device).to(dtype)
+    got = grads_of(lambda *t: liger.tiled_mlp(*t, **options), leaves(tensors), upstream)
+    whole = grads_of(plain, leaves(tensors), upstream)
+    exact = grads_of(plain, leaves([t.double() for t in tensors]), upstream.double())
+    for name, *values in zip(("x", "gate", "up", "down", "gb", "ub", "db"), got, whole, exact, strict=True):
+        ours, theirs = (((v.double() - values[2]).norm() / values[2].norm()).item() for v in values[:2])
+        assert ours <= 1.1 * theirs + torch.finfo(torch.float32).eps, f"{name}: {ours:.3g}, {theirs:.3g}"
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_frozen_parts(device, how):
+    """Each subset of x and the weights: no gradient for the frozen, the same for the others."""
+    tensors = make(device, (10,), bias=True)
+    upstream = torch.randn(10, HIDDEN, device=device)
+    everything = grads_of(lambda *t: liger.tiled_mlp(*t, **HOW[how]), leaves(tensors), upstream)
+    frozen_sets = [(0,), (1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 1, 2, 3, 4, 5), (3,), (1,), (0, 3, 4, 6)]
+    for frozen in frozen_sets:
+        arguments = leaves(tensors, *frozen)
+        liger.tiled_mlp(*arguments, **HOW[how]).backward(upstream)
+        for i, (tensor, expected) in enumerate(zip(arguments, everything, strict=True)):
+            assert (tensor.grad is None) == (i in frozen)
+            if i not in frozen:
+                torch.testing.assert_close(tensor.grad, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_needs_a_gradient(device):
+    tensors = make(device)
+    y = liger.tiled_mlp(*tensors, num_shards=3)
+    assert not y.requires_grad
+    torch.testing.assert_close(y, plain(*tensors), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["one shard, kept", "shards", "some kept"])
+def test_empty(device, how):
+    options = dict(HOW[how], num_shards=None) if how == "shards" else {}
+    tensors = leaves(make(device, (2, 0), bias=True))
+    y = liger.tiled_mlp(*tensors, **options)
+    assert y.shape == (2, 0, HIDDEN)
+    y.sum().backward()
+    assert all(t.grad.shape == t.shape and torch.count_nonzero(t.grad) == 0 for t in tensors)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_strided_inputs_and_gradients(device, how):
+    tensors = make(device, (3, 4))
+    upstream = torch.randn(3, 4, HIDDEN, device=device)
+    expected = grads_of(lambda *t: liger.tiled_mlp(*t, **HOW[how]), leaves(tensors), upstream)
+    strided = [None if t is None else strided_like(t).detach().requires_grad_() for t in tensors]
+    strided[1] = tensors[1].t().contiguous().t().detach().requires_grad_()
+    strided[0] = tensors[0].transpose(0, 1).contiguous().transpose(0, 1).detach().requires_grad_()
+    actual = grads_of(lambda *t: liger.tiled_mlp(*t, **HOW[how]), strided, strided_like(upstream))
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_second_backward_and_inputs_untouched(device, how):
+    tensors = leaves(make(device, (10,), bias=True))
+    before = [t.detach().clone() for t in tensors]
+    y = liger.tiled_mlp(*tensors, **HOW[how])
+    upstream = torch.randn_like(y)
+    first = torch.autograd.grad(y, tensors, upstream, retain_graph=True)
+    second = torch.autograd.grad(y, tensors, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) and a._version == 0 for a, b in zip(tensors, before, strict=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(y, tensors, upstream)
+
+
+def test_second_derivative_is_refused(device):
+    tensors = leaves(make(device))
+    (grad,) = torch.autograd.grad(liger.tiled_mlp(*tensors).sum(), tensors[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="backward of tiled_mlp is not differentiable"):
+        grad.sum().backward()
+
+
+def test_every_parameter_gets_one_gradient(device):
+    """What the hooks of DDP, FSDP2 and ZeRO rely on."""
+    tensors = leaves(make(device, (12,), bias=True))
+    fired = []
+    for i, tensor in enumerate(tensors):
+        tensor.register_post_accumulate_grad_hook(lambda _, i=i: fired.append(i))
+    liger.tiled_mlp(*tensors, num_shards=4).sum().backward()
+    assert sorted(fired) == list(range(7))
+
+
+def test_nothing_of_all_tokens_is_saved_but_x(device):
+    saved = []
+    tensors = leaves(make(device, (12,)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        liger.tiled_mlp(*tensors, num_shards=4)
+    inputs = {t.data_ptr() for t in tensors if t is not None}
+    assert all(t.numel() == 0 or t.data_ptr() in inputs for t in saved)
+
+
+def test_a_used_up_graph_writes_only_over_what_it_kept(device):
+    tensors = leaves(make(device, (10,)))
+    y, kept = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", 3, 1 << 30, True)
+    x, gate, up = tensors[:3]
+    torch.testing.assert_close(kept, torch.cat([x @ gate.t(), x @ up.t()], -1).detach())
+    assert not kept.requires_grad
+    version = kept._version
+    y.sum().backward(retain_graph=True)
+    assert kept._version == version
+    y.sum().backward()
+    assert kept._version > version
+
+
+def test_autocast_of_float32_weights(device):
+    tensors, dtype = leaves(make(device, (10,), bias=True)), DTYPES[-1]
+    with torch.autocast(device.type, dtype):
+        y = liger.tiled_mlp(*tensors, num_shards=3)
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in tensors)
+
+
+# --- the plan -----------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+SIZES = list(
+    itertools.product(
+        [1, 5, 127, 128, 129, 2048, 8191, 32768, 131072, 1_000_003],  # tokens
+        [(64, 96), (4096, 12288), (1024, 4096)],
+        [2, 4],
+        [None, 1, 40 * MIB, 1 << 30, 1 << 40],
+    )
+)
+
+
+def held(tokens, hidden, intermediate, element_size, tiles):
+    """Bytes that the backward holds beyond results and gradients, by the list in docs/performance/tiled_mlp.md."""
+    row = intermediate * element_size
+    sums = 3 * hidden * intermediate * (4 - element_size) if tiles.shards > 1 else 0
+    recomputing = 2 * row * tiles.shard_rows if tiles.kept_rows < tiles.shard_rows else 0
+    return sums + 2 * row * tiles.kept_rows + recomputing + row * tiles.shard_rows
+
+
+def test_plans_cover_the_tokens_and_keep_to_the_budget():
+    for tokens, (hidden, intermediate), element_size, budget in SIZES:
+        tiles = plan_tiles(tokens, hidden, intermediate, element_size, None, budget)
+        assert (tiles.shards - 1) * tiles.shard_rows < tokens <= tiles.shards * tiles.shard_rows
+        assert 0 <= tiles.kept_rows <= tokens
+        assert tiles.kept_rows % tiles.shard_rows == 0 or tiles.kept_rows == tokens
+        least = held(tokens, hidden, intermediate, element_size, Tiles(min(tokens, 128), 2, 0))
+        if budget is not None:
+            bytes_held = held(tokens, hidden, intermediate, element_size, tiles)
+            assert bytes_held <= max(budget, least), (tokens, hidden, element_size, budget, tiles)
+
+
+def test_default_plans_of_the_sizes_in_the_notes():
+    def plan(tokens):
+        return plan_tiles(tokens, 4096, 12288, 2)
+
+    assert plan(2048) == Tiles(2048, 1, 2048)
+    assert plan(8192) == Tiles(8192, 1, 8192)
+    assert plan(32768) == Tiles(8192, 4, 8192)
+    assert plan(131072) == Tiles(8192, 16, 8192)
+    # y, dy's counterpart dx, the gradients, and the rest: 3200 MiB.
+    assert 2 * 1024 + 288 + held(131072, 4096, 12288, 2, plan(131072)) / MIB <= 3200
+
+
+def test_never_more_memory_than_without_shards():
+    """Eager keeps gate, up, silu(gate) and the product, and its backward makes three of that size at its peak."""
+    for tokens, (hidden, intermediate), element_size, _ in SIZES:
+        tiles = plan_tiles(tokens, hidden, intermediate, element_size)
+        eager = 6 * tokens * intermediate * element_size
+        assert held(tokens, hidden, intermediate, element_size, tiles) <= eager
+
+
+def test_given_numbers_of_shards():
+    assert plan_tiles(10, 8, 8, 4, 3) == Tiles(4, 3, 0)
+    assert plan_tiles(1000, 8, 8, 4, 4) == Tiles(256, 4, 0)
+    assert plan_tiles(1000, 8, 8, 4, 999) == Tiles(2, 500, 0)
+    assert plan_tiles(1000, 8, 8, 4, 4, 1 << 30) == Tiles(256, 4, 1000)
+    assert plan_tiles(1000, 8, 8, 4, 4, 1 << 30, keep=False) == Tiles(256, 4, 0)
+    assert plan_tiles(0, 8, 8, 4) == plan_tiles(0, 8, 8, 4, 1) == Tiles(0, 0, 0)
+
+
+def test_budget_from_the_environment(monkeypatch):
+    default = plan_tiles(1 << 20, 4096, 12288, 2)
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "4G")
+    assert (
+        plan_tiles(1 << 20, 4096, 12288, 2) == plan_tiles(1 << 20, 4096, 12288, 2, None, 4 << 30) != default
+    )
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
+    assert plan_tiles(1 << 20, 4096, 12288, 2) == default
+
+
+@pytest.mark.gpu
+def test_peak_memory(device):
+    """At its peak the op holds what the plan says, and a little for what is kept per call."""
+    tokens, hidden, intermediate = 8192, 512, 2048
+    shapes = [(tokens, hidden), (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
+    tensors = [torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes]
+    upstream = torch.randn_like(tensors[0])
+    for budget in (64 * MIB, 96 * MIB, 1 << 30):
+        for _ in range(2):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            y = liger.tiled_mlp(*tensors, memory_budget=budget)
+            grads = torch.autograd.grad(y, tensors, upstream)
+            peak = torch.cuda.max_memory_allocated() - before
+            given = sum(t.nbytes for t in (y, *grads))
+            del y, grads
+        tiles = plan_tiles(tokens, hidden, intermediate, 2, None, budget)
+        assert peak - given <= held(tokens, hidden, intermediate, 2, tiles) + MIB
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_shards": 0}, "tiled_mlp: num_shards is 0, expected at least 1"),
+        ({"num_shards": 11}, "tiled_mlp: num_shards is 11, expected at most the number of tokens, 10"),
+        ({"memory_budget": 0}, "tiled_mlp: memory_budget is 0, expected a positive number of bytes or None"),
+        (
+            {"activation": "relu"},
+            "tiled_mlp: activation is 'relu', expected 'silu', 'gelu_tanh' or 'gelu'",
+        ),
+        ({"x": ()}, "tiled_mlp: x has shape (), expected at least one dimension"),
+        (
+            {"gate_weight": (40, 23)},
+            "tiled_mlp: gate_weight has shape (40, 23), expected (intermediate, hidden)",
+        ),
+        ({"up_weight": (41, 24)}, "tiled_mlp: up_weight has shape (41, 24), expected that of gate_weight"),
+        ({"down_weight": (40, 24)}, "tiled_mlp: down_weight has shape (40, 24), expected (24, 40)"),
+        (
+            {"up_weight": None, "gate_weight": (41, 24)},
+            "tiled_mlp: gate_weight has 41 rows, expected an even number",
+        ),
+        ({"up_weight": None}, "tiled_mlp: down_weight has shape (24, 40), expected (24, 20)"),
+        (
+            {"gate_bias": (24,)},
+            "tiled_mlp: gate_bias has shape (24,), expected (40,), the rows of gate_weight",
+        ),
+        (
+            {"down_bias": (40,)},
+            "tiled_mlp: down_bias has shape (40,), expected (24,), the rows of down_weight",
+        ),
+        (
+            {"up_weight": None, "gate_weight": (80, 24), "up_bias": (40,)},
+            "tiled_mlp: up_bias was given without up_weight",
+        ),
+        (
+            {"up_weight": torch.float16},
+            "tiled_mlp: up_weight has dtype float16, expected that of x, float32",
+        ),
+        ({"x": torch.int64}, "tiled_mlp: x has dtype int64, expected float16, bfloat16, float32 or float64"),
+    ],
+    ids=str,
+)
+def test_bad_input(device, change, words):
+    names = ("x", "gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
+    arguments = dict(zip(names, make(device), strict=True))
+    for name, value in change.items():
+        if isinstance(value, tuple):
+            value = torch.ones(value, device=device)
+        elif isinstance(value, torch.dtype):
+            value = arguments[name].to(value)
+        arguments[name] = value
+    with pytest.raises(RuntimeError) as caught:
+        liger.tiled_mlp(**arguments)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", ["0", "many"])
+def test_bad_budget_in_the_environment(device, bad, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", bad)
+    with pytest.raises(ValueError, match="LIGER_MEMORY_BUDGET: expected a positive number of bytes"):
+        liger.tiled_mlp(*make(device))
