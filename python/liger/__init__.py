@@ -6,6 +6,7 @@ The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch,
 import importlib
 
 from . import _load  # noqa: F401  (registers the schemas; everything below needs them)
+from ._tiled import tiled
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from .ops.fused_linear_ce import fused_linear_ce
@@ -31,6 +32,7 @@ __all__ = [
     "set_backend",
     "swiglu",
     "swiglu_packed",
+    "tiled",
     "tiled_mlp",
     "transformers",
     "unpatch",

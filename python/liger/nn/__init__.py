@@ -4,6 +4,7 @@ from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import SwiGLUMLP
 from .norm import RMSNorm
 from .rotary import ApplyRotaryEmb
+from .tiled_mlp import TiledGEGLUMLP, TiledSwiGLUMLP
 
 __all__ = [
     "ApplyRotaryEmb",
@@ -12,4 +13,6 @@ __all__ = [
     "LMHeadLoss",
     "RMSNorm",
     "SwiGLUMLP",
+    "TiledGEGLUMLP",
+    "TiledSwiGLUMLP",
 ]

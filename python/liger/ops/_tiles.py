@@ -18,8 +18,8 @@ TILE_ROWS = 128
 
 
 class Tiles(NamedTuple):
-    """``shards`` of ``shard_rows`` rows, but for one that may have fewer; of the last ``kept_rows`` rows gate and up are
-    kept: of all, or of whole shards."""
+    """``shards`` of ``shard_rows`` rows, but for one that may have fewer. Of the last ``kept_rows`` rows, all or whole
+    shards, gate and up are kept."""
 
     shard_rows: int
     shards: int
