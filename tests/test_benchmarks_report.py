@@ -114,6 +114,18 @@ def test_a_target_is_met_by_one_provider_in_all_it_asks():
     assert line["measured"] == "1.050 x three GEMMs, 1000 MiB, error 1.02x"
 
 
+def test_a_target_of_memory_relative_to_another_provider():
+    record = goal_record(mine=(1.1, 900.5, 2e-3))
+    base = goal_record(base=(1.0, 900, 2e-3))["providers"]["base"]
+    record["providers"]["base"] = {**base, "group": "ceiling"}
+    line = reached(record, "x three GEMMs", 1.2, no_more_than="base")
+    assert line["met"] is True and line["measured"] == "1.100 x three GEMMs, 900 of 900 MiB"
+    assert line["asked"] == "<= 1.2 x three GEMMs, no more memory than base"
+    record["providers"]["mine"]["peak_mib"] = 902
+    assert reached(record, "x three GEMMs", 1.2, no_more_than="base")["met"] is False
+    assert reached(record, "x three GEMMs", 1.2, no_more_than="gone")["met"] is None
+
+
 def test_targets_of_speed_and_of_host_time():
     record = goal_record(mine=(1.04, 1, 1e-3))
     assert reached(record, "of copy speed", 0.96)["met"] is True

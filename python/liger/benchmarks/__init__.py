@@ -4,4 +4,4 @@ The work is in the modules, which nothing else in the package imports.
 """
 
 # Each has a module bench_<op>.py with a function rows(options).
-OPS = ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce")
+OPS = ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce", "tiled_mlp")

@@ -18,8 +18,9 @@ class Goal:
     """``metric`` of the row ``row`` is to be at least, or for times at most, ``bound``.
 
     Metrics: ``"of copy speed"`` (at least), ``"TB/s"`` (at least), ``"x <a ceiling>"`` (at most), ``"us"`` of the host
-    (at most). ``mib`` bounds the peak memory beyond the inputs, ``exact`` the errors of the gradients: those of eager
-    PyTorch, which sums in float32. One provider must meet all of it.
+    (at most). ``mib`` bounds the peak memory beyond the inputs, as does that of the provider ``no_more_than``;
+    ``exact`` the errors of the gradients: those of eager PyTorch, which sums in float32. One provider must meet all of
+    it.
     """
 
     row: str
@@ -27,11 +28,13 @@ class Goal:
     bound: float
     mib: float | None = None
     exact: bool = False
+    no_more_than: str | None = None
 
     @property
     def asked(self):
         text = f"{'<=' if self.at_most else '>='} {self.bound:g} {self.metric}"
         text += "" if self.mib is None else f", <= {self.mib:g} MiB"
+        text += "" if self.no_more_than is None else f", no more memory than {self.no_more_than}"
         return text + (", as exact as one float32 sum" if self.exact else "")
 
     @property
@@ -70,6 +73,11 @@ GOALS = (
     Goal(HEAD, GEMMS, 1.12, SMALL_MIB),
     Goal(f"{HEAD}, half ignored", GEMMS, 0.55),
     Goal(f"{HEAD}, prompts ignored", GEMMS, 0.55),
+    Goal("tiled_mlp 131072x4096x12288", f"x {EAGER}", 1.20, 3200),
+    *(
+        Goal(f"tiled_mlp {tokens}x4096x12288", f"x {EAGER}", bound, no_more_than=EAGER)
+        for tokens, bound in ((32768, 1.20), (8192, 1.20), (2048, 1.25))
+    ),
 )
 
 
@@ -92,6 +100,10 @@ def _conditions(goal, record, provider):
         peak = provider.get("peak_mib")
         met = None if peak is None else peak <= goal.mib + SAME_MEMORY_MIB
         conditions.append((met, "memory unknown" if peak is None else f"{peak:.0f} MiB"))
+    if goal.no_more_than is not None:
+        most, peak = (p.get("peak_mib") for p in (record["providers"].get(goal.no_more_than, {}), provider))
+        met = None if None in (most, peak) else peak <= most + SAME_MEMORY_MIB
+        conditions.append((met, "memory unknown" if met is None else f"{peak:.0f} of {most:.0f} MiB"))
     if goal.exact:
         mine, eager = (p.get("errors", {}) for p in (provider, record["providers"].get(EAGER, {})))
         names = [name for name in mine if name.startswith("d") and mine[name] and eager.get(name)]
