@@ -102,6 +102,8 @@ def _make_function(model_type):
         mlp=None,
         model=None,
         inplace=True,
+        tiled_mlp=False,
+        tiled_mlp_num_shards=None,
     ):
         options = {
             "rope": rope,
@@ -111,6 +113,8 @@ def _make_function(model_type):
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
             "mlp": mlp,
             "inplace": inplace,
+            "tiled_mlp": tiled_mlp,
+            "tiled_mlp_num_shards": tiled_mlp_num_shards,
         }
         _apply_to(model_type, model, options)
 
@@ -118,7 +122,8 @@ def _make_function(model_type):
     apply_liger_kernel.__doc__ = f"""Patches {model_type} models: the one given, or all that are made from now on.
 
     Args:
-        rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace: as in :func:`liger.patch`.
+        rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp,
+        tiled_mlp_num_shards: as in :func:`liger.patch`.
         model: the one model to change; None for every {model_type} model whose constructor runs from now on, until
             ``liger.transformers.revert("{model_type}")`` or a call with everything False.
 

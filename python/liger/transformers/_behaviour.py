@@ -16,13 +16,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..ops.rope import rope
 from ._loss import CausalLMRecipe, linear_heads
-from ._modules import ROPE_NAME, MLPRecipe, NormRecipe, RopeRecipe
+from ._modules import ROPE_NAME, MLPRecipe, NormRecipe, RopeRecipe, TiledMLPRecipe
 from ._rename import rename_global, uses_global
 
 EPS_NAMES = ("variance_epsilon", "eps")
 # (offset, casting_mode): Llama and its kin, Gemma, norms without casts.
 NORM_KINDS = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0.0, "none"))
 MLP_INPUTS = (("gate_proj", "up_proj"), ("gate_up_proj",))
+# Of MLPs that liger tiles.
+TILED_ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
 SOFTCAP_NAME = "final_logit_softcapping"
 
@@ -56,12 +58,23 @@ def norm(module):
 
 
 def mlp(module, inplace):
+    return _mlp(module, lambda inputs, act_name: [MLPRecipe(inputs, act_name, inplace)], "silu(gate)")
+
+
+def mlp_to_tile(module, num_shards):
+    def recipes(inputs, _):
+        return [TiledMLPRecipe(inputs, activation, num_shards) for activation in TILED_ACTIVATIONS]
+
+    return _mlp(module, recipes, "silu(gate) or gelu(gate)")
+
+
+def _mlp(module, recipes, formula):
     act_name = next((name for name in ACTIVATION_NAMES if hasattr(module, name)), None)
     inputs = next((names for names in MLP_INPUTS if {*names, "down_proj"} <= module._modules.keys()), None)
     if act_name is None or inputs is None:
         return None
-    recipe, random = MLPRecipe(inputs, act_name, inplace), _Random()
-    x, width = random(3, 16), 24 if recipe.packed else 12
+    random = _Random()
+    x, width = random(3, 16), 24 if len(inputs) == 1 else 12
     projections = {name: _Projection(random(width, 16)) for name in inputs}
     projections["down_proj"] = _Projection(random(16, 12))
     stand_in = _stand_in(module, **projections, **{act_name: getattr(module, act_name)})
@@ -69,9 +82,10 @@ def mlp(module, inplace):
         expected = _original(module).forward(stand_in, x)
     except _TRIAL_ERRORS as error:
         return _no_trial(error)
-    if _error(recipe.run(stand_in, x), expected) <= 1:
-        return recipe
-    return f"with {type(getattr(module, act_name)).__name__} it does not compute down(silu(gate) * up)"
+    for recipe in recipes(inputs, act_name):
+        if _error(recipe.run(stand_in, x), expected) <= 1:
+            return recipe
+    return f"with {type(getattr(module, act_name)).__name__} it does not compute down({formula} * up)"
 
 
 def attention(module):
@@ -173,6 +187,7 @@ class _Projection:
     """What a linear layer looks like to the code of an MLP."""
 
     _forward_hooks = ()
+    bias = None
 
     def __init__(self, weight):
         self.weight = weight

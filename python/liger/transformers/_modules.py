@@ -7,9 +7,13 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import nn
+
+from .._tiled import tiled
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
+from ..ops.tiled_mlp import tiled_mlp
 from ._rename import rename_global, uses_global
 from ._reuse import linear_over
 from ._tensors import is_dtensor
@@ -84,6 +88,62 @@ class MLPRecipe:
             return recipe.run(self, args[0])
 
         return {"forward": functools.wraps(original.forward)(forward)}
+
+
+@dataclass(frozen=True)
+class TiledMLPRecipe:
+    """``down_proj(activation(gate) * up)``, a shard of tokens at a time.
+
+    Projections that are more than a weight and a bias (LoRA, quantised, with hooks) are called, shard by shard, and
+    computed again in the backward as a whole.
+    """
+
+    inputs: tuple
+    activation: str
+    num_shards: int | None
+    kind: ClassVar[str] = "tiled_mlp"
+
+    def run(self, module, x):
+        gate, *up = (getattr(module, name) for name in self.inputs)
+        up = up[0] if up else None
+        return tiled_mlp(
+            x,
+            gate.weight,
+            None if up is None else up.weight,
+            module.down_proj.weight,
+            gate.bias,
+            None if up is None else up.bias,
+            module.down_proj.bias,
+            self.activation,
+            self._shards(x),
+        )
+
+    def _shards(self, x):
+        return None if self.num_shards is None else max(min(self.num_shards, x.shape[:-1].numel()), 1)
+
+    def members(self, original):
+        recipe = self
+
+        def forward(self, *args, **kwargs):
+            if kwargs or len(args) != 1 or is_dtensor(args[0]):
+                return original.forward(self, *args, **kwargs)
+            projections = [getattr(self, name) for name in (*recipe.inputs, "down_proj")]
+            if all(map(_is_only_its_parameters, projections)):
+                return recipe.run(self, args[0])
+            function = functools.partial(original.forward, self)
+            return tiled(function, args[0], num_shards=recipe._shards(args[0]))
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _is_only_its_parameters(projection):
+    """Whether calling a layer does nothing but multiply by its weight and add its bias."""
+    if type(projection).forward is not nn.Linear.forward or is_dtensor(projection.weight):
+        return False
+    # Those of ZeRO-3 gather the weight, which reading it does as well.
+    partitioned = hasattr(projection.weight, "ds_id")
+    hooks = (projection._forward_hooks, projection._forward_pre_hooks, projection._backward_hooks)
+    return partitioned or not any(hooks)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Options:
     fused_linear_cross_entropy: bool = True
     mlp: bool | None = None
     inplace: bool = True
+    tiled_mlp: bool = False
+    tiled_mlp_num_shards: int | None = None
 
     def __post_init__(self):
         if self.cross_entropy and self.fused_linear_cross_entropy:
@@ -32,13 +34,18 @@ class Options:
                 "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused form has no logits to "
                 "compute a cross entropy from"
             )
+        shards = self.tiled_mlp_num_shards
+        if shards is not None and (not self.tiled_mlp or shards < 1):
+            raise ValueError(
+                f"tiled_mlp_num_shards is {shards}, expected at least 1, and only together with tiled_mlp=True"
+            )
         if self.mlp is not None:
             object.__setattr__(self, "swiglu", self.mlp)
 
     @property
     def any(self):
-        wanted = (self.rope, self.rms_norm, self.swiglu, self.cross_entropy, self.fused_linear_cross_entropy)
-        return any(wanted)
+        losses = (self.cross_entropy, self.fused_linear_cross_entropy)
+        return any((self.rope, self.rms_norm, self.swiglu, self.tiled_mlp, *losses))
 
 
 @dataclass
@@ -46,7 +53,7 @@ class PatchReport:
     """What :func:`patch` did, by module name ("" is the model itself).
 
     Attributes:
-        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"cross_entropy"`` or
+        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"tiled_mlp"``, ``"cross_entropy"`` or
             ``"fused_linear_cross_entropy"``.
         left: module name -> why a module that looked as if it could be patched was left as it is.
     """
@@ -81,13 +88,17 @@ def patch(model, **options):
         mlp: another name of swiglu.
         inplace: whether MLPs reuse, in the backward, the memory of their activations, default True. A graph
             kept by ``retain_graph=True`` is left alone.
+        tiled_mlp: gated MLPs, also those with GELU, a shard of tokens at a time, so that their activations never
+            exist for all tokens: :func:`liger.tiled_mlp`. Default False.
+        tiled_mlp_num_shards: into how many shards, default None: as a memory budget says.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
 
     Raises:
         TypeError: model is not a module, or an unknown option.
-        ValueError: cross_entropy and fused_linear_cross_entropy together, or nothing in the model can be patched.
+        ValueError: cross_entropy and fused_linear_cross_entropy together, fewer than one shard or shards without
+            tiled_mlp, or nothing in the model can be patched.
         RuntimeError: the model was patched and then sharded by ``fully_shard``.
     """
     if not isinstance(model, nn.Module):
@@ -149,7 +160,9 @@ def _recipe(module, options):
     trials = []
     if options.rms_norm:
         trials.append(_behaviour.norm)
-    if options.swiglu:
+    if options.tiled_mlp:
+        trials.append(functools.partial(_behaviour.mlp_to_tile, num_shards=options.tiled_mlp_num_shards))
+    elif options.swiglu:
         trials.append(functools.partial(_behaviour.mlp, inplace=options.inplace))
     if options.rope:
         trials.append(_behaviour.attention)
