@@ -1,10 +1,11 @@
-// Rows of logits -> loss, metrics and the gradient, over the logits or elsewhere. Two kernels compute the
+// Rows of logits -> loss, metrics and the gradient, over the logits or elsewhere. Three kernels compute the
 // same:
 //
-//   rows_streamed   one block per row; statistics in one read, the gradient in a second. Any device, any
-//   size. rows_resident   sm_90 and later: a cluster of blocks keeps the row in its shared memory, so that
-//   statistics
-//                   and gradient take one read and one write of memory together.
+//   rows_streamed     one block for each row: statistics in one read, the gradient in a second. Any device,
+//                     any size.
+//   rows_resident     sm_90 and later: one block for each row, which it keeps in shared memory, so that
+//                     statistics and gradient take one read and one write of memory together.
+//   rows_persistent   the same for longer rows, by blocks that stay: cross_entropy_persistent.cuh
 #pragma once
 
 #include "common/cluster.cuh"
@@ -13,8 +14,7 @@
 namespace liger::ce {
 
 inline constexpr int kMaxThreads = 512;
-inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
-inline constexpr int kStages = 4;      // pieces of a resident row whose arrival is awaited one by one
+inline constexpr int kStages = 4;  // pieces of a resident row whose arrival is awaited one by one
 
 // The part of a row of zeros that is this block's, of so many blocks.
 template <typename T>
@@ -32,35 +32,21 @@ __device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blo
   if (rank == 0 && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
 }
 
-// Merges the statistics of all threads of a block, or of all blocks of a cluster; every thread gets the same
-// bits. slots: one for each warp of the cluster, in the shared memory of each block.
+// Merges what warps have left in `slots`; every thread gets the same bits.
 template <bool kExtras>
-__device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slots, int rank, int blocks) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  merge_warp(s);
-  if (blocks == 1) {
-    if (lane == 0) slots[warp] = s;
-    __syncthreads();
-  } else {
-#if __CUDA_ARCH__ >= 900
-    __syncwarp();
-    cluster_wait();  // for the start of every block; the arrival was at the start of the kernel
-    if (lane < blocks) {
-      constexpr int kWords = sizeof(Stats<kExtras>) / sizeof(uint32_t);
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
-      uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
-    }
-    __syncwarp();
-    // No block touches another one's memory after this barrier, so each may exit when it likes.
-    cluster_arrive();
-    cluster_wait();
-#endif
-  }
+__device__ __forceinline__ void merge_slots(Stats<kExtras>& s, const Stats<kExtras>* slots, int count) {
   s = no_stats<kExtras>();
-  for (int i = lane; i < warps * blocks; i += 32) merge(s, slots[i]);
+  for (int i = threadIdx.x % 32; i < count; i += 32) merge(s, slots[i]);
   merge_warp(s);
+}
+
+// Merges the statistics of all threads of a block. slots: shared memory, one for each warp.
+template <bool kExtras>
+__device__ __forceinline__ void merge_block(Stats<kExtras>& s, Stats<kExtras>* slots) {
+  merge_warp(s);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = s;
+  __syncthreads();
+  merge_slots(s, slots, blockDim.x / 32);
 }
 
 // grid: rows. Any number of threads that is a multiple of 32.
@@ -106,7 +92,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
     const int column = span.edge_column(threadIdx.x, p.vocab);
     accumulate(stats, Vec<T, 1>{logits[column]}, column, p);
   }
-  merge_row(stats, slots, 0, 1);
+  merge_block(stats, slots);
   if (threadIdx.x == 0) write_results(p, row, stats);
   if (!write_gradient) return;
 
@@ -124,74 +110,65 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   }
 }
 
-// grid: rows x blocks, the blocks of a row being a cluster. Block `rank` keeps vectors [rank, rank + 1) x
-// slice. Dynamic shared memory: slice vectors.
+// grid: rows. Any number of threads that is a multiple of 32. Dynamic shared memory: the vectors of a row.
 template <typename T, bool kExtras>
-__global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, int slice, int blocks) {
+__global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char shared_row[];
-  __shared__ Stats<kExtras> slots[kMaxThreads / 32 * kMaxCluster];
+  __shared__ Stats<kExtras> slots[kMaxThreads / 32];
   __shared__ uint64_t arrived[kStages];
-  const int64_t index = blockIdx.x / blocks;
-  const int rank = blockIdx.x % blocks;
+  const int64_t index = blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
   T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
-  const Span span = span_of(logits, p.vocab);
-  const int begin = min(rank * slice, span.vectors), end = min(begin + slice, span.vectors);
-  const bool edges = rank == 0;
   const int64_t y = p.targets[index];
   if (y == p.targets.ignore_index) {
-    write_zeros(out, p.vocab, rank, blocks);
-    if (edges && threadIdx.x == 0) write_ignored(p, index);
+    write_zeros(out, p.vocab, 0, 1);
+    if (threadIdx.x == 0) write_ignored(p, index);
     return;
   }
 
+  const Span span = span_of(logits, p.vocab);
   const int step = blockDim.x;
-  const int stage = ((slice + kStages - 1) / kStages + step - 1) / step * step;
-  if (blocks > 1) cluster_arrive_relaxed();
-  const T* body = logits + span.head + static_cast<int64_t>(begin) * N;
+  const int stage = ((span.vectors + kStages - 1) / kStages + step - 1) / step * step;
   const T* kept = reinterpret_cast<const T*>(shared_row);
-  const int count = end - begin;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) mbarrier_init(&arrived[i]);
     mbarrier_init_fence();
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      const int first = i * stage, vectors = min(count - first, stage);
+      const int first = i * stage, vectors = min(span.vectors - first, stage);
       if (vectors <= 0) break;
       mbarrier_arrive_expect(&arrived[i], vectors * 16);
-      bulk_load(shared_row + static_cast<int64_t>(first) * 16, body + static_cast<int64_t>(first) * N,
-                vectors * 16, &arrived[i]);
+      bulk_load(shared_row + first * 16, logits + span.head + first * N, vectors * 16, &arrived[i]);
     }
   }
   const Row row = read_row<kExtras>(p, logits, index, y);
   const float share = row.token_weight / *p.denominator;
-  const int edge_column = edges && threadIdx.x < span.edges() ? span.edge_column(threadIdx.x, p.vocab) : -1;
+  const int edge_column = threadIdx.x < span.edges() ? span.edge_column(threadIdx.x, p.vocab) : -1;
   Vec<T, 1> edge = {};
   if (edge_column >= 0) edge.v[0] = logits[edge_column];
   __syncthreads();  // the barriers are initialised
 
-  const int first_column = span.head + begin * N;
   Stats<kExtras> stats = no_stats<kExtras>();
-  for (int i = 0; i < kStages && i * stage < count; ++i) {
+  for (int i = 0; i < kStages && i * stage < span.vectors; ++i) {
     mbarrier_wait(&arrived[i], 0);
-    const int stop = min(count, (i + 1) * stage);
+    const int stop = min(span.vectors, (i + 1) * stage);
 #pragma unroll 2
     for (int v = i * stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
-      accumulate(stats, load<T, N>(kept + v * N), first_column + v * N, p);
+      accumulate(stats, load<T, N>(kept + v * N), span.head + v * N, p);
     }
   }
   if (edge_column >= 0) accumulate(stats, edge, edge_column, p);
-  merge_row(stats, slots, rank, blocks);
-  if (edges && threadIdx.x == 0) write_results(p, row, stats);
+  merge_block(stats, slots);
+  if (threadIdx.x == 0) write_results(p, row, stats);
 
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
   const bool aligned = aligned_alike(logits, out);
 #pragma unroll 2
-  for (int v = threadIdx.x; v < count; v += step) {
-    const int column = first_column + v * N;
+  for (int v = threadIdx.x; v < span.vectors; v += step) {
+    const int column = span.head + v * N;
     const Vec<T, N> d = gradient<kExtras>(load<T, N>(kept + v * N), column, p, g);
     aligned ? store(out + column, d) : store_elements(out + column, d);
   }

@@ -2,172 +2,9 @@
 // and the gradient of a vector of logits. Shared by every kernel that looks at logits.
 #pragma once
 
-#include "common/reduce.cuh"
-#include "common/vec.cuh"
+#include "kernels/cross_entropy_problem.cuh"
 
 namespace liger::ce {
-
-inline constexpr float kLog2e = 1.4426950408889634f;
-
-// What a row needs beyond maximum, sum and target. Kernels compiled without extras serve every call that has
-// none.
-enum Extra : unsigned { kSoftcap = 1, kBias = 2, kSmoothing = 4, kArgmax = 8, kEntropy = 16 };
-
-struct Targets {
-  const void* data;
-  bool is_int32;
-  int64_t ignore_index;
-
-  __device__ __forceinline__ int64_t operator[](int64_t row) const {
-    return is_int32 ? static_cast<const int32_t*>(data)[row] : static_cast<const int64_t*>(data)[row];
-  }
-};
-
-// One call, or one chunk of it. Optional pointers are null; those of per-row results are null where not asked
-// for.
-struct Problem {
-  const void* logits;  // rows x vocab
-  int64_t row_stride;
-  void* gradient;  // rows x vocab, perhaps the logits themselves
-  int64_t gradient_stride;
-  int64_t rows;
-  int vocab;
-  Targets targets;
-  const void* bias;           // (vocab), the dtype of the logits
-  const float* class_weight;  // (vocab)
-  const float* token_weight;  // (rows)
-  const float* denominator;   // divides the gradient
-  const float* weight_sum;    // sum of class_weight, set with kSmoothing and class_weight
-  float label_smoothing;
-  float lse_square_scale;
-  float softcap;
-  unsigned extras;
-  float* loss;
-  float* z_loss;
-  float* lse;
-  float* logprobs;
-  float* entropy;
-  int64_t* predicted;
-};
-
-// --- numbers
-// ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// Two-byte logits carry 3 digits: an absolute error of 1e-7 in tanh is far below their rounding.
-template <typename T>
-__device__ __forceinline__ float tanh_for(float x) {
-  return 1.0f - __fdividef(2.0f, exp2_fast(2.0f * kLog2e * x) + 1.0f);
-}
-template <>
-__device__ __forceinline__ float tanh_for<float>(float x) {
-  return tanhf(x);
-}
-
-// exp(z - reference). The difference is taken first, so that it is exact where it matters: near the largest
-// logit.
-__device__ __forceinline__ float exp_from(float z, float reference) {
-  return exp2_fast((z - reference) * kLog2e);
-}
-
-// What the sums refer to; 0 for a row without a finite logit, so that nothing is inf - inf.
-__device__ __forceinline__ float reference_of(float max) {
-  return max == -INFINITY ? 0.0f : max;
-}
-
-// --- the aligned middle of a row, and its edges
-// -------------------------------------------------------------------
-
-// A row is cut into `head` single elements up to the first 16-byte boundary, whole vectors, and `tail` single
-// elements.
-struct Span {
-  int head, vectors, tail;
-
-  __device__ __forceinline__ int edges() const { return head + tail; }
-  __device__ __forceinline__ int edge_column(int edge, int vocab) const {
-    return edge < head ? edge : vocab - tail + (edge - head);
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ Span span_of(const T* row, int vocab) {
-  const int misaligned =
-      static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16) / static_cast<int>(sizeof(T));
-  Span span;
-  span.head = min(vocab, misaligned == 0 ? 0 : kVec<T> - misaligned);
-  span.vectors = (vocab - span.head) / kVec<T>;
-  span.tail = vocab - span.head - span.vectors * kVec<T>;
-  return span;
-}
-
-// N neighbours as floats, through 16-byte loads where the address allows.
-template <typename T, int N>
-__device__ __forceinline__ void load_anywhere(const T* p, float (&out)[N]) {
-  constexpr int kBytes = N * sizeof(T);
-  if constexpr (kBytes % 16 == 0) {
-    if (reinterpret_cast<uintptr_t>(p) % 16 == 0) {
-      load_floats<N>(p, out);
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = to_float(p[i]);
-}
-
-// Whether vectors of two rows start at 16-byte boundaries together.
-__device__ __forceinline__ bool aligned_alike(const void* a, const void* b) {
-  return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
-}
-
-template <typename T, int N>
-__device__ __forceinline__ void store_elements(T* p, const Vec<T, N>& x) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) p[i] = x.v[i];
-}
-
-// Logits as stored -> with their bias, before the softcap.
-template <bool kExtras, typename T, int N>
-__device__ __forceinline__ void widen(const Vec<T, N>& raw, int column, const Problem& p, float (&x)[N]) {
-  unpack(raw, x);
-  if constexpr (kExtras) {
-    if (p.extras & kBias) {
-      float bias[N];
-      load_anywhere<T, N>(static_cast<const T*>(p.bias) + column, bias);
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] += bias[i];
-    }
-  }
-}
-
-template <bool kExtras, typename T, int N>
-__device__ __forceinline__ void cap(const Problem& p, float (&x)[N]) {
-  if constexpr (kExtras) {
-    if (p.extras & kSoftcap) {
-      const float inverse = 1.0f / p.softcap;
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = p.softcap * tanh_for<T>(x[i] * inverse);
-    }
-  }
-}
-
-// Pairwise: shorter chains for the scheduler, and less rounding.
-template <typename Op, int N>
-__device__ __forceinline__ float reduce_pairwise(const float (&x)[N]) {
-  float y[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) y[i] = x[i];
-#pragma unroll
-  for (int width = N / 2; width > 0; width /= 2) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) y[i] = Op::apply(y[i], y[i + width]);
-  }
-  return y[0];
-}
 
 // --- statistics of a row
 // ------------------------------------------------------------------------------------------
@@ -248,6 +85,32 @@ __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& r
   s.sum += reduce_pairwise<Sum>(e);
 }
 
+// accumulate() of several vectors, the columns of which are column_step apart. Without extras it is one step:
+// one comparison with the maximum for all of them.
+template <bool kExtras, typename T, int N, int U>
+__device__ __forceinline__ void accumulate_all(Stats<kExtras>& s, const Vec<T, N> (&raw)[U], int column,
+                                               int column_step, const Problem& p) {
+  if constexpr (kExtras) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) accumulate(s, raw[u], column + u * column_step, p);
+  } else {
+    float z[U * N];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      float part[N];
+      unpack(raw[u], part);
+#pragma unroll
+      for (int i = 0; i < N; ++i) z[u * N + i] = part[i];
+    }
+    const float largest = reduce_pairwise<Max>(z);
+    if (largest > s.max) raise(s, largest);
+    const float reference = reference_of(s.max);
+#pragma unroll
+    for (int i = 0; i < U * N; ++i) z[i] = exp_from(z[i], reference);
+    s.sum += reduce_pairwise<Sum>(z);
+  }
+}
+
 template <bool kExtras>
 __device__ __forceinline__ void merge(Stats<kExtras>& a, Stats<kExtras> b) {
   const float max = fmaxf(a.max, b.max);
@@ -281,7 +144,26 @@ __device__ __forceinline__ void merge_warp(Stats<kExtras>& s) {
 // --- what follows from the statistics
 // -----------------------------------------------------------------------------
 
-// What a row needs from memory beside its logits, read before anything waits.
+// What a row needs from memory beside its logits, as it was read: nothing waits for it before row_of().
+template <typename T>
+struct RowInputs {
+  int64_t target;
+  T logit;  // at the target
+  float class_weight, token_weight;
+};
+
+template <typename T>
+__device__ __forceinline__ RowInputs<T> read_inputs(const Problem& p, const T* logits, int64_t index,
+                                                    int64_t y) {
+  RowInputs<T> in = {y, from_float<T>(0.0f), 1.0f, 1.0f};
+  if (p.token_weight != nullptr) in.token_weight = p.token_weight[index];
+  if (y >= 0 && y < p.vocab) {
+    in.logit = logits[y];
+    if (p.class_weight != nullptr) in.class_weight = p.class_weight[y];
+  }
+  return in;
+}
+
 struct Row {
   int64_t index;
   int target;          // -1 for one that is no class
@@ -291,17 +173,22 @@ struct Row {
 };
 
 template <bool kExtras, typename T>
-__device__ __forceinline__ Row read_row(const Problem& p, const T* logits, int64_t index, int64_t y) {
-  Row row = {index, -1, NAN, p.token_weight != nullptr ? p.token_weight[index] : 1.0f, NAN};
-  if (y >= 0 && y < p.vocab) {
-    row.target = static_cast<int>(y);
-    row.class_weight = p.class_weight != nullptr ? p.class_weight[y] : 1.0f;
+__device__ __forceinline__ Row row_of(const Problem& p, const RowInputs<T>& in, int64_t index) {
+  Row row = {index, -1, NAN, in.token_weight, NAN};
+  if (in.target >= 0 && in.target < p.vocab) {
+    row.target = static_cast<int>(in.target);
+    row.class_weight = in.class_weight;
     float z[1];
-    widen<kExtras>(Vec<T, 1>{logits[y]}, row.target, p, z);
+    widen<kExtras>(Vec<T, 1>{in.logit}, row.target, p, z);
     cap<kExtras, T>(p, z);
     row.z_target = z[0];
   }
   return row;
+}
+
+template <bool kExtras, typename T>
+__device__ __forceinline__ Row read_row(const Problem& p, const T* logits, int64_t index, int64_t y) {
+  return row_of<kExtras>(p, read_inputs(p, logits, index, y), index);
 }
 
 __device__ __forceinline__ float class_weight_sum(const Problem& p) {

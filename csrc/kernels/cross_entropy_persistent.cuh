@@ -1,0 +1,234 @@
+// Rows of logits -> loss, metrics and gradient in one read and one write of memory (sm_90 and later), by
+// blocks that stay on the device: for rows of which a multiprocessor keeps only one, so that there is no second
+// block whose copies run while the first computes.
+//
+// A block, or a cluster of blocks where one cannot hold a row, takes row after row. The row lies in shared
+// memory in pieces; a warp has a part of its own in every piece, with a barrier. It alone reads that part for
+// the statistics, turns it into the gradient, stores that, and has the same part of the next row come to its
+// place. So the copies of a row run beside the gradient of the row before, without a warp that only copies,
+// and the warps wait for each other once per row, for its statistics.
+#pragma once
+
+#include <type_traits>
+
+#include "common/cluster.cuh"
+#include "common/integers.h"
+#include "kernels/cross_entropy_rows.cuh"
+
+namespace liger::ce {
+
+inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
+
+// How rows lie in blocks; pieces == 0 where they do not.
+struct PersistentPlan {
+  int blocks;  // of a row
+  int slice;   // vectors of a row that a block has
+  int pieces;  // of shared memory that they take
+};
+
+// Of an instance: threads of a block, and the vectors of a piece for each of them.
+template <int kThreads_, int kVectors_>
+struct PersistentShape {
+  static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
+  static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
+  static constexpr int kPieceBytes = kPiece * 16 + kWarps * static_cast<int>(sizeof(uint64_t));
+
+  // Dynamic shared memory: pieces, their barriers, and two sets of slots for the statistics of warps.
+  static constexpr int shared_bytes(int pieces, int blocks, bool extras) {
+    const auto slot = static_cast<int>(extras ? sizeof(Stats<true>) : sizeof(Stats<false>));
+    return pieces * kPieceBytes + 2 * kWarps * blocks * slot;
+  }
+
+  // The fewest blocks whose shared memory holds a row.
+  static PersistentPlan plan(int64_t row_vectors, bool extras, int shared_memory_optin) {
+    for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+      const int64_t slice = ceil_div(row_vectors, blocks), pieces = ceil_div(slice, kPiece);
+      if (pieces > (shared_memory_optin - shared_bytes(0, blocks, extras)) / kPieceBytes) continue;
+      return {blocks, static_cast<int>(slice), static_cast<int>(pieces)};
+    }
+    return {0, 0, 0};
+  }
+};
+
+// As measured (docs/performance/cross_entropy.md). With extras a thread needs more registers than 1024 of them
+// can have.
+template <bool kExtras>
+using Persistent = std::conditional_t<kExtras, PersistentShape<512, 4>, PersistentShape<1024, 2>>;
+
+#if __CUDA_ARCH__ >= 900
+// The vectors of a row that one of its blocks has.
+template <typename T>
+struct Slice {
+  const T* logits;  // of the row
+  Span span;
+  int begin, count;
+  bool live;  // not ignored
+
+  __device__ __forceinline__ Slice(const Problem& p, const PersistentPlan& plan, int rank, int64_t row,
+                                   int64_t y)
+      : logits(static_cast<const T*>(p.logits) + row * p.row_stride),
+        span(span_of(logits, p.vocab)),
+        begin(min(rank * plan.slice, span.vectors)),
+        count(min(begin + plan.slice, span.vectors) - begin),
+        live(y != p.targets.ignore_index) {}
+
+  __device__ __forceinline__ int column(int vector) const { return span.head + (begin + vector) * kVec<T>; }
+};
+
+// Merges the statistics of all threads of a block, or of the blocks of a row. slots: one for each warp of
+// these, at the same place in each block. Another row may use them after the merge of a row between: whoever
+// is past that one knows that all threads have read these.
+template <bool kExtras>
+__device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slots, int rank, int blocks) {
+  if (blocks == 1) {
+    merge_block(s, slots);
+    return;
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  merge_warp(s);
+  if (lane < blocks) {
+    constexpr int kWords = sizeof(Stats<kExtras>) / sizeof(uint32_t);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
+    uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
+  }
+  __syncwarp();
+  // After the barrier of its last row no block touches another one's memory, so each may exit when it likes.
+  cluster_arrive();
+  cluster_wait();
+  merge_slots(s, slots, warps * blocks);
+}
+#endif
+
+// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape.
+template <typename T, bool kExtras, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    rows_persistent(const Problem p, const PersistentPlan plan) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int N = kVec<T>, U = Shape::kVectors;
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = blockIdx.x % plan.blocks;
+  const int64_t row_step = gridDim.x / plan.blocks;
+  // This lane's first vector of the first piece, and the barriers of this warp.
+  T* const parts = reinterpret_cast<T*>(memory) + (warp * Shape::kPart + lane) * N;
+  uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + plan.pieces * Shape::kPiece * 16);
+  uint64_t* const arrived = barriers + warp * plan.pieces;
+  auto* slots = reinterpret_cast<Stats<kExtras>*>(barriers + Shape::kWarps * plan.pieces);  // of this row
+  int to_other_slots = Shape::kWarps * plan.blocks;                                         // of the next one
+
+  // By one lane.
+  const auto load_part = [&](const Slice<T>& s, int k) {
+    const int first = k * Shape::kPiece + warp * Shape::kPart;
+    const int vectors = max(0, min(Shape::kPart, s.count - first));
+    // The barrier of a part without anything completes too, so that all are in the same phase.
+    mbarrier_arrive_expect(&arrived[k], vectors * 16);
+    if (vectors > 0) {
+      bulk_load(parts + k * Shape::kPiece * N, s.logits + s.column(first), vectors * 16, &arrived[k]);
+    }
+  };
+  const auto edge_column = [&](const Slice<T>& s) {
+    return rank == 0 && threadIdx.x < s.span.edges() ? s.span.edge_column(threadIdx.x, p.vocab) : -1;
+  };
+  Vec<T, 1> edge = {};
+  RowInputs<T> inputs = {};
+  const auto load_rest = [&](const Slice<T>& s, int64_t row, int64_t y) {
+    inputs = read_inputs(p, s.logits, row, y);
+    if (edge_column(s) >= 0) edge.v[0] = s.logits[edge_column(s)];
+  };
+  const auto load_all = [&](const Slice<T>& s, int64_t row, int64_t y) {
+    if (lane == 0) {
+      for (int k = 0; k < plan.pieces; ++k) load_part(s, k);
+    }
+    load_rest(s, row, y);
+  };
+  const auto target_of = [&](int64_t row) { return row < p.rows ? p.targets[row] : p.targets.ignore_index; };
+
+  if (lane == 0) {
+    for (int k = 0; k < plan.pieces; ++k) mbarrier_init(&arrived[k]);
+    mbarrier_init_fence();
+  }
+  __syncwarp();
+  if (plan.blocks > 1) cluster_arrive_relaxed();
+  int64_t row = blockIdx.x / plan.blocks;
+  int64_t y = target_of(row), y_next = target_of(row + row_step);
+  Slice<T> now(p, plan, rank, row, y);
+  if (now.live) load_all(now, row, y);
+  const float denominator = *p.denominator;
+  __syncwarp();
+  if (plan.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+
+  uint32_t phase = 0;
+  for (; row < p.rows; row += row_step) {
+    const Slice<T> next(p, plan, rank, row + row_step, y_next);
+    const int64_t y_after = target_of(row + 2 * row_step);
+    T* const out = static_cast<T*>(p.gradient) + row * p.gradient_stride;
+    if (now.live) {
+      Stats<kExtras> stats = no_stats<kExtras>();
+      for (int k = 0; k < plan.pieces; ++k) {
+        mbarrier_wait(&arrived[k], phase);
+        const int first = k * Shape::kPiece + warp * Shape::kPart, count = now.count - first;
+        const int column = now.column(first + lane);
+        const T* const kept = parts + k * Shape::kPiece * N;
+        if (count >= Shape::kPart) {
+          Vec<T, N> raw[U];
+#pragma unroll
+          for (int u = 0; u < U; ++u) raw[u] = load<T, N>(kept + u * 32 * N);
+          accumulate_all(stats, raw, column, 32 * N, p);
+        } else {
+#pragma unroll 1
+          for (int u = 0; u * 32 + lane < count; ++u) {
+            accumulate(stats, load<T, N>(kept + u * 32 * N), column + u * 32 * N, p);
+          }
+        }
+      }
+      phase ^= 1;
+      const int at_edge = edge_column(now);
+      if (at_edge >= 0) accumulate(stats, edge, at_edge, p);
+      merge_row(stats, slots, rank, plan.blocks);
+      slots += to_other_slots;
+      to_other_slots = -to_other_slots;
+
+      const Row facts = row_of<kExtras>(p, inputs, row);
+      if (rank == 0 && threadIdx.x == 0) write_results(p, facts, stats);
+      const Gradient g = gradient_weights(p, facts, stats.max + logf(stats.sum),
+                                          facts.token_weight / denominator, stats.max, stats.sum);
+      if (at_edge >= 0) out[at_edge] = gradient<kExtras>(edge, at_edge, p, g).v[0];
+      if (next.live) load_rest(next, row + row_step, y_next);
+      const bool aligned = aligned_alike(now.logits, out);
+      const auto put = [&](const Vec<T, N>& raw, int column) {
+        const Vec<T, N> d = gradient<kExtras>(raw, column, p, g);
+        aligned ? store(out + column, d) : store_elements(out + column, d);
+      };
+      for (int k = 0; k < plan.pieces; ++k) {
+        const int first = k * Shape::kPiece + warp * Shape::kPart, count = now.count - first;
+        const int column = now.column(first + lane);
+        const T* const kept = parts + k * Shape::kPiece * N;
+        if (count >= Shape::kPart) {
+          Vec<T, N> raw[U];
+#pragma unroll
+          for (int u = 0; u < U; ++u) raw[u] = load<T, N>(kept + u * 32 * N);
+#pragma unroll
+          for (int u = 0; u < U; ++u) put(raw[u], column + u * 32 * N);
+        } else {
+#pragma unroll 1
+          for (int u = 0; u * 32 + lane < count; ++u) {
+            put(load<T, N>(kept + u * 32 * N), column + u * 32 * N);
+          }
+        }
+        __syncwarp();  // all lanes have read the part
+        if (lane == 0 && next.live) load_part(next, k);
+      }
+    } else {
+      if (next.live) load_all(next, row + row_step, y_next);
+      write_zeros(out, p.vocab, rank, plan.blocks);
+      if (rank == 0 && threadIdx.x == 0) write_ignored(p, row);
+    }
+    now = next;
+    y_next = y_after;
+  }
+#endif
+}
+
+}  // namespace liger::ce
