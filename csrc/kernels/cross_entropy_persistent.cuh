@@ -1,6 +1,6 @@
 // Rows of logits -> loss, metrics and gradient in one read and one write of memory (sm_90 and later), by
-// blocks that stay on the device: for rows of which a multiprocessor keeps only one, so that there is no second
-// block whose copies run while the first computes.
+// blocks that stay on the device: for rows of which a multiprocessor keeps only one, so that no second block's
+// copies run while the first computes.
 //
 // A block, or a cluster of blocks where one cannot hold a row, takes row after row. The row lies in shared
 // memory in pieces; a warp has a part of its own in every piece, with a barrier. It alone reads that part for
@@ -50,8 +50,8 @@ struct PersistentShape {
   }
 };
 
-// As measured (docs/performance/cross_entropy.md). With extras a thread needs more registers than 1024 of them
-// can have.
+// As measured (docs/performance/cross_entropy.md). With extras a thread needs more registers than 1024 of
+// them can have.
 template <bool kExtras>
 using Persistent = std::conditional_t<kExtras, PersistentShape<512, 4>, PersistentShape<1024, 2>>;
 

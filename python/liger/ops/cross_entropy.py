@@ -1,7 +1,6 @@
 """Cross entropy with class and token weights, label smoothing, z-loss, softcap and metrics of the same pass.
 
-docs/cross_entropy.md defines every term, and says when the gradient is made in the forward. The reference kernels
-work on blocks of rows, so that their float32 temporaries stay small beside the logits.
+docs/cross_entropy.md defines every term, and says when the gradient is made in the forward.
 """
 
 from typing import NamedTuple
@@ -20,8 +19,13 @@ from ._autograd import (
     own_their_memory,
     wants_grad,
 )
-from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
-from ._rows import row_blocks
+from ._cross_entropy_math import Metrics
+from ._cross_entropy_torch import (
+    cross_entropy_backward__torch,
+    cross_entropy_backward_torch,
+    cross_entropy_forward__torch,
+    cross_entropy_forward_torch,
+)
 from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
@@ -35,72 +39,6 @@ class CrossEntropyOutput(NamedTuple):
     predicted_tokens: torch.Tensor | None
     logprobs: torch.Tensor | None
     entropy: torch.Tensor | None
-
-
-# --- torch backend ----------------------------------------------------------------------------------------------
-
-
-def _forward(
-    gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
-    softcap, reduction, *wanted,
-):  # fmt: skip
-    """The reduced results, lse and the denominator. A gradient that is not None is filled; it may be the logits."""
-    torch.ops.liger.check_cross_entropy(
-        "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
-    )  # fmt: skip
-    rule = make_rule(
-        "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
-        label_smoothing, lse_square_scale, softcap,
-    )  # fmt: skip
-    results = RowResults(rule, Metrics(*wanted))
-    used_denominator = rule.denominator(denominator, reduction)
-    for block in row_blocks(logits):
-        z = results.fill(block, logits[block])
-        if gradient is not None:
-            gradient[block] = row_gradient(rule, block, z, results.lse[block], 1.0 / used_denominator)
-    return *results.reduced(used_denominator, reduction), results.lse, used_denominator
-
-
-def cross_entropy_forward_torch(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy,
-    need_grad,
-):  # fmt: skip
-    gradient = torch.empty_like(logits) if need_grad else None
-    results = _forward(
-        gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens,
-        return_logprobs, return_entropy,
-    )  # fmt: skip
-    return *results, logits.new_empty(0) if gradient is None else gradient
-
-
-def cross_entropy_forward__torch(logits, target, *rest):
-    return _forward(logits, logits, target, *rest)[:6]
-
-
-def _write_gradient(
-    out, grad_loss, logits, target, lse, used_denominator, ce_weight, token_weight, ignore_index, label_smoothing,
-    lse_square_scale, softcap,
-):  # fmt: skip
-    rule = make_rule(
-        "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
-        label_smoothing, lse_square_scale, softcap,
-    )  # fmt: skip
-    upstream = grad_loss.to(rule.wide) / used_denominator
-    for block in row_blocks(logits):
-        per_row = upstream[block] if upstream.dim() else upstream
-        out[block] = row_gradient(rule, block, rule.capped(logits[block]), lse[block], per_row)
-
-
-def cross_entropy_backward_torch(grad_loss, logits, *rest):
-    grad_logits = torch.empty_like(logits)
-    _write_gradient(grad_logits, grad_loss, logits, *rest)
-    return grad_logits
-
-
-def cross_entropy_backward__torch(grad_loss, logits, *rest):
-    _write_gradient(logits, grad_loss, logits, *rest)
 
 
 register_family(
