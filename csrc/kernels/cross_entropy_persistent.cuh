@@ -1,6 +1,6 @@
 // Rows of logits -> loss, metrics and gradient in one read and one write of memory (sm_90 and later), by
-// blocks that stay on the device: for rows of which a multiprocessor keeps only one, so that no second block's
-// copies run while the first computes.
+// blocks that stay on the device: for rows of which a multiprocessor keeps only one, so that no second
+// block's copies run while the first computes.
 //
 // A block, or a cluster of blocks where one cannot hold a row, takes row after row. The row lies in shared
 // memory in pieces; a warp has a part of its own in every piece, with a barrier. It alone reads that part for
