@@ -317,7 +317,6 @@ SAMPLES = {
     "tiled_mlp": _tiled_mlp,
     "tiled_mlp_forward": _tiled_mlp_forward,
     "tiled_mlp_backward": _tiled_mlp_backward,
-    "tiled_mlp_backward_": _tiled_mlp_backward,
     "rescale": _rescale,
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", _float(d, 3, 16), None, _float(d, 16), "llama")],

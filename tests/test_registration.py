@@ -192,10 +192,6 @@ def test_writing_ops_agree_with_the_functional_ones(device, op):
         asked = arguments if op != "cross_entropy_forward_" else (*arguments, True)
         expected = run(functional, asked)
         results = run(op, arguments)
-        if op == "tiled_mlp_backward_":
-            # What it writes is working memory, and then nothing of use.
-            torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-6)
-            continue
         if results:
             expected = (*expected[: len(results)], *expected[-len(written(op)) :])
         for value, other in zip((*results, *(arguments[i] for i in written(op))), expected, strict=False):

@@ -1,21 +1,22 @@
 """The gated MLP of language models a shard of tokens at a time: its activations never exist for all tokens.
 
-The forward keeps x and, of as many shards as a budget allows, gate and up; the backward computes gate and up of the
-others again, but not the down projection. Shards write their part of the result and of the gradient of x in place, and
-weight gradients are summed over shards in float32 by the products themselves. The products are those of torch; what
-lies between them is :func:`liger.swiglu`, in the backend that serves it.
+The forward keeps x and, of as many tokens as the gradient of x and a budget make room for, gate and up; the backward
+computes those of the others again, but not the down projection. Shards write their part of the result and of the
+gradient of x in place, and weight gradients are summed over shards in float32 by the products themselves. The products
+are those of torch; what lies between them is :func:`liger.swiglu`, in the backend that serves it.
 """
 
 import math
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ..backend import register_portable
 from ._autocast import autocast_operands
-from ._autograd import differentiable, differentiable_once, forbid_autograd, may_write_saved, wants_grad
+from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from ._gated import gated_backward_, gated_product
 from ._products import add_product, write_linear
-from ._tiles import plan_tiles
+from ._tiles import lay_out, plan_tiles
 from .rms_norm import accumulate_dtype
 
 # --- kernels ------------------------------------------------------------------------------------------------------
@@ -64,29 +65,100 @@ class _Projections:
 class _ParameterGradient:
     """The sum over shards of one parameter's gradient; nothing if it is not needed."""
 
-    def __init__(self, parameter, needed, single):
-        self.dtype, self.needed, self.first = parameter.dtype, needed, True
+    def __init__(self, like, needed, single):
+        self.like, self.needed, self.sum = like, needed, None
         # A single product rounds its float32 sum itself.
-        wide = self.dtype if single and parameter.dim() > 1 else accumulate_dtype(self.dtype)
-        self.sum = parameter.new_empty(parameter.shape if needed else 0, dtype=wide)
+        self.dtype = like.dtype if single and like.dim() > 1 else accumulate_dtype(like.dtype)
 
     def add_product(self, grad, inputs):
-        if self.needed:
-            add_product(self.sum, grad, inputs, self.first)
-            self.first = False
+        if not self.needed:
+            return
+        first = self.sum is None
+        if first:
+            self.sum = self.like.new_empty(self.like.shape, dtype=self.dtype)
+        add_product(self.sum, grad, inputs, first)
 
     def add_rows(self, grad):
         if self.needed:
-            rows = grad.sum(0, dtype=self.sum.dtype)
-            self.sum = rows if self.first else self.sum.add_(rows)
-            self.first = False
+            rows = grad.sum(0, dtype=self.dtype)
+            self.sum = rows if self.sum is None else self.sum.add_(rows)
 
     def result(self):
         """The gradient, once: the float32 sum is let go."""
         total, self.sum = self.sum, None
-        if self.needed and self.first:
-            total.zero_()
-        return total.to(self.dtype)
+        if total is None:
+            return self.like.new_zeros(self.like.shape if self.needed else 0)
+        return total.to(self.like.dtype)
+
+
+class _Workplace:
+    """Where the shards of a backward lie: each in memory of its own, for as long as it is needed."""
+
+    def __init__(self, x, kept, intermediate, shard_rows):
+        self.x, self.kept, self.columns = x, kept, 2 * intermediate
+        self.rows, recomputed = x.shape[0], x.shape[0] - kept.shape[0]
+        self.steps = [*_slices(0, kept.shape[0], shard_rows), *_slices(kept.shape[0], self.rows, shard_rows)]
+        # The kept shards come first, so that their memory can be that of the others.
+        roomy = kept.shape[0] >= min(shard_rows, recomputed)
+        self.working = kept if roomy else x.new_empty(min(shard_rows, recomputed), self.columns)
+        self.grad_x = None
+
+    def gate_up(self, shard):
+        """(memory of gate and up, whether they are there)"""
+        if shard.start < self.kept.shape[0]:
+            return self.kept[shard], True
+        return self.working[: shard.stop - shard.start], False
+
+    def hidden(self, shard):
+        return self.x.new_empty(shard.stop - shard.start, self.columns // 2)
+
+    def grad_x_of(self, shard):
+        """Where the gradient of x of this shard goes; :meth:`settle` follows when gate and up are done with."""
+        if self.grad_x is None:
+            self.grad_x = torch.empty_like(self.x, memory_format=torch.contiguous_format)
+        return self.grad_x[shard]
+
+    def settle(self, shard):
+        pass
+
+
+class _SharedWorkplace:
+    """The same in the memory of what was kept, of which the gradient of x becomes a part."""
+
+    def __init__(self, x, kept, intermediate, tiles):
+        rows, hidden = x.shape
+        self.kept_rows, self.columns = kept.shape[0], 2 * intermediate
+        self.memory, self.spare = kept.view(-1), x.new_empty(tiles.spare_rows * intermediate)
+        self.grad_x = self.memory[: rows * hidden].view(rows, hidden)
+        self.places = {step.start: step for step in lay_out(rows, hidden, intermediate, tiles)}
+        self.steps = [slice(step.start, step.stop) for step in self.places.values()]
+
+    def _block(self, memory, start, rows, columns):
+        return memory[start : start + rows * columns].view(rows, columns)
+
+    def gate_up(self, shard):
+        step = self.places[shard.start]
+        block = self._block(self.memory, step.gate_up, step.stop - step.start, self.columns)
+        return block, step.start < self.kept_rows
+
+    def hidden(self, shard):
+        step, columns = self.places[shard.start], self.columns // 2
+        memory, start = (self.spare, 0) if step.hidden is None else (self.memory, step.hidden)
+        return self._block(memory, start, step.stop - step.start, columns)
+
+    def _in_the_way(self, shard):
+        """Whether the gradient would overwrite the gate and up that it is computed from, as at the beginning."""
+        return shard.stop * self.grad_x.shape[1] > self.places[shard.start].gate_up
+
+    def grad_x_of(self, shard):
+        if not self._in_the_way(shard):
+            return self.grad_x[shard]
+        # The spare buffer is done with: it held the product of this shard.
+        return self._block(self.spare, 0, shard.stop - shard.start, self.grad_x.shape[1])
+
+    def settle(self, shard):
+        if self._in_the_way(shard):
+            self.grad_x[shard] = self.grad_x_of(shard)
 
 
 def tiled_mlp_forward_kernel(
@@ -100,15 +172,13 @@ def tiled_mlp_forward_kernel(
     projections = _Projections(gate_weight, up_weight, gate_bias, up_bias, intermediate)
     flat, y = x.reshape(rows, hidden), x.new_empty(rows, hidden)
     kept = x.new_empty(tiles.kept_rows, 2 * intermediate)
-    recomputed = rows - tiles.kept_rows
-    # What will be kept is working memory until then.
-    roomy = tiles.kept_rows >= tiles.shard_rows
-    working = kept if roomy else x.new_empty(min(tiles.shard_rows, recomputed), 2 * intermediate)
-    for shard in _slices(0, recomputed, tiles.shard_rows) + _slices(recomputed, rows, tiles.shard_rows):
-        if shard.start < recomputed:
-            gate_up = working[: shard.stop - shard.start]
-        else:
-            gate_up = kept[shard.start - recomputed : shard.stop - recomputed]
+    # What will be kept is working memory until then. The product of a shard is no larger than the spare buffer of the
+    # backward, so that this is not the peak.
+    shard_rows = tiles.spare_rows or tiles.shard_rows
+    working = kept if tiles.kept_rows else x.new_empty(min(shard_rows, rows), 2 * intermediate)
+    for shard in _slices(tiles.kept_rows, rows, shard_rows) + _slices(0, tiles.kept_rows, shard_rows):
+        recomputed = shard.start >= tiles.kept_rows
+        gate_up = working[: shard.stop - shard.start] if recomputed else kept[shard]
         projections.write(flat[shard], gate_up)
         product = gated_product(*projections.halves(gate_up), activation)
         write_linear(product, down_weight, down_bias, y[shard])
@@ -116,84 +186,75 @@ def tiled_mlp_forward_kernel(
     return y.view(x.shape), kept
 
 
-def tiled_mlp_backward__kernel(
+def _backward_over(
     grad_y, kept, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, activation, num_shards, memory_budget,
     need_grad_x, need_grad_gate_weight, need_grad_up_weight, need_grad_down_weight, need_grad_gate_bias,
     need_grad_up_bias, need_grad_down_bias,
 ):  # fmt: skip
+    """The gradients, that of x in the memory of ``kept``, which is overwritten."""
     hidden, intermediate = down_weight.shape
-    rows = _rows(x)
-    shard_rows = _tiles(x, down_weight, num_shards, memory_budget, True).shard_rows
-    recomputed = rows - kept.shape[0]
-    shards = _slices(recomputed, rows, shard_rows) + _slices(0, recomputed, shard_rows)
+    rows, tiles = _rows(x), _tiles(x, down_weight, num_shards, memory_budget, True)
     projections = _Projections(gate_weight, up_weight, gate_bias, up_bias, intermediate)
     flat, grad_y = x.reshape(rows, hidden), grad_y.reshape(rows, hidden)
-    grad_x = x.new_empty(flat.shape if need_grad_x else 0)
-
-    single, nothing = len(shards) == 1, x.new_empty(0)
+    if tiles.spare_rows and kept.shape[0] == tiles.kept_rows and need_grad_x:
+        place = _SharedWorkplace(flat, kept, intermediate, tiles)
+    else:
+        place = _Workplace(flat, kept, intermediate, tiles.shard_rows)
+    single, nothing = len(place.steps) == 1, x.new_empty(0)
 
     def gradient(parameter, needed):
         return _ParameterGradient(nothing if parameter is None else parameter, needed, single)
 
-    grad_down_bias = _ParameterGradient(x.new_empty(hidden), need_grad_down_bias, single)
     grad_down = gradient(down_weight, need_grad_down_weight)
+    grad_down_bias = gradient(x.new_empty(hidden), need_grad_down_bias)
     grad_weights = [gradient(gate_weight, need_grad_gate_weight), gradient(up_weight, need_grad_up_weight)]
     grad_biases = [gradient(gate_bias, need_grad_gate_bias), gradient(up_bias, need_grad_up_bias)]
     through_gate = need_grad_x or any(g.needed for g in (*grad_weights, *grad_biases))
 
-    def add_shards():
-        roomy = kept.shape[0] >= shard_rows
-        working = kept if roomy else x.new_empty(min(shard_rows, recomputed), 2 * intermediate)
-        hidden_working = x.new_empty(min(shard_rows, rows) if through_gate else 0, intermediate)
-        for shard in shards:
-            count, dy, xs = shard.stop - shard.start, grad_y[shard], flat[shard]
-            # The kept shards come first, so that their memory can be that of the others.
-            if shard.start >= recomputed:
-                gate_up = kept[shard.start - recomputed : shard.stop - recomputed]
-            else:
-                gate_up = working[:count]
-                projections.write(xs, gate_up)
-            gate, up = projections.halves(gate_up)
-            if not through_gate:
-                grad_down.add_product(dy, gated_product(gate, up, activation))
-                continue
-            grad_product = hidden_working[:count]
-            torch.mm(dy, down_weight, out=grad_product)
-            gated_backward_(grad_product, gate, up, activation, need_grad_down_weight)
-            grad_down.add_product(dy, grad_product)  # where now the product is
-            if need_grad_x:
-                projections.write_grad_x(gate_up, grad_x[shard])
-            for (_, _, columns), grad_weight, grad_bias in zip(
-                projections.parts, grad_weights, grad_biases, strict=False
-            ):
-                grad_weight.add_product(gate_up[:, columns], xs)
-                grad_bias.add_rows(gate_up[:, columns])
+    def add(place, shard):
+        dy, xs = grad_y[shard], flat[shard]
+        gate_up, there = place.gate_up(shard)
+        if not there:
+            projections.write(xs, gate_up)
+        gate, up = projections.halves(gate_up)
+        if not through_gate:
+            grad_down.add_product(dy, gated_product(gate, up, activation))
+            return
+        product = place.hidden(shard)
+        torch.mm(dy, down_weight, out=product)  # until the next line, the gradient of the product
+        gated_backward_(product, gate, up, activation, need_grad_down_weight)
+        grad_down.add_product(dy, product)
+        del product
+        if need_grad_x:
+            projections.write_grad_x(gate_up, place.grad_x_of(shard))
+        for (_, _, columns), grad_weight, grad_bias in zip(
+            projections.parts, grad_weights, grad_biases, strict=False
+        ):
+            grad_weight.add_product(gate_up[:, columns], xs)
+            grad_bias.add_rows(gate_up[:, columns])
+        if need_grad_x:
+            place.settle(shard)
 
     if through_gate or need_grad_down_weight:
-        add_shards()
+        for shard in place.steps:
+            add(place, shard)
     grad_down_bias.add_rows(grad_y)
-    # The working memory is gone, and one sum at a time becomes a gradient.
-    grads = [g.result() for g in (*grad_weights, grad_down, *grad_biases, grad_down_bias)]
-    return grad_x.view(x.shape) if need_grad_x else grad_x, *grads
+    grad_x = nothing
+    if need_grad_x:
+        grad_x = (x.new_empty(flat.shape) if place.grad_x is None else place.grad_x).view(x.shape)
+    # The working memory goes, and one sum at a time becomes a gradient.
+    del place
+    return grad_x, *(g.result() for g in (*grad_weights, grad_down, *grad_biases, grad_down_bias))
 
 
-def tiled_mlp_backward_kernel(
-    grad_y, kept, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, activation, num_shards, memory_budget,
-    need_grad_x, need_grad_gate_weight, need_grad_up_weight, need_grad_down_weight, need_grad_gate_bias,
-    need_grad_up_bias, need_grad_down_bias,
-):  # fmt: skip
-    return tiled_mlp_backward__kernel(
-        grad_y, kept.clone(), x, gate_weight, up_weight, down_weight, gate_bias, up_bias, activation, num_shards,
-        memory_budget, need_grad_x, need_grad_gate_weight, need_grad_up_weight, need_grad_down_weight,
-        need_grad_gate_bias, need_grad_up_bias, need_grad_down_bias,
-    )  # fmt: skip
+def tiled_mlp_backward_kernel(grad_y, kept, *rest):
+    return _backward_over(grad_y, kept.clone(memory_format=torch.contiguous_format), *rest)
 
 
 register_portable(
     {
         "tiled_mlp_forward": tiled_mlp_forward_kernel,
         "tiled_mlp_backward": tiled_mlp_backward_kernel,
-        "tiled_mlp_backward_": tiled_mlp_backward__kernel,
     }
 )
 
@@ -217,7 +278,6 @@ def _fake_backward(
 
 
 torch.library.register_fake("liger::tiled_mlp_backward")(_fake_backward)
-torch.library.register_fake("liger::tiled_mlp_backward_")(_fake_backward)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
@@ -235,9 +295,6 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-_tiled_mlp_backward_ = forbid_autograd("tiled_mlp_backward_")
-
-
 @differentiable_once("tiled_mlp")
 def _backward(ctx, grad_y, _grad_kept):
     result = [None] * len(ctx.needs_input_grad)
@@ -246,8 +303,9 @@ def _backward(ctx, grad_y, _grad_kept):
     needed = ctx.needs_input_grad[:_TENSORS]
     saved = ctx.saved_tensors
     if may_write_saved(*saved):
-        # The kept activations die with this node: their memory becomes that of their gradients.
-        grads = _tiled_mlp_backward_(grad_y, saved[0].detach(), *saved[1:], *ctx.options, *needed)
+        # The kept activations die with this node: their memory becomes that of gradients.
+        increment_version(saved[0])
+        grads = _backward_over(grad_y, saved[0].detach(), *saved[1:], *ctx.options, *needed)
     else:
         grads = torch.ops.liger.tiled_mlp_backward.default(grad_y, *saved, *ctx.options, *needed)
     result[:_TENSORS] = (grad if need else None for grad, need in zip(grads, needed, strict=True))
@@ -278,11 +336,11 @@ def tiled_mlp(
         gate_bias, up_bias, down_bias: (I,), (I,) and (H,), or None. Where gate_weight holds both projections,
             gate_bias is (2I,) and up_bias None.
         activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"`` (the exact one).
-        num_shards: into how many parts of equal size the tokens are cut, at most as many as there are tokens; None
-            lets the budget decide. In whole tiles of 128 tokens where that is possible.
-        memory_budget: bytes for kept activations, for one shard's working memory and for float32 sums, at the peak of
-            the backward. None for ``LIGER_MEMORY_BUDGET``, else for what shards of 8192 tokens take. A budget that is
-            too small for shards of 128 tokens gives those.
+        num_shards: into how many parts of equal size the tokens are cut, at most as many as there are tokens; without
+            a budget, nothing is kept then. None lets the budget decide. In whole tiles of 128 tokens where possible.
+        memory_budget: bytes held beyond inputs, result and gradients at the peak of the backward. None for
+            ``LIGER_MEMORY_BUDGET``, else for float32 sums and the activations of 2048 tokens. A budget that is too
+            small for shards of 128 tokens gives those.
 
     Under autocast all tensors are cast as ``torch.nn.functional.linear`` casts them.
 
