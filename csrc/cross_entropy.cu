@@ -56,13 +56,14 @@ ce::Scalar scalar_type(const Tensor& tensor) {
   }
 }
 
-template <typename T, bool kExtras, bool kAligned>
-void launch_backward_as(const char* op, const ce::Problem& p, const ce::Backward& b, cudaStream_t stream) {
-  const int64_t tiles = ceil_div(p.vocab, int64_t{ce::kBackwardThreads} * ce::kBackwardVectors * kVec<T>);
-  require(p.rows * tiles <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
-  ce::backward_from_lse<T, kExtras, kAligned>
-      <<<static_cast<unsigned>(p.rows * tiles), ce::kBackwardThreads, 0, stream>>>(p, b,
-                                                                                   static_cast<int>(tiles));
+template <typename T, bool kExtras>
+void launch_backward(const char* op, const ce::Problem& p, const ce::Backward& b, cudaStream_t stream) {
+  const bool aligned = rows_aligned_alike<T>(p, b.out, b.out_stride);
+  const unsigned tiles = backward_tiles<T>(op, p);
+  const auto kernel =
+      aligned ? ce::backward_from_lse<T, kExtras, true> : ce::backward_from_lse<T, kExtras, false>;
+  kernel<<<static_cast<unsigned>(p.rows) * tiles, ce::kBackwardThreads, 0, stream>>>(p, b,
+                                                                                     static_cast<int>(tiles));
   check_launch(op);
 }
 
@@ -168,6 +169,20 @@ void CrossEntropyResults::reduce(const char* op, const CrossEntropyOptions& opti
   check_launch(op);
 }
 
+RowInput rows_to_overwrite(const char* op, const Tensor& logits) {
+  RowInput rows = row_input(logits);
+  require(rows.tensor.get() != logits.get() || logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
+          ": logits have rows that overlap, with a stride of ", logits.stride(0), " for ", logits.size(1),
+          " classes");
+  return rows;
+}
+
+void write_back(const Tensor& logits, const RowInput& rows) {
+  if (rows.tensor.get() == logits.get()) return;
+  Tensor written = logits;
+  torch::stable::copy_(written, rows.tensor);
+}
+
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
@@ -232,22 +247,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   return finish(kept, gradient.result);
 }
 
-// The rows of logits that a gradient is to overwrite; write_back() follows.
-RowInput rows_to_overwrite(const char* op, const Tensor& logits) {
-  RowInput rows = row_input(logits);
-  require(rows.tensor.get() != logits.get() || logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
-          ": logits have rows that overlap, with a stride of ", logits.stride(0), " for ", logits.size(1),
-          " classes");
-  return rows;
-}
-
-// Classes that do not lie side by side were gathered into a copy, whose gradient goes back.
-void write_back(const Tensor& logits, const RowInput& rows) {
-  if (rows.tensor.get() == logits.get()) return;
-  Tensor written = logits;
-  torch::stable::copy_(written, rows.tensor);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
     const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
@@ -302,19 +301,10 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
   backward.out = out;
   backward.out_stride = out_stride;
 
-  const cudaStream_t stream = current_stream(like);
   dispatch_dtype(like.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto position = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16; };
-    const bool aligned = position(problem.logits) == position(out) &&
-                         (problem.row_stride - out_stride) % static_cast<int64_t>(kVec<T>) == 0;
-    if (problem.extras == 0) {
-      aligned ? launch_backward_as<T, false, true>(op, problem, backward, stream)
-              : launch_backward_as<T, false, false>(op, problem, backward, stream);
-    } else {
-      aligned ? launch_backward_as<T, true, true>(op, problem, backward, stream)
-              : launch_backward_as<T, true, false>(op, problem, backward, stream);
-    }
+    const auto launch = problem.extras == 0 ? launch_backward<T, false> : launch_backward<T, true>;
+    launch(op, problem, backward, current_stream(like));
   });
 }
 

@@ -2,10 +2,12 @@
 // rows.
 #pragma once
 
+#include <climits>
 #include <string>
 
+#include "common/integers.h"
 #include "common/torch.h"
-#include "kernels/cross_entropy_rule.cuh"
+#include "kernels/cross_entropy_tile.cuh"
 
 namespace liger {
 
@@ -47,5 +49,27 @@ struct CrossEntropyResults {
 // problem.gradient is null.
 void launch_rows(const char* op, ce::Problem problem, ScalarType dtype, bool write_gradient, int device,
                  cudaStream_t stream);
+
+// The rows of logits that a gradient is to overwrite; write_back() follows.
+RowInput rows_to_overwrite(const char* op, const Tensor& logits);
+
+// Classes that do not lie side by side were gathered into a copy, whose gradient goes back.
+void write_back(const Tensor& logits, const RowInput& rows);
+
+// Blocks of a row in the elementwise backward kernels.
+template <typename T>
+unsigned backward_tiles(const char* op, const ce::Problem& p) {
+  const int64_t tiles = ceil_div(p.vocab, int64_t{ce::kBackwardThreads} * ce::kBackwardVectors * kVec<T>);
+  require(p.rows * tiles <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
+  return static_cast<unsigned>(tiles);
+}
+
+// Whether the logits and the gradient of every row are equally far from a 16-byte boundary.
+template <typename T>
+bool rows_aligned_alike(const ce::Problem& p, const void* out, int64_t out_stride) {
+  const auto position = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16; };
+  return position(p.logits) == position(out) &&
+         (p.row_stride - out_stride) % static_cast<int64_t>(kVec<T>) == 0;
+}
 
 }  // namespace liger

@@ -96,6 +96,25 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "label_smoothing,"
       " float lse_square_scale, float? softcap) -> ()");
 
+  // What a loss needs of logits (N, V) that are some of the classes: those from vocab_start on. target (N,)
+  // counts all classes. stats (3 or 4, N): the largest logit m, sum(exp(z - m)), the target's logit or 0
+  // where it is not among them and, with return_class_sum, sum(ce_weight * z). Rows that are ignored have 0,
+  // 1, 0, 0.
+  m.def(
+      "cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int "
+      "ignore_index, float? softcap, bool return_class_sum) -> Tensor");
+  // of_exp * exp(z[v] - reference) - of_target * [v + vocab_start == target] - of_class * ce_weight[v], all
+  // but ce_weight (V,) with one value per row, times the derivative of the softcap; 0 in rows that are
+  // ignored
+  m.def(
+      "cross_entropy_stats_backward(Tensor logits, Tensor target, Tensor reference, Tensor of_exp, Tensor "
+      "of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap)"
+      " -> Tensor");
+  m.def(
+      "cross_entropy_stats_backward_(Tensor(a!) logits, Tensor target, Tensor reference, Tensor of_exp, "
+      "Tensor of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? "
+      "softcap) -> ()");
+
   // input (..., H), weight (V, H), target (...): the loss alone, composite over fused_linear_ce_forward
   m.def(
       "fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, Tensor? ce_weight=None,"

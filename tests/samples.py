@@ -269,6 +269,25 @@ def _fused_linear_ce_forward(d):
     ]
 
 
+def _cross_entropy_stats(d):
+    logits, target = _float(d, 6, 11), _target(d, 6, 30)
+    return [
+        (logits, target, None, 10, -100, None, False),
+        (_transposed(logits), target.int(), None, 0, -100, 5.0, True),
+        (_float(d, 6, 22)[:, ::2], target, _float(d, 11).abs(), 10, 2, None, True),
+        (_float(d, 0, 11), target[:0], None, 10, -100, None, False),
+    ]
+
+
+def _cross_entropy_stats_backward(d):
+    samples = []
+    for logits, target, ce_weight, start, ignore_index, softcap, per_class in _cross_entropy_stats(d):
+        of_exp, of_target, of_class = (_float(d, len(target)) for _ in range(3))
+        coefficients = (_float(d, len(target)) + 3, of_exp, of_target, of_class if per_class else None)
+        samples.append((logits, target, *coefficients, ce_weight, start, ignore_index, softcap))
+    return samples
+
+
 def _rescale(d):
     return [
         (_float(d, 3, 4), torch.tensor(2.5, device=d)),
@@ -312,6 +331,9 @@ SAMPLES = {
     "cross_entropy_forward_": _cross_entropy_forward_,
     "cross_entropy_backward": _cross_entropy_backward,
     "cross_entropy_backward_": _cross_entropy_backward,
+    "cross_entropy_stats": _cross_entropy_stats,
+    "cross_entropy_stats_backward": _cross_entropy_stats_backward,
+    "cross_entropy_stats_backward_": _cross_entropy_stats_backward,
     "fused_linear_ce": _fused_linear_ce,
     "fused_linear_ce_forward": _fused_linear_ce_forward,
     "tiled_mlp": _tiled_mlp,

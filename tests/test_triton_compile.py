@@ -17,6 +17,7 @@ import liger.triton_kernels
 from liger.triton_kernels import (
     compact,
     cross_entropy,
+    cross_entropy_stats,
     fused_linear_ce,
     rescale,
     rms_norm,
@@ -107,6 +108,17 @@ def cross_entropy_launches(dtype, tokens=9):
             cross_entropy.cross_entropy_backward_(torch.ones(tokens), *rest)
 
 
+def cross_entropy_stats_launches(dtype, tokens=9):
+    logits, weight = torch.zeros(tokens, 64128, dtype=dtype), torch.ones(64128)
+    target, row = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens)
+    for ce_weight, softcap, per_class in ((None, None, False), (None, 30.0, True), (weight, None, True)):
+        where = (64128, -100, softcap)
+        cross_entropy_stats.cross_entropy_stats(logits, target, ce_weight, *where, per_class)
+        rest = (logits, target, row, row, row, row if per_class else None, ce_weight, *where)
+        cross_entropy_stats.cross_entropy_stats_backward(*rest)
+        cross_entropy_stats.cross_entropy_stats_backward_(*rest)
+
+
 def fused_linear_ce_launches(dtype, tokens=9):
     x, weight = torch.zeros(tokens, 16, dtype=dtype), torch.zeros(1000, 16, dtype=dtype)
     target, ones = torch.zeros(tokens, dtype=torch.int32), torch.ones(1000)
@@ -144,6 +156,7 @@ LAUNCHES = {
     swiglu: swiglu_launches,
     rescale: rescale_launches,
     cross_entropy: cross_entropy_launches,
+    cross_entropy_stats: cross_entropy_stats_launches,
     fused_linear_ce: fused_linear_ce_launches,
 }
 

@@ -131,15 +131,12 @@ def tile_statistics(
 
 
 @triton.jit
-def statistics(
+def _walk(
     row_ptr, ce_weight_ptr, n_cols, softcap, shift,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, KEEP: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(log-sum-exp, entropy, index of the largest logit, sum of w * (z - shift)) of a row.
-
-    KEEP: the row is read again, from the last tile to the first.
-    """
+    """The running statistics of every lane at the end of a row."""
     policy: tl.constexpr = "evict_last" if KEEP else "evict_first"
     tile: tl.constexpr = LANES * REPEATS * VECTOR
     high, total, moment, top, top_col, smooth = _nothing_included(LANES)
@@ -159,7 +156,39 @@ def statistics(
             x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
             ARGMAX, ENTROPY, SMOOTHING,
         )  # fmt: skip
+    return high, total, moment, top, top_col, smooth
+
+
+@triton.jit
+def statistics(
+    row_ptr, ce_weight_ptr, n_cols, softcap, shift,
+    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, KEEP: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """(log-sum-exp, entropy, index of the largest logit, sum of w * (z - shift)) of a row.
+
+    KEEP: the row is read again, from the last tile to the first.
+    """
+    high, total, moment, top, top_col, smooth = _walk(
+        row_ptr, ce_weight_ptr, n_cols, softcap, shift, ARGMAX, ENTROPY, SMOOTHING, KEEP, LANES, REPEATS, VECTOR
+    )  # fmt: skip
     return _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX, ENTROPY)
+
+
+@triton.jit
+def partial_statistics(
+    row_ptr, ce_weight_ptr, n_cols, softcap, SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """(largest z, sum of exp(z - largest), sum of w * z) of a row."""
+    high, total, _, _, _, smooth = _walk(
+        row_ptr, ce_weight_ptr, n_cols, softcap, 0.0, False, False, SMOOTHING, True, LANES, REPEATS, VECTOR
+    )  # fmt: skip
+    row_high = tl.max(high, 0)
+    row_total = tl.sum(total * _exp(high - row_high), 0)
+    # A row of -inf has left the lanes at what they began with.
+    row_high = tl.where(row_total == 0.0, float("-inf"), row_high)
+    return row_high, row_total, tl.sum(smooth, 0)
 
 
 @triton.jit

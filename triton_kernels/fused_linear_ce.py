@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..ops._cross_entropy_math import Metrics, at_original_rows
-from ..ops._products import add_product, write_linear
+from ..ops._products import product, write_linear
 from .common import require_dtype
 from .compact import Compaction
 from .cross_entropy_rows import RowResults, Rule
@@ -90,7 +90,7 @@ def fused_linear_ce_forward(
             write_linear(x[done:], weight, bias, logits[done:])
         results.fill(logits, stride, start, used_denominator)
         if need_grad_weight:
-            add_product(weight_sum, logits, x, first=start == 0)
+            product(logits.t(), x, weight_sum, add=start > 0)
         if need_grad_bias:
             grad_bias += logits.sum(0, dtype=torch.float32)
         if need_grad_input:

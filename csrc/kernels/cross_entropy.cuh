@@ -4,7 +4,7 @@
 
 #include <cstdio>
 
-#include "kernels/cross_entropy_rule.cuh"
+#include "kernels/cross_entropy_tile.cuh"
 
 namespace liger::ce {
 
@@ -145,54 +145,17 @@ struct Backward {
   int64_t out_stride;
 };
 
-inline constexpr int kBackwardThreads = 256;
-inline constexpr int kBackwardVectors = 4;  // per thread
-
-// Elementwise gradient of rows whose lse is known. grid: rows x tiles. kAligned: the logits and the gradient
-// of a row are equally far from a 16-byte boundary; otherwise single elements are moved. In place is fine:
-// one thread reads and writes an element, but for the logit at the target, which does not enter the gradient
-// of others.
+// The gradient of rows whose lse is known.
 template <typename T, bool kExtras, bool kAligned>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_from_lse(const Problem p, const Backward b, int tiles) {
-  constexpr int N = kAligned ? kVec<T> : 1;
-  const int64_t index = blockIdx.x / tiles;
-  const int tile = blockIdx.x % tiles;
-  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
-  T* out = static_cast<T*>(b.out) + index * b.out_stride;
-  const Span span = kAligned ? span_of(logits, p.vocab) : Span{0, p.vocab, 0};
-  const int64_t y = p.targets[index];
-  const bool ignored = y == p.targets.ignore_index;
-
-  constexpr int kPerThread = kBackwardVectors * (kAligned ? 1 : kVec<T>);
-  const int begin = tile * kBackwardThreads * kPerThread + static_cast<int>(threadIdx.x);
-  Vec<T, N> raw[kPerThread];
-#pragma unroll
-  for (int u = 0; u < kPerThread; ++u) {
-    const int v = begin + u * kBackwardThreads;
-    if (v < span.vectors && !ignored) raw[u] = load<T, N>(logits + span.head + v * N);
-  }
-  Gradient g = {};
-  if (!ignored) {
-    const float lse = b.lse[index];
-    const Row row = read_row<kExtras>(p, logits, index, y);
-    const float share = row.token_weight * b.grad_loss[b.per_row ? index : 0] / *b.denominator;
-    g = gradient_weights(p, row, lse, share, lse, 1.0f);
-  }
-  Vec<T, N> zeros;
-#pragma unroll
-  for (int i = 0; i < N; ++i) zeros.v[i] = from_float<T>(0.0f);
-#pragma unroll
-  for (int u = 0; u < kPerThread; ++u) {
-    const int v = begin + u * kBackwardThreads;
-    if (v >= span.vectors) break;
-    const int column = span.head + v * N;
-    store(out + column, ignored ? zeros : gradient<kExtras>(raw[u], column, p, g));
-  }
-  if (tile == 0 && threadIdx.x < span.edges()) {
-    const int column = span.edge_column(threadIdx.x, p.vocab);
-    out[column] = ignored ? zeros.v[0] : gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
-  }
+  write_tile<T, kExtras, kAligned>(
+      p, b.out, b.out_stride, tiles, [&](int64_t index, const T* logits, int64_t y) {
+        const float lse = b.lse[index];
+        const Row row = read_row<kExtras>(p, logits, index, y);
+        const float share = row.token_weight * b.grad_loss[b.per_row ? index : 0] / *b.denominator;
+        return gradient_weights(p, row, lse, share, lse, 1.0f);
+      });
 }
 
 }  // namespace liger::ce

@@ -49,25 +49,11 @@ __device__ __forceinline__ void merge_block(Stats<kExtras>& s, Stats<kExtras>* s
   merge_slots(s, slots, blockDim.x / 32);
 }
 
-// grid: rows. Any number of threads that is a multiple of 32.
+// The statistics of this thread's share of a row that a whole block reads; merge_row follows.
 template <typename T, bool kExtras>
-__global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
+__device__ __forceinline__ Stats<kExtras> streamed_stats(const Problem& p, const T* logits,
+                                                         const Span& span) {
   constexpr int N = kVec<T>, kUnroll = 4;
-  __shared__ Stats<kExtras> slots[kMaxThreads / 32];
-  const int64_t index = blockIdx.x;
-  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
-  const bool write_gradient = p.gradient != nullptr;
-  T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
-  const Span span = span_of(logits, p.vocab);
-  const int64_t y = p.targets[index];
-  if (y == p.targets.ignore_index) {
-    if (write_gradient) write_zeros(out, p.vocab, 0, 1);
-    if (threadIdx.x == 0) write_ignored(p, index);
-    return;
-  }
-
-  const Row row = read_row<kExtras>(p, logits, index, y);
-  const float share = write_gradient ? row.token_weight / *p.denominator : 0.0f;
   const T* body = logits + span.head;
   const int step = blockDim.x;
   Stats<kExtras> stats = no_stats<kExtras>();
@@ -92,6 +78,30 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
     const int column = span.edge_column(threadIdx.x, p.vocab);
     accumulate(stats, Vec<T, 1>{logits[column]}, column, p);
   }
+  return stats;
+}
+
+// grid: rows. Any number of threads that is a multiple of 32.
+template <typename T, bool kExtras>
+__global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
+  constexpr int N = kVec<T>;
+  __shared__ Stats<kExtras> slots[kMaxThreads / 32];
+  const int64_t index = blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
+  const bool write_gradient = p.gradient != nullptr;
+  T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
+  const Span span = span_of(logits, p.vocab);
+  const int64_t y = p.targets[index];
+  if (y == p.targets.ignore_index) {
+    if (write_gradient) write_zeros(out, p.vocab, 0, 1);
+    if (threadIdx.x == 0) write_ignored(p, index);
+    return;
+  }
+
+  const Row row = read_row<kExtras>(p, logits, index, y);
+  const float share = write_gradient ? row.token_weight / *p.denominator : 0.0f;
+  const int step = blockDim.x;
+  Stats<kExtras> stats = streamed_stats<T, kExtras>(p, logits, span);
   merge_block(stats, slots);
   if (threadIdx.x == 0) write_results(p, row, stats);
   if (!write_gradient) return;
@@ -99,7 +109,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
   const bool aligned = aligned_alike(logits, out);
 #pragma unroll 2
-  for (v = threadIdx.x; v < span.vectors; v += step) {
+  for (int v = threadIdx.x; v < span.vectors; v += step) {
     const int column = span.head + v * N;
     const Vec<T, N> d = gradient<kExtras>(load<T, N>(logits + column), column, p, g);
     aligned ? store(out + column, d) : store_elements(out + column, d);

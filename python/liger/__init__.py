@@ -8,6 +8,7 @@ import importlib
 from . import _load  # noqa: F401  (registers the schemas; everything below needs them)
 from ._tiled import tiled
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
+from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from .ops.fused_linear_ce import fused_linear_ce
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
@@ -37,6 +38,8 @@ __all__ = [
     "transformers",
     "unpatch",
     "use_backend",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_fused_linear_ce",
 ]
 
 
@@ -46,4 +49,6 @@ def __getattr__(name):
         return importlib.import_module(f"liger.{name}")
     if name in ("patch", "unpatch"):
         return getattr(importlib.import_module("liger.transformers"), name)
+    if name.startswith("vocab_parallel_"):
+        return getattr(importlib.import_module("liger.distributed"), name)
     raise AttributeError(f"module 'liger' has no attribute '{name}'")

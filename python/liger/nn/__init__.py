@@ -1,5 +1,7 @@
 """Modules over the ops of liger, with the constructors of their counterparts in torch.nn."""
 
+import importlib
+
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import SwiGLUMLP
 from .norm import RMSNorm
@@ -15,4 +17,12 @@ __all__ = [
     "SwiGLUMLP",
     "TiledGEGLUMLP",
     "TiledSwiGLUMLP",
+    "VocabParallelFusedLinearCrossEntropyLoss",
 ]
+
+
+def __getattr__(name):
+    # Looked up when first used: it imports the distributed part of torch.
+    if name == "VocabParallelFusedLinearCrossEntropyLoss":
+        return getattr(importlib.import_module("liger.nn.vocab_parallel"), name)
+    raise AttributeError(f"module 'liger.nn' has no attribute '{name}'")

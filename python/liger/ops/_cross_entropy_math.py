@@ -120,19 +120,34 @@ class RowResults:
     def fill(self, block, logits):
         """Computes rows ``block`` from their logits; returns z."""
         rule, metrics = self.rule, self.metrics
-        live, valid, weight = rule.live[block], rule.valid[block], rule.weight[block]
+        live = rule.live[block]
         z = rule.capped(logits)
         lse = torch.logsumexp(z, -1)
+        logp = z.gather(1, rule.index[block].unsqueeze(1)).squeeze(1) - lse
+        total = None
+        if rule.label_smoothing != 0.0:
+            cost = lse.unsqueeze(1) - z
+            total = cost.sum(-1) if rule.class_weight is None else (cost * rule.class_weight).sum(-1)
+        self.fill_from(block, lse, logp, total)
+        if metrics.entropy:
+            cost = lse.unsqueeze(1) - z
+            p = torch.exp(-cost)
+            entropy = torch.where(p == 0, 0.0, p * cost).sum(-1)
+            self.entropy[block] = torch.where(live, entropy, 0.0)
+        if self.predicted.numel():
+            self.predicted[block] = torch.where(live, logits.argmax(-1), -1)
+        return z
+
+    def fill_from(self, block, lse, logp, total):
+        """What follows from lse, the target's log-probability and, with label smoothing, ``sum(w * (lse - z))``."""
+        rule, metrics = self.rule, self.metrics
+        live, valid, weight = rule.live[block], rule.valid[block], rule.weight[block]
         self.lse[block] = lse
         smoothing = rule.label_smoothing
-
-        logp = z.gather(1, rule.index[block].unsqueeze(1)).squeeze(1) - lse
         loss = torch.zeros_like(lse)
         if smoothing != 1.0:
             loss -= (1.0 - smoothing) * weight * logp
         if smoothing != 0.0:
-            cost = lse.unsqueeze(1) - z
-            total = cost.sum(-1) if rule.class_weight is None else (cost * rule.class_weight).sum(-1)
             loss += smoothing / rule.vocab * total
 
         def finish(values):
@@ -152,14 +167,6 @@ class RowResults:
         self.loss[block] = scaled(loss)
         if metrics.logprobs:
             self.logprobs[block] = finish(logp)
-        if metrics.entropy:
-            cost = lse.unsqueeze(1) - z
-            p = torch.exp(-cost)
-            entropy = torch.where(p == 0, 0.0, p * cost).sum(-1)
-            self.entropy[block] = torch.where(live, entropy, 0.0)
-        if self.predicted.numel():
-            self.predicted[block] = torch.where(live, logits.argmax(-1), -1)
-        return z
 
     def reduced(self, denominator, reduction):
         """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) as the ops return them."""
@@ -177,26 +184,36 @@ class RowResults:
         return reduce(self.loss), z_loss, accuracy, predicted, self.logprobs, self.entropy
 
 
+def gradient_weights(rule, block, lse):
+    """(of the probabilities, of the target), both per row, and (of the class weights) in the gradient of a row."""
+    weight, smoothing = rule.weight[block], rule.label_smoothing
+    hard = (1.0 - smoothing) * weight
+    scale = hard + smoothing / rule.vocab * rule.class_weight_sum
+    if rule.lse_square_scale != 0.0:
+        scale = scale + 2.0 * rule.lse_square_scale * weight * lse
+    return scale, hard, smoothing / rule.vocab
+
+
+def row_upstream(rule, block, upstream):
+    """The gradient with respect to the unweighted loss of each row; nan where the target is no class."""
+    if rule.token_weight is not None:
+        upstream = upstream * rule.token_weight[block]
+    return torch.where(rule.valid[block], upstream, torch.nan)
+
+
 def row_gradient(rule, block, z, lse, upstream):
     """d(loss)/d(logits) of rows ``block`` in the wide dtype, from their capped logits z.
 
     ``upstream`` holds the gradient with respect to each row's loss, or is a scalar for all of them.
     """
-    live, valid, weight = rule.live[block], rule.valid[block], rule.weight[block]
-    smoothing = rule.label_smoothing
+    scale, hard, per_class = gradient_weights(rule, block, lse)
     grad = (z - lse.unsqueeze(1)).exp_()
-    hard = (1.0 - smoothing) * weight
-    scale = hard + smoothing / rule.vocab * rule.class_weight_sum
-    if rule.lse_square_scale != 0.0:
-        scale = scale + 2.0 * rule.lse_square_scale * weight * lse
     grad.mul_(scale.unsqueeze(1))
-    if smoothing != 0.0:
-        grad.sub_(smoothing / rule.vocab * (1.0 if rule.class_weight is None else rule.class_weight))
+    if per_class != 0.0:
+        grad.sub_(per_class * (1.0 if rule.class_weight is None else rule.class_weight))
     index = rule.index[block].unsqueeze(1)
     grad.scatter_(1, index, grad.gather(1, index) - hard.unsqueeze(1))
     if rule.softcap is not None:
         grad.mul_(1.0 - (z / rule.softcap).square_())
-    if rule.token_weight is not None:
-        upstream = upstream * rule.token_weight[block]
-    upstream = torch.where(valid, upstream, torch.nan)
-    return grad.mul_(upstream.unsqueeze(1)).masked_fill_(~live.unsqueeze(1), 0.0)
+    grad.mul_(row_upstream(rule, block, upstream).unsqueeze(1))
+    return grad.masked_fill_(~rule.live[block].unsqueeze(1), 0.0)

@@ -1,26 +1,9 @@
-"""Matrix products as ops sum them over chunks of rows."""
+"""The matrix products of a linear layer that is computed a chunk of rows at a time.
+
+Forms with ``out=`` throughout, because autocast casts the operands of the others.
+"""
 
 import torch
-
-
-def add_product(total, a, b, first):
-    """``total += a.T @ b`` (``total =`` for the first chunk), summed in the dtype of total.
-
-    Forms with ``out=`` throughout, because autocast casts the operands of the others.
-    """
-    a = a.t()
-    if total.dtype != a.dtype and a.is_cuda:
-        # 16-bit operands with a float32 result exist on CUDA only.
-        if first:
-            torch.mm(a, b, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-        return
-    a, b = a.to(total.dtype), b.to(total.dtype)
-    if first:
-        torch.mm(a, b, out=total)
-    else:
-        torch.addmm(total, a, b, out=total)
 
 
 def write_linear(x, weight, bias, out):
@@ -29,3 +12,19 @@ def write_linear(x, weight, bias, out):
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def product(a, b, out, add=False):
+    """``out = a @ b``, or ``out += a @ b``, summed in the dtype of out, which may be wider than that of a and b."""
+    if out.dtype != a.dtype and a.is_cuda:
+        # 16-bit operands with a float32 result exist on CUDA only.
+        if add:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+        return
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    if add:
+        torch.addmm(out, a, b, out=out)
+    else:
+        torch.mm(a, b, out=out)

@@ -5,6 +5,7 @@ logits are saved and none are computed twice; with ``"none"`` the backward compu
 """
 
 import dataclasses
+from functools import partial
 
 import torch
 
@@ -148,13 +149,17 @@ def _(
 _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
 _TENSORS = 7
 _REDUCTION = 11
-_RETURNS = slice(14, 19)
 
 
-def _setup(ctx, inputs, output):
-    refuse_gradients(
-        "fused_linear_ce", ce_weight=inputs[4], token_weight=inputs[5], denominator=inputs[6]
-    )  # fmt: skip
+def gradients_in_forward(op, name):
+    """:func:`differentiable` for an op that takes what fused_linear_ce_forward takes, perhaps with more between
+    ``memory_budget`` and the metrics, and gives its loss first and its three gradients last."""
+    setup, backward = partial(_setup, name), partial(_backward, op)
+    return differentiable(op, setup, differentiable_once(name)(backward))
+
+
+def _setup(name, ctx, inputs, output):
+    refuse_gradients(name, ce_weight=inputs[4], token_weight=inputs[5], denominator=inputs[6])
     wanted = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
     # A graph that was traced without grad mode, and direct calls, may lack a gradient: then it is computed later.
     ctx.recompute = inputs[_REDUCTION] == "none" or any(
@@ -170,18 +175,22 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _recomputed(ctx, grad_loss, needed):
+def _recomputed(op, ctx, grad_loss, needed):
     """The gradients of ``(grad_loss * loss).sum()``, from a second pass over the logits."""
-    tensors, options = list(ctx.saved_tensors), list(ctx.options)
-    returns = slice(_RETURNS.start - _TENSORS, _RETURNS.stop - _TENSORS)
-    options[returns] = [False] * 5
+    tensors = list(ctx.saved_tensors)
+    names = [a.name for a in op._schema.arguments[_TENSORS:]]
+    # No metric is wanted again.
+    options = [
+        False if name.startswith("return_") else value
+        for name, value in zip(names, ctx.options, strict=False)
+    ]
     reduction = _REDUCTION - _TENSORS
     per_token = options[reduction] == "none"
     if per_token:
         options[reduction] = "sum"
         token_weight = tensors[5]
         tensors[5] = grad_loss.contiguous() if token_weight is None else grad_loss * token_weight
-    grads = torch.ops.liger.fused_linear_ce_forward(*tensors, *options, *needed)[-3:]
+    grads = op(*tensors, *options, *needed)[-3:]
     return grads if per_token else _rescaled(grads, grad_loss, needed)
 
 
@@ -189,14 +198,13 @@ def _rescaled(grads, factor, needed):
     return [rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)]
 
 
-@differentiable_once("fused_linear_ce")
-def _backward(ctx, grad_loss, *_grad_others):
-    result = [None] * 22
+def _backward(op, ctx, grad_loss, *_grad_others):
+    result = [None] * len(op._schema.arguments)
     if grad_loss is None:
         return tuple(result)
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     if ctx.recompute:
-        grads = _recomputed(ctx, grad_loss, needed)
+        grads = _recomputed(op, ctx, grad_loss, needed)
     else:
         grads = ctx.saved_tensors
         if may_write_saved(*grads):
@@ -211,7 +219,7 @@ def _backward(ctx, grad_loss, *_grad_others):
     return tuple(result)
 
 
-_forward_op = differentiable(torch.ops.liger.fused_linear_ce_forward.default, _setup, _backward)
+_forward_op = gradients_in_forward(torch.ops.liger.fused_linear_ce_forward.default, "fused_linear_ce")
 
 
 # --- composite ----------------------------------------------------------------------------------------------------

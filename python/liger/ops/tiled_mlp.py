@@ -15,7 +15,7 @@ from ..backend import register_portable
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from ._gated import gated_backward_, gated_product
-from ._products import add_product, write_linear
+from ._products import product, write_linear
 from ._tiles import lay_out, plan_tiles
 from .rms_norm import accumulate_dtype
 
@@ -76,7 +76,7 @@ class _ParameterGradient:
         first = self.sum is None
         if first:
             self.sum = self.like.new_empty(self.like.shape, dtype=self.dtype)
-        add_product(self.sum, grad, inputs, first)
+        product(grad.t(), inputs, self.sum, add=not first)
 
     def add_rows(self, grad):
         if self.needed:

@@ -1,0 +1,143 @@
+"""Which classes each process of a group holds, and how the statistics of their logits become those of all classes."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# The name up to torch 2.12, and the later one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class VocabShards(NamedTuple):
+    """What the ops below need to know of a group: plain values, so that they pass through a dispatcher."""
+
+    start: int  # the first class of this process
+    vocab: int  # classes of all processes together
+    group_name: str
+
+
+def group_of(op, group):
+    """The group, or that of all processes; raises RuntimeError where there is none or this process is no member."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(f"{op}: torch.distributed has no process group: call init_process_group first")
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise RuntimeError(f"{op}: this process is no member of the group of ranks {_ranks(group)}")
+    return group
+
+
+def _ranks(group):
+    return dist.get_process_group_ranks(group)
+
+
+def _mesh_group(op, name, tensor, group):
+    """The group of a DTensor; raises RuntimeError where its mesh is not one-dimensional or not that of ``group``."""
+    mesh = tensor.device_mesh
+    if mesh.ndim != 1:
+        raise RuntimeError(
+            f"{op}: {name} is a DTensor on a mesh of {mesh.ndim} dimensions, expected one dimension, that of the "
+            "vocabulary"
+        )
+    found = mesh.get_group()
+    if group is not None and _ranks(group) != _ranks(found):
+        raise RuntimeError(
+            f"{op}: {name} is a DTensor over ranks {_ranks(found)}, expected those of the group, {_ranks(group)}"
+        )
+    return found
+
+
+def local_shard(op, name, tensor, dim, group, vocab_size):
+    """(the part of this process, the group, the number of all classes) of a DTensor; others pass through."""
+    if not isinstance(tensor, DTensor):
+        return tensor, group, vocab_size
+    group = _mesh_group(op, name, tensor, group)
+    if tuple(tensor.placements) != (Shard(dim),):
+        raise RuntimeError(
+            f"{op}: {name} is a DTensor with placements {tuple(tensor.placements)}, expected (Shard(dim={dim}),)"
+        )
+    if vocab_size not in (None, tensor.shape[dim]):
+        raise RuntimeError(
+            f"{op}: vocab_size is {vocab_size}, expected that of {name}, a DTensor of shape {tuple(tensor.shape)}"
+        )
+    return tensor.to_local(), group, tensor.shape[dim]
+
+
+def whole(op, name, tensor, group):
+    """A DTensor made whole on every process of the group; others pass through."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    _mesh_group(op, name, tensor, group)
+    return tensor.redistribute(placements=[Replicate()]).to_local()
+
+
+def locate(op, name, classes, group, vocab_start, vocab_size):
+    """The :class:`VocabShards` of a process that holds so many classes.
+
+    Without ``vocab_start`` the classes are cut as ``torch.chunk`` and DTensor cut them: equal parts, the last one
+    possibly shorter. Raises RuntimeError where that does not fit; no data is exchanged for it.
+    """
+    group = group_of(op, group)
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if vocab_start is not None:
+        if vocab_size is None:
+            raise RuntimeError(f"{op}: vocab_start was given without vocab_size, expected both")
+        if not 0 <= vocab_start <= vocab_size - classes:
+            raise RuntimeError(
+                f"{op}: vocab_start is {vocab_start}, expected {name} with its {classes} classes to lie within the "
+                f"vocab_size of {vocab_size}"
+            )
+        return VocabShards(vocab_start, vocab_size, group.group_name)
+    if vocab_size is None:
+        return VocabShards(rank * classes, world * classes, group.group_name)
+    part = -(-vocab_size // world)
+    if (world - 1) * part >= vocab_size:
+        raise RuntimeError(
+            f"{op}: vocab_size is {vocab_size}, which leaves no class to the last of {world} processes"
+        )
+    start = rank * part
+    expected = min(part, vocab_size - start)
+    if classes != expected:
+        raise RuntimeError(
+            f"{op}: {name} has {classes} classes, expected {expected} on rank {rank} of {world} for a vocab_size of "
+            f"{vocab_size}; other layouts need vocab_start"
+        )
+    return VocabShards(start, vocab_size, group.group_name)
+
+
+def gather(stats, group):
+    """((world, statistics, rows), the work to wait for or None), from the (statistics, rows) of every process."""
+    world = dist.get_world_size(group)
+    if world == 1:
+        return stats.unsqueeze(0), None
+    gathered = stats.new_empty(world * stats.shape[0], stats.shape[1])
+    work = _all_gather(gathered, stats, group=group, async_op=True)
+    return gathered.view(world, *stats.shape), work
+
+
+class WholeRows(NamedTuple):
+    """The statistics of rows over all classes; the same bits on every process, which all add in the order of ranks."""
+
+    reference: torch.Tensor  # the largest logit
+    total: torch.Tensor  # sum of exp(z - reference)
+    target: torch.Tensor  # the target's logit
+    class_sum: torch.Tensor | None  # sum of w * z
+
+    @classmethod
+    def merge(cls, gathered):
+        high, total, target, *class_sum = gathered.unbind(1)
+        reference = high.amax(0)
+        # Nothing may be inf - inf in a row of -inf.
+        finite = torch.where(reference == -torch.inf, 0.0, reference)
+        total = ((high - finite).exp_() * total).sum(0)
+        return cls(reference, total, target.sum(0), class_sum[0].sum(0) if class_sum else None)
+
+    @property
+    def lse(self):
+        return self.reference + self.total.log()
+
+    @property
+    def logp(self):
+        # Differences first, so that a large common part of the logits cancels.
+        return (self.target - self.reference) - self.total.log()

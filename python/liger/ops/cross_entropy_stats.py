@@ -1,0 +1,141 @@
+"""Rows of logits that are some of the classes: what a loss over all classes needs of them, and their gradient.
+
+With the classes spread over several tensors, or devices, the statistics of the parts give the log-sum-exp of the whole,
+and one coefficient per row each then gives the gradient of every part:
+
+    of_exp * exp(z[v] - reference) - of_target * [v is the target] - of_class * ce_weight[v]
+
+With ``reference = lse`` and ``of_exp = of_target = c`` that is ``c * (softmax - onehot)``: the gradient of every loss
+that looks at logits through the log-probability of the target alone.
+"""
+
+import torch
+
+from ..backend import register_family
+from ._autograd import differentiable, differentiable_once, forbid_autograd
+from ._rows import row_blocks
+from .rms_norm import accumulate_dtype
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def _check(op, logits, target, ce_weight, softcap):
+    torch.ops.liger.check_cross_entropy(op, logits, target, ce_weight, None, None, 0.0, softcap, "sum")
+
+
+def _capped(logits, softcap):
+    z = logits.to(accumulate_dtype(logits.dtype))
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
+def _columns(target, vocab_start, classes):
+    """(the column of the target or 0, whether it is there)"""
+    column = target.long() - vocab_start
+    present = (column >= 0) & (column < classes)
+    return torch.where(present, column, 0).unsqueeze(1), present
+
+
+def cross_entropy_stats_torch(
+    logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum
+):
+    _check("cross_entropy_stats", logits, target, ce_weight, softcap)
+    rows, classes = logits.shape
+    wide = accumulate_dtype(logits.dtype)
+    column, present = _columns(target, vocab_start, classes)
+    stats = logits.new_empty((4 if return_class_sum else 3, rows), dtype=wide)
+    for block in row_blocks(logits):
+        z = _capped(logits[block], softcap)
+        high = z.amax(-1)
+        stats[0, block] = high
+        # Nothing may be inf - inf in a row of -inf.
+        reference = torch.where(high == -torch.inf, 0.0, high)
+        stats[1, block] = (z - reference.unsqueeze(1)).exp_().sum(-1)
+        stats[2, block] = torch.where(present[block], z.gather(1, column[block]).squeeze(1), 0.0)
+        if return_class_sum:
+            stats[3, block] = (z if ce_weight is None else z * ce_weight.to(wide)).sum(-1)
+    of_ignored = stats.new_zeros(stats.shape[0], 1)
+    of_ignored[1] = 1.0
+    return torch.where(target == ignore_index, of_ignored, stats)
+
+
+def _write_gradient(
+    op, out, logits, target, reference, of_exp, of_target, of_class, ce_weight, vocab_start, ignore_index, softcap,
+):  # fmt: skip
+    _check(op, logits, target, ce_weight, softcap)
+    column, present = _columns(target, vocab_start, logits.shape[1])
+    of_target = torch.where(present, of_target, 0.0).unsqueeze(1)
+    reference = torch.where(reference == -torch.inf, 0.0, reference).unsqueeze(1)
+    ignored = (target == ignore_index).unsqueeze(1)
+    for block in row_blocks(logits):
+        z = _capped(logits[block], softcap)
+        grad = (z - reference[block]).exp_().mul_(of_exp[block].unsqueeze(1))
+        if of_class is not None:
+            per_class = of_class[block].unsqueeze(1)
+            grad.sub_(per_class if ce_weight is None else per_class * ce_weight.to(z.dtype))
+        grad.scatter_(1, column[block], grad.gather(1, column[block]) - of_target[block])
+        if softcap is not None:
+            grad.mul_(1.0 - (z / softcap).square_())
+        out[block] = grad.masked_fill_(ignored[block], 0.0)
+
+
+def cross_entropy_stats_backward_torch(logits, *rest):
+    grad_logits = torch.empty_like(logits)
+    _write_gradient("cross_entropy_stats_backward", grad_logits, logits, *rest)
+    return grad_logits
+
+
+def cross_entropy_stats_backward__torch(logits, *rest):
+    _write_gradient("cross_entropy_stats_backward_", logits, logits, *rest)
+
+
+register_family(
+    "cross_entropy_stats",
+    {
+        "cross_entropy_stats": cross_entropy_stats_torch,
+        "cross_entropy_stats_backward": cross_entropy_stats_backward_torch,
+        "cross_entropy_stats_backward_": cross_entropy_stats_backward__torch,
+    },
+    "liger.triton_kernels.cross_entropy_stats",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::cross_entropy_stats")
+def _(logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum):
+    return logits.new_empty(
+        (4 if return_class_sum else 3, logits.shape[0]), dtype=accumulate_dtype(logits.dtype)
+    )
+
+
+@torch.library.register_fake("liger::cross_entropy_stats_backward")
+def _(logits, *rest):
+    return torch.empty_like(logits)
+
+
+@torch.library.register_fake("liger::cross_entropy_stats_backward_")
+def _(logits, *rest):
+    return None
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx, inputs, output):
+    logits, target, ce_weight, *ctx.options, ctx.class_sum = inputs
+    ctx.save_for_backward(logits, target, ce_weight, output)
+
+
+@differentiable_once("cross_entropy_stats")
+def _backward(ctx, grad_stats):
+    logits, target, ce_weight, stats = ctx.saved_tensors
+    of_class = -grad_stats[3] if ctx.class_sum else None
+    grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
+        logits, target, stats[0], grad_stats[1], -grad_stats[2], of_class, ce_weight, *ctx.options
+    )
+    return grad_logits, *(None,) * 6
+
+
+cross_entropy_stats = differentiable(torch.ops.liger.cross_entropy_stats.default, _setup, _backward)
+cross_entropy_stats_backward_ = forbid_autograd("cross_entropy_stats_backward_")

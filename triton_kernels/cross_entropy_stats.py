@@ -1,0 +1,141 @@
+"""What a loss needs of logits that are some of the classes, and their gradient; the rule is in
+:mod:`.cross_entropy_rule`. A program takes a row."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import (
+    dense_vector,
+    on_device_of,
+    output_rows,
+    require_dtype,
+    require_same_shape,
+    rows_of,
+    write_back,
+)
+from .cross_entropy_rows import walking_tile
+from .cross_entropy_rule import (
+    capped,
+    class_weight,
+    fill_zeros,
+    partial_statistics,
+    store_target_gradient,
+    write_gradient,
+)
+
+
+@triton.jit(do_not_specialize=["n_rows", "vocab_start", "ignore_index"])
+def stats_kernel(
+    logits_ptr, logits_stride, target_ptr, ce_weight_ptr, stats_ptr, n_rows, n_cols, vocab_start, ignore_index, softcap,
+    CLASS_SUM: tl.constexpr, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * logits_stride
+    target = tl.load(target_ptr + row)
+    high, total, z_target, class_sum = 0.0, 1.0, 0.0, 0.0
+    if target != ignore_index:
+        column = target.to(tl.int64) - vocab_start
+        present = (column >= 0) & (column < n_cols)
+        z = capped(tl.load(row_ptr + column, mask=present, other=0.0).to(tl.float32), softcap)
+        z_target = tl.where(present, z, 0.0)
+        high, total, class_sum = partial_statistics(
+            row_ptr, ce_weight_ptr, n_cols, softcap, CLASS_SUM, LANES, REPEATS, VECTOR
+        )  # fmt: skip
+    count = tl.cast(n_rows, tl.int64)
+    tl.store(stats_ptr + row, high)
+    tl.store(stats_ptr + count + row, total)
+    tl.store(stats_ptr + 2 * count + row, z_target)
+    if CLASS_SUM:
+        tl.store(stats_ptr + 3 * count + row, class_sum)
+
+
+@triton.jit(do_not_specialize=["vocab_start", "ignore_index"])
+def stats_backward_kernel(
+    logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, reference_ptr, of_exp_ptr, of_target_ptr, of_class_ptr,
+    ce_weight_ptr, n_cols, vocab_start, ignore_index, softcap,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, out_row = logits_ptr + row * logits_stride, out_ptr + row * out_stride
+    target = tl.load(target_ptr + row)
+    if target != ignore_index:
+        column = target.to(tl.int64) - vocab_start
+        present = (column >= 0) & (column < n_cols)
+        z_target = capped(tl.load(row_ptr + column, mask=present, other=0.0).to(tl.float32), softcap)
+        # In place, another thread may write over it.
+        tl.debug_barrier()
+        reference, of_exp = tl.load(reference_ptr + row), tl.load(of_exp_ptr + row)
+        # Where no logit is finite, nothing may be inf - inf.
+        reference = tl.where(reference == float("-inf"), 0.0, reference)
+        of_class = 0.0
+        if of_class_ptr is not None:
+            of_class = tl.load(of_class_ptr + row)
+        weight = class_weight(ce_weight_ptr, column, present)
+        write_gradient(
+            row_ptr, out_row, reference, ce_weight_ptr, of_exp, of_class, 1.0, n_cols, softcap,
+            of_class_ptr is not None, LANES, REPEATS, VECTOR,
+        )  # fmt: skip
+        store_target_gradient(
+            out_row, column, present, z_target, reference, weight, of_exp, tl.load(of_target_ptr + row), of_class, 1.0,
+            softcap, of_class_ptr is not None,
+        )  # fmt: skip
+    else:
+        fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------
+
+
+def _check(op, logits, target, ce_weight, softcap):
+    torch.ops.liger.check_cross_entropy(op, logits, target, ce_weight, None, None, 0.0, softcap, "sum")
+    require_dtype(op, "logits", logits)
+
+
+def cross_entropy_stats(logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum):
+    _check("cross_entropy_stats", logits, target, ce_weight, softcap)
+    n_rows, n_cols = logits.shape
+    stats = torch.empty(4 if return_class_sum else 3, n_rows, dtype=torch.float32, device=logits.device)
+    if n_rows == 0:
+        return stats
+    logits, stride = rows_of(logits)
+    tile, warps, _ = walking_tile(n_cols, logits.element_size(), False)
+    with on_device_of(logits):
+        stats_kernel[(n_rows,)](
+            logits, stride, dense_vector(target), dense_vector(ce_weight) if return_class_sum else None, stats,
+            n_rows, n_cols, vocab_start, ignore_index, softcap, return_class_sum, *tile, num_warps=warps,
+        )  # fmt: skip
+    return stats
+
+
+def _backward(
+    op, out, logits, target, reference, of_exp, of_target, of_class, ce_weight, vocab_start, ignore_index, softcap,
+):  # fmt: skip
+    _check(op, logits, target, ce_weight, softcap)
+    named = {"reference": reference, "of_exp": of_exp, "of_target": of_target, "of_class": of_class}
+    for name, values in named.items():
+        if values is not None:
+            require_same_shape(op, name, values, "target", target)
+    if logits.shape[0] == 0:
+        return
+    logits_rows, logits_stride = rows_of(logits)
+    out_rows, out_stride = (logits_rows, logits_stride) if out is logits else output_rows(out)
+    tile, warps, _ = walking_tile(logits.shape[1], logits.element_size(), False)
+    with on_device_of(logits):
+        stats_backward_kernel[(logits.shape[0],)](
+            logits_rows, logits_stride, out_rows, out_stride, dense_vector(target), dense_vector(reference),
+            dense_vector(of_exp), dense_vector(of_target), dense_vector(of_class),
+            None if of_class is None else dense_vector(ce_weight), logits.shape[1], vocab_start, ignore_index, softcap,
+            *tile, num_warps=warps,
+        )  # fmt: skip
+    write_back(out, out_rows)
+
+
+def cross_entropy_stats_backward(logits, *rest):
+    grad_logits = torch.empty_like(logits)
+    _backward("cross_entropy_stats_backward", grad_logits, logits, *rest)
+    return grad_logits
+
+
+def cross_entropy_stats_backward_(logits, *rest):
+    _backward("cross_entropy_stats_backward_", logits, logits, *rest)
