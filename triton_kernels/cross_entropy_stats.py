@@ -5,12 +5,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..ops._cross_entropy_math import check_row_values
 from .common import (
     dense_vector,
     on_device_of,
     output_rows,
     require_dtype,
-    require_same_shape,
     rows_of,
     write_back,
 )
@@ -112,10 +112,7 @@ def _backward(
     op, out, logits, target, reference, of_exp, of_target, of_class, ce_weight, vocab_start, ignore_index, softcap,
 ):  # fmt: skip
     _check(op, logits, target, ce_weight, softcap)
-    named = {"reference": reference, "of_exp": of_exp, "of_target": of_target, "of_class": of_class}
-    for name, values in named.items():
-        if values is not None:
-            require_same_shape(op, name, values, "target", target)
+    check_row_values(op, logits, reference=reference, of_exp=of_exp, of_target=of_target, of_class=of_class)
     if logits.shape[0] == 0:
         return
     logits_rows, logits_stride = rows_of(logits)

@@ -19,6 +19,17 @@ def check_targets(op, target, vocab, ignore_index):
         )
 
 
+def check_row_values(op, logits, **values):
+    """Raises RuntimeError for values, other than None, that are not one float32 (of float64 logits: float64) per row."""
+    shape, dtype = (logits.shape[0],), accumulate_dtype(logits.dtype)
+    for name, tensor in values.items():
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
+            found, expected = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
+            raise RuntimeError(
+                f"{op}: {name} has shape {tuple(tensor.shape)} and dtype {found}, expected {shape} {expected}"
+            )
+
+
 class Metrics(NamedTuple):
     """Which results beside the loss were asked for, in the order of the op schemas."""
 

@@ -13,6 +13,7 @@ import torch
 
 from ..backend import register_family
 from ._autograd import differentiable, differentiable_once, forbid_autograd
+from ._cross_entropy_math import check_row_values
 from ._rows import row_blocks
 from .rms_norm import accumulate_dtype
 
@@ -62,6 +63,7 @@ def _write_gradient(
     op, out, logits, target, reference, of_exp, of_target, of_class, ce_weight, vocab_start, ignore_index, softcap,
 ):  # fmt: skip
     _check(op, logits, target, ce_weight, softcap)
+    check_row_values(op, logits, reference=reference, of_exp=of_exp, of_target=of_target, of_class=of_class)
     column, present = _columns(target, vocab_start, logits.shape[1])
     of_target = torch.where(present, of_target, 0.0).unsqueeze(1)
     reference = torch.where(reference == -torch.inf, 0.0, reference).unsqueeze(1)
