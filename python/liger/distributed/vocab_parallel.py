@@ -187,9 +187,9 @@ def _chunks(rows, chunk_rows, chunks):
     Two halves take the place of one chunk where that costs no speed: the statistics of one are exchanged while the
     logits of the next are computed.
     """
-    under_way = 1
-    if chunks > 1 and chunk_rows // 2 >= _FULL_SPEED_ROWS:
-        chunk_rows, under_way = chunk_rows // 2, 2
+    under_way, half = 1, -(-chunk_rows // 2)
+    if chunks > 1 and half >= _FULL_SPEED_ROWS:
+        chunk_rows, under_way = half, 2
     return [slice(i, min(i + chunk_rows, rows)) for i in range(0, rows, max(chunk_rows, 1))], under_way
 
 

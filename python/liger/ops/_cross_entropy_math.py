@@ -20,7 +20,7 @@ def check_targets(op, target, vocab, ignore_index):
 
 
 def check_row_values(op, logits, **values):
-    """Raises RuntimeError for values, other than None, that are not one float32 (of float64 logits: float64) per row."""
+    """Raises RuntimeError for values that are neither None nor one float32 per row; of float64 logits, one float64."""
     shape, dtype = (logits.shape[0],), accumulate_dtype(logits.dtype)
     for name, tensor in values.items():
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):

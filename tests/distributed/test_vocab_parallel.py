@@ -1,0 +1,452 @@
+"""Cross entropy of a vocabulary in parts, on processes that talk through gloo, against float64 and the whole op.
+
+A test starts its processes once and goes over its cases in them.
+"""
+
+import itertools
+import queue
+import time
+from multiprocessing import connection
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from cases import assert_as_exact_as_torch
+from cross_entropy_reference import (
+    LARGEST_LSE,
+    OPTIONS,
+    leaves,
+    logit_rounding,
+    options,
+    random_layer,
+    reference,
+    rows_per_chunk,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.functional import linear
+
+import liger
+from liger.backend import triton_interpreted
+
+pytestmark = [
+    pytest.mark.skipif(
+        not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+    ),
+    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
+]
+
+_TIMEOUT = 240
+
+
+def _process(rank, world, store, function, errors):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    try:
+        torch.manual_seed(0)
+        function(rank, world)
+    except Exception as error:
+        errors.put(f"rank {rank}: {type(error).__name__}: {error}")
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def on_processes(tmp_path, function, world=2):
+    """Runs ``function(rank, world)`` in every process of a group; fails with what a process raised first, or when they
+    take too long, as they would waiting for each other."""
+    context = mp.get_context("spawn")
+    errors = context.Queue()
+    arguments = (world, tmp_path / "store", function, errors)
+    processes = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    until = time.monotonic() + _TIMEOUT
+    running = [process.sentinel for process in processes]
+    while running and not any(process.exitcode for process in processes):
+        ended = connection.wait(running, timeout=max(until - time.monotonic(), 0.0))
+        if not ended:
+            break
+        running = [sentinel for sentinel in running if sentinel not in ended]
+    late = [rank for rank, p in enumerate(processes) if p.exitcode is None]
+    failed = [(rank, p.exitcode) for rank, p in enumerate(processes) if p.exitcode]
+    for process in processes:
+        process.kill()
+        process.join()
+    try:
+        pytest.fail(errors.get(timeout=1 if failed or late else 0.01))
+    except queue.Empty:
+        assert not failed and not late, f"exit codes {failed}, still running {late}"
+
+
+def part_of(tensor, rank, world, bounds=None, dim=0):
+    """The classes of a process, as a leaf: those of ``torch.chunk`` or between the given bounds."""
+    if bounds is None:
+        piece = tensor.chunk(world, dim)[rank]
+    else:
+        piece = tensor.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
+    return piece.detach().clone().requires_grad_()
+
+
+def assert_same_bits(tensor, what):
+    """The tensor of this process is that of every other one, nan included."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.detach().contiguous())
+    for other in gathered:
+        assert torch.equal(other.nan_to_num(7.0), tensor.nan_to_num(7.0)), what
+
+
+def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen):
+    """Losses and gradients of the op in parts are as exact as those of the whole one, and the same everywhere."""
+    layout = {"vocab_size": tensors[1].shape[0]} if layout is None else layout
+    plan = {k: chosen.pop(k) for k in ("memory_budget", "accum_dtype") if k in chosen}
+    parts = [
+        leaves(tensors[0])[0],
+        *(part_of(t, rank, world, bounds) for t in tensors[1:]),
+    ]
+    whole, exact = leaves(*tensors), leaves(*(t.double() for t in tensors))
+    loss = liger.vocab_parallel_fused_linear_ce(*parts[:2], target, *parts[2:], **layout, **plan, **chosen)
+    losses = (
+        loss,
+        liger.fused_linear_ce(*whole[:2], target, *whole[2:], **plan, **chosen),
+        reference(linear(*exact), target, **chosen)["loss"],
+    )
+    upstream = torch.rand(loss.shape) + 0.5
+    rounding = max(2 * LARGEST_LSE, logit_rounding(tensors[0].dtype))
+    assert_as_exact_as_torch(*losses, f"{what}: loss", rounding)
+    assert_same_bits(loss, f"{what}: loss")
+    for value in losses:
+        value.backward(upstream.to(value.dtype))
+    assert_same_bits(parts[0].grad, f"{what}: gradient of input")
+    assert_as_exact_as_torch(parts[0].grad, whole[0].grad, exact[0].grad, f"{what}: input", rounding)
+    for i, name in ((1, "weight"), (2, "bias"))[: len(tensors) - 1]:
+        mine, other, best = (
+            parts[i].grad,
+            *(part_of(t.grad, rank, world, bounds) for t in (whole[i], exact[i])),
+        )
+        # Relative to the largest gradient of all parts, as an error in any of them would be.
+        scale = exact[i].grad.abs().max().clamp_min(1e-30)
+        pad = torch.full_like(best[:1], scale.item())
+        assert_as_exact_as_torch(
+            *(torch.cat([t, pad.to(t.dtype)]) for t in (mine, other, best)), f"{what}: {name}", rounding
+        )
+
+
+# --- equal to the whole op ------------------------------------------------------------------------------------------
+
+
+def _every_option(rank, world):
+    cases = itertools.product(OPTIONS, ("mean", "sum", "none"), (torch.float32, torch.bfloat16))
+    for i, (name, reduction, dtype) in enumerate(cases):
+        torch.manual_seed(i)
+        chosen = options(name, 13, 129, "cpu", reduction)
+        *tensors, target = random_layer(
+            13, 24, 129, "cpu", dtype, ignore_index=chosen.get("ignore_index", -100)
+        )
+        budget = rows_per_chunk(4, tensors[1]) // world
+        what = f"{name}, {reduction}, {dtype}"
+        check(rank, world, what, tensors[: 2 + i % 2], target, memory_budget=budget, **chosen)
+
+
+def test_every_option(tmp_path):
+    """Two parts of 65 and 64 classes, in several chunks."""
+    on_processes(tmp_path, _every_option)
+
+
+def _every_option_of_plain(rank, world):
+    for i, (name, reduction) in enumerate(itertools.product(OPTIONS, ("mean", "sum", "none"))):
+        torch.manual_seed(i)
+        for dtype in (torch.float32, torch.bfloat16):
+            chosen = options(name, 13, 129, "cpu", reduction)
+            x, weight, _, target = random_layer(
+                13, 24, 129, "cpu", dtype, ignore_index=chosen.get("ignore_index", -100)
+            )
+            logits = x @ weight.t()
+            mine, whole = part_of(logits, rank, world, dim=1), leaves(logits)[0]
+            exact = leaves(logits.double())[0]
+            losses = (
+                liger.vocab_parallel_cross_entropy(mine, target, vocab_size=129, **chosen),
+                liger.cross_entropy(whole, target, **chosen),
+                reference(exact, target, **chosen)["loss"],
+            )
+            what = f"{name}, {reduction}, {dtype}"
+            assert_as_exact_as_torch(*losses, what, 2 * LARGEST_LSE)
+            assert_same_bits(losses[0], what)
+            upstream = torch.rand(losses[0].shape) + 0.5
+            for value in losses:
+                value.backward(upstream.to(value.dtype))
+            grads = (mine.grad, *(part_of(t.grad, rank, world, dim=1) for t in (whole, exact)))
+            assert_as_exact_as_torch(*grads, f"{what}: gradient", 2 * LARGEST_LSE)
+
+
+def test_every_option_over_given_logits(tmp_path):
+    on_processes(tmp_path, _every_option_of_plain)
+
+
+def _layouts(rank, world):
+    *tensors, target = random_layer(11, 8, 10, "cpu")
+    check(rank, world, "4, 4 and 2 classes", tensors, target)
+    bounds = (0, 1, 8, 10)
+    first = {"vocab_start": bounds[rank], "vocab_size": 10}
+    check(rank, world, "1, 7 and 2 classes", tensors, target, bounds, first, memory_budget=200)
+    *tensors, target = random_layer(11, 8, 9, "cpu")
+    check(rank, world, "3 classes each", tensors, target, layout={})
+    # A group that does not hold this process: refused there, and the others need not wait.
+    pair = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"this process is no member of the group of ranks \[0, 2\]"):
+            liger.vocab_parallel_fused_linear_ce(tensors[0], tensors[1], target, group=pair)
+    else:
+        weight = part_of(tensors[1][:8], rank // 2, 2)
+        loss = liger.vocab_parallel_fused_linear_ce(tensors[0], weight, target.clamp(max=7), group=pair)
+        whole = liger.fused_linear_ce(tensors[0], tensors[1][:8], target.clamp(max=7))
+        torch.testing.assert_close(loss, whole, rtol=1e-6, atol=1e-6)
+
+
+def test_uneven_parts_and_other_groups(tmp_path):
+    on_processes(tmp_path, _layouts, world=3)
+
+
+def _alone(rank, world):
+    *tensors, target = random_layer(11, 8, 33, "cpu")
+    for dtype in (torch.float32, torch.bfloat16):
+        cast = [t.to(dtype) for t in tensors]
+        check(rank, world, f"one process, {dtype}", cast, target, layout={}, memory_budget=300)
+
+
+def test_a_group_of_one_process(tmp_path):
+    on_processes(tmp_path, _alone, world=1)
+
+
+def _chunks(rank, world):
+    from liger.distributed import vocab_parallel
+
+    # Halves of a chunk take turns: from twice the rows of full speed on.
+    quarters = [slice(0, 2251), slice(2251, 4502), slice(4502, 6753), slice(6753, 9001)]
+    assert vocab_parallel._chunks(9001, 4501, 2) == (quarters, 2)
+    assert vocab_parallel._chunks(6000, 3000, 2) == ([slice(0, 3000), slice(3000, 6000)], 1)
+    assert vocab_parallel._chunks(0, 0, 0) == ([], 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        *tensors, target = random_layer(9001, 6, 10, "cpu", dtype)
+        budget = 4600 * 16 * (2 if dtype == torch.float32 else 1)
+        check(rank, world, f"two under way, {dtype}", tensors, target, memory_budget=budget)
+    *tensors, target = random_layer(300, 6, 10, "cpu", torch.bfloat16)
+    for accum_dtype in (torch.float32, torch.bfloat16):
+        plan = {"memory_budget": 1600, "accum_dtype": accum_dtype}
+        check(rank, world, f"summed in {accum_dtype}", tensors, target, **plan)
+    # Logits in the memory of the weight gradient, while that is summed elsewhere.
+    *tensors, target = random_layer(5000, 2304, 10, "cpu", torch.bfloat16)
+    check(rank, world, "hosted logits", tensors, target, memory_budget=4096)
+
+
+def test_chunks(tmp_path):
+    on_processes(tmp_path, _chunks)
+
+
+def _odd_batches(rank, world):
+    x, weight, _, target = random_layer(7, 8, 12, "cpu")
+    ignored = torch.full_like(target, -100)
+    for reduction, expected in (("sum", 0.0), ("none", 0.0), ("mean", torch.nan)):
+        mine = [leaves(x)[0], part_of(weight, rank, world)]
+        loss = liger.vocab_parallel_fused_linear_ce(*mine, ignored, reduction=reduction)
+        assert torch.equal(loss.nan_to_num(7.0), torch.full_like(loss, expected).nan_to_num(7.0))
+        loss.sum().backward()
+        assert not mine[0].grad.any() and not mine[1].grad.any()
+    # Targets of one part only, and no rows at all.
+    check(rank, world, "targets of rank 0", [x, weight], target.clamp(-100, 5))
+    mine = [x[:0].clone().requires_grad_(), part_of(weight, rank, world)]
+    loss = liger.vocab_parallel_fused_linear_ce(*mine, target[:0], reduction="sum")
+    loss.backward()
+    assert loss == 0 and mine[0].grad.shape == (0, 8) and not mine[1].grad.any()
+    # Frozen tensors get no gradient, the others the same one.
+    for trained in ((True, False), (False, True)):
+        mine = [x.clone().requires_grad_(trained[0]), part_of(weight, rank, world).requires_grad_(trained[1])]
+        liger.vocab_parallel_fused_linear_ce(*mine, target, memory_budget=200).backward()
+        full = leaves(x, weight)
+        liger.fused_linear_ce(*full, target).backward()
+        for t, want, value in zip(
+            mine, trained, (full[0].grad, part_of(full[1].grad, rank, world)), strict=True
+        ):
+            if want:
+                torch.testing.assert_close(t.grad, value, rtol=1e-5, atol=1e-6)
+            else:
+                assert t.grad is None
+    # Classes whose logits are -inf on a whole process.
+    logits = x @ weight.t()
+    logits[:, :6] = -torch.inf
+    mine, whole = part_of(logits, rank, world, dim=1), leaves(logits)[0]
+    for values, function in ((mine, liger.vocab_parallel_cross_entropy), (whole, liger.cross_entropy)):
+        function(values, target.clamp(min=6)).backward()
+    torch.testing.assert_close(mine.grad, part_of(whole.grad, rank, world, dim=1).detach())
+
+
+def test_ignored_and_empty_batches(tmp_path):
+    on_processes(tmp_path, _odd_batches)
+
+
+def _metrics(rank, world):
+    chosen = options("all", 12, 40, "cpu")
+    x, weight, bias, target = random_layer(12, 8, 40, "cpu", ignore_index=2)
+    exact = reference(linear(x.double(), weight.double(), bias.double()), target, **chosen)
+    shape = {"target": target.view(3, 4), "input": x.view(3, 4, 8)}
+    chosen["token_weight"] = chosen["token_weight"].view(3, 4)
+    mine = {"weight": part_of(weight, rank, world), "bias": part_of(bias, rank, world)}
+    asked = {"return_z_loss": True, "return_logprobs": True}
+    output = liger.vocab_parallel_fused_linear_ce(**shape, **mine, **chosen, **asked)
+    given = linear(shape["input"], mine["weight"], mine["bias"])
+    for made in (output, liger.vocab_parallel_cross_entropy(given, shape["target"], **chosen, **asked)):
+        assert made.token_accuracy is made.predicted_tokens is made.entropy is None
+        assert made.logprobs.shape == (3, 4) and not made.logprobs.requires_grad
+        for name in ("loss", "z_loss", "logprobs"):
+            value = getattr(made, name)
+            assert_same_bits(value, name)
+            torch.testing.assert_close(value.double().view(-1), exact[name].view(-1), rtol=1e-5, atol=1e-5)
+    module = liger.nn.VocabParallelFusedLinearCrossEntropyLoss(
+        chosen["ce_weight"], ignore_index=2, label_smoothing=0.1, lse_square_scale=1e-2, softcap=8.0,
+        metrics=("logprobs",),
+    )  # fmt: skip
+    arguments = (shape["input"], mine["weight"], shape["target"], mine["bias"])
+    again = module(*arguments, token_weight=chosen["token_weight"])
+    assert torch.equal(again.loss, output.loss) and torch.equal(again.logprobs, output.logprobs)
+
+
+def test_metrics_and_module(tmp_path):
+    on_processes(tmp_path, _metrics)
+
+
+# --- frameworks -----------------------------------------------------------------------------------------------------
+
+
+def _dtensors(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    x, weight, bias, target = random_layer(8, 6, 11, "cpu")
+    whole = leaves(x, weight, bias)
+    expected = liger.fused_linear_ce(*whole[:2], target, whole[2])
+    expected.backward()
+    for placement in (Replicate(), Shard(0)):
+        made = [
+            distribute_tensor(t, mesh, [p]).requires_grad_()
+            for t, p in ((x, placement), (weight, Shard(0)), (bias, Shard(0)))
+        ]
+        loss = liger.vocab_parallel_fused_linear_ce(*made[:2], target, made[2])
+        assert not isinstance(loss, DTensor)
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+        loss.backward()
+        for t, full in zip(made, whole, strict=True):
+            assert t.grad.placements == t.placements
+            torch.testing.assert_close(t.grad.full_tensor(), full.grad, rtol=1e-5, atol=1e-6)
+    logits = distribute_tensor(linear(x, weight), mesh, [Shard(1)]).requires_grad_()
+    torch.testing.assert_close(
+        liger.vocab_parallel_cross_entropy(logits, target), liger.cross_entropy(linear(x, weight), target)
+    )
+
+    def refuses(match, *arguments, **options):
+        with pytest.raises(RuntimeError, match=match):
+            liger.vocab_parallel_fused_linear_ce(*arguments, **options)
+
+    for placement in (Replicate(), Shard(1)):
+        refuses(r"weight is a DTensor with placements .*, expected \(Shard\(dim=0\),\)", x,
+                distribute_tensor(weight, mesh, [placement]), target)  # fmt: skip
+    refuses("vocab_size is 12, expected that of weight, a DTensor", x, made[1], target, vocab_size=12)
+    two = init_device_mesh("cpu", (world, 1))
+    refuses("on a mesh of 2 dimensions", x, distribute_tensor(weight, two, [Shard(0), Replicate()]), target)
+    groups = [dist.new_group([r]) for r in range(world)]
+    refuses(r"over ranks \[0, 1\], expected those of the group", x, made[1], target, group=groups[rank])
+
+
+def test_dtensors(tmp_path):
+    on_processes(tmp_path, _dtensors)
+
+
+def _autograd(rank, world):
+    x, weight, bias, target = random_layer(9, 8, 34, "cpu")
+    for reduction in ("mean", "none"):
+        mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+        loss = liger.vocab_parallel_fused_linear_ce(
+            mine[0], mine[1], target, mine[2], reduction=reduction, memory_budget=500
+        ).sum()
+        first = torch.autograd.grad(3 * loss, mine, retain_graph=True)
+        kept = [g.clone() for g in first]
+        for g in first:
+            g.fill_(7)
+        for a, b in zip(kept, torch.autograd.grad(3 * loss, mine, create_graph=True), strict=True):
+            assert torch.equal(a, b) and a.any()
+        (grad, *_) = torch.autograd.grad(loss, mine, create_graph=True)
+        with pytest.raises(RuntimeError, match="vocab_parallel_fused_linear_ce is not differentiable"):
+            grad.sum().backward()
+    weights = torch.rand(34, requires_grad=True)
+    with pytest.raises(RuntimeError, match="ce_weight requires grad"):
+        liger.vocab_parallel_fused_linear_ce(mine[0], mine[1], target, ce_weight=weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = liger.vocab_parallel_fused_linear_ce(mine[0], mine[1], target)
+    half = [t.detach().bfloat16() for t in mine[:2]]
+    assert torch.equal(loss, liger.vocab_parallel_fused_linear_ce(*half, target))
+
+
+def test_autograd(tmp_path):
+    on_processes(tmp_path, _autograd)
+
+
+def _compiled(rank, world):
+    x, weight, bias, target = random_layer(9, 8, 34, "cpu")
+
+    def fused(x, weight, bias):
+        return liger.vocab_parallel_fused_linear_ce(2 * x, weight, target, bias, label_smoothing=0.1)
+
+    def plain(x, weight, bias):
+        return liger.vocab_parallel_cross_entropy(linear(2 * x, weight, bias), target, label_smoothing=0.1)
+
+    for function in (fused, plain):
+        results = []
+        for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+            loss = run(*mine)
+            loss.backward()
+            results.append((loss, *(t.grad for t in mine)))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_compiled(tmp_path):
+    on_processes(tmp_path, _compiled)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def _bad_input(rank, world):
+    x, weight, bias, target = random_layer(9, 8, 34, "cpu")
+    mine = part_of(weight, rank, world)
+
+    def refuses(match, *arguments, function=liger.vocab_parallel_fused_linear_ce, **options):
+        with pytest.raises(RuntimeError, match=match):
+            function(*arguments, **options)
+
+    expected = 18 if rank == 0 else 17
+    refuses(f"weight has 17 classes, expected {expected} on rank {rank} of 2 for a vocab_size of 35" if rank == 0
+            else "target at row", x, mine, target.clamp(min=40), vocab_size=35 if rank == 0 else None)  # fmt: skip
+    refuses("which leaves no class to the last of 2", x, mine[:1], target, vocab_size=1)
+    refuses("vocab_start was given without vocab_size", x, mine, target, vocab_start=0)
+    refuses("vocab_start is 20, expected weight with its 17 classes", x, mine, target, vocab_start=20,
+            vocab_size=34)  # fmt: skip
+    refuses("target at row 0 is 34, expected 0 <= target < 34", x, mine, torch.full_like(target, 34))
+    refuses(r"ce_weight has shape \(17,\), expected \(34,\)", x, mine, target, ce_weight=torch.ones(17))
+    refuses("ce_weight has dtype torch.int64", x, mine, target, ce_weight=torch.ones(34).long())
+    refuses(r"bias has shape \(34,\), expected \(17,\)", x, mine, target, bias)
+    refuses(r"weight has shape \(17,\)", x, mine[:, 0], target)
+    refuses("reduction is 'max'", x, mine, target, reduction="max")
+    refuses("logits has 17 classes, expected", x @ mine.t(), target, vocab_size=30,
+            function=liger.vocab_parallel_cross_entropy)  # fmt: skip
+    with pytest.raises(ValueError, match="metric 'entropy' needs all classes in one process"):
+        liger.nn.VocabParallelFusedLinearCrossEntropyLoss(metrics=("entropy",))
+
+
+def test_bad_input(tmp_path):
+    on_processes(tmp_path, _bad_input)
+
+
+def test_without_a_process_group():
+    x, weight, _, target = random_layer(9, 8, 34, "cpu")
+    with pytest.raises(RuntimeError, match="has no process group: call init_process_group first"):
+        liger.vocab_parallel_fused_linear_ce(x, weight, target)
