@@ -4,14 +4,10 @@ A test starts its processes once and goes over its cases in them.
 """
 
 import itertools
-import queue
-import time
-from multiprocessing import connection
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from cases import assert_as_exact_as_torch
 from cross_entropy_reference import (
     LARGEST_LSE,
@@ -23,6 +19,7 @@ from cross_entropy_reference import (
     reference,
     rows_per_chunk,
 )
+from processes import needs_gloo, on_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
@@ -30,63 +27,7 @@ from torch.nn.functional import linear
 import liger
 from liger.backend import triton_interpreted
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-    ),
-    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
-]
-
-_TIMEOUT = 240
-
-
-def _process(rank, world, store, function, errors):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    try:
-        torch.manual_seed(0)
-        function(rank, world)
-    except Exception as error:
-        errors.put(f"rank {rank}: {type(error).__name__}: {error}")
-        raise
-    finally:
-        dist.destroy_process_group()
-
-
-def on_processes(tmp_path, function, world=2):
-    """Runs ``function(rank, world)`` in every process of a group; fails with what a process raised first, or when they
-    take too long, as they would waiting for each other."""
-    context = mp.get_context("spawn")
-    errors = context.Queue()
-    arguments = (world, tmp_path / "store", function, errors)
-    processes = [context.Process(target=_process, args=(rank, *arguments)) for rank in range(world)]
-    for process in processes:
-        process.start()
-    until = time.monotonic() + _TIMEOUT
-    running = [process.sentinel for process in processes]
-    while running and not any(process.exitcode for process in processes):
-        ended = connection.wait(running, timeout=max(until - time.monotonic(), 0.0))
-        if not ended:
-            break
-        running = [sentinel for sentinel in running if sentinel not in ended]
-    late = [rank for rank, p in enumerate(processes) if p.exitcode is None]
-    failed = [(rank, p.exitcode) for rank, p in enumerate(processes) if p.exitcode]
-    for process in processes:
-        process.kill()
-        process.join()
-    try:
-        pytest.fail(errors.get(timeout=1 if failed or late else 0.01))
-    except queue.Empty:
-        assert not failed and not late, f"exit codes {failed}, still running {late}"
-
-
-def part_of(tensor, rank, world, bounds=None, dim=0):
-    """The classes of a process, as a leaf: those of ``torch.chunk`` or between the given bounds."""
-    if bounds is None:
-        piece = tensor.chunk(world, dim)[rank]
-    else:
-        piece = tensor.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
-    return piece.detach().clone().requires_grad_()
+pytestmark = [needs_gloo, pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend")]
 
 
 def assert_same_bits(tensor, what):
@@ -410,43 +351,3 @@ def _compiled(rank, world):
 
 def test_compiled(tmp_path):
     on_processes(tmp_path, _compiled)
-
-
-# --- bad input ------------------------------------------------------------------------------------------------------
-
-
-def _bad_input(rank, world):
-    x, weight, bias, target = random_layer(9, 8, 34, "cpu")
-    mine = part_of(weight, rank, world)
-
-    def refuses(match, *arguments, function=liger.vocab_parallel_fused_linear_ce, **options):
-        with pytest.raises(RuntimeError, match=match):
-            function(*arguments, **options)
-
-    expected = 18 if rank == 0 else 17
-    refuses(f"weight has 17 classes, expected {expected} on rank {rank} of 2 for a vocab_size of 35" if rank == 0
-            else "target at row", x, mine, target.clamp(min=40), vocab_size=35 if rank == 0 else None)  # fmt: skip
-    refuses("which leaves no class to the last of 2", x, mine[:1], target, vocab_size=1)
-    refuses("vocab_start was given without vocab_size", x, mine, target, vocab_start=0)
-    refuses("vocab_start is 20, expected weight with its 17 classes", x, mine, target, vocab_start=20,
-            vocab_size=34)  # fmt: skip
-    refuses("target at row 0 is 34, expected 0 <= target < 34", x, mine, torch.full_like(target, 34))
-    refuses(r"ce_weight has shape \(17,\), expected \(34,\)", x, mine, target, ce_weight=torch.ones(17))
-    refuses("ce_weight has dtype torch.int64", x, mine, target, ce_weight=torch.ones(34).long())
-    refuses(r"bias has shape \(34,\), expected \(17,\)", x, mine, target, bias)
-    refuses(r"weight has shape \(17,\)", x, mine[:, 0], target)
-    refuses("reduction is 'max'", x, mine, target, reduction="max")
-    refuses("logits has 17 classes, expected", x @ mine.t(), target, vocab_size=30,
-            function=liger.vocab_parallel_cross_entropy)  # fmt: skip
-    with pytest.raises(ValueError, match="metric 'entropy' needs all classes in one process"):
-        liger.nn.VocabParallelFusedLinearCrossEntropyLoss(metrics=("entropy",))
-
-
-def test_bad_input(tmp_path):
-    on_processes(tmp_path, _bad_input)
-
-
-def test_without_a_process_group():
-    x, weight, _, target = random_layer(9, 8, 34, "cpu")
-    with pytest.raises(RuntimeError, match="has no process group: call init_process_group first"):
-        liger.vocab_parallel_fused_linear_ce(x, weight, target)

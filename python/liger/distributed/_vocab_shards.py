@@ -1,8 +1,7 @@
-"""Which classes each process of a group holds, and how the statistics of their logits become those of all classes."""
+"""Which classes each process of a group holds, and the exchange between them."""
 
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -114,30 +113,3 @@ def gather(stats, group):
     gathered = stats.new_empty(world * stats.shape[0], stats.shape[1])
     work = _all_gather(gathered, stats, group=group, async_op=True)
     return gathered.view(world, *stats.shape), work
-
-
-class WholeRows(NamedTuple):
-    """The statistics of rows over all classes; the same bits on every process, which all add in the order of ranks."""
-
-    reference: torch.Tensor  # the largest logit
-    total: torch.Tensor  # sum of exp(z - reference)
-    target: torch.Tensor  # the target's logit
-    class_sum: torch.Tensor | None  # sum of w * z
-
-    @classmethod
-    def merge(cls, gathered):
-        high, total, target, *class_sum = gathered.unbind(1)
-        reference = high.amax(0)
-        # Nothing may be inf - inf in a row of -inf.
-        finite = torch.where(reference == -torch.inf, 0.0, reference)
-        total = ((high - finite).exp_() * total).sum(0)
-        return cls(reference, total, target.sum(0), class_sum[0].sum(0) if class_sum else None)
-
-    @property
-    def lse(self):
-        return self.reference + self.total.log()
-
-    @property
-    def logp(self):
-        # Differences first, so that a large common part of the logits cancels.
-        return (self.target - self.reference) - self.total.log()

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import differentiable, differentiable_once, wants_grad
-from ..ops._cross_entropy_math import Metrics, RowResults, gradient_weights, make_rule, row_upstream
+from ..ops._cross_entropy_math import Metrics
 from ..ops._products import product, write_linear
 from ..ops.cross_entropy import (
     denominator_tensor,
@@ -21,10 +21,10 @@ from ..ops.cross_entropy import (
     output_like,
     refuse_gradients,
 )
-from ..ops.cross_entropy_stats import cross_entropy_stats, cross_entropy_stats_backward_
 from ..ops.fused_linear_ce import gradients_in_forward
 from ..ops.rms_norm import accumulate_dtype
-from ._vocab_shards import WholeRows, gather, local_shard, locate, whole
+from ._vocab_shards import gather, local_shard, locate, whole
+from ._whole_rows import Rows
 
 _FUSED, _PLAIN = "vocab_parallel_fused_linear_ce", "vocab_parallel_cross_entropy"
 # Rows of a chunk from which on its products run at full speed: kFullSpeedRows of csrc/planner.h.
@@ -54,69 +54,6 @@ _library.define(
 
 def _metrics(return_z_loss, return_logprobs):
     return Metrics(z_loss=return_z_loss, logprobs=return_logprobs)
-
-
-class _Rows:
-    """The rule of a call, seen from the process that has ``classes`` of its classes."""
-
-    def __init__(
-        self, op, dtype, classes, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, vocab_start, vocab_size, metrics,
-    ):  # fmt: skip
-        _check_class_weights(op, ce_weight, target, vocab_size)
-        self.rule = make_rule(
-            op, dtype, vocab_size, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
-            softcap,
-        )  # fmt: skip
-        self.results = RowResults(self.rule, metrics)
-        self.denominator, self.reduction = self.rule.denominator(denominator, reduction), reduction
-        self.smoothing = label_smoothing != 0.0
-        self.target = target
-        self.here = None if ce_weight is None else ce_weight[vocab_start : vocab_start + classes]
-        self.where = (vocab_start, ignore_index, softcap)
-
-    def stats(self, rows, logits):
-        return cross_entropy_stats(logits, self.target[rows], self.here, *self.where, self.smoothing)
-
-    def fill(self, rows, gathered):
-        """Losses and metrics of rows; returns their coefficients for an upstream gradient of 1."""
-        rule, merged = self.rule, WholeRows.merge(gathered)
-        lse, cost = merged.lse, None
-        if self.smoothing:
-            cost = rule.class_weight_sum * lse - merged.class_sum
-        self.results.fill_from(rows, lse, merged.logp, cost)
-        of_p, of_target, of_class = gradient_weights(rule, rows, lse)
-        upstream = row_upstream(rule, rows, 1.0 / self.denominator)
-        return (
-            merged.reference,
-            of_p * upstream / merged.total,
-            of_target * upstream,
-            of_class * upstream if self.smoothing else None,
-        )
-
-    def write_gradient(self, rows, logits, coefficients):
-        cross_entropy_stats_backward_(
-            logits, self.target[rows], *coefficients, self.here if self.smoothing else None, *self.where
-        )
-
-    def reduced(self):
-        return self.results.reduced(self.denominator, self.reduction)
-
-
-def _check_class_weights(op, ce_weight, target, vocab):
-    if ce_weight is None:
-        return
-    if ce_weight.shape != (vocab,):
-        raise RuntimeError(
-            f"{op}: ce_weight has shape {tuple(ce_weight.shape)}, expected ({vocab},), one weight for each class of "
-            "the whole vocabulary"
-        )
-    if not ce_weight.is_floating_point():
-        raise RuntimeError(f"{op}: ce_weight has dtype {ce_weight.dtype}, expected a floating dtype")
-    if ce_weight.device != target.device:
-        raise RuntimeError(
-            f"{op}: ce_weight is on {ce_weight.device}, expected the device of target, {target.device}"
-        )
 
 
 # --- the fused op -------------------------------------------------------------------------------------------------
@@ -204,7 +141,7 @@ def _fused_forward(
     )  # fmt: skip
     group = _resolve_process_group(group_name)
     (rows, hidden), classes = input.shape, weight.shape[0]
-    whole_rows = _Rows(
+    whole_rows = Rows(
         _FUSED, input.dtype, classes, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
         lse_square_scale, softcap, reduction, vocab_start, vocab_size, _metrics(return_z_loss, return_logprobs),
     )  # fmt: skip
@@ -276,7 +213,7 @@ def _plain_forward(
     torch.ops.liger.check_cross_entropy(
         _PLAIN, logits, target, None, token_weight, denominator, label_smoothing, softcap, reduction
     )
-    rows = _Rows(
+    rows = Rows(
         _PLAIN, logits.dtype, logits.shape[1], target, ce_weight, token_weight, denominator, ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, vocab_start, vocab_size,
         _metrics(return_z_loss, return_logprobs),

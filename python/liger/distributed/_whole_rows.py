@@ -1,0 +1,98 @@
+"""The row rule of cross entropy, from the statistics of parts of a row."""
+
+from typing import NamedTuple
+
+import torch
+
+from ..ops._cross_entropy_math import RowResults, gradient_weights, make_rule, row_upstream
+from ..ops.cross_entropy_stats import cross_entropy_stats, cross_entropy_stats_backward_
+
+
+class WholeRows(NamedTuple):
+    """The statistics of rows over all classes; the same bits on every process, which all add in the order of ranks."""
+
+    reference: torch.Tensor  # the largest logit
+    total: torch.Tensor  # sum of exp(z - reference)
+    target: torch.Tensor  # the target's logit
+    class_sum: torch.Tensor | None  # sum of w * z
+
+    @classmethod
+    def merge(cls, gathered):
+        high, total, target, *class_sum = gathered.unbind(1)
+        reference = high.amax(0)
+        # Nothing may be inf - inf in a row of -inf.
+        finite = torch.where(reference == -torch.inf, 0.0, reference)
+        total = ((high - finite).exp_() * total).sum(0)
+        return cls(reference, total, target.sum(0), class_sum[0].sum(0) if class_sum else None)
+
+    @property
+    def lse(self):
+        return self.reference + self.total.log()
+
+    @property
+    def logp(self):
+        # Differences first, so that a large common part of the logits cancels.
+        return (self.target - self.reference) - self.total.log()
+
+
+class Rows:
+    """The rule of a call, seen from the process that has ``classes`` of its classes."""
+
+    def __init__(
+        self, op, dtype, classes, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction, vocab_start, vocab_size, metrics,
+    ):  # fmt: skip
+        _check_class_weights(op, ce_weight, target, vocab_size)
+        self.rule = make_rule(
+            op, dtype, vocab_size, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
+            softcap,
+        )  # fmt: skip
+        self.results = RowResults(self.rule, metrics)
+        self.denominator, self.reduction = self.rule.denominator(denominator, reduction), reduction
+        self.smoothing = label_smoothing != 0.0
+        self.target = target
+        self.here = None if ce_weight is None else ce_weight[vocab_start : vocab_start + classes]
+        self.where = (vocab_start, ignore_index, softcap)
+
+    def stats(self, rows, logits):
+        return cross_entropy_stats(logits, self.target[rows], self.here, *self.where, self.smoothing)
+
+    def fill(self, rows, gathered):
+        """Losses and metrics of rows; returns their coefficients for an upstream gradient of 1."""
+        rule, merged = self.rule, WholeRows.merge(gathered)
+        lse, cost = merged.lse, None
+        if self.smoothing:
+            cost = rule.class_weight_sum * lse - merged.class_sum
+        self.results.fill_from(rows, lse, merged.logp, cost)
+        of_p, of_target, of_class = gradient_weights(rule, rows, lse)
+        upstream = row_upstream(rule, rows, 1.0 / self.denominator)
+        return (
+            merged.reference,
+            of_p * upstream / merged.total,
+            of_target * upstream,
+            of_class * upstream if self.smoothing else None,
+        )
+
+    def write_gradient(self, rows, logits, coefficients):
+        cross_entropy_stats_backward_(
+            logits, self.target[rows], *coefficients, self.here if self.smoothing else None, *self.where
+        )
+
+    def reduced(self):
+        return self.results.reduced(self.denominator, self.reduction)
+
+
+def _check_class_weights(op, ce_weight, target, vocab):
+    if ce_weight is None:
+        return
+    if ce_weight.shape != (vocab,):
+        raise RuntimeError(
+            f"{op}: ce_weight has shape {tuple(ce_weight.shape)}, expected ({vocab},), one weight for each class of "
+            "the whole vocabulary"
+        )
+    if not ce_weight.is_floating_point():
+        raise RuntimeError(f"{op}: ce_weight has dtype {ce_weight.dtype}, expected a floating dtype")
+    if ce_weight.device != target.device:
+        raise RuntimeError(
+            f"{op}: ce_weight is on {ce_weight.device}, expected the device of target, {target.device}"
+        )

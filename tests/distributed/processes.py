@@ -1,0 +1,45 @@
+"""A function run by the processes of a group that talk through gloo."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+needs_gloo = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
+)
+_TIMEOUT = 240
+
+
+def _process(rank, world, store, function):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    try:
+        torch.manual_seed(0)
+        function(rank, world)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_processes(tmp_path, function, world=2):
+    """Runs ``function(rank, world)`` in every process of a group. Raises what one of them raised first, and fails when
+    they take too long, as they would waiting for each other."""
+    context = mp.spawn(_process, (world, tmp_path / "store", function), world, join=False)
+    until = time.monotonic() + _TIMEOUT
+    try:
+        while not context.join(max(until - time.monotonic(), 0.1)):
+            assert time.monotonic() < until, f"processes that did not end within {_TIMEOUT} s"
+    finally:
+        for process in context.processes:
+            process.kill()
+
+
+def part_of(tensor, rank, world, bounds=None, dim=0):
+    """The classes of a process, as a leaf: those of ``torch.chunk`` or between the given bounds."""
+    if bounds is None:
+        piece = tensor.chunk(world, dim)[rank]
+    else:
+        piece = tensor.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
+    return piece.detach().clone().requires_grad_()
