@@ -286,5 +286,9 @@ def test_public_functions_have_the_defaults_of_the_schema(op):
 
 def test_every_op_has_a_public_function():
     """Steps of another op (its forward, its backward, the rescaling of a gradient) have none."""
-    steps = [op for op in OPS if op.endswith(("_forward", "_backward", "_stats", "_")) or op in ("rescale", *HELPERS)]
+    steps = [
+        op
+        for op in OPS
+        if op.endswith(("_forward", "_backward", "_stats", "_")) or op in ("rescale", *HELPERS)
+    ]
     assert set(OPS) - set(steps) <= set(liger.__all__)
