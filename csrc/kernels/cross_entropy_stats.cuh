@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, c
       cap<kExtras, T>(p, z_target);
     }
     stats = streamed_stats<T, kExtras>(p, logits, span_of(logits, p.vocab));
-    merge_row(stats, slots, 0, 1);
+    merge_block(stats, slots);
   }
   if (threadIdx.x != 0) return;
   o.max[index] = stats.max;
