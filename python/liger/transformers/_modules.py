@@ -138,7 +138,8 @@ class TiledMLPRecipe:
 
 def _is_only_its_parameters(projection):
     """Whether calling a layer does nothing but multiply by its weight and add its bias."""
-    if type(projection).forward is not nn.Linear.forward or is_dtensor(projection.weight):
+    own_forward = type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__
+    if own_forward or is_dtensor(projection.weight):
         return False
     # Those of ZeRO-3 gather the weight, which reading it does as well.
     partitioned = hasattr(projection.weight, "ds_id")
