@@ -73,7 +73,9 @@ def test_statistics(device, shape, dtype, name):
             # exp turns the rounding of z - max into a relative error.
             assert_as_exact_as_torch(stats[i], expected[i], exact[i], what, intermediate=LARGEST_LSE)
     three = stats_op(logits, target, ce_weight, START, -100, softcap, False)
-    assert torch.equal(three, stats_op(logits, target, ce_weight, START, -100, softcap, True)[:3])
+    # A kernel that computes less may round differently.
+    four = stats_op(logits, target, ce_weight, START, -100, softcap, True)
+    torch.testing.assert_close(three, four[:3], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

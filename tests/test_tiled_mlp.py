@@ -288,9 +288,9 @@ def test_default_plans_of_the_sizes_in_the_notes():
 
     assert plan(2048) == Tiles(2048, 2048)
     assert plan(8192) == Tiles(8192, 8192)
-    assert plan(32768) == Tiles(8192, 7510, 2048)
-    assert plan(131072) == Tiles(8192, 23894, 2048)
-    assert [round(beyond_inputs(tokens)) for tokens in (2048, 8192, 32768, 131072)] == [416, 800, 1232, 2768]
+    assert plan(32768) == Tiles(8192, 9558, 4096)
+    assert plan(131072) == Tiles(8192, 25942, 4096)
+    assert [round(beyond_inputs(tokens)) for tokens in (2048, 8192, 32768, 131072)] == [416, 800, 1376, 2912]
 
 
 def test_never_more_memory_than_without_shards():

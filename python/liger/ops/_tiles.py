@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 # Adding a shard to the float32 sums of the weight gradients takes 179 / rows of the time of its products on an H200:
-# 2 % at the most that a shard gets, 9 % at the least that there is memory for by default.
+# 2 % at the most that a shard gets, 4 % at the least that there is memory for by default.
 MOST_ROWS = 8192
-LEAST_ROWS = 2048
+LEAST_ROWS = 4096
 # What a tile of a GEMM covers. A shard of fewer rows would only be slower.
 TILE_ROWS = 128
 
@@ -63,7 +63,7 @@ def plan_tiles(rows, hidden, intermediate, element_size, num_shards=None, memory
 
     ``memory_budget`` is for what the op holds at its peak beyond its inputs, its result and the gradients in their
     dtype: activations, and what float32 sums of the weight gradients take more than the gradients. None is
-    ``LIGER_MEMORY_BUDGET`` or, where that is not set, those sums and the activations of 2048 tokens. With
+    ``LIGER_MEMORY_BUDGET`` or, where that is not set, those sums and the activations of 4096 tokens. With
     ``num_shards`` and no budget nothing is kept, and without ``keep`` never.
     """
     if rows == 0:
