@@ -1,0 +1,61 @@
+"""Every test in this folder runs on two ranks at once: with gloo on the CPU, with nccl where there are two GPUs.
+
+Under ``torchrun --nproc-per-node 2 -m pytest tests/distributed`` each process is a rank and runs the tests. In plain
+pytest the ranks of a file are started once, when its first test is due; each test then passes if it did on all ranks.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import launch
+import pytest
+import ranks
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+_outcomes = {}
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.distributed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _process_group():
+    if not ranks.IS_RANK:
+        yield
+        return
+    ranks.start()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Outside of a rank: what the ranks made of this test, instead of the test."""
+    if ranks.IS_RANK:
+        return None
+    this = pyfuncitem.nodeid
+    if this not in _outcomes:
+        of_file = [i.nodeid for i in pyfuncitem.session.items if i.path == pyfuncitem.path]
+        left = of_file[of_file.index(this) :]
+        _outcomes.update(launch.run(left, pyfuncitem.config.rootpath))
+    for rank, (outcome, text) in enumerate(_outcomes[this]):
+        if outcome == "skipped":
+            pytest.skip(text)
+        if outcome != "passed":
+            pytest.fail(f"on rank {rank}:\n{text}", pytrace=False)
+    return True
+
+
+def pytest_runtest_logreport(report):
+    """In a rank that was started here: writes down the outcome of a test."""
+    path = os.environ.get(launch.REPORT)
+    if path is None or not (report.when == "call" or report.outcome != "passed"):
+        return
+    text = report.longrepr[2] if report.outcome == "skipped" else report.longreprtext
+    with open(path, "a") as file:
+        file.write(json.dumps({"node_id": report.nodeid, "outcome": report.outcome, "text": text}) + "\n")

@@ -1,0 +1,46 @@
+"""The process group that a distributed test runs in: who this process is, and where its tensors live."""
+
+import datetime
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+
+WORLD = 2
+# A rank is started by torchrun, or by conftest.py in the same way; any other process only reports for its ranks.
+IS_RANK = "RANK" in os.environ
+RANK = int(os.environ.get("RANK", 0))
+ON_GPU = torch.cuda.device_count() >= WORLD
+DEVICE = torch.device("cuda", RANK) if ON_GPU else torch.device("cpu")
+# A collective that some rank never joins fails after this, rather than hang.
+PATIENCE = datetime.timedelta(seconds=60)
+
+
+def start():
+    """Joins the process group; every rank must call it."""
+    if int(os.environ["WORLD_SIZE"]) != WORLD:
+        raise RuntimeError(f"the distributed tests want {WORLD} ranks, got {os.environ['WORLD_SIZE']}")
+    if ON_GPU:
+        torch.cuda.set_device(DEVICE)
+    # Frameworks that offload to the CPU also reduce there.
+    backend = "cpu:gloo,cuda:nccl" if ON_GPU else "gloo"
+    dist.init_process_group(backend, timeout=PATIENCE, device_id=DEVICE if ON_GPU else None)
+
+
+@functools.cache
+def mesh():
+    """All ranks in one dimension."""
+    return dist.device_mesh.init_device_mesh(DEVICE.type, (WORLD,))
+
+
+def total(value):
+    """The sum of a scalar tensor over all ranks."""
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value
+
+
+def whole(tensor):
+    """The full value of a tensor that may be sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

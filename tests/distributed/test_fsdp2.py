@@ -1,0 +1,116 @@
+"""fully_shard (FSDP2): weights are gathered around the call of the module that holds them, and only there."""
+
+import itertools
+
+import models
+import pytest
+import ranks
+import tiny_models
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+import liger
+
+LENGTHS = [[9, 5], [6, 11]]
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def shard(model, tied=False, **options):
+    """Shards each block, the head unless its weight is the embedding's too, and the rest."""
+    for block in model.blocks:
+        fully_shard(block, mesh=ranks.mesh(), **options)
+    if not tied:
+        fully_shard(model.head, mesh=ranks.mesh(), **options)
+    return fully_shard(model, mesh=ranks.mesh(), **options)
+
+
+def train(model, batches):
+    """(loss, full gradients) of this rank's micro-batches; the gradients are reduced with the last of them."""
+    mine = batches[ranks.RANK]
+    # FSDP averages over ranks: this makes the average of the ranks' losses the mean over all tokens.
+    denominator = models.count([b for of_rank in batches for b in of_rank]) / ranks.WORLD
+    loss = torch.zeros((), device=ranks.DEVICE)
+    for i, (ids, target) in enumerate(mine):
+        model.set_requires_gradient_sync(i == len(mine) - 1)
+        part = model(ids, target, denominator)
+        part.backward()
+        loss += part.detach()
+    return ranks.total(loss) / ranks.WORLD, full_gradients(model)
+
+
+def full_gradients(model):
+    # An offloaded gradient cannot be gathered where it lies when only the devices have a backend.
+    return {n: ranks.whole(p.grad.to(ranks.DEVICE)) for n, p in model.named_parameters()}
+
+
+def run(batches, mlp="swiglu", tied=False, dtype=torch.float32, **options):
+    model = models.make(mlp, tied, ranks.DEVICE)
+    reference = models.Reference(model, batches, dtype)
+    model = shard(model, tied, **options)
+    for _ in range(2):
+        model.zero_grad()
+        reference.check(*train(model, batches))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
+@pytest.mark.parametrize("mlp", models.MLPS)
+def test_matches_one_process(mlp, reshard, tied):
+    """Two micro-batches of other lengths on every rank, the head sharded by itself or tied to the embedding."""
+    run(models.batches_of_ranks(LENGTHS, ranks.DEVICE), mlp, tied, reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["keep", "reshard"])
+@pytest.mark.parametrize("mlp", models.MLPS)
+def test_mixed_precision(mlp, reshard):
+    """Parameters of float32 that are used in bfloat16 and reduced in float32."""
+    batches = models.batches_of_ranks(LENGTHS, ranks.DEVICE)
+    run(batches, mlp, dtype=torch.bfloat16, reshard_after_forward=reshard, mp_policy=BF16)
+
+
+@pytest.mark.parametrize("mlp", models.MLPS)
+def test_cpu_offload(mlp):
+    batches = models.batches_of_ranks(LENGTHS, ranks.DEVICE)
+    run(batches, mlp, offload_policy=CPUOffloadPolicy(pin_memory=ranks.ON_GPU))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=ranks.ON_GPU)], ids=["device", "cpu"])
+def test_patched_llama(tied, offload):
+    """A patched Hugging Face model whose head is sharded: the loss is computed while its weight is gathered."""
+    model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
+    inputs = tiny_models.batch(ranks.DEVICE, rows=4)
+    count = (inputs["labels"][:, 1:] != -100).sum()
+    plain = tiny_models.twin(model)
+    expected = tiny_models.step(plain, **inputs, num_items_in_batch=count)
+    liger.patch(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=ranks.mesh(), offload_policy=offload)
+    if not tied:
+        fully_shard(model.lm_head, mesh=ranks.mesh(), offload_policy=offload)
+    model = fully_shard(model, mesh=ranks.mesh(), offload_policy=offload)
+    assert isinstance(model, FSDPModule)
+    mine = {name: value.chunk(ranks.WORLD)[ranks.RANK] for name, value in inputs.items()}
+    output = model(**mine, num_items_in_batch=count / ranks.WORLD)
+    output.loss.backward()
+    assert output.get("logits") is None
+    actual = {"loss": ranks.total(output.loss) / ranks.WORLD}, full_gradients(model)
+    tiny_models.assert_same_step(actual, expected)
+
+
+@pytest.mark.parametrize("mlp", models.MLPS)
+def test_frozen_parts(mlp):
+    """Only the norms and the head learn: no gradient is made for the rest, and nobody waits for one."""
+    batches = models.batches_of_ranks([[7], [4]], ranks.DEVICE)
+    model = models.make(mlp, device=ranks.DEVICE)
+    reference = models.Reference(model, batches)
+    frozen = [p for n, p in model.named_parameters() if "norm" not in n and "head" not in n]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    model = shard(model)
+    (ids, target), *_ = batches[ranks.RANK]
+    denominator = models.count(list(itertools.chain(*batches))) / ranks.WORLD
+    model(ids, target, denominator).backward()
+    assert all(p.grad is None for n, p in model.named_parameters() if not p.requires_grad)
+    grads = {n: ranks.whole(p.grad) for n, p in model.named_parameters() if p.requires_grad}
+    reference.check_gradients(grads)
