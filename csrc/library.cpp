@@ -17,7 +17,7 @@
 #include "planner_sm90.h"
 
 STABLE_TORCH_LIBRARY(liger, m) {
-  // x (..., H) -> y like x, rstd (rows,) float32
+  // x (..., H) -> y like x, rstd (...) float32
   m.def(
       "rms_norm(Tensor x, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\")"
       " -> (Tensor y, Tensor rstd)");

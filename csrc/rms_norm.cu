@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <tuple>
+#include <vector>
 
 #include "common/dispatch.h"
 #include "common/torch.h"
@@ -20,10 +21,16 @@ int64_t row_count(const Tensor& x) {
   return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
 }
 
-// Rows in shapes with an empty last dimension, too: they still have an rstd.
+// The shape of rstd, which rows have in shapes with an empty last dimension, too.
+std::vector<int64_t> leading_shape(const Tensor& x) {
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
+  return shape;
+}
+
 int64_t leading_size(const Tensor& x) {
   int64_t rows = 1;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  for (const int64_t size : leading_shape(x)) rows *= size;
   return rows;
 }
 
@@ -64,7 +71,7 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
   const DeviceGuard guard(x.get_device_index());
   RowOutput y = row_output(torch::stable::empty_like(x));
   RowOutput sum = residual ? row_output(torch::stable::empty_like(x)) : y;
-  Forward out{y.result, sum.result, empty({leading_size(x)}, ScalarType::Float, x)};
+  Forward out{y.result, sum.result, empty(leading_shape(x), ScalarType::Float, x)};
   if (x.numel() == 0) {
     // The mean of no values is NaN, and so is its rstd.
     if (out.rstd.numel() > 0) torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());

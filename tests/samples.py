@@ -23,7 +23,7 @@ def _rms_norm(d):
 def _rms_norm_backward(d):
     x, weight = _float(d, 2, 3, 16), _float(d, 16)
     return [
-        (_float(d, 2, 3, 16), _transposed(x), weight, _float(d, 6).abs(), 0.0, "llama", True, True),
+        (_float(d, 2, 3, 16), _transposed(x), weight, _float(d, 2, 3).abs(), 0.0, "llama", True, True),
         (_float(d, 2, 3, 16), x, weight, _float(d, 6).abs(), 1.0, "gemma", False, True),
         (_float(d, 2, 3, 16), x, None, _float(d, 6).abs(), 0.0, "none", True, False),
     ]
@@ -37,7 +37,7 @@ def _fused_add_rms_norm(d):
 
 
 def _fused_add_rms_norm_backward(d):
-    x, weight, rstd = _float(d, 2, 3, 16), _float(d, 16), _float(d, 6).abs()
+    x, weight, rstd = _float(d, 2, 3, 16), _float(d, 16), _float(d, 2, 3).abs()
     return [
         (_float(d, 2, 3, 16), _float(d, 2, 3, 16), _transposed(x), weight, rstd, 0.0, "llama", True, True),
         (_float(d, 2, 3, 16), None, x, weight, rstd, 1.0, "gemma", True, False),

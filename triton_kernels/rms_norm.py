@@ -234,8 +234,8 @@ def _forward(op, x, residual, weight, eps, offset, casting_mode):
     require_dtype(op, "x", x)
     y, n_cols = torch.empty_like(x), x.shape[-1]
     new_residual = None if residual is None else torch.empty_like(x)
-    n_rows = x.numel() // n_cols if n_cols else x.shape[:-1].numel()
-    rstd = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    n_rows = x.shape[:-1].numel()
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return y, new_residual, rstd.fill_(float("nan"))
     x, x_stride = rows_of(x)
@@ -270,6 +270,7 @@ def _backward(
     n_rows = x.numel() // n_cols
     x, x_stride = rows_of(x)
     grad_y, grad_y_stride = rows_of(grad_y)
+    rstd = rstd.contiguous()
     grad_residual, grad_residual_stride = (None, 0) if grad_residual is None else rows_of(grad_residual)
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     block_rows, block_cols, whole = _tile(n_cols, _BACKWARD_ELEMENTS)

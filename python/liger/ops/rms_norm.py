@@ -28,7 +28,7 @@ def _normalise(x, weight, eps, offset, casting_mode):
         y = y.to(x.dtype).to(wide)
     if weight is not None:
         y = y * (weight.to(wide) + offset)
-    return y.to(x.dtype), rstd.reshape(-1)
+    return y.to(x.dtype), rstd.squeeze(-1).contiguous()
 
 
 def _grad(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, need_weight):
@@ -119,21 +119,15 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-def _rows(x):
-    rows = 1
-    for size in x.shape[:-1]:
-        rows = rows * size
-    return rows
-
-
 @torch.library.register_fake("liger::rms_norm")
 def _(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    return torch.empty_like(x), x.new_empty(_rows(x), dtype=accumulate_dtype(x.dtype))
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
 
 
 @torch.library.register_fake("liger::fused_add_rms_norm")
 def _(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    return torch.empty_like(x), torch.empty_like(x), x.new_empty(_rows(x), dtype=accumulate_dtype(x.dtype))
+    rstd = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
+    return torch.empty_like(x), torch.empty_like(x), rstd
 
 
 def _fake_backward(x, weight, need_grad_x, need_grad_weight):
@@ -225,8 +219,7 @@ def _batched(op, tensors):
         weight, *options = args[tensors:]
         dim = in_dims[tensors]
         if dim is None:
-            *ys, rstd = op(*xs, weight, *options)
-            outputs = *ys, rstd.unflatten(0, (info.batch_size, -1))
+            outputs = op(*xs, weight, *options)
         else:
             each = [op(*(x[i] for x in xs), weight.select(dim, i), *options) for i in range(info.batch_size)]
             outputs = tuple(map(torch.stack, zip(*each, strict=True)))
