@@ -5,7 +5,7 @@ The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch,
 
 import importlib
 
-from . import _load  # noqa: F401  (registers the schemas; everything below needs them)
+from . import _load, distributed  # noqa: F401  (_load registers the schemas, which everything below needs)
 from ._tiled import tiled
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
 from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
@@ -17,6 +17,7 @@ from .ops.swiglu import swiglu, swiglu_packed
 from .ops.tiled_mlp import tiled_mlp
 
 _initialise()
+distributed._initialise()
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "CrossEntropyOutput",
     "backend_report",
     "cross_entropy",
+    "distributed",
     "fused_add_rms_norm",
     "fused_linear_ce",
     "nn",

@@ -14,6 +14,8 @@ import ranks
 import torch.distributed as dist
 
 HERE = Path(__file__).parent
+# Every failure in a file costs a new set of ranks for the tests behind it.
+MOST_FAILURES = 3
 _outcomes = {}
 
 
@@ -41,6 +43,9 @@ def pytest_pyfunc_call(pyfuncitem):
     this = pyfuncitem.nodeid
     if this not in _outcomes:
         of_file = [i.nodeid for i in pyfuncitem.session.items if i.path == pyfuncitem.path]
+        failed = [n for n in of_file if any(o == "failed" for o, _ in _outcomes.get(n, ()))]
+        if len(failed) >= MOST_FAILURES:
+            pytest.fail(f"not run: {len(failed)} tests of this file have failed", pytrace=False)
         left = of_file[of_file.index(this) :]
         _outcomes.update(launch.run(left, pyfuncitem.config.rootpath))
     for rank, (outcome, text) in enumerate(_outcomes[this]):

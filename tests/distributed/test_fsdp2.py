@@ -7,7 +7,13 @@ import pytest
 import ranks
 import tiny_models
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 import liger
 
@@ -75,7 +81,9 @@ def test_cpu_offload(mlp):
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=ranks.ON_GPU)], ids=["device", "cpu"])
+@pytest.mark.parametrize(
+    "offload", [OffloadPolicy(), CPUOffloadPolicy(pin_memory=ranks.ON_GPU)], ids=["device", "cpu"]
+)
 def test_patched_llama(tied, offload):
     """A patched Hugging Face model whose head is sharded: the loss is computed while its weight is gathered."""
     model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)

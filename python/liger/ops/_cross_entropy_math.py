@@ -70,6 +70,23 @@ class RowRule:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
+class Targets(NamedTuple):
+    """What the targets alone say of their rows, as in :class:`RowRule`."""
+
+    live: torch.Tensor
+    valid: torch.Tensor
+    index: torch.Tensor
+    weight: torch.Tensor
+
+
+def read_targets(target, vocab, ignore_index, class_weight, wide):
+    live = target != ignore_index
+    valid = live & (target >= 0) & (target < vocab)
+    index = torch.where(valid, target, 0).long()
+    weight = torch.where(valid, 1.0 if class_weight is None else class_weight[index], 0.0).to(wide)
+    return Targets(live, valid, index, weight)
+
+
 def make_rule(
     op, dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap,
 ):  # fmt: skip
@@ -77,18 +94,11 @@ def make_rule(
     if target.device.type == "cpu":
         check_targets(op, target, vocab, ignore_index)
     wide = accumulate_dtype(dtype)
-    live = target != ignore_index
-    valid = live & (target >= 0) & (target < vocab)
-    index = torch.where(valid, target, 0).long()
     class_weight = None if ce_weight is None else ce_weight.to(wide)
-    weight = torch.where(valid, 1.0 if class_weight is None else class_weight[index], 0.0).to(wide)
     return RowRule(
         wide=wide,
         vocab=vocab,
-        live=live,
-        valid=valid,
-        index=index,
-        weight=weight,
+        **read_targets(target, vocab, ignore_index, class_weight, wide)._asdict(),
         token_weight=None if token_weight is None else token_weight.to(wide),
         class_weight=class_weight,
         class_weight_sum=float(vocab) if class_weight is None else class_weight.sum(),

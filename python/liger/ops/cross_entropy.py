@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import register_family
+from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
 from ._autograd import (
     check_given_up,
     differentiable,
@@ -233,14 +234,17 @@ def flatten_rows(op, name, x, target, token_weight):
                 f"{op}: {other_name} has shape {tuple(other.shape)}, expected that of {name} without its last "
                 f"dimension, {tuple(x.shape[:-1])}"
             )
-    x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    return x, target.reshape(-1), None if token_weight is None else token_weight.reshape(-1)
+    if x.dim() == 1:
+        return x.unsqueeze(0), target.reshape(-1), None if token_weight is None else token_weight.reshape(-1)
+    dims = x.dim() - 1
+    return tuple(t if t is None else flatten_tokens(t, dims) for t in (x, target, token_weight))
 
 
 def _run(
     logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
     reduction, metrics, inplace,
 ):  # fmt: skip
+    logits, target, token_weight = align_tokens("cross_entropy", logits, target, token_weight)
     rows, flat_target, flat_weight = flatten_rows("cross_entropy", "logits", logits, target, token_weight)
     arguments = (
         rows, flat_target, ce_weight, flat_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
@@ -259,8 +263,8 @@ def output_like(target, reduction, metrics, results):
     """
     loss, z_loss, accuracy, *per_row = results[:6]
     if reduction == "none":
-        loss = loss.reshape(target.shape)
-        z_loss = z_loss.reshape(target.shape) if metrics.z_loss else None
+        loss = unflatten_tokens(loss, target)
+        z_loss = unflatten_tokens(z_loss, target) if metrics.z_loss else None
     if not any(metrics):
         return loss
     wanted = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
@@ -268,7 +272,7 @@ def output_like(target, reduction, metrics, results):
         loss,
         z_loss if metrics.z_loss else None,
         accuracy if metrics.token_accuracy else None,
-        *(x.reshape(target.shape) if want else None for x, want in zip(per_row, wanted, strict=True)),
+        *(unflatten_tokens(x, target) if want else None for x, want in zip(per_row, wanted, strict=True)),
     )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from ..backend import register_family
+from ..distributed import align_tokens
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
@@ -230,6 +231,7 @@ def _run(
     lse_square_scale, softcap, reduction, accum_dtype, memory_budget, metrics,
 ):  # fmt: skip
     input, weight, bias = autocast_operands(input, weight, bias)
+    input, target, token_weight = align_tokens("fused_linear_ce", input, target, token_weight)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
     results = _forward_op(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator, ignore_index, label_smoothing,

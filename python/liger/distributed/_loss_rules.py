@@ -1,0 +1,110 @@
+"""Losses of sharded tokens: each rank computes those of its tokens, over the denominator of all.
+
+A sum or mean is the ``Partial`` sum of the ranks' shares. What needs all tokens before any rank can go on, the
+denominator of a mean, is one all-reduce of a scalar; so is the accuracy. Logits or hidden states whose last dimension
+is sharded are turned into sharded tokens, which is exact and takes no more memory.
+"""
+
+from torch.distributed.tensor import Partial, Shard
+
+from ..ops._cross_entropy_math import read_targets
+from ..ops.rms_norm import accumulate_dtype
+from ._call import keep, where_sharded
+
+_PER_ROW = ("predicted_tokens", "logprobs", "entropy", "lse", "grad_logits", "grad_input")
+_SUMS = ("grad_weight", "grad_bias")
+# The argument that asks for a result; the others are always there.
+_ASKED_BY = {
+    "z_loss": "return_z_loss",
+    "token_accuracy": "return_token_accuracy",
+    "predicted_tokens": "return_predicted_tokens",
+    "logprobs": "return_logprobs",
+    "entropy": "return_entropy",
+    "grad_logits": "need_grad",
+    "grad_input": "need_grad_input",
+    "grad_weight": "need_grad_weight",
+    "grad_bias": "need_grad_bias",
+}
+
+
+def _tokens_of(tensor):
+    """The placements of (N, ...) with only N sharded, also where another dimension was, or partial sums are."""
+    return tuple(
+        p if p.is_replicate() or kept == p else Shard(0)
+        for p, kept in zip(tensor.placements, keep(tensor, (0,)), strict=True)
+    )
+
+
+def _forward(call):
+    main = "logits" if "logits" in call.arguments else "input"
+    x = call[main]
+    vocab = x.shape[-1] if main == "logits" else call["weight"].shape[0]
+    tokens = _tokens_of(x)
+    call.place(tokens, main, "target", "token_weight")
+    call.place(call.replicated, "weight", "bias", "ce_weight", "denominator")
+    options = dict(call.arguments)
+    options["need_grad_bias"] = options.get("need_grad_bias") and options["bias"] is not None
+    if not any(type(p) is Shard for p in tokens):
+        return tuple(call.wrap(local, tokens) for local in call.run())
+
+    wide = accumulate_dtype(x.dtype)
+    targets = None
+    if call["return_token_accuracy"] or _needs_denominator(call):
+        targets = read_targets(call["target"], vocab, call["ignore_index"], call["ce_weight"], wide)
+    if _needs_denominator(call):
+        call.arguments["denominator"] = call.total(targets.weight.sum(), tokens)
+    # A mean of the rank's own tokens is no part of the mean of all: it is made from the predictions.
+    call.arguments["return_predicted_tokens"] |= options["return_token_accuracy"]
+    call.arguments["return_token_accuracy"] = False
+    names = [r.name for r in call.op._schema.returns]
+    results = dict(zip(names, call.run(), strict=True))
+    if options["return_token_accuracy"]:
+        hits = ((results["predicted_tokens"] == targets.index) & targets.valid).sum(dtype=wide)
+        live = targets.live.sum(dtype=wide)
+        results["token_accuracy"] = call.total(hits, tokens) / call.total(live, tokens)
+        if not options["return_predicted_tokens"]:
+            results["predicted_tokens"] = results["predicted_tokens"].new_empty(0)
+    per_row = call["reduction"] == "none"
+
+    def wrapped(name, local):
+        if name in _ASKED_BY and not options[_ASKED_BY[name]]:
+            return call.unasked(local)
+        if name in _PER_ROW or (per_row and name in ("loss", "z_loss")):
+            return call.wrap(local, tokens, (x.shape[0], *local.shape[1:]))
+        if name in _SUMS or name in ("loss", "z_loss"):
+            return call.wrap(local, where_sharded(tokens, Partial()))
+        return call.wrap(local, call.replicated)
+
+    return tuple(wrapped(*result) for result in results.items())
+
+
+def _needs_denominator(call):
+    return call["reduction"] == "mean" and call["denominator"] is None
+
+
+def _place_backward(call):
+    logits, tokens = call["logits"], _tokens_of(call["logits"])
+    per_row = call["grad_loss"].dim() > 0
+    call.place(tokens if per_row else call.replicated, "grad_loss")
+    call.place(tokens, "logits", "target", "lse", "token_weight")
+    call.place(call.replicated, "used_denominator", "ce_weight")
+    return tokens, logits.shape
+
+
+def _backward(call):
+    tokens, shape = _place_backward(call)
+    return call.wrap(call.run(), tokens, shape)
+
+
+def _backward_(call):
+    _place_backward(call)
+    call.run()
+
+
+LOSS_RULES = {
+    "cross_entropy_forward": _forward,
+    "cross_entropy_forward_": _forward,
+    "cross_entropy_backward": _backward,
+    "cross_entropy_backward_": _backward_,
+    "fused_linear_ce_forward": _forward,
+}

@@ -1,0 +1,174 @@
+"""Which parts of its arguments each op needs on a rank, and what each rank's results are parts of.
+
+The main argument decides: where it is replicated, or sharded along a dimension whose parts the op can treat on their
+own, it stays as it is, everything else follows it, and nothing is gathered. Where it is sharded along another dimension
+(the hidden one of a norm), or holds partial sums, it is gathered first. So results are always those of the whole
+tensors; only how fast they come depends on the placements.
+
+Registered with ``torch.library.register_torch_dispatch``, which is documented and the same in torch 2.10 to 2.13. The
+sharding strategies of ``torch.distributed.tensor`` are marked experimental, change with every release, and cannot
+express a loss whose denominator takes a reduction of its own.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ._call import Call, keep, where_sharded
+from ._loss_rules import LOSS_RULES
+
+
+def _norm(call):
+    x = call["x"]
+    rows = keep(x, range(x.dim() - 1))
+    call.place(rows, "x", "residual")
+    call.place(call.replicated, "weight")
+    *ys, rstd = call.run()
+    return *(call.wrap(y, rows, x.shape) for y in ys), call.wrap(rstd, rows, x.shape[:-1])
+
+
+def _norm_backward(call):
+    main = "new_residual" if "new_residual" in call.arguments else "x"
+    x, need_weight = call[main], call["need_grad_weight"] and call["weight"] is not None
+    rows = keep(x, range(x.dim() - 1))
+    call.place(rows, main, "rstd", "grad_y", "grad_new_residual")
+    call.place(call.replicated, "weight")
+    grad_x, grad_weight = call.run()
+    return (
+        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.unasked(grad_x),
+        call.wrap(grad_weight, where_sharded(rows, Partial())) if need_weight else call.unasked(grad_weight),
+    )
+
+
+def _swiglu(call):
+    gate = call["gate"]
+    parts = keep(gate, range(gate.dim()))
+    call.place(parts, "gate", "up")
+    return call.wrap(call.run(), parts, gate.shape)
+
+
+def _swiglu_backward(call):
+    gate = call["gate"]
+    parts = keep(gate, range(gate.dim()))
+    call.place(parts, "grad_out", "gate", "up")
+    grad_gate, grad_up, product = call.run()
+    return (
+        call.wrap(grad_gate, parts, gate.shape),
+        call.wrap(grad_up, parts, gate.shape),
+        call.wrap(product, parts, gate.shape) if call["emit_product"] else call.unasked(product),
+    )
+
+
+def _swiglu_backward_(call):
+    gate = call["gate"]
+    call.place(keep(gate, range(gate.dim())), "grad_out", "gate", "up")
+    call.run()
+
+
+def _place_packed(call):
+    """gate_up sharded along its last dimension has no gate beside its up: only tokens can be sharded."""
+    gate_up = call["gate_up"]
+    tokens = keep(gate_up, range(gate_up.dim() - 1))
+    call.place(tokens, "grad_out", "gate_up")
+    return tokens, gate_up.shape, (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _swiglu_packed(call):
+    tokens, _, half = _place_packed(call)
+    return call.wrap(call.run(), tokens, half)
+
+
+def _swiglu_packed_backward(call):
+    tokens, whole, half = _place_packed(call)
+    grad_gate_up, product = call.run()
+    product = call.wrap(product, tokens, half) if call["emit_product"] else call.unasked(product)
+    return call.wrap(grad_gate_up, tokens, whole), product
+
+
+def _swiglu_packed_backward_(call):
+    _place_packed(call)
+    call.run()
+
+
+_BATCH, _HEADS, _TOKENS = Shard(0), Shard(1), Shard(2)
+
+
+def _place_rope(call, q_name, k_name):
+    """Batch and tokens are sharded together; heads of q and of k each as they are, for there may be few of k."""
+    q, k, cos = call[q_name], call[k_name], call["cos"]
+    q_parts = keep(q, (0, 1, 2))
+    k_heads = keep(k, (1,))
+    k_parts = tuple(p if p in (_BATCH, _TOKENS) else own for p, own in zip(q_parts, k_heads, strict=True))
+    of_table = {_TOKENS: Shard(cos.dim() - 2)}
+    if cos.dim() == 3 and cos.shape[0] != 1:
+        of_table[_BATCH] = Shard(0)
+    call.place(q_parts, q_name)
+    call.place(k_parts, k_name)
+    call.place(tuple(of_table.get(p, Replicate()) for p in q_parts), "cos", "sin")
+    return (q_parts, q.shape), (k_parts, k.shape)
+
+
+def _rope(call):
+    q_name, k_name = list(call.arguments)[:2]
+    placed = _place_rope(call, q_name, k_name)
+    return tuple(call.wrap(local, *parts) for local, parts in zip(call.run(), placed, strict=True))
+
+
+def _rope_(call):
+    _place_rope(call, "q", "k")
+    call.run()
+
+
+def _place_scaled(call):
+    """Anything linear can be scaled where it lies, sums that are still to be added up, too."""
+    x = call["x"]
+    parts = tuple(
+        p if type(p) is Shard or p in (Partial("sum"), Partial("avg")) else Replicate() for p in x.placements
+    )
+    call.place(parts, "x")
+    call.place(call.replicated, "factor")
+    return parts, x.shape
+
+
+def _rescale(call):
+    parts, shape = _place_scaled(call)
+    return call.wrap(call.run(), parts, shape)
+
+
+def _rescale_(call):
+    _place_scaled(call)
+    call.run()
+
+
+_RULES = {
+    "rms_norm": _norm,
+    "rms_norm_backward": _norm_backward,
+    "fused_add_rms_norm": _norm,
+    "fused_add_rms_norm_backward": _norm_backward,
+    "rope": _rope,
+    "rope_backward": _rope,
+    "rope_": _rope_,
+    "swiglu": _swiglu,
+    "swiglu_backward": _swiglu_backward,
+    "swiglu_backward_": _swiglu_backward_,
+    "swiglu_packed": _swiglu_packed,
+    "swiglu_packed_backward": _swiglu_packed_backward,
+    "swiglu_packed_backward_": _swiglu_packed_backward_,
+    "rescale": _rescale,
+    "rescale_": _rescale_,
+    **LOSS_RULES,
+}
+
+
+def _dispatched(rule):
+    def on_dtensors(cls, op, types, args, kwargs):
+        # Below autograd: the moves of a rule are no part of the graph, and have no gradient of their own.
+        with torch.no_grad():
+            return rule(Call(op, args, kwargs or {}))
+
+    return on_dtensors
+
+
+def register():
+    """Registers all rules; called once."""
+    for name, rule in _RULES.items():
+        torch.library.register_torch_dispatch(f"liger::{name}", DTensor, _dispatched(rule))

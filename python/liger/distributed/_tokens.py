@@ -1,0 +1,55 @@
+"""Between tensors of any leading dimensions and the rows that the loss ops take, without moving a sharded token.
+
+Flattening gives each rank the rows of its own part. Their order over all ranks is not that of the whole tensor, which
+no loss depends on, as long as everything with a row goes the same way and comes back by :func:`unflatten`.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from ._call import dense_strides, keep, where_sharded
+
+
+def align(op, x, target, token_weight):
+    """The three with the token dimensions of x sharded alike; an x sharded otherwise gets its tokens sharded instead.
+
+    Raises:
+        RuntimeError: a target or token weight that is not a DTensor.
+    """
+    tokens = tuple(
+        p if p.is_replicate() or kept == p else Shard(max(x.dim() - 2, 0))
+        for p, kept in zip(x.placements, keep(x, range(x.dim() - 1)), strict=True)
+    )
+    moved = [x.redistribute(placements=tokens)]
+    for name, other in (("target", target), ("token_weight", token_weight)):
+        if other is not None and not isinstance(other, DTensor):
+            raise RuntimeError(
+                f"{op}: {name} is a plain tensor, expected a DTensor on {x.device_mesh}, as the input is: use "
+                "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
+            )
+        moved.append(None if other is None else other.redistribute(placements=tokens))
+    return moved
+
+
+def flatten(tensor, dims):
+    """(rows, ...) of a tensor whose first ``dims`` dimensions are those of tokens."""
+    local, shape = tensor.to_local().flatten(0, dims - 1), torch.Size(tensor.shape)
+    return _rewrapped(
+        local, tensor, where_sharded(tensor.placements, Shard(0)), (shape[:dims].numel(), *shape[dims:])
+    )
+
+
+def unflatten(rows, like):
+    """Values per row with the shape and placements of ``like``, the tensor whose rows they are."""
+    return _rewrapped(rows.to_local().reshape(like.to_local().shape), like, like.placements, like.shape)
+
+
+def _rewrapped(local, tensor, placements, shape):
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=dense_strides(local, shape),
+    )

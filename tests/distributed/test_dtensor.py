@@ -1,0 +1,331 @@
+"""The sharding rules: every op on DTensors gives what it gives for the whole tensors, and gathers no token."""
+
+import pytest
+import ranks
+import torch
+from cases import assert_as_exact_as_torch, error
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import liger
+
+R = Replicate()
+B, T, H, V = 2, 7, 16, 40  # T does not divide
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(ranks.DEVICE, dtype)
+
+
+def targets(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(V, shape, generator=generator)
+    target.view(-1)[1::5] = -100
+    return target.to(ranks.DEVICE)
+
+
+def distribute(tensor, *placements):
+    """The parts of a tensor that all ranks have; partial sums whose sum it is."""
+    if placements[0] == Partial():
+        return DTensor.from_local(tensor * (0.25 + 0.5 * ranks.RANK), ranks.mesh(), placements)
+    return distribute_tensor(tensor, ranks.mesh(), placements, src_data_rank=None)
+
+
+def compare(function, tensors, placements, gathers=False):
+    """Results and gradients of a function of whole tensors against those of distributed ones.
+
+    Returns the distributed results and gradients. Unless ``gathers``, nothing larger than a scalar is communicated.
+    """
+
+    def run(inputs):
+        leaves = [t.detach().requires_grad_(t.is_floating_point()) if t is not None else None for t in inputs]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        upstream = [random(*o.shape, seed=1 + i).to(o.dtype) for i, o in enumerate(outputs)]
+        return leaves, outputs, upstream
+
+    leaves, outputs, upstream = run(tensors)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    used = dict(allow_unused=True)
+    grads = torch.autograd.grad(outputs, wanted, upstream, **used)
+
+    sharded = [None if t is None else distribute(t, p) for t, p in zip(tensors, placements, strict=True)]
+    with CommDebugMode() as communication:
+        leaves, results, upstream = run(sharded)
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        upstream = [
+            distribute(u, *(R if p.is_partial() else p for p in r.placements))
+            for u, r in zip(upstream, results, strict=True)
+        ]
+        their_grads = torch.autograd.grad(results, wanted, upstream, **used)
+    if not gathers:
+        counts = {str(op): n for op, n in communication.get_comm_counts().items()}
+        assert not any("reduce" not in op or "scatter" in op for op in counts), counts
+    for ours, whole in zip([*results, *their_grads], [*outputs, *grads], strict=True):
+        if whole is None:
+            assert ours is None
+            continue
+        full = ours.full_tensor()
+        assert full.shape == whole.shape
+        if whole.is_floating_point():
+            assert error(full, whole) <= 32 * torch.finfo(whole.dtype).eps
+        else:
+            torch.testing.assert_close(full, whole)
+    return results, their_grads
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("weighted", [True, False], ids=["weight", "plain"])
+def test_norms_of_sharded_tokens(dim, weighted):
+    weight = random(H, seed=2) if weighted else None
+    (y,), grads = compare(lambda x, w: liger.rms_norm(x, w), [random(B, T, H), weight], [Shard(dim), R])
+    assert y.placements == (Shard(dim),) and grads[0].placements == (Shard(dim),)
+    assert not weighted or grads[1].placements == (Partial(),)
+    inputs = [random(B, T, H), random(B, T, H, seed=3), weight]
+    results, grads = compare(liger.fused_add_rms_norm, inputs, [Shard(dim), Shard(dim), R])
+    assert all(r.placements == (Shard(dim),) for r in results)
+
+
+@pytest.mark.parametrize("placement", [Shard(2), Partial()], ids=["hidden", "partial"])
+def test_norms_need_whole_rows(placement):
+    (y,), _ = compare(lambda x, w: liger.rms_norm(x, w), [random(B, T, H), random(H)], [placement, R], True)
+    assert y.placements == (R,)
+
+
+def test_rstd_is_that_of_the_tokens():
+    """The statistics of a norm are results of the op, and sharded as its tokens are."""
+    x = random(B, T, H)
+    y, rstd = torch.ops.liger.rms_norm(distribute(x, Shard(1)), None)
+    assert rstd.placements == (Shard(1),)
+    torch.testing.assert_close(rstd.full_tensor(), torch.ops.liger.rms_norm(x, None)[1])
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_swiglu(dim):
+    (y,), grads = compare(liger.swiglu, [random(B, T, H), random(B, T, H, seed=1)], [Shard(dim)] * 2)
+    assert {t.placements for t in (y, *grads)} == {(Shard(dim),)}
+
+
+def test_swiglu_packed():
+    (y,), grads = compare(liger.swiglu_packed, [random(B, T, 2 * H)], [Shard(1)])
+    assert y.placements == (Shard(1),)
+    (y,), _ = compare(liger.swiglu_packed, [random(B, T, 2 * H)], [Shard(2)], gathers=True)
+    assert y.placements == (R,)
+
+
+@pytest.mark.parametrize("name", ["swiglu", "swiglu_packed"])
+def test_backward_with_the_product(name):
+    """The op that tiled MLPs use: gradients and the product in one pass."""
+    inputs = [random(B, T, H), random(B, T, H, seed=1), random(B, T, H, seed=2)]
+    inputs = [inputs[0], torch.cat(inputs[1:], -1)] if name == "swiglu_packed" else inputs
+    op = getattr(torch.ops.liger, f"{name}_backward")
+    for emit in (False, True):
+        expected = op(*inputs, emit)
+        for ours, whole in zip(op(*(distribute(t, Shard(1)) for t in inputs), emit), expected, strict=True):
+            torch.testing.assert_close(ours.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("table", ["sharded", "replicated", "batched"])
+@pytest.mark.parametrize("part", [Shard(0), Shard(1), Shard(2), R], ids=["batch", "heads", "tokens", "whole"])
+def test_rope(part, table):
+    """q and k of other numbers of heads; only along the tokens can the tables be sharded."""
+    q, k = random(B, 4, T, 8), random(B, 2, T, 8, seed=1)
+    angles = random(B, T, 8, seed=2) if table == "batched" else random(T, 8, seed=2)
+    of_table = Shard(angles.dim() - 2) if table == "sharded" and part == Shard(2) else R
+    cos, sin = (distribute(t, of_table) for t in (angles.cos(), angles.sin()))
+
+    def rotate(q, k):
+        distributed = isinstance(q, DTensor)
+        return liger.rope(q, k, *((cos, sin) if distributed else (angles.cos(), angles.sin())))
+
+    results, grads = compare(rotate, [q, k], [part, part])
+    assert {t.placements for t in (*results, *grads)} == {(part,)}
+
+
+def test_rope_with_few_heads_of_k():
+    """One head of k stays whole on every rank while the heads of q are sharded."""
+    angles = random(T, 8, seed=2)
+    inputs = [random(B, 4, T, 8), random(B, 1, T, 8, seed=1)]
+    cos, sin = (distribute(t, R) for t in (angles.cos(), angles.sin()))
+    q, k = liger.rope(distribute(inputs[0], Shard(1)), distribute(inputs[1], R), cos, sin)
+    assert (q.placements, k.placements) == ((Shard(1),), (R,))
+    for ours, whole in zip((q, k), liger.rope(*inputs, angles.cos(), angles.sin()), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), whole)
+
+
+REDUCTIONS = [("mean", None), ("mean", 5.0), ("sum", None), ("sum", 5.0), ("none", None)]
+OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 20.0}
+
+
+@pytest.mark.parametrize("reduction, denominator", REDUCTIONS)
+@pytest.mark.parametrize(
+    "shape, dim", [((13,), 0), ((B, T), 0), ((B, T), 1)], ids=["rows", "batch", "tokens"]
+)
+@pytest.mark.parametrize("op", ["cross_entropy", "fused_linear_ce"])
+def test_losses_of_sharded_tokens(op, shape, dim, reduction, denominator):
+    """The denominator of a mean is that of all ranks, whose shares of ignored tokens differ."""
+    target, token_weight = targets(*shape), random(*shape, seed=4).abs()
+    class_weight = random(V, seed=5).abs()
+    part, fused = Shard(dim), op == "fused_linear_ce"
+
+    def loss(x, *weights):
+        distributed = isinstance(x, DTensor)
+        t, w, c = (
+            (distribute(target, part), distribute(token_weight, part), distribute(class_weight, R))
+            if distributed
+            else (target, token_weight, class_weight)
+        )
+        keywords = {"token_weight": w, "ce_weight": c, "reduction": reduction, "denominator": denominator}
+        return getattr(liger, op)(x, *weights[:1], t, *weights[1:], **keywords, **OPTIONS)
+
+    inputs = [random(*shape, H), random(V, H, seed=1), random(V, seed=2)] if fused else [random(*shape, V)]
+    (result,), grads = compare(loss, inputs, [part, R, R][: len(inputs)])
+    assert result.placements == ((part,) if reduction == "none" else (Partial(),))
+    assert grads[0].placements == (part,)
+    assert all(g.placements == (Partial(),) for g in grads[1:])
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "fused_linear_ce"])
+def test_metrics_of_sharded_tokens(op):
+    target = targets(B, T)
+    weights = [random(V, H, seed=1)] if op == "fused_linear_ce" else []
+    x = random(B, T, H if weights else V)
+    asked = [f"return_{n}" for n in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")]
+    for names in (asked, asked[1:2]):
+        keywords = dict.fromkeys(names, True) | {"lse_square_scale": 1e-2}
+        whole = getattr(liger, op)(x, *weights, target, **keywords)
+        parts = [distribute(x, Shard(1)), *(distribute(w, R) for w in weights), distribute(target, Shard(1))]
+        ours = getattr(liger, op)(*parts, **keywords)
+        for name, expected in whole._asdict().items():
+            actual = getattr(ours, name)
+            assert (actual is None) == (expected is None), name
+            if expected is not None:
+                torch.testing.assert_close(actual.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("placement", ["vocabulary", "partial"])
+def test_logits_that_are_sharded_otherwise(placement, dims):
+    """Exact, and no rank ever holds all logits: they become sharded tokens."""
+    shape = (B, T)[: dims - 1] if dims == 3 else (T,)
+    placement = Partial() if placement == "partial" else Shard(dims - 1)
+    target = targets(*shape)
+
+    def loss(x):
+        return liger.cross_entropy(x, distribute(target, R) if isinstance(x, DTensor) else target)
+
+    compare(loss, [random(*shape, V)], [placement], gathers=True)
+
+
+def test_ignored_by_a_whole_rank():
+    """A rank with no token that counts still takes its part, and adds nothing."""
+    target = targets(8)
+    target[4:] = -100
+
+    def loss(x, w):
+        return liger.fused_linear_ce(x, w, distribute(target, Shard(0)) if isinstance(x, DTensor) else target)
+
+    compare(loss, [random(8, H), random(V, H, seed=1)], [Shard(0), R])
+
+
+def test_inplace_forms():
+    """They write each rank's part, and refuse what would have to move first."""
+    gate, up, grad = (random(B, T, H, seed=i) for i in range(3))
+    expected = torch.ops.liger.swiglu_backward(grad, gate, up)
+    parts = [distribute(t, Shard(1)) for t in (grad, gate, up)]
+    torch.ops.liger.swiglu_backward_(*parts)
+    for ours, whole in zip(parts[1:], expected, strict=False):
+        torch.testing.assert_close(ours.full_tensor(), whole)
+
+    angles = random(T, 8)
+    q, k = random(B, 4, T, 8), random(B, 2, T, 8, seed=1)
+    expected = torch.ops.liger.rope(q, k, angles.cos(), angles.sin())
+    table = [distribute(t, R) for t in (angles.cos(), angles.sin())]
+    parts = [distribute(t, Shard(2)) for t in (q, k)]
+    torch.ops.liger.rope_(*parts, *table)
+    for ours, whole in zip(parts, expected, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), whole)
+    with pytest.raises(RuntimeError, match=r"rope_: q has placements \(Shard\(dim=3\),\)"):
+        torch.ops.liger.rope_(*(distribute(t, Shard(3)) for t in (q, k)), *table)
+
+    x = distribute(random(4, 4), Partial())
+    expected = x.full_tensor() * 3
+    torch.ops.liger.rescale_(x, torch.full((), 3.0, device=ranks.DEVICE))
+    assert x.placements == (Partial(),)
+    torch.testing.assert_close(x.full_tensor(), expected)
+
+    logits, target = random(9, V), targets(9)
+    options = (None, None, None, -100, 0.0, 0.0, None, "mean", False, False, False, False, False)
+    *whole, grad = torch.ops.liger.cross_entropy_forward(logits, target, *options, True)
+    parts = distribute(logits, Shard(0)), distribute(target, Shard(0))
+    ours = torch.ops.liger.cross_entropy_forward_(*parts, *options)
+    torch.testing.assert_close(ours[0].full_tensor(), whole[0])
+    torch.testing.assert_close(parts[0].full_tensor(), grad)
+
+
+@pytest.mark.parametrize("plain", ["weight", "target"])
+def test_plain_tensors_beside_distributed_ones_are_refused(plain):
+    x = distribute(random(B, T, H), Shard(1))
+    if plain == "weight":
+        with pytest.raises(RuntimeError, match="rms_norm: weight is a plain tensor and x a DTensor"):
+            liger.rms_norm(x, random(H))
+    else:
+        with pytest.raises(RuntimeError, match="cross_entropy: target is a plain tensor"):
+            liger.cross_entropy(x, targets(B, T))
+
+
+def test_two_dimensional_mesh():
+    """Tokens sharded over one dimension of the mesh, everything the same over the other."""
+    mesh = torch.distributed.device_mesh.init_device_mesh(ranks.DEVICE.type, (1, ranks.WORLD))
+    hidden, weight, target = random(B, T, H), random(V, H, seed=1), targets(B, T)
+    x = distribute_tensor(hidden, mesh, [Shard(0), Shard(1)], src_data_rank=None).requires_grad_()
+    w = distribute_tensor(weight, mesh, [R, R], src_data_rank=None).requires_grad_()
+    t = distribute_tensor(target, mesh, [Shard(0), Shard(1)], src_data_rank=None)
+    loss = liger.fused_linear_ce(liger.rms_norm(x), w, t)
+    loss.backward()
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    whole = liger.fused_linear_ce(liger.rms_norm(leaves[0]), leaves[1], target)
+    whole.backward()
+    torch.testing.assert_close(loss.full_tensor(), whole)
+    for ours, expected in ((x, leaves[0]), (w, leaves[1])):
+        assert error(ours.grad.full_tensor(), expected.grad) <= 32 * torch.finfo(torch.float32).eps
+
+
+def test_compiled():
+    """One graph, forward and backward, with the rules traced into it."""
+    x, w, t = random(B, 8, H), random(V, H, seed=1), targets(B, 8)
+    scale = random(H, seed=2)
+
+    def loss(x, scale, w, t):
+        x = liger.swiglu(liger.rms_norm(x, scale), x)
+        return liger.fused_linear_ce(x, w, t)
+
+    def run(function, leaves, target):
+        result = function(*leaves, target)
+        return result, torch.autograd.grad(result, leaves)
+
+    whole, grads = run(loss, [v.requires_grad_() for v in (x, scale, w)], t)
+    leaves = [distribute(v.detach(), p).requires_grad_() for v, p in ((x, Shard(1)), (scale, R), (w, R))]
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    ours, their_grads = run(compiled, leaves, distribute(t, Shard(1)))
+    torch.testing.assert_close(ours.full_tensor(), whole)
+    for grad, expected in zip(their_grads, grads, strict=True):
+        assert error(grad.full_tensor(), expected) <= 32 * torch.finfo(torch.float32).eps
+
+
+def test_bfloat16_weight_gradient():
+    """Each rank's share is rounded once, so the sum is as exact as that of data parallel training."""
+    x, w = random(64, H), random(H, seed=1)
+    upstream = random(64, H, seed=2)
+
+    def gradient(x, w, upstream):
+        w = w.requires_grad_()
+        return torch.autograd.grad(liger.rms_norm(x, w), w, upstream)[0]
+
+    low = [t.bfloat16() for t in (x, w, upstream)]
+    with liger.use_backend("torch"):
+        exact = gradient(*(t.double() for t in low))
+    ours = gradient(*(distribute(t.detach(), p) for t, p in zip(low, (Shard(0), R, Shard(0)), strict=True)))
+    assert ours.placements == (Partial(),)
+    assert_as_exact_as_torch(ours.full_tensor(), gradient(*low), exact, intermediate=0.0)
