@@ -35,7 +35,7 @@ def distribute(tensor, *placements):
 def compare(function, tensors, placements, gathers=False):
     """Results and gradients of a function of whole tensors against those of distributed ones.
 
-    Returns the distributed results and gradients. Unless ``gathers``, nothing larger than a scalar is communicated.
+    Returns the distributed results and gradients. Unless it ``gathers``, it reduces scalars at most.
     """
 
     def run(inputs):
@@ -96,7 +96,7 @@ def test_norms_need_whole_rows(placement):
 def test_rstd_is_that_of_the_tokens():
     """The statistics of a norm are results of the op, and sharded as its tokens are."""
     x = random(B, T, H)
-    y, rstd = torch.ops.liger.rms_norm(distribute(x, Shard(1)), None)
+    _, rstd = torch.ops.liger.rms_norm(distribute(x, Shard(1)), None)
     assert rstd.placements == (Shard(1),)
     torch.testing.assert_close(rstd.full_tensor(), torch.ops.liger.rms_norm(x, None)[1])
 
@@ -108,7 +108,7 @@ def test_swiglu(dim):
 
 
 def test_swiglu_packed():
-    (y,), grads = compare(liger.swiglu_packed, [random(B, T, 2 * H)], [Shard(1)])
+    (y,), _ = compare(liger.swiglu_packed, [random(B, T, 2 * H)], [Shard(1)])
     assert y.placements == (Shard(1),)
     (y,), _ = compare(liger.swiglu_packed, [random(B, T, 2 * H)], [Shard(2)], gathers=True)
     assert y.placements == (R,)
