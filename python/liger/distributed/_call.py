@@ -1,18 +1,24 @@
 """One call of an op on DTensors: its arguments are moved to where the op can run on each rank's part alone."""
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def is_sharded(placement):
+    """Whether ranks hold one block each. Not of blocks that alternate, which other tensors are not cut into alike."""
+    # Not type(placement) is Shard, which Dynamo of torch 2.10 denies of placements that it has traced.
+    return placement.is_shard() and not isinstance(placement, _StridedShard)
 
 
 def keep(tensor, dims):
     """The placements of a DTensor, but replicated wherever it is not sharded along one of ``dims``."""
-    return tuple(p if type(p) is Shard and p.dim in dims else Replicate() for p in tensor.placements)
+    return tuple(p if is_sharded(p) and p.dim in dims else Replicate() for p in tensor.placements)
 
 
-def where_sharded(placements, sharded, otherwise=None):
-    """Other placements for the mesh dimensions where these ones shard: another tensor of the same call."""
-    otherwise = Replicate() if otherwise is None else otherwise
-    return tuple(sharded if type(p) is Shard else otherwise for p in placements)
+def where_sharded(placements, other):
+    """The placements of another tensor of the same call: ``other`` where these ones shard, and replicated."""
+    return tuple(other if is_sharded(p) else Replicate() for p in placements)
 
 
 def dense_strides(local, shape):
@@ -81,7 +87,8 @@ class Call:
                         f"{self.name}: {name} has placements {tuple(tensor.placements)}, expected {placements}: "
                         "an argument that is written cannot be moved; use the form without the trailing underscore"
                     )
-                tensor = tensor.redistribute(placements=placements)
+                # Detached: torch 2.10 would detach the result in place, which DTensors cannot do.
+                tensor = tensor.detach().redistribute(placements=placements)
             self.arguments[name] = tensor.to_local()
 
     def run(self):

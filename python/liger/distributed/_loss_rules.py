@@ -9,7 +9,7 @@ from torch.distributed.tensor import Partial, Shard
 
 from ..ops._cross_entropy_math import read_targets
 from ..ops.rms_norm import accumulate_dtype
-from ._call import keep, where_sharded
+from ._call import is_sharded, keep, where_sharded
 
 _PER_ROW = ("predicted_tokens", "logprobs", "entropy", "lse", "grad_logits", "grad_input")
 _SUMS = ("grad_weight", "grad_bias")
@@ -44,7 +44,7 @@ def _forward(call):
     call.place(call.replicated, "weight", "bias", "ce_weight", "denominator")
     options = dict(call.arguments)
     options["need_grad_bias"] = options.get("need_grad_bias") and options["bias"] is not None
-    if not any(type(p) is Shard for p in tokens):
+    if not any(is_sharded(p) for p in tokens):
         return tuple(call.wrap(local, tokens) for local in call.run())
 
     wide = accumulate_dtype(x.dtype)

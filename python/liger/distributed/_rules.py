@@ -13,7 +13,7 @@ express a loss whose denominator takes a reduction of its own.
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ._call import Call, keep, where_sharded
+from ._call import Call, is_sharded, keep, where_sharded
 from ._loss_rules import LOSS_RULES
 
 
@@ -122,7 +122,7 @@ def _place_scaled(call):
     """Anything linear can be scaled where it lies, sums that are still to be added up, too."""
     x = call["x"]
     parts = tuple(
-        p if type(p) is Shard or p in (Partial("sum"), Partial("avg")) else Replicate() for p in x.placements
+        p if is_sharded(p) or p in (Partial("sum"), Partial("avg")) else Replicate() for p in x.placements
     )
     call.place(parts, "x")
     call.place(call.replicated, "factor")
