@@ -16,6 +16,7 @@ CONFIG = SimpleNamespace(
 # Every MLP that has to work in every framework, made from a configuration.
 MLPS = {
     "swiglu": lambda config: liger.nn.SwiGLUMLP(config.hidden_size, config.intermediate_size),
+    "tiled": lambda config: liger.nn.TiledSwiGLUMLP(config, num_shards=2),
 }
 
 
