@@ -17,11 +17,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..distributed import is_dtensor
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import recipe_of
 from ._reuse import can_share, lookup
-from ._tensors import is_dtensor
 
 logger = logging.getLogger("liger.transformers")
 

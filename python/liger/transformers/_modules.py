@@ -1,6 +1,6 @@
 """Recipes for norms, MLPs and attention: what a patched class does, once _behaviour.py has found it to be the same.
 
-What an op does not take (mixed dtypes, DTensors, unusual arguments) goes to the original code.
+What an op does not take (mixed dtypes, DTensors beside plain tensors, unusual arguments) goes to the original code.
 """
 
 import functools
@@ -10,13 +10,13 @@ from typing import ClassVar
 from torch import nn
 
 from .._tiled import tiled
+from ..distributed import is_dtensor
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
 from ..ops.tiled_mlp import tiled_mlp
 from ._rename import rename_global, uses_global
 from ._reuse import linear_over
-from ._tensors import is_dtensor
 
 ROPE_NAME = "apply_rotary_pos_emb"
 _NEW_ROPE_NAME = "_liger_apply_rotary_pos_emb"
@@ -42,8 +42,7 @@ class NormRecipe:
                 kwargs
                 or len(args) != 1
                 or args[0].dtype != weight.dtype
-                or is_dtensor(args[0])
-                or is_dtensor(weight)
+                or is_dtensor(args[0]) != is_dtensor(weight)
             ):
                 return original.forward(self, *args, **kwargs)
             return recipe.run(args[0], weight, getattr(self, recipe.eps_name))
@@ -69,7 +68,8 @@ class MLPRecipe:
         # Gate and up belong to this call alone, unless a forward hook has seen them.
         inplace = self.inplace and not any(p._forward_hooks for p in projections)
         gate_up = [projection(x) for projection in projections]
-        if is_dtensor(gate_up[0]) or gate_up[0].dtype != gate_up[-1].dtype:
+        # A packed DTensor may be sharded where gate and up meet, which would have to be gathered.
+        if (self.packed and is_dtensor(gate_up[0])) or gate_up[0].dtype != gate_up[-1].dtype:
             gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
             product = getattr(module, self.act_name)(gate) * up
         elif self.packed:
@@ -178,5 +178,5 @@ def _rope_takes(q, k, cos):
         and cos.dim() in (2, 3)
         and q.dtype == k.dtype
         and not cos.requires_grad
-        and not (is_dtensor(q) or is_dtensor(cos))
+        and is_dtensor(q) == is_dtensor(cos)
     )
