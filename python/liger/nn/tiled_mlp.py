@@ -1,9 +1,8 @@
 """Gated MLPs that never hold their activations for all tokens, with the constructors of Hugging Face's."""
 
-import torch
 from torch import nn
-from torch.distributed import is_available as distributed_is_available
 
+from ..distributed import is_dtensor
 from ..ops.tiled_mlp import tiled_mlp
 
 # Hugging Face's names of activations, and ours.
@@ -54,7 +53,7 @@ class _TiledMLP(nn.Module):
     def forward(self, x):
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-        if _is_dtensor(weights[0]):
+        if is_dtensor(weights[0]):
             return self._tensor_parallel(x, weights, biases)
         return tiled_mlp(x, *weights, *biases, self.activation, self._shards(x), self.memory_budget)
 
@@ -101,14 +100,6 @@ class _TiledMLP(nn.Module):
 
     def extra_repr(self):
         return f"activation={self.activation!r}, num_shards={self.num_shards}, memory_budget={self.memory_budget}"
-
-
-def _is_dtensor(tensor):
-    if not distributed_is_available() or type(tensor) in (torch.Tensor, nn.Parameter):
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
 
 
 class TiledSwiGLUMLP(_TiledMLP):
