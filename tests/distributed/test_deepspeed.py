@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO 1, 2 and 3: partitioned optimizer states, gradients, parameters. Needs two GPUs and deepspeed."""
+"""DeepSpeed ZeRO 1, 2 and 3: partitioned optimizer states, gradients, parameters. Runs where deepspeed is installed."""
+
+import os
 
 import models
 import pytest
@@ -8,13 +10,11 @@ import torch
 
 import liger
 
+# One GPU is not enough for two ranks; DeepSpeed would take it all the same.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if ranks.ON_GPU else "cpu")
 deepspeed = pytest.importorskip("deepspeed")
 from deepspeed.utils import safe_get_full_grad  # noqa: E402
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not ranks.ON_GPU, reason="needs two GPUs"),
-]
 STAGES = [1, 2, 3]
 
 
