@@ -22,7 +22,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: demo test gpu-test bench lint clean install-demo install-test
+.PHONY: demo test gpu-test distributed-test bench lint clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
@@ -39,7 +39,11 @@ gpu-test:
 	LIGER_BUILD_CUDA=1 LIGER_CUDA_ARCHS=$${LIGER_CUDA_ARCHS:-$$($(GPU_PYTHON) scripts/gpu_arch.py)} \
 	  $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m liger.cli info
-	$(GPU_PYTHON) -m pytest -m "not packaging" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
+	$(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
+
+# Two ranks: with nccl where there are two GPUs, else with gloo on the CPU. Tests of DeepSpeed run where it is installed.
+distributed-test:
+	$(GPU_PYTHON) -m pytest tests/distributed $(PYTEST_ARGS)
 
 # Every op beside the peers that are installed, with the liger that is installed: after gpu-test, or after demo.
 bench:
