@@ -23,7 +23,7 @@ def wrap(model, tied=False, **options):
     )
 
 
-def train(module, batches):
+def train(module, batches, offloaded=False):
     """(loss, full gradients) of this rank's micro-batches, each of them reduced."""
     # FSDP averages over ranks: this makes the average of the ranks' losses the mean over all tokens.
     denominator = models.count([b for of_rank in batches for b in of_rank]) / ranks.WORLD
@@ -32,10 +32,20 @@ def train(module, batches):
         part = module(ids, target, denominator)
         part.backward()
         loss += part.detach()
-    with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+    return ranks.total(loss) / ranks.WORLD, full_gradients(module, offloaded)
+
+
+def full_gradients(module, offloaded):
+    """The whole gradients by name. FSDP1 gathers parameters that are offloaded, but not their gradients: so these take
+    the parameters' places first."""
+    if offloaded:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:  # a rank may have no part of it
+                    parameter.copy_(parameter.grad)
+    with FullyShardedDataParallel.summon_full_params(module, with_grads=not offloaded):
         names = ((n.replace("_fsdp_wrapped_module.", ""), p) for n, p in module.named_parameters())
-        grads = {n: p.grad.clone() for n, p in names}
-    return ranks.total(loss) / ranks.WORLD, grads
+        return {n: (p if offloaded else p.grad).detach().clone() for n, p in names}
 
 
 def run(mlp, tied=False, dtype=torch.float32, **options):
@@ -69,4 +79,4 @@ def test_cpu_offload(mlp):
     batches = models.batches_of_ranks([[9], [6]], ranks.DEVICE)
     reference = models.Reference(model, batches)
     module = wrap(model, cpu_offload=CPUOffload(offload_params=True))
-    reference.check(*train(module, batches))
+    reference.check(*train(module, batches, offloaded=True))

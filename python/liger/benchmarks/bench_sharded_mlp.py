@@ -26,7 +26,7 @@ from torch import nn
 from ..nn import SwiGLUMLP, TiledSwiGLUMLP
 from .environment import environment
 from .harness import Options
-from .measure import MIB, WRONG
+from .measure import MIB, PROVIDER_ERRORS, WRONG
 
 LENGTHS = (2048, 8192, 32768, 131072)
 SHARDS = 4
@@ -169,10 +169,16 @@ def measure_length(runners, tokens, hidden, rounds, device):
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
     grad_y = torch.randn_like(x)
-    results, expected = {}, None
+    results, expected, order = {}, None, []
     for runner in runners:
-        runner.prepare(x)
-        y = runner.step(x, grad_y).detach()
+        try:
+            runner.prepare(x)
+            y = runner.step(x, grad_y).detach()
+        except PROVIDER_ERRORS as error:  # the same on every rank
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            results[runner.name] = {"status": "failed", "reason": reason}
+            continue
+        order.append(runner)
         # Every 61st row: the whole would be as large as what is measured.
         found = [y[:, ::61].clone(), x.grad[:, ::61].clone()]
         expected = expected or found
@@ -181,7 +187,6 @@ def measure_length(runners, tokens, hidden, rounds, device):
         peak, absolute = _peaks(runner, x, grad_y, device)
         runner.prepare(x)
         results[runner.name] = {"peak_mib": peak, "absolute_mib": absolute, "error": error, "samples": []}
-    order = list(runners)
     for index in range(rounds):
         shift = index % len(order)
         for runner in order[shift:] + order[:shift]:
@@ -193,7 +198,8 @@ def measure_length(runners, tokens, hidden, rounds, device):
             end.record()
             torch.cuda.synchronize()
             results[runner.name]["samples"] += _over_ranks([start.elapsed_time(end)], device)
-    for result in results.values():
+    for runner in order:
+        result = results[runner.name]
         result["ms"] = statistics.median(result.pop("samples"))
         result["status"] = "ok" if result["error"] <= WRONG else "wrong"
     return results
@@ -223,6 +229,9 @@ def markdown(facts, framework, records):
     for record in records:
         regular = record["contestants"]["regular"]
         for name, result in record["contestants"].items():
+            if result["status"] == "failed":
+                lines.append(f"| {record['tokens']} | {name} | failed: {result['reason']} | | | | |")
+                continue
             wrong = "" if result["status"] == "ok" else f" (WRONG, error {result['error']:.2g})"
             lines.append(
                 f"| {record['tokens']} | {name}{wrong} | {result['ms']:.2f} | {result['ms'] / regular['ms']:.3f} "
