@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 -m liger.benchmarks.bench_sharded_mlp zero3
 
 Each rank has one sequence. A round is one forward and backward of every contestant, in another order each time; a time
-is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest rank beyond weights,
-input and upstream gradient (``absolute``: with them). Contestants get the same weights, and their results are compared
-with those of the first.
+is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest rank beyond its shard
+of the weights, input and upstream gradient (``absolute``: with these). Contestants get the same weights, and their
+results are compared with those of the first.
 """
 
 import argparse
@@ -146,15 +146,15 @@ def _over_ranks(values, device):
     return tensor.tolist()
 
 
-def _peaks(contestant, x, grad_y, device):
+def _peak(contestant, x, grad_y, device):
     contestant.prepare(x)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     contestant.step(x, grad_y)
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    return [value / MIB for value in _over_ranks([peak - before, peak], device)]
+    (peak,) = _over_ranks([torch.cuda.max_memory_allocated() - before], device)
+    return peak / MIB
 
 
 def _error(values, expected):
@@ -164,7 +164,7 @@ def _error(values, expected):
     )
 
 
-def measure_length(runners, tokens, hidden, rounds, device):
+def measure_length(runners, tokens, hidden, shard_bytes, rounds, device):
     """{contestant: {"ms", "peak_mib", "absolute_mib", "error"}} for one sequence length."""
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
@@ -184,8 +184,9 @@ def measure_length(runners, tokens, hidden, rounds, device):
         expected = expected or found
         (error,) = _over_ranks([_error(found, expected)], device)
         del y, found
-        peak, absolute = _peaks(runner, x, grad_y, device)
+        peak = _peak(runner, x, grad_y, device)
         runner.prepare(x)
+        absolute = peak + (shard_bytes + x.nbytes + grad_y.nbytes) / MIB
         results[runner.name] = {"peak_mib": peak, "absolute_mib": absolute, "error": error, "samples": []}
     for index in range(rounds):
         shift = index % len(order)
@@ -262,8 +263,9 @@ def main(argv=None):
     runners = build(arguments.framework, arguments.hidden, arguments.intermediate, device)
     facts = environment(Options(device="cuda", backends=("cuda",))) | {"ranks": dist.get_world_size()}
     records = []
+    shard_bytes = 3 * arguments.hidden * arguments.intermediate * 2 // dist.get_world_size()
     for tokens in arguments.tokens:
-        found = measure_length(runners, tokens, arguments.hidden, arguments.rounds, device)
+        found = measure_length(runners, tokens, arguments.hidden, shard_bytes, arguments.rounds, device)
         records.append({"tokens": tokens, "contestants": found})
         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
