@@ -5,8 +5,11 @@ import contextlib
 import models
 import pytest
 import ranks
+import tiny_models
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+import liger
 
 LENGTHS = [[9, 5], [6, 11]]
 
@@ -52,3 +55,23 @@ def test_gradient_as_bucket_view(mlp):
     module = DistributedDataParallel(model, gradient_as_bucket_view=True)
     with torch.autocast(ranks.DEVICE.type, torch.bfloat16):
         reference.check(*train(module, batches))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("static_graph", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("tiled_mlp", [False, True], ids=["swiglu", "tiled"])
+def test_patched_llama(tiled_mlp, static_graph, tied):
+    """A patched Hugging Face model, whose tied weight gets one gradient from the lookup and the head together."""
+    model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
+    inputs = tiny_models.batch(ranks.DEVICE, rows=4)
+    count = (inputs["labels"][:, 1:] != -100).sum()
+    expected = tiny_models.step(tiny_models.twin(model), **inputs, num_items_in_batch=count)
+    liger.patch(model, tiled_mlp=tiled_mlp, tiled_mlp_num_shards=2 if tiled_mlp else None)
+    module = DistributedDataParallel(model, static_graph=static_graph)
+    mine = {name: value.chunk(ranks.WORLD)[ranks.RANK] for name, value in inputs.items()}
+    for _ in range(3):
+        module.zero_grad()
+        output = module(**mine, num_items_in_batch=count / ranks.WORLD)
+        output.loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        tiny_models.assert_same_step(({"loss": ranks.total(output.loss) / ranks.WORLD}, grads), expected)
