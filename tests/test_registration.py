@@ -35,6 +35,9 @@ DIFFERENTIABLE = [
 ]
 KERNELS = [op for op in OPS if op not in (*HELPERS, *COMPOSITES)]
 
+# They work on a rank's part of the vocabulary, which what calls them has taken from a DTensor.
+OF_VOCABULARY_PARTS = [op for op in OPS if op.startswith("cross_entropy_stats")]
+
 
 def overload(op):
     return getattr(torch.ops.liger, op).default
@@ -292,3 +295,13 @@ def test_every_op_has_a_public_function():
         if op.endswith(("_forward", "_backward", "_stats", "_")) or op in ("rescale", *HELPERS)
     ]
     assert set(OPS) - set(steps) <= set(liger.__all__)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize("op", [op for op in KERNELS if op not in OF_VOCABULARY_PARTS])
+def test_every_op_takes_dtensors(op):
+    """What its rule does is tested on several ranks, in tests/distributed."""
+    from torch.distributed.tensor import DTensor
+
+    entry = torch._library.simple_registry.singleton.find(f"liger::{op}")
+    assert entry.torch_dispatch_rules.find(DTensor)

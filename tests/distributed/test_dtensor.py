@@ -154,6 +154,23 @@ def test_rope_with_few_heads_of_k():
         torch.testing.assert_close(ours.full_tensor(), whole)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_tiled_mlp_of_sharded_tokens(packed):
+    """Every rank cuts its own tokens into shards."""
+    weights = [random(3 * H, H, seed=i) for i in range(2)] + [random(H, 3 * H, seed=3)]
+    biases = [random(3 * H, seed=4), random(3 * H, seed=5), random(H, seed=6)]
+    if packed:
+        weights, biases = [torch.cat(weights[:2]), None, weights[2]], [torch.cat(biases[:2]), None, biases[2]]
+
+    def mlp(*tensors):
+        return liger.tiled_mlp(*tensors, num_shards=T)
+
+    tensors = [random(B, T, H), *weights, *biases]
+    (y,), grads = compare(mlp, tensors, [Shard(1), *[R] * 6])
+    assert y.placements == grads[0].placements == (Shard(1),)
+    assert all(g.placements == (Partial(),) for g in grads[1:])
+
+
 REDUCTIONS = [("mean", None), ("mean", 5.0), ("sum", None), ("sum", 5.0), ("none", None)]
 OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 20.0}
 

@@ -89,6 +89,40 @@ def _swiglu_packed_backward_(call):
     call.run()
 
 
+_TILED_PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
+
+
+def _place_tiled(call, *followers):
+    """Each rank cuts its own tokens into shards, at most one for each of them."""
+    x = call["x"]
+    tokens = keep(x, range(x.dim() - 1))
+    call.place(tokens, "x", *followers)
+    call.place(call.replicated, *_TILED_PARAMETERS)
+    if call["num_shards"] is not None:
+        call.arguments["num_shards"] = min(call["num_shards"], max(call["x"].shape[:-1].numel(), 1))
+    return tokens, x.shape
+
+
+def _tiled_mlp(call):
+    # What a rank keeps is no part of a whole: the backward computes gate and up of all its tokens again.
+    call.arguments["keep"] = False
+    tokens, shape = _place_tiled(call)
+    y, kept = call.run()
+    return call.wrap(y, tokens, shape), call.unasked(kept)
+
+
+def _tiled_mlp_backward(call):
+    tokens, shape = _place_tiled(call, "grad_y")
+    call.place(call.replicated, "kept")
+    grad_x, *grads = call.run()
+    needed = (call[f"need_grad_{name}"] for name in _TILED_PARAMETERS)
+    partial = where_sharded(tokens, Partial())
+    return (
+        call.wrap(grad_x, tokens, shape) if call["need_grad_x"] else call.unasked(grad_x),
+        *(call.wrap(g, partial) if need else call.unasked(g) for g, need in zip(grads, needed, strict=True)),
+    )
+
+
 _BATCH, _HEADS, _TOKENS = Shard(0), Shard(1), Shard(2)
 
 
@@ -139,7 +173,7 @@ def _rescale_(call):
     call.run()
 
 
-_RULES = {
+RULES = {
     "rms_norm": _norm,
     "rms_norm_backward": _norm_backward,
     "fused_add_rms_norm": _norm,
@@ -153,6 +187,9 @@ _RULES = {
     "swiglu_packed": _swiglu_packed,
     "swiglu_packed_backward": _swiglu_packed_backward,
     "swiglu_packed_backward_": _swiglu_packed_backward_,
+    "swiglu_backward_product_": _swiglu_backward_,
+    "tiled_mlp_forward": _tiled_mlp,
+    "tiled_mlp_backward": _tiled_mlp_backward,
     "rescale": _rescale,
     "rescale_": _rescale_,
     **LOSS_RULES,
@@ -170,5 +207,5 @@ def _dispatched(rule):
 
 def register():
     """Registers all rules; called once."""
-    for name, rule in _RULES.items():
+    for name, rule in RULES.items():
         torch.library.register_torch_dispatch(f"liger::{name}", DTensor, _dispatched(rule))
