@@ -10,13 +10,35 @@
 namespace liger {
 namespace {
 
-// What a block of rows_resident keeps for itself, rounded up.
-constexpr int kOwnSharedMemory = 1 << 10;
+// How a row is spread over shared memory by rows_resident, or blocks == 0 where it is not.
+struct Residence {
+  int blocks, slice_vectors, threads;
+};
 
-// The longest row, in bytes, of which a multiprocessor keeps two: while the block of one computes, the other
-// loads and stores. Each block takes 1 KB of a multiprocessor beside what it can use.
-int longest_of_two(int shared_memory_optin) {
-  return (shared_memory_optin + 1024) / 2 - 1024 - kOwnSharedMemory;
+// What a block of rows_resident keeps for itself, rounded up.
+constexpr int kOwnSharedMemory = 4 << 10;
+// From here on, in bytes of a row, rows_persistent is faster (docs/performance/cross_entropy.md).
+constexpr int64_t kPersistent = 128 << 10;
+
+// Three blocks on a multiprocessor, so that one computes while the others load and store; fewer only where
+// the row is too long for that, or where two keep whole rows: blocks of a cluster wait for each other. Each
+// block takes 1 KB of a multiprocessor beside what it can use.
+Residence residence(int64_t row_vectors, int shared_memory_optin, int max_threads) {
+  struct Choice {
+    int resident, most_blocks;
+  };
+  for (const Choice choice : {Choice{3, 1}, Choice{2, 1}, Choice{3, ce::kMaxCluster},
+                              Choice{2, ce::kMaxCluster}, Choice{1, ce::kMaxCluster}}) {
+    const int available = (shared_memory_optin + 1024) / choice.resident - 1024 - kOwnSharedMemory;
+    for (int blocks = 1; blocks <= choice.most_blocks; ++blocks) {
+      const int64_t slice = ceil_div(row_vectors, blocks);
+      if (slice * 16 > available) continue;
+      // Four vectors for a thread.
+      const int64_t threads = std::clamp<int64_t>(ceil_div(slice, 4 * 32) * 32, 32, max_threads);
+      return {blocks, static_cast<int>(slice), static_cast<int>(threads)};
+    }
+  }
+  return {0, 0, 0};
 }
 
 // The same value in every call: another thread may launch this kernel for another vocabulary in between.
@@ -27,32 +49,34 @@ void allow_shared_memory(const char* op, const void* kernel, int bytes) {
              op);
 }
 
-// Four vectors in flight per thread.
-unsigned threads_for(int64_t row_vectors, int most) {
-  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(row_vectors, 4 * 32) * 32, 32, most));
-}
-
-// False where no cluster of this device holds a row.
-template <typename T, bool kExtras>
-bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors,
-                       const DeviceAttributes& device, cudaStream_t stream) {
-  using Shape = ce::Persistent<kExtras>;
-  const ce::PersistentPlan plan = Shape::plan(row_vectors, kExtras, device.shared_memory_per_block_optin);
-  if (plan.pieces == 0) return false;
-  const auto kernel = ce::rows_persistent<T, kExtras, Shape>;
-  allow_shared_memory(op, reinterpret_cast<const void*>(kernel), device.shared_memory_per_block_optin);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
-  config.blockDim = dim3(Shape::kThreads);
-  config.dynamicSmemBytes = Shape::shared_bytes(plan.pieces, plan.blocks, kExtras);
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
+// The config points to the attribute.
+cudaLaunchConfig_t in_clusters(int blocks, int threads, int shared_bytes, cudaStream_t stream,
+                               cudaLaunchAttribute& cluster) {
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(plan.blocks);
+  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
+  return config;
+}
 
+// False where no cluster of so many blocks holds a row.
+template <typename T, typename Shape>
+bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors, int fewest, int most,
+                       const DeviceAttributes& device, cudaStream_t stream) {
+  const ce::PersistentPlan plan =
+      Shape::plan(row_vectors, fewest, most, device.shared_memory_per_block_optin);
+  if (plan.pieces == 0) return false;
+  const auto kernel = ce::rows_persistent<T, Shape>;
+  allow_shared_memory(op, reinterpret_cast<const void*>(kernel), device.shared_memory_per_block_optin);
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config = in_clusters(plan.blocks, Shape::kThreads,
+                                          Shape::shared_bytes(plan.pieces, plan.blocks), stream, cluster);
   int held = device.multiprocessors;
   if (plan.blocks > 1) {
     // Clusters lie in groups of multiprocessors, which they may not fill.
@@ -65,25 +89,46 @@ bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors
 }
 
 template <typename T, bool kExtras>
+void launch_resident(const char* op, const ce::Problem& p, const Residence& r, const DeviceAttributes& device,
+                     cudaStream_t stream) {
+  require(p.rows * r.blocks <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
+  const auto kernel = ce::rows_resident<T, kExtras>;
+  allow_shared_memory(op, reinterpret_cast<const void*>(kernel),
+                      device.shared_memory_per_block_optin - kOwnSharedMemory);
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config = in_clusters(r.blocks, r.threads, r.slice_vectors * 16, stream, cluster);
+  config.gridDim.x = static_cast<unsigned>(p.rows * r.blocks);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, p, r.slice_vectors, r.blocks), op);
+}
+
+template <typename T, bool kExtras>
 void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream_t stream) {
   const DeviceAttributes& attributes = device_attributes(device);
   const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
-  const bool one_read = p.gradient != nullptr && attributes.capability >= 90;
-  const int most = longest_of_two(attributes.shared_memory_per_block_optin);
-  const bool resident = one_read && row_vectors * 16 <= most;
-  if (one_read && !resident && launch_persistent<T, kExtras>(op, p, row_vectors, attributes, stream)) return;
-
-  require(p.rows <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
-  const auto rows = static_cast<unsigned>(p.rows);
-  if (resident) {
-    const auto kernel = ce::rows_resident<T, kExtras>;
-    allow_shared_memory(op, reinterpret_cast<const void*>(kernel), most);
+  if (p.gradient != nullptr && attributes.capability >= 90) {
+    if constexpr (!kExtras) {
+      // 39 clusters of three fill the device less than 30 of four.
+      using Short = ce::PersistentShape<1024, 2>;
+      using Long = ce::PersistentShape<512, 4>;
+      if (row_vectors * 16 >= kPersistent &&
+          (launch_persistent<T, Short>(op, p, row_vectors, 1, 2, attributes, stream) ||
+           launch_persistent<T, Long>(op, p, row_vectors, 4, ce::kMaxCluster, attributes, stream))) {
+        return;
+      }
+    }
     // As many threads as the registers of three blocks allow.
-    const unsigned threads = threads_for(row_vectors, kExtras ? 320 : ce::kMaxThreads);
-    kernel<<<rows, threads, static_cast<size_t>(row_vectors) * 16, stream>>>(p);
-  } else {
-    ce::rows_streamed<T, kExtras><<<rows, threads_for(row_vectors, ce::kMaxThreads), 0, stream>>>(p);
+    const Residence r =
+        residence(row_vectors, attributes.shared_memory_per_block_optin, kExtras ? 320 : ce::kMaxThreads);
+    if (r.blocks > 0) {
+      launch_resident<T, kExtras>(op, p, r, attributes, stream);
+      return;
+    }
   }
+  require(p.rows <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
+  // Four vectors in flight per thread.
+  const int64_t threads = std::clamp<int64_t>(ceil_div(row_vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
+  ce::rows_streamed<T, kExtras>
+      <<<static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0, stream>>>(p);
   check_launch(op);
 }
 

@@ -1,6 +1,6 @@
-// Rows of logits -> loss, metrics and gradient in one read and one write of memory (sm_90 and later), by
-// blocks that stay on the device: for rows of which a multiprocessor keeps only one, so that no second
-// block's copies run while the first computes.
+// Rows of logits -> loss and gradient in one read and one write of memory (sm_90 and later), by blocks that
+// stay on the device: for rows of which a multiprocessor keeps only one, so that no second block's copies run
+// while the first computes. Without extras, with which it is slower than rows_resident.
 //
 // A block, or a cluster of blocks where one cannot hold a row, takes row after row. The row lies in shared
 // memory in pieces; a warp has a part of its own in every piece, with a barrier. It alone reads that part for
@@ -9,15 +9,11 @@
 // and the warps wait for each other once per row, for its statistics.
 #pragma once
 
-#include <type_traits>
-
 #include "common/cluster.cuh"
 #include "common/integers.h"
 #include "kernels/cross_entropy_rows.cuh"
 
 namespace liger::ce {
-
-inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
 
 // How rows lie in blocks; pieces == 0 where they do not.
 struct PersistentPlan {
@@ -34,26 +30,20 @@ struct PersistentShape {
   static constexpr int kPieceBytes = kPiece * 16 + kWarps * static_cast<int>(sizeof(uint64_t));
 
   // Dynamic shared memory: pieces, their barriers, and two sets of slots for the statistics of warps.
-  static constexpr int shared_bytes(int pieces, int blocks, bool extras) {
-    const auto slot = static_cast<int>(extras ? sizeof(Stats<true>) : sizeof(Stats<false>));
-    return pieces * kPieceBytes + 2 * kWarps * blocks * slot;
+  static constexpr int shared_bytes(int pieces, int blocks) {
+    return pieces * kPieceBytes + 2 * kWarps * blocks * static_cast<int>(sizeof(Stats<false>));
   }
 
-  // The fewest blocks whose shared memory holds a row.
-  static PersistentPlan plan(int64_t row_vectors, bool extras, int shared_memory_optin) {
-    for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
+  // The fewest blocks, from so many to so many, whose shared memory holds a row.
+  static PersistentPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
+    for (int blocks = fewest; blocks <= most; ++blocks) {
       const int64_t slice = ceil_div(row_vectors, blocks), pieces = ceil_div(slice, kPiece);
-      if (pieces > (shared_memory_optin - shared_bytes(0, blocks, extras)) / kPieceBytes) continue;
+      if (pieces > (shared_memory_optin - shared_bytes(0, blocks)) / kPieceBytes) continue;
       return {blocks, static_cast<int>(slice), static_cast<int>(pieces)};
     }
     return {0, 0, 0};
   }
 };
-
-// As measured (docs/performance/cross_entropy.md). With extras a thread needs more registers than 1024 of
-// them can have.
-template <bool kExtras>
-using Persistent = std::conditional_t<kExtras, PersistentShape<512, 4>, PersistentShape<1024, 2>>;
 
 #if __CUDA_ARCH__ >= 900
 // The vectors of a row that one of its blocks has.
@@ -74,39 +64,15 @@ struct Slice {
 
   __device__ __forceinline__ int column(int vector) const { return span.head + (begin + vector) * kVec<T>; }
 };
-
-// Merges the statistics of all threads of a block, or of the blocks of a row. slots: one for each warp of
-// these, at the same place in each block. Another row may use them after the merge of a row between: whoever
-// is past that one knows that all threads have read these.
-template <bool kExtras>
-__device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slots, int rank, int blocks) {
-  if (blocks == 1) {
-    merge_block(s, slots);
-    return;
-  }
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  merge_warp(s);
-  if (lane < blocks) {
-    constexpr int kWords = sizeof(Stats<kExtras>) / sizeof(uint32_t);
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
-    uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
-  }
-  __syncwarp();
-  // After the barrier of its last row no block touches another one's memory, so each may exit when it likes.
-  cluster_arrive();
-  cluster_wait();
-  merge_slots(s, slots, warps * blocks);
-}
 #endif
 
 // grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape.
-template <typename T, bool kExtras, typename Shape>
+template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     rows_persistent(const Problem p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>, U = Shape::kVectors;
+  constexpr bool kExtras = false;
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int rank = blockIdx.x % plan.blocks;

@@ -3,9 +3,10 @@
 //
 //   rows_streamed     one block for each row: statistics in one read, the gradient in a second. Any device,
 //                     any size.
-//   rows_resident     sm_90 and later: one block for each row, which it keeps in shared memory, so that
-//                     statistics and gradient take one read and one write of memory together.
-//   rows_persistent   the same for longer rows, by blocks that stay: cross_entropy_persistent.cuh
+//   rows_resident     sm_90 and later: a block, or a cluster of blocks, for each row, which it keeps in
+//   shared
+//                     memory, so that statistics and gradient take one read and one write of memory together.
+//   rows_persistent   the same for long rows, by blocks that stay: cross_entropy_persistent.cuh
 #pragma once
 
 #include "common/cluster.cuh"
@@ -14,7 +15,8 @@
 namespace liger::ce {
 
 inline constexpr int kMaxThreads = 512;
-inline constexpr int kStages = 4;  // pieces of a resident row whose arrival is awaited one by one
+inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
+inline constexpr int kStages = 4;      // pieces of a resident row whose arrival is awaited one by one
 
 // The part of a row of zeros that is this block's, of so many blocks.
 template <typename T>
@@ -49,7 +51,34 @@ __device__ __forceinline__ void merge_block(Stats<kExtras>& s, Stats<kExtras>* s
   merge_slots(s, slots, blockDim.x / 32);
 }
 
-// The statistics of this thread's share of a row that a whole block reads; merge_row follows.
+#if __CUDA_ARCH__ >= 900
+// The same of the blocks of a row. slots: one for each warp of these, at the same place in each block, all of
+// which have started. Another row may use them after the merge of a row between: whoever is past that one
+// knows that all threads have read these.
+template <bool kExtras>
+__device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slots, int rank, int blocks) {
+  if (blocks == 1) {
+    merge_block(s, slots);
+    return;
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  merge_warp(s);
+  if (lane < blocks) {
+    constexpr int kWords = sizeof(Stats<kExtras>) / sizeof(uint32_t);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
+    uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
+  }
+  __syncwarp();
+  // After the barrier of its last row no block touches another one's memory, so each may exit when it likes.
+  cluster_arrive();
+  cluster_wait();
+  merge_slots(s, slots, warps * blocks);
+}
+#endif
+
+// The statistics of this thread's share of a row that a whole block reads; merge_block follows.
 template <typename T, bool kExtras>
 __device__ __forceinline__ Stats<kExtras> streamed_stats(const Problem& p, const T* logits,
                                                          const Span& span) {
@@ -120,27 +149,32 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   }
 }
 
-// grid: rows. Any number of threads that is a multiple of 32. Dynamic shared memory: the vectors of a row.
+// grid: rows x blocks, the blocks of a row being a cluster. Block `rank` keeps vectors [rank, rank + 1) x
+// slice. Any number of threads that is a multiple of 32. Dynamic shared memory: slice vectors.
 template <typename T, bool kExtras>
-__global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p) {
+__global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, int slice, int blocks) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char shared_row[];
-  __shared__ Stats<kExtras> slots[kMaxThreads / 32];
+  __shared__ Stats<kExtras> slots[kMaxThreads / 32 * kMaxCluster];
   __shared__ uint64_t arrived[kStages];
-  const int64_t index = blockIdx.x;
+  const int64_t index = blockIdx.x / blocks;
+  const int rank = blockIdx.x % blocks;
   const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
   T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
   const int64_t y = p.targets[index];
   if (y == p.targets.ignore_index) {
-    write_zeros(out, p.vocab, 0, 1);
-    if (threadIdx.x == 0) write_ignored(p, index);
+    write_zeros(out, p.vocab, rank, blocks);
+    if (rank == 0 && threadIdx.x == 0) write_ignored(p, index);
     return;
   }
+  if (blocks > 1) cluster_arrive_relaxed();
 
   const Span span = span_of(logits, p.vocab);
+  const int begin = min(rank * slice, span.vectors), count = min(begin + slice, span.vectors) - begin;
+  const int first_column = span.head + begin * N;
   const int step = blockDim.x;
-  const int stage = ((span.vectors + kStages - 1) / kStages + step - 1) / step * step;
+  const int stage = ((slice + kStages - 1) / kStages + step - 1) / step * step;
   const T* kept = reinterpret_cast<const T*>(shared_row);
   if (threadIdx.x == 0) {
 #pragma unroll
@@ -148,37 +182,40 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p) {
     mbarrier_init_fence();
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      const int first = i * stage, vectors = min(span.vectors - first, stage);
+      const int first = i * stage, vectors = min(count - first, stage);
       if (vectors <= 0) break;
       mbarrier_arrive_expect(&arrived[i], vectors * 16);
-      bulk_load(shared_row + first * 16, logits + span.head + first * N, vectors * 16, &arrived[i]);
+      bulk_load(shared_row + first * 16, logits + first_column + first * N, vectors * 16, &arrived[i]);
     }
   }
   const Row row = read_row<kExtras>(p, logits, index, y);
   const float share = row.token_weight / *p.denominator;
-  const int edge_column = threadIdx.x < span.edges() ? span.edge_column(threadIdx.x, p.vocab) : -1;
+  const bool has_edge = rank == 0 && threadIdx.x < span.edges();
+  const int edge_column = has_edge ? span.edge_column(threadIdx.x, p.vocab) : -1;
   Vec<T, 1> edge = {};
   if (edge_column >= 0) edge.v[0] = logits[edge_column];
   __syncthreads();  // the barriers are initialised
 
   Stats<kExtras> stats = no_stats<kExtras>();
-  for (int i = 0; i < kStages && i * stage < span.vectors; ++i) {
+  for (int i = 0; i < kStages && i * stage < count; ++i) {
     mbarrier_wait(&arrived[i], 0);
-    const int stop = min(span.vectors, (i + 1) * stage);
+    const int stop = min(count, (i + 1) * stage);
 #pragma unroll 2
     for (int v = i * stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
-      accumulate(stats, load<T, N>(kept + v * N), span.head + v * N, p);
+      accumulate(stats, load<T, N>(kept + v * N), first_column + v * N, p);
     }
   }
   if (edge_column >= 0) accumulate(stats, edge, edge_column, p);
-  merge_block(stats, slots);
-  if (threadIdx.x == 0) write_results(p, row, stats);
+  __syncwarp();
+  if (blocks > 1) cluster_wait();  // for the start of every block
+  merge_row(stats, slots, rank, blocks);
+  if (rank == 0 && threadIdx.x == 0) write_results(p, row, stats);
 
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
   const bool aligned = aligned_alike(logits, out);
 #pragma unroll 2
-  for (int v = threadIdx.x; v < span.vectors; v += step) {
-    const int column = span.head + v * N;
+  for (int v = threadIdx.x; v < count; v += step) {
+    const int column = first_column + v * N;
     const Vec<T, N> d = gradient<kExtras>(load<T, N>(kept + v * N), column, p, g);
     aligned ? store(out + column, d) : store_elements(out + column, d);
   }
