@@ -145,14 +145,16 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // kept: gate and up side by side of the first tokens, as many as the plan keeps and, without keep, none. It
   // belongs to the backward: one that does not keep the graph works in its memory.
   m.def(
-      "tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
+      "tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
+      "gate_bias,"
       " Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget, bool keep)"
       " -> (Tensor y, Tensor kept)");
   m.def(
       "tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor x, Tensor gate_weight, Tensor? up_weight,"
       " Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards,"
       " int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight,"
-      " bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool need_grad_down_bias)"
+      " bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool "
+      "need_grad_down_bias)"
       " -> (Tensor grad_x, Tensor grad_gate_weight, Tensor grad_up_weight, Tensor grad_down_weight,"
       " Tensor grad_gate_bias, Tensor grad_up_bias, Tensor grad_down_bias)");
 
@@ -165,7 +167,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_swiglu(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def(
-      "check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias,"
+      "check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
+      "gate_bias,"
       " Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget) -> ()");
   m.def(
       "check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"

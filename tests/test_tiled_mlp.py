@@ -74,7 +74,8 @@ def test_a_part_kept(device, dtype, packed, num_shards):
     how = {"num_shards": num_shards, "memory_budget": 1}
     _, kept = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", *how.values(), True)
     assert 0 < kept.shape[0] < LONG / 2
-    check_op(lambda *t: liger.tiled_mlp(*t, **how), plain, tensors)
+    # Sums over tokens are summed over shards: a rounding for each.
+    check_op(lambda *t: liger.tiled_mlp(*t, **how), plain, tensors, intermediate=8)
 
 
 def test_the_gradient_of_x_takes_the_place_of_what_was_kept(device):
