@@ -101,8 +101,8 @@ def check_rows(values, target, layout, inplace, **chosen):
         assert inplace or torch.equal(logits, values)
 
 
-# The bytes of a row at which the cuda backend changes how it keeps it: two rows on a multiprocessor with 228 KB of shared
-# memory, a cluster that comes and goes, blocks that stay: one, 2, 4 and 8 for a row.
+# The bytes of a row at which the cuda backend changes how it keeps it: two rows on a multiprocessor with 228 KB of
+# shared memory, a cluster that comes and goes, blocks that stay: one, 2, 4 and 8 for a row.
 LIMITS = [111616, 131072, 229376, 458752, 917504, 1835008]
 
 
