@@ -9,8 +9,10 @@ from . import _load, distributed  # noqa: F401  (_load registers the schemas, wh
 from ._tiled import tiled
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
 from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
+from .ops.complex_rope import complex_rope
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from .ops.fused_linear_ce import fused_linear_ce
+from .ops.mrope import mrope
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.swiglu import swiglu, swiglu_packed
@@ -24,10 +26,12 @@ __all__ = [
     "BackendUnavailable",
     "CrossEntropyOutput",
     "backend_report",
+    "complex_rope",
     "cross_entropy",
     "distributed",
     "fused_add_rms_norm",
     "fused_linear_ce",
+    "mrope",
     "nn",
     "patch",
     "rms_norm",

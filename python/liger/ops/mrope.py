@@ -1,0 +1,77 @@
+"""Rotary embedding of tokens with positions in time, height and width (Qwen2-VL and later): :func:`liger.rope` with
+tables of which every pair of entries takes its part from one of the three positions.
+
+The tables are smaller than the queries by their number of heads, so putting them together first costs next to nothing
+beside the rotation.
+"""
+
+import torch
+
+from .rope import rope
+
+_AXES = 3  # time, height, width
+
+
+def _check(table, name, section, interleaved):
+    if table.dim() != 4 or table.shape[0] != _AXES or table.shape[-1] % 2:
+        raise RuntimeError(
+            f"mrope: {name} has shape {tuple(table.shape)}, expected (3, batch, tokens, rotary_dim), rotary_dim even"
+        )
+    half = table.shape[-1] // 2
+    if len(section) != _AXES or min(section) < 0 or sum(section) != half:
+        raise ValueError(
+            f"mrope: mrope_section is {list(section)}, expected three sizes that add up to half of rotary_dim, {half}"
+        )
+    # Height and width take every third pair from the second and third on; they may not go beyond the end.
+    if interleaved and any(
+        3 * (size - 1) + axis >= half for axis, size in enumerate(section) if axis and size
+    ):
+        raise ValueError(
+            f"mrope: mrope_section is {list(section)}, which {half} interleaved pairs do not hold"
+        )
+
+
+def _merged(table, section, interleaved):
+    """(batch, tokens, rotary_dim): for every pair the part of its axis, in both halves."""
+    half = table.shape[-1] // 2
+    halves = []
+    for part in table.split(half, -1):
+        if interleaved:
+            merged = part[0].clone()
+            for axis in (1, 2):
+                pairs = slice(axis, _AXES * section[axis], _AXES)
+                merged[..., pairs] = part[axis, ..., pairs]
+        else:
+            merged = torch.cat([piece[axis] for axis, piece in enumerate(part.split(section, -1))], -1)
+        halves.append(merged)
+    return torch.cat(halves, -1)
+
+
+def mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1, interleaved_sections=False, inplace=False):
+    """Multimodal rotary position embedding of queries and keys.
+
+    Args:
+        q, k: as in :func:`liger.rope`: (B, H, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``.
+        cos, sin: (3, B, T, R): the tables of the positions in time, height and width, R even and at most D, both
+            halves alike as Hugging Face makes them. They get no gradient.
+        mrope_section: how many of the R/2 pairs belong to time, height and width; they add up to R/2.
+        unsqueeze_dim: the dimension of the heads in q and k, 1 or 2.
+        interleaved_sections: pairs belong to time, height and width in turn, until the sections of height and width
+            are used up, the others to time (Qwen3-VL); else one section after the other (Qwen2-VL, Qwen2.5-VL).
+        inplace: as in :func:`liger.rope`.
+
+    Returns:
+        (q, k) rotated. Differentiable in q and k.
+
+    Raises:
+        RuntimeError: tables of another shape, and what :func:`liger.rope` raises.
+        ValueError: sections that do not add up to R/2 or, interleaved, go beyond it.
+
+    Source: Wang et al., "Qwen2-VL", arXiv 2409.12191; the interleaved layout: "Qwen3-VL Technical Report",
+    arXiv 2511.21631.
+    """
+    section = list(mrope_section)
+    for name, table in (("cos", cos), ("sin", sin)):
+        _check(table, name, section, interleaved_sections)
+    cos, sin = (_merged(table, section, interleaved_sections) for table in (cos, sin))
+    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, inplace=inplace)
