@@ -20,6 +20,13 @@ def _runnable():
     return [("torch", "cpu")]
 
 
+@pytest.fixture
+def backends_restored():
+    before = liger.backend_report()
+    yield
+    assert liger.backend_report() == before, "the test left other backends behind"
+
+
 @pytest.fixture(params=_runnable(), ids=lambda pair: "-".join(pair))
 def device(request):
     """A device with one backend forced for every op; test functions that take it run once per runnable backend."""

@@ -133,6 +133,13 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
 
+    def _options(self):
+        return {
+            **super()._options(),
+            "accum_dtype": self.accum_dtype,
+            "memory_budget": self.memory_budget,
+        }
+
     def forward(self, input, weight, target, bias=None, *, token_weight=None, denominator=None):
         return fused_linear_ce(
             input,
@@ -141,8 +148,6 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
             bias,
             token_weight=token_weight,
             denominator=denominator,
-            accum_dtype=self.accum_dtype,
-            memory_budget=self.memory_budget,
             **self._options(),
         )
 

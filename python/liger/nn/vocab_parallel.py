@@ -1,18 +1,17 @@
 """Cross entropy over a projection whose classes are spread over the processes of a group."""
 
 from ..distributed import vocab_parallel_fused_linear_ce
-from .loss import _CrossEntropyOptions
+from .loss import FusedLinearCrossEntropyLoss
 
 
-class VocabParallelFusedLinearCrossEntropyLoss(_CrossEntropyOptions):
+class VocabParallelFusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
     """Cross entropy of ``input @ weight.T + bias`` where every process holds some rows of the weight.
 
     Args:
-        weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap: as in
-            :class:`CrossEntropyLoss`; this weight is that of all classes, not of the projection.
-        metrics: names among ``z_loss`` and ``logprobs``.
+        weight: of all classes, (V,), as in :class:`CrossEntropyLoss`.
         group, vocab_start, vocab_size: as in :func:`liger.vocab_parallel_fused_linear_ce`.
-        accum_dtype, memory_budget: as in :class:`FusedLinearCrossEntropyLoss`.
+        metrics: names among ``z_loss`` and ``logprobs``.
+        loss_options: the others of :class:`FusedLinearCrossEntropyLoss`.
 
     Shape:
         input: (..., H); weight: (classes of this process, H), or a DTensor (V, H); target: (...); bias: as the rows of
@@ -27,29 +26,15 @@ class VocabParallelFusedLinearCrossEntropyLoss(_CrossEntropyOptions):
     """
 
     def __init__(
-        self,
-        weight=None,
-        *,
-        group=None,
-        vocab_start=None,
-        vocab_size=None,
-        ignore_index=-100,
-        reduction="mean",
-        label_smoothing=0.0,
-        lse_square_scale=0.0,
-        softcap=None,
-        metrics=(),
-        accum_dtype=None,
-        memory_budget=None,
+        self, weight=None, *, group=None, vocab_start=None, vocab_size=None, metrics=(), **loss_options
     ):
-        super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
+        super().__init__(weight, metrics=metrics, **loss_options)
         missing = [name for name in metrics if name not in ("z_loss", "logprobs")]
         if missing:
             raise ValueError(
                 f"metric '{missing[0]}' needs all classes in one process, expected some of z_loss, logprobs"
             )
         self.group, self.vocab_start, self.vocab_size = group, vocab_start, vocab_size
-        self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
 
     def forward(self, input, weight, target, bias=None, *, token_weight=None, denominator=None):
         return vocab_parallel_fused_linear_ce(
@@ -62,7 +47,5 @@ class VocabParallelFusedLinearCrossEntropyLoss(_CrossEntropyOptions):
             vocab_size=self.vocab_size,
             token_weight=token_weight,
             denominator=denominator,
-            accum_dtype=self.accum_dtype,
-            memory_budget=self.memory_budget,
             **self._options(),
         )
