@@ -165,7 +165,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // Argument checks, callable by the Python backends so that every backend raises the same words.
   m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
-  m.def("check_swiglu(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
+  m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def(
       "check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
       "gate_bias,"
@@ -266,7 +266,7 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));
-  m.impl("check_swiglu", TORCH_BOX(&check_swiglu));
+  m.impl("check_gated", TORCH_BOX(&check_gated));
   m.impl("check_tiled_mlp", TORCH_BOX(&check_tiled_mlp));
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));

@@ -343,7 +343,7 @@ SAMPLES = {
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", _float(d, 3, 16), None, _float(d, 16), "llama")],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
-    "check_swiglu": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
+    "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
     "default_memory_budget": lambda d: [()],
     "check_cross_entropy": lambda d: [("cross_entropy", *arguments) for arguments in _on_logits(d)],

@@ -178,7 +178,7 @@ void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tenso
           ", expected an even number of at most head_dim, ", q.size(3));
 }
 
-void check_swiglu(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
+void check_gated(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
                   const std::optional<Tensor>& grad_out) {
   const char* first = up ? "gate" : "gate_up";
   check_floating(op, first, gate);

@@ -1,48 +1,230 @@
-"""The gated products that a tiled MLP is made of, ``activation(gate) * up``, each with a backward that works in place.
+"""What the families of gated products, ``activation(gate) * up``, have in common: torch kernels, fakes, autograd, vmap.
 
-SwiGLU is an op with kernels of its own. GeGLU is written here in torch, in blocks of rows.
+Nothing is saved but the inputs: the backward computes the activation again. The packed form has gate and up side by
+side in the last dimension of one tensor, as one GEMM of a merged projection writes them. Arguments of an op beside its
+tensors (which activation it is) come last and are called options here.
 """
 
 import torch
 
-from ._rows import row_blocks
+from ._autograd import (
+    check_given_up,
+    differentiable,
+    differentiable_once,
+    forbid_autograd,
+    graph_is_kept,
+    is_traced,
+    own_their_memory,
+    to_front,
+)
 from .rms_norm import accumulate_dtype
 
-# Names of activations, and what torch calls the approximation of the two that are GELU.
-_APPROXIMATIONS = {"gelu_tanh": "tanh", "gelu": "none"}
+# --- formulas -----------------------------------------------------------------------------------------------------
 
 
-def _wide(*tensors):
-    wide = accumulate_dtype(tensors[0].dtype)
-    return (t.to(wide) for t in tensors)
+def _silu(gate):
+    return torch.nn.functional.silu(gate)
 
 
-def gated_product(gate, up, activation):
-    """A new tensor ``activation(gate) * up``, contiguous, computed in float32. gate and up are (rows, columns)."""
-    if activation == "silu":
-        return torch.ops.liger.swiglu.default(gate, up)
-    product = gate.new_empty(gate.shape)
-    for block in row_blocks(gate):
-        wide_gate, wide_up = _wide(gate[block], up[block])
-        activated = torch.nn.functional.gelu(wide_gate, approximate=_APPROXIMATIONS[activation])
-        product[block] = activated * wide_up
-    return product
+def _silu_backward(grad, gate):
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    return silu, grad * (sigmoid + silu * (1 - sigmoid))
 
 
-def gated_backward_(grad_out, gate, up, activation, emit_product):
-    """Writes the gradients over gate and up and, with ``emit_product``, the product over grad_out."""
-    if activation == "silu":
-        if emit_product:
-            torch.ops.liger.swiglu_backward_product_.default(grad_out, gate, up)
-        else:
-            torch.ops.liger.swiglu_backward_.default(grad_out, gate, up)
-        return
-    approximation = _APPROXIMATIONS[activation]
-    for block in row_blocks(gate):
-        grad, wide_gate, wide_up = _wide(grad_out[block], gate[block], up[block])
-        activated = torch.nn.functional.gelu(wide_gate, approximate=approximation)
-        grad_gate = torch.ops.aten.gelu_backward(grad * wide_up, wide_gate, approximate=approximation)
-        grad_up, product = grad * activated, activated * wide_up
-        gate[block], up[block] = grad_gate, grad_up
-        if emit_product:
-            grad_out[block] = product
+# Name of an activation -> its value, and its value with the gradient of its argument.
+_FORMULAS = {"silu": (_silu, _silu_backward)}
+
+
+def _product(gate, up, activation):
+    wide = accumulate_dtype(gate.dtype)
+    return _FORMULAS[activation][0](gate.to(wide)) * up.to(wide)
+
+
+def _grads(grad_out, gate, up, activation):
+    """(grad_gate, grad_up, product), not yet rounded."""
+    wide = accumulate_dtype(gate.dtype)
+    grad_out, gate, up = grad_out.to(wide), gate.to(wide), up.to(wide)
+    value, grad_gate = _FORMULAS[activation][1](grad_out * up, gate)
+    return grad_gate, grad_out * value, value * up
+
+
+def _halves(packed):
+    """Views of the gate half and the up half of the last dimension."""
+    half = packed.shape[-1] // 2
+    return packed[..., :half], packed[..., half:]
+
+
+def _product_like(gate_up):
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+# --- torch backend: the ops of a family, with their names and activation --------------------------------------------
+
+
+def product(op, gate, up, activation):
+    torch.ops.liger.check_gated(op, gate, up, None)
+    return torch.empty_like(gate).copy_(_product(gate, up, activation))
+
+
+def backward(op, grad_out, gate, up, emit_product, activation):
+    torch.ops.liger.check_gated(op, gate, up, grad_out)
+    grad_gate, grad_up, product = _grads(grad_out, gate, up, activation)
+    return (
+        torch.empty_like(gate).copy_(grad_gate),
+        torch.empty_like(up).copy_(grad_up),
+        torch.empty_like(gate).copy_(product) if emit_product else gate.new_empty(0),
+    )
+
+
+def backward_(op, grad_out, gate, up, activation):
+    torch.ops.liger.check_gated(op, gate, up, grad_out)
+    grad_gate, grad_up, _ = _grads(grad_out, gate, up, activation)
+    gate.copy_(grad_gate)
+    up.copy_(grad_up)
+
+
+def backward_product_(op, grad_out, gate, up, activation):
+    torch.ops.liger.check_gated(op, gate, up, grad_out)
+    for written, value in zip((gate, up, grad_out), _grads(grad_out, gate, up, activation), strict=True):
+        written.copy_(value)
+
+
+def packed_product(op, gate_up, activation):
+    torch.ops.liger.check_gated(op, gate_up, None, None)
+    return _product_like(gate_up).copy_(_product(*_halves(gate_up), activation))
+
+
+def packed_backward(op, grad_out, gate_up, emit_product, activation):
+    torch.ops.liger.check_gated(op, gate_up, None, grad_out)
+    *grads, product = _grads(grad_out, *_halves(gate_up), activation)
+    product = _product_like(gate_up).copy_(product) if emit_product else gate_up.new_empty(0)
+    return torch.empty_like(gate_up).copy_(torch.cat(grads, -1)), product
+
+
+def packed_backward_(op, grad_out, gate_up, activation):
+    torch.ops.liger.check_gated(op, gate_up, None, grad_out)
+    *grads, _ = _grads(grad_out, *_halves(gate_up), activation)
+    gate_up.copy_(torch.cat(grads, -1))
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+def _fake_product(gate, up, *options):
+    return torch.empty_like(gate)
+
+
+def _fake_backward(grad_out, gate, up, emit_product=False, *options):
+    product = torch.empty_like(gate) if emit_product else gate.new_empty(0)
+    return torch.empty_like(gate), torch.empty_like(up), product
+
+
+def _fake_packed(gate_up, *options):
+    return _product_like(gate_up)
+
+
+def _fake_packed_backward(grad_out, gate_up, emit_product=False, *options):
+    return torch.empty_like(gate_up), _product_like(gate_up) if emit_product else gate_up.new_empty(0)
+
+
+def _fake_writing(*args):
+    return None
+
+
+def _register_fakes(name):
+    fakes = {
+        "": _fake_product,
+        "_backward": _fake_backward,
+        "_packed": _fake_packed,
+        "_packed_backward": _fake_packed_backward,
+        "_backward_": _fake_writing,
+        "_backward_product_": _fake_writing,
+        "_packed_backward_": _fake_writing,
+    }
+    for suffix, fake in fakes.items():
+        torch.library.register_fake(f"liger::{name}{suffix}", fake)
+
+
+# --- autograd and vmap --------------------------------------------------------------------------------------------
+
+
+class _Form:
+    """An op with its backward and in-place backward: ``form(tensors, inplace, *options)``."""
+
+    def __init__(self, name, arguments):
+        self.name, self.arguments = name, arguments
+        count = len(arguments)
+        self.backward_op = getattr(torch.ops.liger, f"{name}_backward").default
+        self.backward_op_ = forbid_autograd(f"{name}_backward_")
+        op = getattr(torch.ops.liger, name).default
+
+        def setup(ctx, inputs, output):
+            ctx.save_for_backward(*inputs[:count])
+            ctx.options = inputs[count:]
+
+        @differentiable_once(name)
+        def functional_backward(ctx, grad_out):
+            grads = self.backward_op(grad_out, *ctx.saved_tensors, False, *ctx.options)[:count]
+            needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False))
+            return *needed, *(None for _ in ctx.options)
+
+        @differentiable_once(name)
+        def backward_of_kept_graph(ctx, grad_out):
+            return self.backward_op(grad_out, *ctx.saved_tensors, False, *ctx.options)[:count]
+
+        self.backward_of_kept_graph = backward_of_kept_graph
+        self.op = differentiable(op, setup, functional_backward)
+        torch.library.register_vmap(f"liger::{name}", _elementwise(op, count))
+
+    def __call__(self, tensors, inplace, *options):
+        if inplace and self._inplace_applies(tensors):
+            return _Inplace.apply(self, options, *tensors)
+        return self.op(*tensors, *options)
+
+    def _inplace_applies(self, tensors):
+        """Whether the in-place form runs; raises where it would destroy a parameter.
+
+        Compiled code takes the functional form, whose buffers the compiler places itself.
+        """
+        if is_traced(*tensors) or not torch.is_grad_enabled():
+            return False
+        check_given_up(self.name, self.arguments, tensors)
+        return all(t.requires_grad for t in tensors) and own_their_memory(tensors)
+
+
+class _Inplace(torch.autograd.Function):
+    """A form whose backward writes the gradients over the inputs, unless the graph is kept."""
+
+    @staticmethod
+    def forward(ctx, form, options, *inputs):
+        ctx.form, ctx.options = form, options
+        ctx.save_for_backward(*inputs)
+        return form.op(*inputs, *options)
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        if graph_is_kept():
+            grads = ctx.form.backward_of_kept_graph(ctx, grad_out)
+            return None, None, *((grads,) if isinstance(grads, torch.Tensor) else grads)
+        # Detached, because the tensors of the forward would carry their own history into the gradients.
+        inputs = [t.detach() for t in ctx.saved_tensors]
+        ctx.form.backward_op_(grad_out, *inputs, *ctx.options)
+        return None, None, *inputs
+
+
+def _elementwise(op, tensors):
+    """vmap rule of an op whose first ``tensors`` arguments keep any leading dimensions."""
+
+    def rule(info, in_dims, *args):
+        mapped = [to_front(args[i], in_dims[i], info.batch_size) for i in range(tensors)]
+        return op(*mapped, *args[tensors:]), 0
+
+    return rule
+
+
+def gated_forms(name):
+    """Registers all but the kernels of a family, and returns its forms: that of gate and up, and the packed one."""
+    _register_fakes(name)
+    forbid_autograd(f"{name}_backward_product_")
+    return _Form(name, ("gate", "up")), _Form(f"{name}_packed", ("gate_up",))

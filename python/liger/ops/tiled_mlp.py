@@ -14,8 +14,8 @@ from torch.autograd.graph import increment_version
 from ..backend import register_portable
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
-from ._gated import gated_backward_, gated_product
 from ._products import product, write_linear
+from ._tiled_products import gated_backward_, gated_product
 from ._tiles import lay_out, plan_tiles
 from .rms_norm import accumulate_dtype
 

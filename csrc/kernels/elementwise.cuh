@@ -1,0 +1,79 @@
+// Kernels that treat every element alone: one vector of each tensor per thread, in small blocks, because full
+// occupancy keeps more loads under way than unrolling does.
+//
+// Tensors are rows with one stride each, so that a part of every row (half of a packed tensor) is read and
+// written in place; tensors without gaps are one long row.
+#pragma once
+
+#include <initializer_list>
+
+#include "common/vec.cuh"
+
+namespace liger {
+
+struct InputRows {
+  const void* data;
+  int64_t stride;  // elements between rows
+};
+struct OutputRows {
+  void* data;
+  int64_t stride;
+};
+
+// What all tensors of a launch have in common: columns in elements until lay_out, in vectors afterwards.
+struct Extent {
+  int64_t rows, columns;
+};
+
+inline constexpr int kElementwiseThreads = 128;
+
+// Makes one row of rows without gaps, and vectors of 16 bytes of elements where every operand allows it; says
+// whether it did. Absent operands have null data.
+inline bool lay_out(Extent& extent, int64_t element_size, std::initializer_list<InputRows> operands) {
+  const int64_t vector = 16 / element_size;
+  bool one_row = true, vectorised = true;
+  for (const InputRows& x : operands) {
+    if (x.data == nullptr) continue;
+    one_row = one_row && (extent.rows == 1 || x.stride == extent.columns);
+    vectorised = vectorised && is_aligned16(x.data) && (extent.rows == 1 || x.stride % vector == 0);
+  }
+  if (one_row) extent = {1, extent.columns * extent.rows};
+  vectorised = vectorised && extent.columns % vector == 0;
+  if (vectorised) extent.columns /= vector;
+  return vectorised;
+}
+
+inline unsigned elementwise_blocks(const Extent& extent) {
+  return static_cast<unsigned>((extent.rows * extent.columns + kElementwiseThreads - 1) /
+                               kElementwiseThreads);
+}
+
+// Consecutive threads take consecutive vectors, row after row.
+struct Position {
+  int64_t row, column;  // column in vectors
+
+  __device__ __forceinline__ explicit Position(const Extent& extent) {
+    const int64_t first = int64_t{blockIdx.x} * kElementwiseThreads;
+    row = extent.rows == 1 ? 0 : first / extent.columns;
+    column = first - row * extent.columns + threadIdx.x;
+    if (column < extent.columns) return;
+    if (extent.columns >= kElementwiseThreads) {
+      ++row;
+      column -= extent.columns;
+    } else {
+      const uint32_t whole = static_cast<uint32_t>(column) / static_cast<uint32_t>(extent.columns);
+      row += whole;
+      column -= whole * extent.columns;
+    }
+  }
+  template <typename T, int N>
+  __device__ __forceinline__ Vec<T, N> read(const InputRows& x) const {
+    return load<T, N>(static_cast<const T*>(x.data) + row * x.stride + column * N);
+  }
+  template <typename T, int N>
+  __device__ __forceinline__ void write(const OutputRows& x, const Vec<T, N>& value) const {
+    store(static_cast<T*>(x.data) + row * x.stride + column * N, value);
+  }
+};
+
+}  // namespace liger

@@ -1,0 +1,169 @@
+"""Gated products, ``activation(gate) * up``, forward and backward, for separate and for packed gate and up.
+
+Elementwise over tiles, in float32. The packed form is the same launch over the two halves of each row: views, no copy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import (
+    elementwise_tile,
+    on_device_of,
+    output_rows,
+    require_dtype,
+    require_same_shape,
+    rows_of,
+    tile_at,
+    write_back,
+)
+
+# --- activations: the value and the derivative ---------------------------------------------------------------------
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    tl.static_assert(ACTIVATION == "silu")
+    sigmoid = tl.sigmoid(x)
+    silu = x * sigmoid
+    return silu, sigmoid + silu * (1.0 - sigmoid)
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def forward_kernel(
+    gate_ptr, gate_stride, up_ptr, up_stride, out_ptr, out_stride, n_rows, n_cols,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    rows, cols, mask = tile_at(tl.program_id(0), n_rows, n_cols, BLOCK_ROWS, BLOCK_COLS)
+    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + rows * up_stride + cols, mask=mask).to(tl.float32)
+    value, _ = activated(gate, ACTIVATION)
+    tl.store(out_ptr + rows * out_stride + cols, (value * up).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def backward_kernel(
+    grad_out_ptr, grad_out_stride, gate_ptr, gate_stride, up_ptr, up_stride,
+    grad_gate_ptr, grad_gate_stride, grad_up_ptr, grad_up_stride, product_ptr, product_stride, n_rows, n_cols,
+    ACTIVATION: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    rows, cols, mask = tile_at(tl.program_id(0), n_rows, n_cols, BLOCK_ROWS, BLOCK_COLS)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    grad_out = tl.load(grad_out_ptr + rows * grad_out_stride + cols, mask=mask).to(tl.float32)
+    gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask).to(tl.float32)
+    up = tl.load(up_ptr + rows * up_stride + cols, mask=mask).to(tl.float32)
+    value, slope = activated(gate, ACTIVATION)
+    # In place, the gradients go where gate and up were: each element is read above, by the thread that writes it.
+    tl.store(grad_gate_ptr + rows * grad_gate_stride + cols, (grad_out * up * slope).to(dtype), mask=mask)
+    tl.store(grad_up_ptr + rows * grad_up_stride + cols, (grad_out * value).to(dtype), mask=mask)
+    if product_ptr is not None:
+        tl.store(product_ptr + rows * product_stride + cols, (value * up).to(dtype), mask=mask)
+
+
+# --- launchers ----------------------------------------------------------------------------------------------------
+
+
+def _halves(packed):
+    half = packed.shape[-1] // 2
+    return packed[..., :half], packed[..., half:]
+
+
+def _check(op, gate, up=None, grad_out=None):
+    torch.ops.liger.check_gated(op, gate, up, grad_out)
+    require_dtype(op, "gate_up" if up is None else "gate", gate)
+
+
+def _forward(gate, up, out, activation):
+    if out.numel() == 0:
+        return out
+    n_cols = gate.shape[-1]
+    n_rows = gate.numel() // n_cols
+    gate, gate_stride = rows_of(gate)
+    up, up_stride = rows_of(up)
+    out_rows, out_stride = output_rows(out)
+    block_rows, block_cols, tiles = elementwise_tile(n_rows, n_cols)
+    with on_device_of(gate):
+        forward_kernel[(tiles,)](
+            gate, gate_stride, up, up_stride, out_rows, out_stride, n_rows, n_cols,
+            activation, block_rows, block_cols,
+        )  # fmt: skip
+    write_back(out, out_rows)
+    return out
+
+
+def _backward(op, grad_out, gate, up, grad_gate, grad_up, product, activation):
+    require_same_shape(op, "grad_out", grad_out, "the product", gate)
+    if gate.numel() == 0:
+        return
+    n_cols = gate.shape[-1]
+    n_rows = gate.numel() // n_cols
+    in_place = grad_gate is gate
+    grad_out, grad_out_stride = rows_of(grad_out)
+    gate, gate_stride = rows_of(gate)
+    up, up_stride = rows_of(up)
+    grad_gate_rows, grad_gate_stride = (gate, gate_stride) if in_place else output_rows(grad_gate)
+    grad_up_rows, grad_up_stride = (up, up_stride) if in_place else output_rows(grad_up)
+    product_rows, product_stride = (None, 0) if product is None else output_rows(product)
+    block_rows, block_cols, tiles = elementwise_tile(n_rows, n_cols)
+    with on_device_of(gate):
+        backward_kernel[(tiles,)](
+            grad_out, grad_out_stride, gate, gate_stride, up, up_stride, grad_gate_rows, grad_gate_stride,
+            grad_up_rows, grad_up_stride, product_rows, product_stride, n_rows, n_cols,
+            activation, block_rows, block_cols,
+        )  # fmt: skip
+    write_back(grad_gate, grad_gate_rows)
+    write_back(grad_up, grad_up_rows)
+    if product is not None:
+        write_back(product, product_rows)
+
+
+def _packed_product(gate_up):
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+# --- the ops of a family: their name, their arguments and what the activation is ------------------------------------
+
+
+def product(op, gate, up, activation):
+    _check(op, gate, up)
+    return _forward(gate, up, torch.empty_like(gate), activation)
+
+
+def backward(op, grad_out, gate, up, emit_product, activation):
+    _check(op, gate, up, grad_out)
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+    product = torch.empty_like(gate) if emit_product else None
+    _backward(op, grad_out, gate, up, grad_gate, grad_up, product, activation)
+    return grad_gate, grad_up, gate.new_empty(0) if product is None else product
+
+
+def backward_(op, grad_out, gate, up, activation):
+    _check(op, gate, up, grad_out)
+    _backward(op, grad_out, gate, up, gate, up, None, activation)
+
+
+def backward_product_(op, grad_out, gate, up, activation):
+    _check(op, gate, up, grad_out)
+    _backward(op, grad_out, gate, up, gate, up, grad_out, activation)
+
+
+def packed_product(op, gate_up, activation):
+    _check(op, gate_up)
+    return _forward(*_halves(gate_up), _packed_product(gate_up), activation)
+
+
+def packed_backward(op, grad_out, gate_up, emit_product, activation):
+    _check(op, gate_up, None, grad_out)
+    grad_gate_up = torch.empty_like(gate_up)
+    product = _packed_product(gate_up) if emit_product else None
+    _backward(op, grad_out, *_halves(gate_up), *_halves(grad_gate_up), product, activation)
+    return grad_gate_up, gate_up.new_empty(0) if product is None else product
+
+
+def packed_backward_(op, grad_out, gate_up, activation):
+    _check(op, gate_up, None, grad_out)
+    gate, up = _halves(gate_up)
+    _backward(op, grad_out, gate, up, gate, up, None, activation)
