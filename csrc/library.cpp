@@ -61,6 +61,23 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " -> (Tensor grad_gate_up, Tensor product)");
   m.def("swiglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up) -> ()");
 
+  // gelu(gate) * up; approximate is "none" (exact) or "tanh"
+  m.def("geglu(Tensor gate, Tensor up, str approximate=\"none\") -> Tensor");
+  m.def(
+      "geglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False, str "
+      "approximate=\"none\")"
+      " -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
+  m.def("geglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, str approximate=\"none\") -> ()");
+  m.def(
+      "geglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up, str "
+      "approximate=\"none\") -> ()");
+  m.def("geglu_packed(Tensor gate_up, str approximate=\"none\") -> Tensor");
+  m.def(
+      "geglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False, str "
+      "approximate=\"none\")"
+      " -> (Tensor grad_gate_up, Tensor product)");
+  m.def("geglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up, str approximate=\"none\") -> ()");
+
   // logits (..., V), target (...): the loss alone, composite over cross_entropy_forward
   m.def(
       "cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None,"
@@ -166,6 +183,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
+  m.def("check_approximate(str op, str approximate) -> ()");
   m.def(
       "check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
       "gate_bias,"
@@ -267,6 +285,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));
   m.impl("check_gated", TORCH_BOX(&check_gated));
+  m.impl("check_approximate", TORCH_BOX(&check_approximate));
   m.impl("check_tiled_mlp", TORCH_BOX(&check_tiled_mlp));
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));

@@ -45,9 +45,12 @@ def _plain_rope(q, k, cos, sin):
     )
 
 
-def _plain_swiglu_packed(gate_up):
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+def _plain_packed(activation):
+    def plain(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
+
+    return plain
 
 
 CASES = {
@@ -72,7 +75,16 @@ CASES = {
         lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN)),
         (1, 1),
     ),
-    "swiglu_packed": Case(liger.swiglu_packed, _plain_swiglu_packed, lambda t: (_randn(2, t, HIDDEN),), (1,)),
+    "swiglu_packed": Case(
+        liger.swiglu_packed, _plain_packed(F.silu), lambda t: (_randn(2, t, HIDDEN),), (1,)
+    ),
+    "geglu": Case(
+        liger.geglu,
+        lambda gate, up: F.gelu(gate) * up,
+        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN)),
+        (1, 1),
+    ),
+    "geglu_packed": Case(liger.geglu_packed, _plain_packed(F.gelu), lambda t: (_randn(2, t, HIDDEN),), (1,)),
     "tiled_mlp": Case(
         liger.tiled_mlp,
         lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),

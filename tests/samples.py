@@ -71,6 +71,10 @@ def _packed(d):
     return [(_float(d, 3, 16),), (_transposed(_float(d, 2, 3, 10)),), (_float(d, 0, 16),)]
 
 
+def _approximated(samples):
+    return lambda d: [*samples(d), *((*inputs, "tanh") for inputs in samples(d))]
+
+
 def _after_gradient(samples, product_of, *options):
     """Samples of a backward op: the upstream gradient, the inputs, the options."""
     return lambda d: [(torch.randn_like(product_of(*inputs)), *inputs, *options) for inputs in samples(d)]
@@ -326,6 +330,19 @@ SAMPLES = {
         *_after_gradient(_packed, _first_half, True)(d),
     ],
     "swiglu_packed_backward_": _after_gradient(_packed, _first_half),
+    "geglu": _approximated(_gate_and_up),
+    "geglu_backward": lambda d: [
+        *_after_gradient(_gate_and_up, _first)(d),
+        *_after_gradient(_gate_and_up, _first, True, "tanh")(d),
+    ],
+    "geglu_backward_": _after_gradient(_gate_and_up, _first, "tanh"),
+    "geglu_backward_product_": _after_gradient(_gate_and_up, _first, "none"),
+    "geglu_packed": _approximated(_packed),
+    "geglu_packed_backward": lambda d: [
+        *_after_gradient(_packed, _first_half)(d),
+        *_after_gradient(_packed, _first_half, True, "tanh")(d),
+    ],
+    "geglu_packed_backward_": _after_gradient(_packed, _first_half, "tanh"),
     "cross_entropy": _cross_entropy,
     "cross_entropy_forward": _cross_entropy_forward,
     "cross_entropy_forward_": _cross_entropy_forward_,
@@ -343,6 +360,7 @@ SAMPLES = {
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", _float(d, 3, 16), None, _float(d, 16), "llama")],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
+    "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],
     "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
     "default_memory_budget": lambda d: [()],

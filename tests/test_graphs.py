@@ -197,7 +197,7 @@ def test_autocast(device, name):
         layers, start, *rest = leaves
         with torch.autocast(device.type, dtype, enabled=autocast):
             rest[0] = start @ layers[0]
-            if name in ("fused_add_rms_norm", "swiglu"):
+            if name in ("fused_add_rms_norm", "swiglu", "geglu"):
                 rest[1] = start @ layers[1]
             elif name == "rope":
                 rest[1] = start[:, :2] @ layers[1]

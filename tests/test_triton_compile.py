@@ -5,6 +5,7 @@ would launch: the same constants, the same specialisation of strides and pointer
 """
 
 # ruff: noqa: E402  (Triton is optional)
+import functools
 import importlib
 import pkgutil
 
@@ -19,6 +20,7 @@ from liger.triton_kernels import (
     cross_entropy,
     cross_entropy_stats,
     fused_linear_ce,
+    geglu,
     rescale,
     rms_norm,
     rope,
@@ -68,17 +70,28 @@ def rope_launches(dtype, tokens=9):
             rope.rope_backward(q, k, *torch.zeros(2, 2, tokens, rotary), interleaved)
 
 
-def swiglu_launches(dtype, tokens=9):
+def gated_launches(dtype, tokens=9, family=swiglu, name="swiglu", options=({},)):
     for width in (100, 14336):
         packed = torch.zeros(tokens, 2 * width, dtype=dtype)
         gate, up = packed.chunk(2, -1)
-        for emit_product in (False, True):
-            swiglu.swiglu_backward(gate, gate, up, emit_product)
-            swiglu.swiglu_packed_backward(gate, packed, emit_product)
-        swiglu.swiglu(gate, up)
-        swiglu.swiglu_packed(packed)
-        swiglu.swiglu_packed_backward_(gate, packed)
-        swiglu.swiglu_backward_product_(torch.zeros_like(gate), gate, up)
+        for option in options:
+            ops = {
+                suffix: functools.partial(getattr(family, name + suffix), **option)
+                for suffix in (
+                    "", "_backward", "_backward_product_", "_packed", "_packed_backward", "_packed_backward_",
+                )
+            }  # fmt: skip
+            for emit_product in (False, True):
+                ops["_backward"](gate, gate, up, emit_product)
+                ops["_packed_backward"](gate, packed, emit_product)
+            ops[""](gate, up)
+            ops["_packed"](packed)
+            ops["_packed_backward_"](gate, packed)
+            ops["_backward_product_"](torch.zeros_like(gate), gate, up)
+
+
+def geglu_launches(dtype, tokens=9):
+    gated_launches(dtype, tokens, geglu, "geglu", ({"approximate": "none"}, {"approximate": "tanh"}))
 
 
 def rescale_launches(dtype, tokens=9):
@@ -153,7 +166,8 @@ LAUNCHES = {
     compact: compact_launches,
     rms_norm: rms_norm_launches,
     rope: rope_launches,
-    swiglu: swiglu_launches,
+    geglu: geglu_launches,
+    swiglu: gated_launches,
     rescale: rescale_launches,
     cross_entropy: cross_entropy_launches,
     cross_entropy_stats: cross_entropy_stats_launches,

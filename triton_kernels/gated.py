@@ -23,10 +23,29 @@ from .common import (
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
-    tl.static_assert(ACTIVATION == "silu")
-    sigmoid = tl.sigmoid(x)
-    silu = x * sigmoid
-    return silu, sigmoid + silu * (1.0 - sigmoid)
+    if ACTIVATION == "gelu":
+        cdf = 0.5 + 0.5 * tl.math.erf(x * 0.70710678118654752)
+        pdf = 0.39894228040143268 * tl.exp(-0.5 * x * x)
+        value, slope = x * cdf, cdf + x * pdf
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel; 1.5957... is 2 * sqrt(2 / pi). The derivative of the
+        # sigmoid is multiplied by powers of x, and with it what 1 - sigmoid would have lost.
+        square = x * x
+        twice_z = x * (1.5957691216057308 + 0.07135481627260025 * square)
+        exponential = tl.exp(-tl.abs(twice_z))
+        reciprocal = 1.0 / (1.0 + exponential)
+        sigmoid = tl.where(twice_z < 0, exponential, 1.0) * reciprocal
+        value = x * sigmoid
+        slope = (
+            x * (exponential * reciprocal * reciprocal) * (1.5957691216057308 + 0.21406444881780073 * square)
+        )
+        slope += sigmoid
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        sigmoid = tl.sigmoid(x)
+        value = x * sigmoid
+        slope = sigmoid + value * (1.0 - sigmoid)
+    return value, slope
 
 
 # --- kernels ------------------------------------------------------------------------------------------------------

@@ -178,8 +178,13 @@ void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tenso
           ", expected an even number of at most head_dim, ", q.size(3));
 }
 
+void check_approximate(const std::string& op, const std::string& approximate) {
+  require(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate,
+          "', expected 'none' or 'tanh'");
+}
+
 void check_gated(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
-                  const std::optional<Tensor>& grad_out) {
+                 const std::optional<Tensor>& grad_out) {
   const char* first = up ? "gate" : "gate_up";
   check_floating(op, first, gate);
   require(gate.dim() >= 1, op, ": ", first, " has shape (), expected at least one dimension");

@@ -36,8 +36,9 @@ std::string device_text(const Tensor& tensor);
 void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
                     const std::optional<Tensor>& weight, const std::string& casting_mode);
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved);
+void check_approximate(const std::string& op, const std::string& approximate);  // of GELU
 void check_gated(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
-                  const std::optional<Tensor>& grad_out);
+                 const std::optional<Tensor>& grad_out);
 void check_tiled_mlp(const Tensor& x, const Tensor& gate_weight, const std::optional<Tensor>& up_weight,
                      const Tensor& down_weight, const std::optional<Tensor>& gate_bias,
                      const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,

@@ -13,6 +13,7 @@ from .ops.complex_rope import complex_rope
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from .ops.fused_linear_ce import fused_linear_ce
 from .ops.mrope import mrope
+from .ops.geglu import geglu, geglu_packed
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.swiglu import swiglu, swiglu_packed
@@ -32,6 +33,8 @@ __all__ = [
     "fused_add_rms_norm",
     "fused_linear_ce",
     "mrope",
+    "geglu",
+    "geglu_packed",
     "nn",
     "patch",
     "rms_norm",

@@ -39,14 +39,14 @@ def _norm_backward(call):
     )
 
 
-def _swiglu(call):
+def _gated(call):
     gate = call["gate"]
     parts = keep(gate, range(gate.dim()))
     call.place(parts, "gate", "up")
     return call.wrap(call.run(), parts, gate.shape)
 
 
-def _swiglu_backward(call):
+def _gated_backward(call):
     gate = call["gate"]
     parts = keep(gate, range(gate.dim()))
     call.place(parts, "grad_out", "gate", "up")
@@ -58,7 +58,7 @@ def _swiglu_backward(call):
     )
 
 
-def _swiglu_backward_(call):
+def _gated_backward_(call):
     gate = call["gate"]
     call.place(keep(gate, range(gate.dim())), "grad_out", "gate", "up")
     call.run()
@@ -72,19 +72,19 @@ def _place_packed(call):
     return tokens, gate_up.shape, (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _swiglu_packed(call):
+def _gated_packed(call):
     tokens, _, half = _place_packed(call)
     return call.wrap(call.run(), tokens, half)
 
 
-def _swiglu_packed_backward(call):
+def _gated_packed_backward(call):
     tokens, whole, half = _place_packed(call)
     grad_gate_up, product = call.run()
     product = call.wrap(product, tokens, half) if call["emit_product"] else call.unasked(product)
     return call.wrap(grad_gate_up, tokens, whole), product
 
 
-def _swiglu_packed_backward_(call):
+def _gated_packed_backward_(call):
     _place_packed(call)
     call.run()
 
@@ -173,6 +173,18 @@ def _rescale_(call):
     call.run()
 
 
+def _gated_rules(name):
+    return {
+        name: _gated,
+        f"{name}_backward": _gated_backward,
+        f"{name}_backward_": _gated_backward_,
+        f"{name}_backward_product_": _gated_backward_,
+        f"{name}_packed": _gated_packed,
+        f"{name}_packed_backward": _gated_packed_backward,
+        f"{name}_packed_backward_": _gated_packed_backward_,
+    }
+
+
 RULES = {
     "rms_norm": _norm,
     "rms_norm_backward": _norm_backward,
@@ -181,13 +193,8 @@ RULES = {
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope_,
-    "swiglu": _swiglu,
-    "swiglu_backward": _swiglu_backward,
-    "swiglu_backward_": _swiglu_backward_,
-    "swiglu_packed": _swiglu_packed,
-    "swiglu_packed_backward": _swiglu_packed_backward,
-    "swiglu_packed_backward_": _swiglu_packed_backward_,
-    "swiglu_backward_product_": _swiglu_backward_,
+    **_gated_rules("swiglu"),
+    **_gated_rules("geglu"),
     "tiled_mlp_forward": _tiled_mlp,
     "tiled_mlp_backward": _tiled_mlp_backward,
     "rescale": _rescale,

@@ -32,8 +32,27 @@ def _silu_backward(grad, gate):
     return silu, grad * (sigmoid + silu * (1 - sigmoid))
 
 
+def _gelu(approximate):
+    def value(gate):
+        return torch.nn.functional.gelu(gate, approximate=approximate)
+
+    def backward(grad, gate):
+        return value(gate), torch.ops.aten.gelu_backward(grad, gate, approximate=approximate)
+
+    return value, backward
+
+
 # Name of an activation -> its value, and its value with the gradient of its argument.
-_FORMULAS = {"silu": (_silu, _silu_backward)}
+_FORMULAS = {"silu": (_silu, _silu_backward), "gelu": _gelu("none"), "gelu_tanh": _gelu("tanh")}
+
+# What torch calls the approximations of GELU, and the name of the activation.
+GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def gelu_name(op, approximate):
+    """The name of the activation; raises RuntimeError for an unknown approximation."""
+    torch.ops.liger.check_approximate(op, approximate)
+    return GELU_NAMES[approximate]
 
 
 def _product(gate, up, activation):

@@ -3,7 +3,8 @@
 The forward keeps x and, of as many tokens as the gradient of x and a budget make room for, gate and up; the backward
 computes those of the others again, but not the down projection. Shards write their part of the result and of the
 gradient of x in place, and weight gradients are summed over shards in float32 by the products themselves. The products
-are those of torch; what lies between them is :func:`liger.swiglu`, in the backend that serves it.
+are those of torch; what lies between them is :func:`liger.swiglu` or
+:func:`liger.geglu`, in the backend that serves it.
 """
 
 import math
@@ -14,12 +15,28 @@ from torch.autograd.graph import increment_version
 from ..backend import register_portable
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from ._gated import GELU_NAMES
 from ._products import product, write_linear
-from ._tiled_products import gated_backward_, gated_product
 from ._tiles import lay_out, plan_tiles
 from .rms_norm import accumulate_dtype
 
 # --- kernels ------------------------------------------------------------------------------------------------------
+
+# What torch calls the approximation of each activation that is GELU.
+_APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
+
+
+def _gated_product(gate, up, activation):
+    if activation == "silu":
+        return torch.ops.liger.swiglu.default(gate, up)
+    return torch.ops.liger.geglu.default(gate, up, _APPROXIMATIONS[activation])
+
+
+def _gated_backward_(grad_out, gate, up, activation, emit_product):
+    """Writes the gradients over gate and up and, with ``emit_product``, the product over grad_out."""
+    family, options = ("swiglu", ()) if activation == "silu" else ("geglu", (_APPROXIMATIONS[activation],))
+    op = getattr(torch.ops.liger, f"{family}_backward_product_" if emit_product else f"{family}_backward_")
+    op.default(grad_out, gate, up, *options)
 
 
 def _rows(x):
@@ -180,7 +197,7 @@ def tiled_mlp_forward_kernel(
         recomputed = shard.start >= tiles.kept_rows
         gate_up = working[: shard.stop - shard.start] if recomputed else kept[shard]
         projections.write(flat[shard], gate_up)
-        product = gated_product(*projections.halves(gate_up), activation)
+        product = _gated_product(*projections.halves(gate_up), activation)
         write_linear(product, down_weight, down_bias, y[shard])
         del product
     return y.view(x.shape), kept
@@ -218,11 +235,11 @@ def _backward_over(
             projections.write(xs, gate_up)
         gate, up = projections.halves(gate_up)
         if not through_gate:
-            grad_down.add_product(dy, gated_product(gate, up, activation))
+            grad_down.add_product(dy, _gated_product(gate, up, activation))
             return
         product = place.hidden(shard)
         torch.mm(dy, down_weight, out=product)  # until the next line, the gradient of the product
-        gated_backward_(product, gate, up, activation, need_grad_down_weight)
+        _gated_backward_(product, gate, up, activation, need_grad_down_weight)
         grad_down.add_product(dy, product)
         del product
         if need_grad_x:

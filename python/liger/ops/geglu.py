@@ -1,0 +1,118 @@
+"""GeGLU, ``gelu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with GELU, exact or by tanh."""
+
+from ..backend import register_family
+from . import _gated
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def geglu_torch(gate, up, approximate="none"):
+    return _gated.product("geglu", gate, up, _gated.gelu_name("geglu", approximate))
+
+
+def geglu_backward_torch(grad_out, gate, up, emit_product=False, approximate="none"):
+    return _gated.backward(
+        "geglu_backward", grad_out, gate, up, emit_product, _gated.gelu_name("geglu_backward", approximate)
+    )
+
+
+def geglu_backward__torch(grad_out, gate, up, approximate="none"):
+    _gated.backward_("geglu_backward_", grad_out, gate, up, _gated.gelu_name("geglu_backward_", approximate))
+
+
+def geglu_backward_product__torch(grad_out, gate, up, approximate="none"):
+    _gated.backward_product_(
+        "geglu_backward_product_",
+        grad_out,
+        gate,
+        up,
+        _gated.gelu_name("geglu_backward_product_", approximate),
+    )
+
+
+def geglu_packed_torch(gate_up, approximate="none"):
+    return _gated.packed_product("geglu_packed", gate_up, _gated.gelu_name("geglu_packed", approximate))
+
+
+def geglu_packed_backward_torch(grad_out, gate_up, emit_product=False, approximate="none"):
+    return _gated.packed_backward(
+        "geglu_packed_backward",
+        grad_out,
+        gate_up,
+        emit_product,
+        _gated.gelu_name("geglu_packed_backward", approximate),
+    )
+
+
+def geglu_packed_backward__torch(grad_out, gate_up, approximate="none"):
+    _gated.packed_backward_(
+        "geglu_packed_backward_", grad_out, gate_up, _gated.gelu_name("geglu_packed_backward_", approximate)
+    )
+
+
+register_family(
+    "geglu",
+    {
+        "geglu": geglu_torch,
+        "geglu_backward": geglu_backward_torch,
+        "geglu_backward_": geglu_backward__torch,
+        "geglu_backward_product_": geglu_backward_product__torch,
+        "geglu_packed": geglu_packed_torch,
+        "geglu_packed_backward": geglu_packed_backward_torch,
+        "geglu_packed_backward_": geglu_packed_backward__torch,
+    },
+    "liger.triton_kernels.geglu",
+)
+
+
+# --- fakes, autograd, vmap ------------------------------------------------------------------------------------------
+
+_geglu, _geglu_packed = _gated.gated_forms("geglu")
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def geglu(gate, up, approximate="none", inplace=False):
+    """``gelu(gate) * up``, elementwise, in float32 and rounded once.
+
+    Args:
+        gate: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch backend), any
+            strides.
+        up: the shape, dtype and device of gate.
+        approximate: as in :func:`torch.nn.functional.gelu`: ``"none"`` for ``gate * (1 + erf(gate / sqrt(2))) / 2``,
+            ``"tanh"`` for its approximation by tanh, which Gemma and most other models with GeGLU use.
+        inplace: lets the backward write its gradients over gate and up, which saves the memory of both. They must not
+            be used afterwards: autograd raises where it needs their old values. Has no effect in compiled code, or
+            where gate or up needs no gradient, shares memory with the other, or overlaps itself, or where the graph
+            is kept for another backward.
+
+    Returns:
+        A tensor of the shape, dtype and, where dense, strides of gate. Differentiable in gate and up.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, an unknown approximation. With ``inplace``: gate or up is
+            a leaf that requires grad.
+
+    Sources: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202; Hendrycks and Gimpel, "Gaussian Error
+    Linear Units", arXiv 1606.08415.
+    """
+    return _geglu((gate, up), inplace, approximate)
+
+
+def geglu_packed(gate_up, approximate="none", inplace=False):
+    """``gelu(gate) * up`` of one tensor that holds gate and up side by side.
+
+    Args:
+        gate_up: (..., 2I), gate first; dtypes and strides as in :func:`geglu`.
+        approximate: as in :func:`geglu`.
+        inplace: lets the backward write its gradient over gate_up, as in :func:`geglu`.
+
+    Returns:
+        (..., I), contiguous, of the dtype of gate_up. Differentiable in gate_up.
+
+    Raises:
+        RuntimeError: an odd last dimension, a dtype that is not floating or an unknown approximation, and with
+            ``inplace`` as in :func:`geglu`.
+    """
+    return _geglu_packed((gate_up,), inplace, approximate)

@@ -1,0 +1,44 @@
+"""GeGLU, ``gelu(gate) * up``, exact or in the tanh approximation: the gated product with GELU."""
+
+from ..ops._gated import gelu_name
+from . import gated
+
+
+def geglu(gate, up, approximate="none"):
+    return gated.product("geglu", gate, up, gelu_name("geglu", approximate))
+
+
+def geglu_backward(grad_out, gate, up, emit_product=False, approximate="none"):
+    return gated.backward(
+        "geglu_backward", grad_out, gate, up, emit_product, gelu_name("geglu_backward", approximate)
+    )
+
+
+def geglu_backward_(grad_out, gate, up, approximate="none"):
+    gated.backward_("geglu_backward_", grad_out, gate, up, gelu_name("geglu_backward_", approximate))
+
+
+def geglu_backward_product_(grad_out, gate, up, approximate="none"):
+    gated.backward_product_(
+        "geglu_backward_product_", grad_out, gate, up, gelu_name("geglu_backward_product_", approximate)
+    )
+
+
+def geglu_packed(gate_up, approximate="none"):
+    return gated.packed_product("geglu_packed", gate_up, gelu_name("geglu_packed", approximate))
+
+
+def geglu_packed_backward(grad_out, gate_up, emit_product=False, approximate="none"):
+    return gated.packed_backward(
+        "geglu_packed_backward",
+        grad_out,
+        gate_up,
+        emit_product,
+        gelu_name("geglu_packed_backward", approximate),
+    )
+
+
+def geglu_packed_backward_(grad_out, gate_up, approximate="none"):
+    gated.packed_backward_(
+        "geglu_packed_backward_", grad_out, gate_up, gelu_name("geglu_packed_backward_", approximate)
+    )
