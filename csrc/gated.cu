@@ -22,19 +22,11 @@ Tensor product_like(const Tensor& gate_up) {
   return empty(std::move(shape), gate_up.scalar_type(), gate_up);
 }
 
-InputRows part(const RowInput& rows, int64_t column = 0) {
-  return {static_cast<const char*>(rows.data()) + column * rows.tensor.element_size(), rows.rows.stride};
-}
-OutputRows part(const RowOutput& rows, int64_t column = 0) {
-  return {static_cast<char*>(rows.data()) + column * rows.written.element_size(), rows.rows.stride};
-}
-
 // p.extent in elements.
 void launch(const GatedOp& op, Gated p, const Tensor& like) {
-  const auto written = [](const OutputRows& x) { return InputRows{x.data, x.stride}; };
   const bool vectorised =
       lay_out(p.extent, like.element_size(),
-              {p.gate, p.up, p.grad_out, written(p.product), written(p.grad_gate), written(p.grad_up)});
+              {p.gate, p.up, p.grad_out, as_input(p.product), as_input(p.grad_gate), as_input(p.grad_up)});
   op.launch(p, like.scalar_type(), vectorised, current_stream(like));
   check_launch(op.name);
 }
@@ -42,12 +34,8 @@ void launch(const GatedOp& op, Gated p, const Tensor& like) {
 // Rows and columns of a tensor (..., columns) with elements.
 Gated shape_of(const Tensor& tensor, int64_t columns) {
   Gated p{};
-  p.extent = {tensor.numel() / tensor.size(-1), columns};
+  p.extent = rows_and_columns(tensor, columns);
   return p;
-}
-
-bool one_long_row(const Tensor& gate, const Tensor& other) {
-  return is_dense(gate) && same_strides(gate, other);
 }
 
 }  // namespace

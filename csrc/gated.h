@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "common/dispatch.h"
-#include "common/torch.h"
+#include "elementwise.h"
 #include "kernels/gated.cuh"
 
 namespace liger {

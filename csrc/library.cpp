@@ -78,6 +78,14 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " -> (Tensor grad_gate_up, Tensor product)");
   m.def("geglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up, str approximate=\"none\") -> ()");
 
+  // relu(x)^2, elementwise
+  m.def("relu_squared(Tensor x) -> Tensor");
+  m.def("relu_squared_backward(Tensor grad_y, Tensor x) -> Tensor");
+
+  // Over the last dimension
+  m.def("softmax(Tensor x) -> Tensor");
+  m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
+
   // logits (..., V), target (...): the loss alone, composite over cross_entropy_forward
   m.def(
       "cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None,"
@@ -183,6 +191,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
+  m.def("check_rowwise(str op, str name, Tensor x, Tensor? grad_y) -> ()");
   m.def("check_approximate(str op, str approximate) -> ()");
   m.def(
       "check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
@@ -285,6 +294,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));
   m.impl("check_gated", TORCH_BOX(&check_gated));
+  m.impl("check_rowwise", TORCH_BOX(&check_rowwise));
   m.impl("check_approximate", TORCH_BOX(&check_approximate));
   m.impl("check_tiled_mlp", TORCH_BOX(&check_tiled_mlp));
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));

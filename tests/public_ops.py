@@ -85,6 +85,10 @@ CASES = {
         (1, 1),
     ),
     "geglu_packed": Case(liger.geglu_packed, _plain_packed(F.gelu), lambda t: (_randn(2, t, HIDDEN),), (1,)),
+    "relu_squared": Case(
+        liger.relu_squared, lambda x: F.relu(x).square(), lambda t: (_randn(2, t, HIDDEN),), (1,)
+    ),
+    "softmax": Case(liger.softmax, lambda x: F.softmax(x, -1), lambda t: (_randn(2, t, HIDDEN),), (1,)),
     "tiled_mlp": Case(
         liger.tiled_mlp,
         lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),

@@ -67,8 +67,12 @@ def _gate_and_up(d):
     ]
 
 
-def _packed(d):
+def _rows(d):
+    """x of an op over rows or elements, or gate and up side by side."""
     return [(_float(d, 3, 16),), (_transposed(_float(d, 2, 3, 10)),), (_float(d, 0, 16),)]
+
+
+_packed = _rows
 
 
 def _approximated(samples):
@@ -82,6 +86,10 @@ def _after_gradient(samples, product_of, *options):
 
 def _first(gate, up):
     return gate
+
+
+def _itself(x):
+    return x
 
 
 def _first_half(gate_up):
@@ -343,6 +351,10 @@ SAMPLES = {
         *_after_gradient(_packed, _first_half, True, "tanh")(d),
     ],
     "geglu_packed_backward_": _after_gradient(_packed, _first_half, "tanh"),
+    "relu_squared": _rows,
+    "relu_squared_backward": _after_gradient(_rows, _itself),
+    "softmax": _rows,
+    "softmax_backward": _after_gradient(_rows, _itself),
     "cross_entropy": _cross_entropy,
     "cross_entropy_forward": _cross_entropy_forward,
     "cross_entropy_forward_": _cross_entropy_forward_,
@@ -360,6 +372,7 @@ SAMPLES = {
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", _float(d, 3, 16), None, _float(d, 16), "llama")],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
+    "check_rowwise": lambda d: [("softmax", "x", _float(d, 3, 16), None)],
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],
     "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],

@@ -21,9 +21,11 @@ from liger.triton_kernels import (
     cross_entropy_stats,
     fused_linear_ce,
     geglu,
+    relu_squared,
     rescale,
     rms_norm,
     rope,
+    softmax,
     swiglu,
 )
 from triton.backends.compiler import GPUTarget
@@ -92,6 +94,21 @@ def gated_launches(dtype, tokens=9, family=swiglu, name="swiglu", options=({},))
 
 def geglu_launches(dtype, tokens=9):
     gated_launches(dtype, tokens, geglu, "geglu", ({"approximate": "none"}, {"approximate": "tanh"}))
+
+
+def relu_squared_launches(dtype, tokens=9):
+    for width in (100, 14336):
+        x = torch.zeros(tokens, width, dtype=dtype)
+        relu_squared.relu_squared(x)
+        relu_squared.relu_squared_backward(x, x)
+
+
+def softmax_launches(dtype, tokens=9):
+    # Several rows per program, one row per program, and rows larger than a tile.
+    for width in (128, 16384, 128256):
+        x = torch.zeros(tokens, width, dtype=dtype)
+        softmax.softmax(x)
+        softmax.softmax_backward(x, x)
 
 
 def rescale_launches(dtype, tokens=9):
@@ -168,6 +185,8 @@ LAUNCHES = {
     rope: rope_launches,
     geglu: geglu_launches,
     swiglu: gated_launches,
+    relu_squared: relu_squared_launches,
+    softmax: softmax_launches,
     rescale: rescale_launches,
     cross_entropy: cross_entropy_launches,
     cross_entropy_stats: cross_entropy_stats_launches,

@@ -178,6 +178,16 @@ void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tenso
           ", expected an even number of at most head_dim, ", q.size(3));
 }
 
+void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,
+                   const std::optional<Tensor>& grad_y) {
+  check_floating(op, name.c_str(), x);
+  require(x.dim() >= 1, op, ": ", name, " has shape (), expected at least one dimension");
+  if (!grad_y) return;
+  check_same_shape(op, "grad_y", *grad_y, name.c_str(), x);
+  check_same_dtype(op, "grad_y", *grad_y, name.c_str(), x);
+  check_same_device(op, "grad_y", *grad_y, name.c_str(), x);
+}
+
 void check_approximate(const std::string& op, const std::string& approximate) {
   require(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate,
           "', expected 'none' or 'tanh'");

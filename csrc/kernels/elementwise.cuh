@@ -20,27 +20,32 @@ struct OutputRows {
   int64_t stride;
 };
 
-// What all tensors of a launch have in common: columns in elements until lay_out, in vectors afterwards.
+// What all tensors of a launch have in common: columns in elements until lay_out or use_vectors.
 struct Extent {
   int64_t rows, columns;
 };
 
 inline constexpr int kElementwiseThreads = 128;
 
-// Makes one row of rows without gaps, and vectors of 16 bytes of elements where every operand allows it; says
-// whether it did. Absent operands have null data.
-inline bool lay_out(Extent& extent, int64_t element_size, std::initializer_list<InputRows> operands) {
+// Counts columns in vectors of 16 bytes where every operand allows it; says whether it did. Absent operands
+// have null data.
+inline bool use_vectors(Extent& extent, int64_t element_size, std::initializer_list<InputRows> operands) {
   const int64_t vector = 16 / element_size;
-  bool one_row = true, vectorised = true;
-  for (const InputRows& x : operands) {
-    if (x.data == nullptr) continue;
-    one_row = one_row && (extent.rows == 1 || x.stride == extent.columns);
-    vectorised = vectorised && is_aligned16(x.data) && (extent.rows == 1 || x.stride % vector == 0);
-  }
-  if (one_row) extent = {1, extent.columns * extent.rows};
-  vectorised = vectorised && extent.columns % vector == 0;
+  bool vectorised = extent.columns % vector == 0;
+  for (const InputRows& x : operands)
+    vectorised = vectorised && (x.data == nullptr ||
+                                (is_aligned16(x.data) && (extent.rows == 1 || x.stride % vector == 0)));
   if (vectorised) extent.columns /= vector;
   return vectorised;
+}
+
+// The same after rows without gaps have been made one.
+inline bool lay_out(Extent& extent, int64_t element_size, std::initializer_list<InputRows> operands) {
+  bool one_row = true;
+  for (const InputRows& x : operands)
+    one_row = one_row && (x.data == nullptr || extent.rows == 1 || x.stride == extent.columns);
+  if (one_row) extent = {1, extent.columns * extent.rows};
+  return use_vectors(extent, element_size, operands);
 }
 
 inline unsigned elementwise_blocks(const Extent& extent) {

@@ -14,8 +14,10 @@ from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from .ops.fused_linear_ce import fused_linear_ce
 from .ops.mrope import mrope
 from .ops.geglu import geglu, geglu_packed
+from .ops.relu_squared import relu_squared
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
+from .ops.softmax import softmax
 from .ops.swiglu import swiglu, swiglu_packed
 from .ops.tiled_mlp import tiled_mlp
 
@@ -37,9 +39,11 @@ __all__ = [
     "geglu_packed",
     "nn",
     "patch",
+    "relu_squared",
     "rms_norm",
     "rope",
     "set_backend",
+    "softmax",
     "swiglu",
     "swiglu_packed",
     "tiled",

@@ -173,6 +173,21 @@ def _rescale_(call):
     call.run()
 
 
+def _elementwise(call):
+    x = call["x"]
+    parts = keep(x, range(x.dim()))
+    call.place(parts, "x", "grad_y")
+    return call.wrap(call.run(), parts, x.shape)
+
+
+def _softmax(call):
+    name = "x" if "x" in call.arguments else "y"
+    x = call[name]
+    rows = keep(x, range(x.dim() - 1))
+    call.place(rows, name, "grad_y")
+    return call.wrap(call.run(), rows, x.shape)
+
+
 def _gated_rules(name):
     return {
         name: _gated,
@@ -195,6 +210,10 @@ RULES = {
     "rope_": _rope_,
     **_gated_rules("swiglu"),
     **_gated_rules("geglu"),
+    "relu_squared": _elementwise,
+    "relu_squared_backward": _elementwise,
+    "softmax": _softmax,
+    "softmax_backward": _softmax,
     "tiled_mlp_forward": _tiled_mlp,
     "tiled_mlp_backward": _tiled_mlp_backward,
     "rescale": _rescale,

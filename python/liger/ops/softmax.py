@@ -1,0 +1,84 @@
+"""Softmax over the last dimension: reference kernels, fakes, autograd, API."""
+
+import torch
+
+from ..backend import register_family
+from ._autograd import differentiable, differentiable_once, to_front
+from .rms_norm import accumulate_dtype
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def softmax_torch(x):
+    torch.ops.liger.check_rowwise("softmax", "x", x, None)
+    return torch.empty_like(x).copy_(torch.softmax(x, -1, dtype=accumulate_dtype(x.dtype)))
+
+
+def softmax_backward_torch(grad_y, y):
+    torch.ops.liger.check_rowwise("softmax_backward", "y", y, grad_y)
+    wide = accumulate_dtype(y.dtype)
+    wide_y, wide_grad = y.to(wide), grad_y.to(wide)
+    return torch.empty_like(y).copy_(wide_y * (wide_grad - (wide_y * wide_grad).sum(-1, keepdim=True)))
+
+
+register_family(
+    "softmax",
+    {"softmax": softmax_torch, "softmax_backward": softmax_backward_torch},
+    "liger.triton_kernels.softmax",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::softmax")
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("liger::softmax_backward")
+def _(grad_y, y):
+    return torch.empty_like(y)
+
+
+# --- autograd and vmap --------------------------------------------------------------------------------------------
+
+
+def _setup(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+@differentiable_once("softmax")
+def _backward(ctx, grad_y):
+    return (torch.ops.liger.softmax_backward.default(grad_y, *ctx.saved_tensors),)
+
+
+_softmax = differentiable(torch.ops.liger.softmax.default, _setup, _backward)
+
+
+@torch.library.register_vmap("liger::softmax")
+def _(info, in_dims, x):
+    return torch.ops.liger.softmax(to_front(x, in_dims[0], info.batch_size)), 0
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def softmax(x):
+    """``exp(x) / sum(exp(x))`` over the last dimension, in float32 and rounded once.
+
+    Args:
+        x: (..., H) of any H, float16, bfloat16 or float32 (float64 on the torch backend), any strides. Elements that
+            are -inf get 0; a row of nothing else gets NaN, as in torch.
+
+    Returns:
+        A tensor of the shape, dtype and, where dense, strides of x. Differentiable in x; kept for the backward is the
+        result, so that x can go.
+
+    Raises:
+        RuntimeError: no dimension, or a dtype that is not floating.
+
+    Source of the single pass over long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax",
+    arXiv 1805.02867.
+    """
+    return _softmax(x)

@@ -1,0 +1,109 @@
+"""softmax against float64, in every backend that runs here."""
+
+import pytest
+import torch
+from cases import DTYPES, check_op, strided_like
+
+import liger
+
+# Rows of a few lanes, a warp, a block, and rows that are read twice; with vectors and without.
+SHAPES = [
+    (8,), (1, 1), (9, 5), (5, 64), (2, 3, 129), (7, 1000), (3, 1023), (3, 4100), (3, 5000), (2, 20001), (2, 32768),
+    (2, 40000), (1, 70000), (1, 70001), (0, 16), (3, 0),
+]  # fmt: skip
+
+
+def plain(x):
+    return torch.softmax(x, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_float64(device, shape, dtype):
+    check_op(liger.softmax, plain, [torch.randn(shape, device=device, dtype=dtype) * 3], intermediate=8.0)
+
+
+def test_rows_add_up_to_one(device):
+    x = torch.randn(5, 70000, device=device) * 10
+    sums = liger.softmax(x).double().sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [6, 300, 5000, 70000])
+def test_large_magnitudes_and_masks(device, columns):
+    """No overflow, 0 for -inf, also where a thread or a tile has nothing else, and NaN for rows of nothing else."""
+    x = torch.randn(6, columns, device=device)
+    x[0] += 3e4
+    x[1] -= 3e38
+    x[2, : columns // 2] = -float("inf")
+    x[3, :-1] = -float("inf")
+    x[4] = -float("inf")
+    x[5, 1] = float("nan")
+    y = liger.softmax(x)
+    torch.testing.assert_close(y, plain(x), equal_nan=True)
+    assert y[3, -1] == 1 and (y[2, : columns // 2] == 0).all()
+    assert y[4:].isnan().all() and y[:4].isfinite().all()
+
+
+@pytest.mark.parametrize("columns", [48, 8200])
+@pytest.mark.parametrize(
+    "move",
+    [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), lambda t: t.mT.contiguous().mT],
+    ids=["every_second", "transposed", "columns_first"],
+)
+def test_strides(device, move, columns):
+    x, grad = torch.randn(2, 6, 5, columns, device=device).unbind()
+    results = []
+    for moved, upstream in ((x, grad), (move(x), move(grad))):
+        moved.requires_grad_()
+        y = liger.softmax(moved)
+        assert y.stride() == torch.empty_like(moved).stride()
+        results.append((y, *torch.autograd.grad(y, moved, upstream)))
+    for contiguous, strided in zip(*results, strict=True):
+        torch.testing.assert_close(contiguous, strided, rtol=1e-5, atol=1e-7)
+
+
+def test_expanded_gradient(device):
+    """All strides of the gradient of a sum are 0; that of a softmax is 0, too."""
+    x = torch.randn(4, 100, device=device, requires_grad=True)
+    liger.softmax(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.zeros_like(x), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("columns", [64, 1000, 70000])
+def test_same_bits_twice_and_inputs_untouched(device, columns):
+    x = torch.randn(9, columns, device=device, requires_grad=True)
+    kept, grad = x.detach().clone(), torch.randn(9, columns, device=device)
+    runs = []
+    for _ in range(2):
+        y = liger.softmax(x)
+        runs.append((y, *torch.autograd.grad(y, x, grad)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    assert torch.equal(x, kept) and x._version == 0
+
+
+def test_keeps_the_result_and_not_the_input(device):
+    y = liger.softmax(torch.randn(3, 8, device=device, requires_grad=True) * 1)
+    (saved,) = y.grad_fn.saved_tensors
+    assert saved.data_ptr() == y.data_ptr()
+
+
+def test_float64_gradcheck(device, backend):
+    if backend != "torch":
+        pytest.skip("float64 is served by the torch backend alone")
+    x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(liger.softmax, x)
+
+
+def test_bad_input(device):
+    with pytest.raises(RuntimeError, match=r"^softmax: x has dtype int64, expected float16"):
+        liger.softmax(torch.ones(3, device=device, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"^softmax: x has shape \(\), expected at least one"):
+        liger.softmax(torch.ones((), device=device))
+    y = torch.ones(3, 4, device=device)
+    with pytest.raises(RuntimeError, match=r"^softmax_backward: grad_y has shape \(4,\), expected that of y"):
+        torch.ops.liger.softmax_backward(y[0], y)
+    with pytest.raises(
+        RuntimeError, match=r"^softmax_backward: grad_y has dtype float16, expected that of y"
+    ):
+        torch.ops.liger.softmax_backward(y.half(), y)
