@@ -63,15 +63,16 @@ def test_rms_norm_options(device):
         liger.nn.RMSNorm((3, 16), device=device)(x)
 
 
-class PlainSwiGLU(nn.Module):
-    def __init__(self, hidden, intermediate, bias, **factory):
+class PlainGatedMLP(nn.Module):
+    def __init__(self, hidden, intermediate, bias, activation, **factory):
         super().__init__()
+        self.activation = activation
         self.gate_proj = nn.Linear(hidden, intermediate, bias, **factory)
         self.up_proj = nn.Linear(hidden, intermediate, bias, **factory)
         self.down_proj = nn.Linear(intermediate, hidden, bias, **factory)
 
     def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,15 +80,28 @@ class PlainSwiGLU(nn.Module):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_swiglu_mlp(device, dtype, bias, inplace):
     ours = liger.nn.SwiGLUMLP(24, 40, bias, inplace, device=device, dtype=dtype)
-    theirs = PlainSwiGLU(24, 40, bias, device=device, dtype=dtype)
+    theirs = PlainGatedMLP(24, 40, bias, nn.functional.silu, device=device, dtype=dtype)
     theirs.load_state_dict(ours.state_dict())
     assert_like(ours, theirs, [torch.randn(2, 7, 24, device=device, dtype=dtype)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_swiglu_mlp_with_a_kept_graph(device, inplace):
+def test_geglu_mlp(device, dtype, approximate, inplace):
+    ours = liger.nn.GEGLUMLP(24, 40, True, inplace, approximate, device=device, dtype=dtype)
+    theirs = PlainGatedMLP(24, 40, True, nn.GELU(approximate), device=device, dtype=dtype)
+    theirs.load_state_dict(ours.state_dict())
+    assert_like(ours, theirs, [torch.randn(2, 7, 24, device=device, dtype=dtype)])
+    with pytest.raises(ValueError, match="GEGLUMLP: approximate is 'erf', expected 'none' or 'tanh'"):
+        liger.nn.GEGLUMLP(24, 40, approximate="erf")
+
+
+@pytest.mark.parametrize("mlp", [liger.nn.SwiGLUMLP, liger.nn.GEGLUMLP])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gated_mlp_with_a_kept_graph(device, mlp, inplace):
     x = torch.randn(3, 8, device=device)
-    module = liger.nn.SwiGLUMLP(8, 12, inplace=inplace, device=device)
+    module = mlp(8, 12, inplace=inplace, device=device)
     loss = module(x).sum()
     parameters = list(module.parameters())
     first = torch.autograd.grad(loss, parameters, retain_graph=True)

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.transformers._modules import MLPRecipe  # noqa: E402
 from liger.transformers._rename import rename_global, uses_global  # noqa: E402
 
 
@@ -115,7 +116,7 @@ def test_patching_again_replaces_the_options():
     liger.patch(model, rope=False, swiglu=False, fused_linear_cross_entropy=False)
     assert set(lt.patch_report(model).replaced.values()) == {"rms_norm"}
     assert type(model.lm_head) is nn.Linear
-    none = dict.fromkeys(("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy"), False)
+    none = dict.fromkeys(("rope", "rms_norm", "swiglu", "geglu", "fused_linear_cross_entropy"), False)
     assert not is_patched(liger.patch(model, **none))
 
 
@@ -187,11 +188,11 @@ def test_no_reference_outlives_the_model():
 
 
 def test_other_activation_is_left_alone():
-    plain = make("llama", hidden_act="gelu")
+    plain = make("llama", hidden_act="relu")
     model = liger.patch(twin(plain))
-    assert "swiglu" not in lt.patch_report(model).replaced.values()
+    assert not {"swiglu", "geglu"} & set(lt.patch_report(model).replaced.values())
     reasons = {n: r for n, r in lt.patch_report(model).left.items() if n.endswith("mlp")}
-    assert len(reasons) == 2 and all("GELU" in reason for reason in reasons.values())
+    assert len(reasons) == 2 and all("ReLU" in reason for reason in reasons.values())
     assert_same_step(step(model, **batch()), step(plain, **batch()))
 
 
@@ -215,9 +216,8 @@ def test_an_mlp_and_a_rotation_that_differ_are_left_alone(monkeypatch):
     model = liger.patch(twin(plain))
     assert set(lt.patch_report(model).replaced.values()) == {"rms_norm", "fused_linear_cross_entropy"}
     reasons = lt.patch_report(model).left.values()
-    assert (
-        sum("is not the rotation" in r for r in reasons) == sum("silu(gate) * up" in r for r in reasons) == 2
-    )
+    for words in ("is not the rotation", "down(silu(gate) or gelu(gate) * up)"):
+        assert sum(words in reason for reason in reasons) == 2
     assert_same_step(step(model, **batch()), step(plain, **batch()))
 
 
@@ -261,7 +261,7 @@ def test_a_forward_set_on_the_instance_is_left_alone():
 @pytest.mark.parametrize(
     ("name", "kinds", "left"),
     [
-        ("Gemma2", {"rms_norm": 9, "rope": 2, "fused_linear_cross_entropy": 1}, {"GELUTanh": 2}),
+        ("Gemma2", {"rms_norm": 9, "geglu": 2, "rope": 2, "fused_linear_cross_entropy": 1}, {}),
         ("Phi3", {"rms_norm": 5, "swiglu": 2, "rope": 2, "fused_linear_cross_entropy": 1}, {}),
         ("Granite", {"rms_norm": 5, "swiglu": 2, "rope": 2}, {"changes the logits": 1}),
     ],
@@ -275,6 +275,47 @@ def test_architectures_without_a_function_of_their_own(name, kinds, left):
     for words, count in left.items():
         assert sum(words in reason for reason in report.left.values()) == count
     assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    ("hidden_act", "activation"),
+    [("gelu", "gelu"), ("gelu_pytorch_tanh", "gelu_tanh"), ("gelu_new", "gelu_tanh")],
+)
+def test_mlps_with_gelu(device, hidden_act, activation, inplace, monkeypatch):
+    seen, run = [], MLPRecipe.run
+    monkeypatch.setattr(MLPRecipe, "run", lambda *args: seen.append(args[0].activation) or run(*args))
+    plain = make("llama", device, hidden_act=hidden_act)
+    model = liger.patch(twin(plain), inplace=inplace)
+    seen.clear()
+    assert_same_step(step(model, **batch(device)), step(plain, **batch(device)))
+    assert seen == [activation] * 2
+    assert list(lt.patch_report(model).replaced.values()).count("geglu") == 2
+
+
+def test_packed_mlps_with_gelu(device):
+    plain = make("Phi3", device, hidden_act="gelu_pytorch_tanh")
+    model = liger.patch(twin(plain))
+    assert list(lt.patch_report(model).replaced.values()).count("geglu") == 2
+    assert_same_step(step(model, **batch(device)), step(plain, **batch(device)))
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu"])
+@pytest.mark.parametrize(
+    ("options", "patched"),
+    [
+        ({"swiglu": False}, {"gelu"}),
+        ({"geglu": False}, {"silu"}),
+        ({"mlp": False}, set()),
+        ({"mlp": True}, {"silu", "gelu"}),
+    ],
+)
+def test_each_kind_of_mlp_alone(hidden_act, options, patched):
+    report = lt.patch_report(liger.patch(make("llama", hidden_act=hidden_act), **options))
+    assert bool({"swiglu", "geglu"} & set(report.replaced.values())) == (hidden_act in patched)
+    if hidden_act not in patched and "mlp" not in options:
+        expected = "gelu(gate)" if hidden_act == "silu" else "silu(gate)"
+        assert f"does not compute down({expected} * up)" in report.left["model.layers.0.mlp"]
 
 
 def test_models_without_a_language_model_head():
@@ -293,8 +334,8 @@ def test_bad_arguments():
         liger.patch(make("llama"), cross_entropy=True)
     with pytest.raises(TypeError, match=r"expects a torch.nn.Module, not LlamaConfig"):
         liger.patch(config("llama"))
-    with pytest.raises(TypeError, match="geglu"):
-        liger.patch(make("llama"), geglu=True)
+    with pytest.raises(TypeError, match="reglu"):
+        liger.patch(make("llama"), reglu=True)
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -71,30 +71,24 @@ struct Held {
       }
     }
   }
-  template <typename Group>
-  __device__ __forceinline__ void write(const Group& at, const OutputRows& out, int64_t columns) const {
-    T* row = static_cast<T*>(out.data) + at.row * out.stride;
+  // The compiler would carry the floats of one pass over to the next, which takes twice the registers of the
+  // packed half types: this makes it unpack the item again, and not before an earlier one has been written.
+  __device__ __forceinline__ Vec<T, N>& again(int k) {
+    if constexpr (kPaired<T, N>) {
+      uint32_t* words = reinterpret_cast<uint32_t*>(&items[k]);
 #pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      const int column = at.lane + k * at.lanes;
-      if (at.live && column < columns) store(row + int64_t{column} * N, items[k]);
+      for (int i = 0; i < N / 2; ++i) asm volatile("" : "+r"(words[i])::"memory");
     }
+    return items[k];
+  }
+  template <typename Group>
+  __device__ __forceinline__ void write(const Group& at, const OutputRows& out, int64_t columns,
+                                        int k) const {
+    T* row = static_cast<T*>(out.data) + at.row * out.stride;
+    const int column = at.lane + k * at.lanes;
+    if (at.live && column < columns) store(row + int64_t{column} * N, items[k]);
   }
 };
-
-// The compiler would carry the floats of one pass over to the next, which takes twice the registers of the
-// packed half types: this makes it unpack them again.
-template <typename T, int N, int kItems>
-__device__ __forceinline__ void forget_unpacked(Held<T, N, kItems>& held) {
-  if constexpr (kPaired<T, N>) {
-#pragma unroll
-    for (auto& item : held.items) {
-      uint32_t* words = reinterpret_cast<uint32_t*>(&item);
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i) asm volatile("" : "+r"(words[i]));
-    }
-  }
-}
 
 template <typename T, int N, int kLanes, int kItems>
 __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftmaxThreads)
@@ -103,29 +97,27 @@ __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftma
   Held<T, N, kItems> x(at, p.x, p.extent.columns, -INFINITY);
   float max = -INFINITY, sum = 0.0f, values[N];
 #pragma unroll
-  for (auto& item : x.items) {
-    unpack(item, values);
+  for (int k = 0; k < kItems; ++k) {
+    unpack(x.items[k], values);
 #pragma unroll
-    for (float v : values) max = fmaxf(max, v);
+    for (int i = 0; i < N; ++i) max = fmaxf(max, values[i]);
   }
   max = at.template reduce<Max>(max);
-  forget_unpacked(x);
 #pragma unroll
-  for (auto& item : x.items) {
-    unpack(item, values);
+  for (int k = 0; k < kItems; ++k) {
+    unpack(x.again(k), values);
 #pragma unroll
-    for (float v : values) sum += softmax_exp<T>(v - max);
+    for (int i = 0; i < N; ++i) sum += softmax_exp<T>(values[i] - max);
   }
   const float scale = 1.0f / at.template reduce<Sum>(sum);
-  forget_unpacked(x);
 #pragma unroll
-  for (auto& item : x.items) {
-    unpack(item, values);
+  for (int k = 0; k < kItems; ++k) {
+    unpack(x.again(k), values);
 #pragma unroll
-    for (float& v : values) v = softmax_exp<T>(v - max) * scale;
-    item = pack<T, N>(values);
+    for (int i = 0; i < N; ++i) values[i] = softmax_exp<T>(values[i] - max) * scale;
+    x.items[k] = pack<T, N>(values);
+    x.write(at, p.out, p.extent.columns, k);
   }
-  x.write(at, p.out, p.extent.columns);
 }
 
 template <typename T, int N>
@@ -158,11 +150,11 @@ __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftma
 #pragma unroll
   for (int k = 0; k < kItems; ++k) dot = dot_product(grad_y.items[k], y.items[k], dot);
   dot = at.template reduce<Sum>(dot);
-  forget_unpacked(y);
-  forget_unpacked(grad_y);
 #pragma unroll
-  for (int k = 0; k < kItems; ++k) softmax_grad(grad_y.items[k], y.items[k], dot);
-  y.write(at, p.out, p.extent.columns);
+  for (int k = 0; k < kItems; ++k) {
+    softmax_grad(grad_y.again(k), y.again(k), dot);
+    y.write(at, p.out, p.extent.columns, k);
+  }
 }
 
 // The last column of this thread: a second walk begins there.
@@ -181,12 +173,12 @@ __global__ void __launch_bounds__(kLongThreads) softmax_long_kernel(const Softma
     unpack(load<T, N>(x + column * N), values);
     float next = max;
 #pragma unroll
-    for (float v : values) next = fmaxf(next, v);
+    for (int i = 0; i < N; ++i) next = fmaxf(next, values[i]);
     // As long as there was nothing but -inf, the sum is 0.
     const float shift = next == -INFINITY ? 0.0f : next;
     sum *= softmax_exp<T>(max - shift);
 #pragma unroll
-    for (float v : values) sum += softmax_exp<T>(v - shift);
+    for (int i = 0; i < N; ++i) sum += softmax_exp<T>(values[i] - shift);
     max = next;
   }
   const float whole = at.template reduce<Max>(max);
@@ -196,7 +188,7 @@ __global__ void __launch_bounds__(kLongThreads) softmax_long_kernel(const Softma
   for (int64_t column = last_column(p.extent.columns); column >= 0; column -= blockDim.x) {
     unpack(load<T, N>(x + column * N), values);
 #pragma unroll
-    for (float& v : values) v = softmax_exp<T>(v - whole) * scale;
+    for (int i = 0; i < N; ++i) values[i] = softmax_exp<T>(values[i] - whole) * scale;
     store(out + column * N, pack<T, N>(values));
   }
 }
@@ -226,7 +218,7 @@ void launch_softmax_held(const Softmax& p, int threads, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>((p.extent.rows + rows_per_block - 1) / rows_per_block);
   if (p.grad_y.data == nullptr) {
     softmax_held_kernel<T, N, kLanes, kItems><<<blocks, threads, 0, stream>>>(p);
-  } else if constexpr (kItems <= 8) {  // more of two tensors would not fit
+  } else if constexpr (kItems <= 4) {  // more of two tensors would not fit
     softmax_backward_held_kernel<T, N, kLanes, kItems><<<blocks, threads, 0, stream>>>(p);
   }
 }
@@ -247,7 +239,7 @@ void launch_softmax(const Softmax& p, cudaStream_t stream) {
     launch_softmax_held<T, N, 32, 4>(p, kSoftmaxThreads, stream);
   } else if (columns <= kHeldThreads * 4) {
     launch_softmax_held<T, N, kWholeBlock, 4>(p, warps_of(4), stream);
-  } else if (columns <= kHeldThreads * 8) {
+  } else if (columns <= kHeldThreads * 8 && !backward) {
     launch_softmax_held<T, N, kWholeBlock, 8>(p, warps_of(8), stream);
   } else if (columns <= kHeldThreads * 16 && !backward) {
     launch_softmax_held<T, N, kWholeBlock, 16>(p, warps_of(16), stream);

@@ -3,12 +3,13 @@
 import importlib
 
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
-from .mlp import SwiGLUMLP
+from .mlp import GEGLUMLP, SwiGLUMLP
 from .norm import RMSNorm
 from .rotary import ApplyRotaryEmb
 from .tiled_mlp import TiledGEGLUMLP, TiledSwiGLUMLP
 
 __all__ = [
+    "GEGLUMLP",
     "ApplyRotaryEmb",
     "CrossEntropyLoss",
     "FusedLinearCrossEntropyLoss",

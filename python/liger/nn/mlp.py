@@ -1,11 +1,24 @@
-"""The gated MLP of Llama-like models."""
+"""The gated MLPs of Llama-like and Gemma-like models."""
 
 from torch import nn
 
+from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 
 
-class SwiGLUMLP(nn.Module):
+class _GatedMLP(nn.Module):
+    def __init__(self, hidden_size, intermediate_size, bias=False, inplace=True, device=None, dtype=None):
+        super().__init__()
+        self.inplace = inplace
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device=device, dtype=dtype)
+
+    def extra_repr(self):
+        return f"inplace={self.inplace}"
+
+
+class SwiGLUMLP(_GatedMLP):
     """``down_proj(silu(gate_proj(x)) * up_proj(x))``, with the submodule names of Hugging Face's LlamaMLP.
 
     Args:
@@ -22,15 +35,37 @@ class SwiGLUMLP(nn.Module):
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
 
-    def __init__(self, hidden_size, intermediate_size, bias=False, inplace=True, device=None, dtype=None):
-        super().__init__()
-        self.inplace = inplace
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device=device, dtype=dtype)
-
     def forward(self, x):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), inplace=self.inplace))
 
+
+class GEGLUMLP(_GatedMLP):
+    """``down_proj(gelu(gate_proj(x)) * up_proj(x))``, with the submodule names of Hugging Face's GemmaMLP.
+
+    Args:
+        hidden_size, intermediate_size, bias, inplace, device, dtype: as in :class:`SwiGLUMLP`.
+        approximate: ``"tanh"``, as in Gemma, or ``"none"`` for the exact GELU.
+
+    Shape:
+        x: (..., hidden_size); the result too.
+
+    Raises:
+        ValueError: another approximation.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
+    """
+
+    def __init__(
+        self, hidden_size, intermediate_size, bias=False, inplace=True, approximate="tanh", device=None, dtype=None
+    ):  # fmt: skip
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"GEGLUMLP: approximate is {approximate!r}, expected 'none' or 'tanh'")
+        super().__init__(hidden_size, intermediate_size, bias, inplace, device, dtype)
+        self.approximate = approximate
+
+    def forward(self, x):
+        product = geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self.inplace)
+        return self.down_proj(product)
+
     def extra_repr(self):
-        return f"inplace={self.inplace}"
+        return f"approximate={self.approximate!r}, {super().extra_repr()}"

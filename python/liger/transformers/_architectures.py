@@ -104,11 +104,13 @@ def _make_function(model_type):
         inplace=True,
         tiled_mlp=False,
         tiled_mlp_num_shards=None,
+        geglu=True,
     ):
         options = {
             "rope": rope,
             "rms_norm": rms_norm,
             "swiglu": swiglu,
+            "geglu": geglu,
             "cross_entropy": cross_entropy,
             "fused_linear_cross_entropy": fused_linear_cross_entropy,
             "mlp": mlp,
@@ -123,7 +125,7 @@ def _make_function(model_type):
 
     Args:
         rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp,
-        tiled_mlp_num_shards: as in :func:`liger.patch`.
+        tiled_mlp_num_shards, geglu: as in :func:`liger.patch`.
         model: the one model to change; None for every {model_type} model whose constructor runs from now on, until
             ``liger.transformers.revert("{model_type}")`` or a call with everything False.
 

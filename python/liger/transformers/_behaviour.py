@@ -23,8 +23,10 @@ EPS_NAMES = ("variance_epsilon", "eps")
 # (offset, casting_mode): Llama and its kin, Gemma, norms without casts.
 NORM_KINDS = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0.0, "none"))
 MLP_INPUTS = (("gate_proj", "up_proj"), ("gate_up_proj",))
-# Of MLPs that liger tiles.
-TILED_ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+# Of gated MLPs, in the order in which they are tried.
+SWIGLU_ACTIVATIONS = ("silu",)
+GEGLU_ACTIVATIONS = ("gelu_tanh", "gelu")
+TILED_ACTIVATIONS = SWIGLU_ACTIVATIONS + GEGLU_ACTIVATIONS
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
 SOFTCAP_NAME = "final_logit_softcapping"
 
@@ -57,18 +59,21 @@ def norm(module):
     return "it does not compute a root-mean-square normalisation that liger has"
 
 
-def mlp(module, inplace):
-    return _mlp(module, lambda inputs, act_name: [MLPRecipe(inputs, act_name, inplace)], "silu(gate)")
+def mlp(module, activations, inplace):
+    def recipes(inputs, act_name):
+        return [MLPRecipe(inputs, act_name, activation, inplace) for activation in activations]
+
+    return _mlp(module, recipes, activations)
 
 
 def mlp_to_tile(module, num_shards):
     def recipes(inputs, _):
         return [TiledMLPRecipe(inputs, activation, num_shards) for activation in TILED_ACTIVATIONS]
 
-    return _mlp(module, recipes, "silu(gate) or gelu(gate)")
+    return _mlp(module, recipes, TILED_ACTIVATIONS)
 
 
-def _mlp(module, recipes, formula):
+def _mlp(module, recipes, activations):
     act_name = next((name for name in ACTIVATION_NAMES if hasattr(module, name)), None)
     inputs = next((names for names in MLP_INPUTS if {*names, "down_proj"} <= module._modules.keys()), None)
     if act_name is None or inputs is None:
@@ -85,6 +90,7 @@ def _mlp(module, recipes, formula):
     for recipe in recipes(inputs, act_name):
         if _error(recipe.run(stand_in, x), expected) <= 1:
             return recipe
+    formula = " or ".join(dict.fromkeys(name.partition("_")[0] + "(gate)" for name in activations))
     return f"with {type(getattr(module, act_name)).__name__} it does not compute down({formula} * up)"
 
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from .._tiled import tiled
 from ..distributed import is_dtensor
+from ..ops._gated import GELU_NAMES
+from ..ops.geglu import geglu, geglu_packed
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
@@ -50,14 +52,32 @@ class NormRecipe:
         return {"forward": functools.wraps(original.forward)(forward)}
 
 
+# Activation -> the option that patches it, and the ops of separate and of packed gate and up.
+_GATED = {
+    "silu": ("swiglu", swiglu, swiglu_packed),
+    **{
+        name: (
+            "geglu",
+            functools.partial(geglu, approximate=how),
+            functools.partial(geglu_packed, approximate=how),
+        )
+        for how, name in GELU_NAMES.items()
+    },
+}
+
+
 @dataclass(frozen=True)
 class MLPRecipe:
-    """``down_proj(silu(gate) * up)``, from two projections or, packed, from one."""
+    """``down_proj(activation(gate) * up)``, from two projections or, packed, from one."""
 
     inputs: tuple
     act_name: str
+    activation: str
     inplace: bool
-    kind: ClassVar[str] = "swiglu"
+
+    @property
+    def kind(self):
+        return _GATED[self.activation][0]
 
     @property
     def packed(self):
@@ -72,10 +92,9 @@ class MLPRecipe:
         if (self.packed and is_dtensor(gate_up[0])) or gate_up[0].dtype != gate_up[-1].dtype:
             gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
             product = getattr(module, self.act_name)(gate) * up
-        elif self.packed:
-            product = swiglu_packed(gate_up[0], inplace=inplace)
         else:
-            product = swiglu(*gate_up, inplace=inplace)
+            _, separate, packed = _GATED[self.activation]
+            product = (packed if self.packed else separate)(*gate_up, inplace=inplace)
         # The product, too, belongs to this call alone.
         return linear_over(module.down_proj, product) if inplace else module.down_proj(product)
 

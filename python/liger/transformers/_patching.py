@@ -21,6 +21,7 @@ class Options:
     rope: bool = True
     rms_norm: bool = True
     swiglu: bool = True
+    geglu: bool = True
     cross_entropy: bool = False
     fused_linear_cross_entropy: bool = True
     mlp: bool | None = None
@@ -41,11 +42,18 @@ class Options:
             )
         if self.mlp is not None:
             object.__setattr__(self, "swiglu", self.mlp)
+            object.__setattr__(self, "geglu", self.mlp)
 
     @property
     def any(self):
         losses = (self.cross_entropy, self.fused_linear_cross_entropy)
-        return any((self.rope, self.rms_norm, self.swiglu, self.tiled_mlp, *losses))
+        return any((self.rope, self.rms_norm, self.swiglu, self.geglu, self.tiled_mlp, *losses))
+
+    @property
+    def activations(self):
+        """Of the gated MLPs to patch."""
+        swiglu = _behaviour.SWIGLU_ACTIVATIONS if self.swiglu else ()
+        return (*swiglu, *_behaviour.GEGLU_ACTIVATIONS) if self.geglu else swiglu
 
 
 @dataclass
@@ -53,8 +61,8 @@ class PatchReport:
     """What :func:`patch` did, by module name ("" is the model itself).
 
     Attributes:
-        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"tiled_mlp"``, ``"cross_entropy"`` or
-            ``"fused_linear_cross_entropy"``.
+        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``,
+            ``"cross_entropy"`` or ``"fused_linear_cross_entropy"``.
         left: module name -> why a module that looked as if it could be patched was left as it is.
     """
 
@@ -83,9 +91,10 @@ def patch(model, **options):
         rope: rotary position embeddings, default True.
         rms_norm: RMS norms, default True.
         swiglu: MLPs of the form ``down(silu(gate) * up)``, default True.
+        geglu: MLPs of the form ``down(gelu(gate) * up)``, exact or approximated by tanh, default True.
         cross_entropy: the loss from the logits, default False.
         fused_linear_cross_entropy: the loss without logits, default True. Not together with cross_entropy.
-        mlp: another name of swiglu.
+        mlp: swiglu and geglu at once.
         inplace: whether MLPs reuse, in the backward, the memory of their activations, default True. A graph
             kept by ``retain_graph=True`` is left alone.
         tiled_mlp: gated MLPs, also those with GELU, a shard of tokens at a time, so that their activations never
@@ -162,8 +171,9 @@ def _recipe(module, options):
         trials.append(_behaviour.norm)
     if options.tiled_mlp:
         trials.append(functools.partial(_behaviour.mlp_to_tile, num_shards=options.tiled_mlp_num_shards))
-    elif options.swiglu:
-        trials.append(functools.partial(_behaviour.mlp, inplace=options.inplace))
+    elif options.activations:
+        trial = functools.partial(_behaviour.mlp, activations=options.activations, inplace=options.inplace)
+        trials.append(trial)
     if options.rope:
         trials.append(_behaviour.attention)
     if options.cross_entropy or options.fused_linear_cross_entropy:
