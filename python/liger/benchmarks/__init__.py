@@ -4,4 +4,6 @@ The work is in the modules, which nothing else in the package imports.
 """
 
 # Each has a module bench_<op>.py with a function rows(options).
-OPS = ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce", "tiled_mlp")
+OPS = (
+    "rms_norm", "swiglu", "geglu", "relu_squared", "softmax", "rope", "cross_entropy", "fused_linear_ce", "tiled_mlp",
+)  # fmt: skip
