@@ -4,9 +4,9 @@
 
 #include <limits>
 #include <tuple>
-#include <vector>
 
 #include "common/dispatch.h"
+#include "common/norms.h"
 #include "common/torch.h"
 #include "kernels/rms_norm_backward.cuh"
 
@@ -15,48 +15,6 @@ namespace {
 
 Casting casting_of(const std::string& mode) {
   return {mode == "none", mode != "gemma"};
-}
-
-int64_t row_count(const Tensor& x) {
-  return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
-}
-
-// The shape of rstd, which rows have in shapes with an empty last dimension, too.
-std::vector<int64_t> leading_shape(const Tensor& x) {
-  std::vector<int64_t> shape;
-  for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
-  return shape;
-}
-
-int64_t leading_size(const Tensor& x) {
-  int64_t rows = 1;
-  for (const int64_t size : leading_shape(x)) rows *= size;
-  return rows;
-}
-
-// Whether 16-byte accesses serve: whole vectors per row, all of them aligned.
-class Vectorised {
- public:
-  Vectorised(int64_t hidden, size_t element_size)
-      : elements_(16 / element_size), possible_(hidden % elements_ == 0) {}
-  Vectorised& rows(const void* data, const Rows& rows) {
-    possible_ = possible_ && is_aligned16(data) && rows.multiple_of(elements_);
-    return *this;
-  }
-  Vectorised& vector(const void* data) {
-    possible_ = possible_ && is_aligned16(data);
-    return *this;
-  }
-  explicit operator bool() const { return possible_; }
-
- private:
-  int64_t elements_;
-  bool possible_;
-};
-
-std::optional<Tensor> contiguous_weight(const std::optional<Tensor>& weight) {
-  if (!weight || weight->size(0) <= 1 || weight->stride(0) == 1) return weight;
-  return torch::stable::contiguous(*weight);
 }
 
 struct Forward {
@@ -80,7 +38,7 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
 
   const RowInput input = row_input(x);
   const std::optional<RowInput> added = residual ? std::optional(row_input(*residual)) : std::nullopt;
-  const std::optional<Tensor> scale = contiguous_weight(weight);
+  const std::optional<Tensor> scale = dense_parameter(weight);
   RmsNorm p{};
   p.x = input.data();
   p.weight = data(scale);
@@ -139,7 +97,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
   const RowInput input = row_input(x), upstream = row_input(grad_y);
   const std::optional<RowInput> added =
       grad_residual && need_grad_x ? std::optional(row_input(*grad_residual)) : std::nullopt;
-  const std::optional<Tensor> scale = contiguous_weight(weight);
+  const std::optional<Tensor> scale = dense_parameter(weight);
   const Tensor row_scale = torch::stable::contiguous(rstd);
   RmsNormBackward p{};
   p.grad_y = upstream.data();
@@ -170,8 +128,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardPlan plan =
-        plan_rms_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added.has_value(),
-                                  device.multiprocessors, device.shared_memory_per_block_optin);
+        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added ? 3 : 2, device.multiprocessors,
+                              device.shared_memory_per_block_optin);
     if (!need_grad_weight) {
       launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
       return;

@@ -6,6 +6,7 @@
 #include "common/reduce.cuh"
 #include "common/rows.cuh"
 #include "common/vec.cuh"
+#include "kernels/norm_parameters.cuh"
 
 namespace liger {
 
@@ -58,18 +59,7 @@ inline UsualRmsNorm usual(const RmsNorm& p) {
 template <typename T, int N>
 __device__ __forceinline__ void load_weight(const void* weight, bool is_float, float offset, int64_t column,
                                             float (&out)[N]) {
-  if (weight == nullptr) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = 1.0f;
-    return;
-  }
-  if (is_float) {
-    load_floats<N>(static_cast<const float*>(weight) + column, out);
-  } else {
-    load_floats<N>(static_cast<const T*>(weight) + column, out);
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] += offset;
+  load_parameter<T, N>(weight, is_float, offset, 1.0f, column, out);
 }
 
 template <typename T, int N>

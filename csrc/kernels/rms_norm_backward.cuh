@@ -9,8 +9,8 @@
 #include <type_traits>
 
 #include "common/rows.cuh"
+#include "kernels/norm_backward_plan.cuh"
 #include "kernels/rms_norm.cuh"
-#include "kernels/rms_norm_backward_plan.cuh"
 #include "kernels/row_tile.cuh"
 #include "kernels/sum_partials.cuh"
 
@@ -97,49 +97,23 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   constexpr bool kHold = V * N <= 16;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float scratch[RowSum<R>::kScratch];
-  Vector* ring = reinterpret_cast<Vector*>(shared) + threadIdx.x;
-  const int groups = blockDim.x / lanes, group = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-  const int vectors = static_cast<int>(p.hidden / N);
+  const RowPlace place(lanes, static_cast<int>(p.hidden / N));
+  const int groups = place.groups, lane = place.lane, vectors = place.vectors;
+  const RowRing<T, N, V, R, kStreams> ring(shared);
   const int64_t step = int64_t{gridDim.x} * groups * R;
 
-  const auto slot = [&](int stage, int r, int stream, int j) -> Vector& {
-    return ring[(((stage * R + r) * kStreams + stream) * V + j) * blockDim.x];
-  };
   const auto fetch = [&](int stage, int64_t first) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int64_t row = first + r * groups;
-      if (row >= p.rows) break;
-      const T* x = static_cast<const T*>(p.x) + p.x_rows.offset(row);
-      const T* g = static_cast<const T*>(p.grad_y) + p.grad_y_rows.offset(row);
-      const T* residual =
-          Residual ? static_cast<const T*>(p.grad_residual) + p.grad_residual_rows.offset(row) : nullptr;
-#pragma unroll
-      for (int j = 0; j < V; ++j) {
-        const int vector = lane + j * lanes;
-        if (vector < vectors) {
-          copy_async(&slot(stage, r, 0, j), x + vector * N);
-          copy_async(&slot(stage, r, 1, j), g + vector * N);
-          if constexpr (Residual) copy_async(&slot(stage, r, 2, j), residual + vector * N);
-        }
-      }
-    }
-    commit_async();
-  };
-  // Each lane asks for the rstd of another one of the next `span` steps: asked for step by step, they would
-  // wait behind the rows under way.
-  const int span = min(lanes, 32);
-  const auto fetch_rstd = [&](int64_t first, float (&rstd)[R]) {
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int64_t row = first + lane % span * step + r * groups;
-      rstd[r] = row < p.rows ? p.rstd[row] : 0.0f;
-    }
+    ring.fetch(place, stage, first, p.rows, [&](int stream, int64_t row) {
+      if (stream == 0) return static_cast<const T*>(p.x) + p.x_rows.offset(row);
+      if (stream == 1) return static_cast<const T*>(p.grad_y) + p.grad_y_rows.offset(row);
+      return static_cast<const T*>(p.grad_residual) + p.grad_residual_rows.offset(row);
+    });
   };
 
-  int64_t first = int64_t{blockIdx.x} * groups * R + group;
-  float rstds[R], next_rstds[R];
-  fetch_rstd(first, next_rstds);
+  int64_t first = int64_t{blockIdx.x} * groups * R + place.group;
+  RowScalars<R> rstds(p.rstd);
+  const int span = rstds.span(place);
+  rstds.fetch(place, first, step, p.rows);
   // The weight too is asked for before the rows.
   Vector raw_weight[Usual ? V : 1];
   if constexpr (Usual) {
@@ -173,22 +147,18 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
 
   int stage = 0;
   // All threads of a row take the same number of steps, rows or not: they meet in row_sum.
-  for (int i = 0; first - group < p.rows; first += step, i = i + 1 == span ? 0 : i + 1) {
-    if (i == 0) {
-#pragma unroll
-      for (int r = 0; r < R; ++r) rstds[r] = next_rstds[r];
-      fetch_rstd(first + span * step, next_rstds);
-    }
+  for (int i = 0; first - place.group < p.rows; first += step, i = i + 1 == span ? 0 : i + 1) {
+    if (i == 0) rstds.advance(place, first, step, p.rows);
     wait_async(stages - 1);
     float rstd[R], dot[R];
     Vector held[kHold ? R : 1][kStreams][kHold ? V : 1];
     const auto value = [&](int r, int stream, int j) -> const Vector& {
       if constexpr (kHold) return held[r][stream][j];
-      return slot(stage, r, stream, j);
+      return ring.slot(stage, r, stream, j);
     };
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      rstd[r] = __shfl_sync(0xffffffffu, rstds[r], i, span);
+      rstd[r] = rstds.at(place, r, i);
       // Several short chains instead of a long one, where there are registers for them.
       constexpr int kChains = kHold && N >= 4 ? 4 : 1;
       float dots[kChains] = {};
@@ -198,7 +168,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         if (!active || lane + j * lanes >= vectors) continue;
         if constexpr (kHold) {
 #pragma unroll
-          for (int stream = 0; stream < kStreams; ++stream) held[r][stream][j] = slot(stage, r, stream, j);
+          for (int stream = 0; stream < kStreams; ++stream) held[r][stream][j] = ring.slot(stage, r, stream, j);
         }
         float xs[N], gs[N];
         unpack(value(r, 0, j), xs);
@@ -236,31 +206,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
   if (!need_weight) return;
-  float* out = p.partial + int64_t{blockIdx.x} * p.hidden;
-  if (groups == 1) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) {
-      const int vector = lane + j * lanes;
-      if (vector < vectors) store_floats<N>(out + vector * N, weight_grad[j]);
-    }
-    return;
-  }
-  // The rows of a block meet in shared memory, in the order of their groups. Nothing is under way into the
-  // ring: the groups committed last were empty, but they must be seen to end before it is used anew.
-  wait_async(0);
-  __syncthreads();
-  float* sums = reinterpret_cast<float*>(shared);
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    const int vector = lane + j * lanes;
-    if (vector < vectors) store_floats<N>(sums + (group * vectors + vector) * N, weight_grad[j]);
-  }
-  __syncthreads();
-  for (int column = threadIdx.x; column < p.hidden; column += blockDim.x) {
-    float sum = 0.0f;
-    for (int other = 0; other < groups; ++other) sum += sums[other * p.hidden + column];
-    out[column] = sum;
-  }
+  store_block_sum<N, V>(place, weight_grad, shared, p.hidden, p.partial + int64_t{blockIdx.x} * p.hidden);
 }
 
 // grad_x of rows that are too wide to be held; the second reading mostly meets the L2 cache.

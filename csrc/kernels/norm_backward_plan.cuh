@@ -1,4 +1,4 @@
-// How the RMSNorm backward spreads its rows over threads and blocks: functions of the shape and the device
+// How the backward of a norm spreads its rows over threads and blocks: functions of the shape and the device
 // only, so that the same call gives the same bits every time.
 #pragma once
 
@@ -72,19 +72,19 @@ inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool v
   return plan;
 }
 
-// How many parts of grad_weight launch_rms_norm_backward will write.
+// And how many parts of the gradients of the parameters will be written.
 struct BackwardPlan {
   RowPlan rows;
   int parts;
 };
 
+// streams: how many tensors of the size of x are read.
 template <typename T>
-BackwardPlan plan_rms_norm_backward(int64_t rows, int64_t hidden, bool vectorised, bool residual,
-                                    int multiprocessors, int shared_limit) {
+BackwardPlan plan_norm_backward(int64_t rows, int64_t hidden, bool vectorised, int streams,
+                                int multiprocessors, int shared_limit) {
   const int n = vectorised ? kVec<T> : 1;
   BackwardPlan plan{
-      plan_rows(rows, hidden / n, n * sizeof(T), vectorised, residual ? 3 : 2, multiprocessors, shared_limit),
-      0};
+      plan_rows(rows, hidden / n, n * sizeof(T), vectorised, streams, multiprocessors, shared_limit), 0};
   if (plan.rows.width == 0) {
     const int64_t columns = (hidden + 256 * n - 1) / (256 * n);
     plan.parts = static_cast<int>(std::min(rows, std::max<int64_t>(1, 8 * multiprocessors / columns)));

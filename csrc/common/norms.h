@@ -1,0 +1,55 @@
+// What the host code of the norms shares.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "common/torch.h"
+#include "common/vec.cuh"
+
+namespace liger {
+
+inline int64_t row_count(const Tensor& x) {
+  return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
+}
+
+// The shape of rstd, which rows have in shapes with an empty last dimension, too.
+inline std::vector<int64_t> leading_shape(const Tensor& x) {
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
+  return shape;
+}
+
+inline int64_t leading_size(const Tensor& x) {
+  int64_t rows = 1;
+  for (const int64_t size : leading_shape(x)) rows *= size;
+  return rows;
+}
+
+// Whether 16-byte accesses serve: whole vectors per row, all of them aligned.
+class Vectorised {
+ public:
+  Vectorised(int64_t hidden, size_t element_size)
+      : elements_(16 / element_size), possible_(hidden % elements_ == 0) {}
+  Vectorised& rows(const void* data, const Rows& rows) {
+    possible_ = possible_ && is_aligned16(data) && rows.multiple_of(elements_);
+    return *this;
+  }
+  Vectorised& vector(const void* data) {
+    possible_ = possible_ && is_aligned16(data);
+    return *this;
+  }
+  explicit operator bool() const { return possible_; }
+
+ private:
+  int64_t elements_;
+  bool possible_;
+};
+
+// A weight or bias with stride 1.
+inline std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
+  if (!parameter || parameter->size(0) <= 1 || parameter->stride(0) == 1) return parameter;
+  return torch::stable::contiguous(*parameter);
+}
+
+}  // namespace liger
