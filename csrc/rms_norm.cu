@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "common/dispatch.h"
-#include "common/norms.h"
+#include "common/norms.cuh"
 #include "common/torch.h"
 #include "kernels/rms_norm_backward.cuh"
 
@@ -138,14 +138,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
     p.partial = static_cast<float*>(partial.mutable_data_ptr());
     launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
     check_launch(op);
-    const bool overlap = device.capability >= 90;
-    if (p.float_weight) {
-      launch_sum_partials(p.partial, static_cast<float*>(grad_weight.mutable_data_ptr()), p.hidden,
-                          plan.parts, overlap, stream);
-    } else {
-      launch_sum_partials(p.partial, static_cast<T*>(grad_weight.mutable_data_ptr()), p.hidden, plan.parts,
-                          overlap, stream);
-    }
+    sum_parts<T>(p.partial, plan.parts, grad_weight, nullptr, device.capability >= 90, stream);
   });
   check_launch(op);
   grad_x.finish();

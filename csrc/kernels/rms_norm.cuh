@@ -6,6 +6,7 @@
 #include "common/reduce.cuh"
 #include "common/rows.cuh"
 #include "common/vec.cuh"
+#include "kernels/norm_forward_plan.cuh"
 #include "kernels/norm_parameters.cuh"
 
 namespace liger {
@@ -101,40 +102,7 @@ __device__ __forceinline__ float reciprocal_rms(const Params& p, float sum, bool
   return !exact && p.casting.round_rstd ? round_to<T>(rstd) : rstd;
 }
 
-// How rows are spread: a row belongs to `lanes` neighbouring threads with `width` vectors each. Rows of up to
-// a warp share a block, wider ones take one each.
-struct ForwardPlan {
-  int width;  // 0: too wide for one block to hold
-  bool grouped;
-  int lanes_log2, threads;
-  int64_t blocks;
-};
-
-inline ForwardPlan plan_rms_norm(int64_t rows, int64_t vectors, bool vectorised) {
-  ForwardPlan plan{};
-  if (!vectorised) {
-    plan.width = vectors <= 8 * 1024 ? 8 : 0;
-  } else {
-    plan.width = vectors <= 2 * 256 ? 2 : vectors <= 4 * 512 ? 4 : vectors <= 8 * 1024 ? 8 : 0;
-  }
-  if (plan.width == 0) return plan;
-  const int lanes = static_cast<int>((vectors + plan.width - 1) / plan.width);
-  plan.grouped = lanes <= 32;
-  if (plan.grouped) {
-    while ((1 << plan.lanes_log2) < lanes) ++plan.lanes_log2;
-    plan.threads = 128;
-    const int64_t groups = plan.threads >> plan.lanes_log2;
-    plan.blocks = (rows + groups - 1) / groups;
-  } else {
-    plan.threads = (lanes + 31) / 32 * 32;
-    plan.blocks = rows;
-  }
-  return plan;
-}
-
-// Threads per block and blocks per multiprocessor: as many registers as leave enough loads under way.
-template <int V>
-inline constexpr int kForwardThreads = V <= 4 ? 512 : 1024;
+// Blocks per multiprocessor.
 template <int V, bool Residual>
 inline constexpr int kForwardBlocks = V == 2   ? (Residual ? 3 : 4)
                                       : V == 4 ? 2
@@ -271,7 +239,7 @@ void launch_rms_norm_tile(const RmsNorm& p, const ForwardPlan& plan, cudaStream_
 // vectorised: every row of every tensor starts at a multiple of 16 bytes and holds whole vectors.
 template <typename T>
 void launch_rms_norm(const RmsNorm& p, bool vectorised, cudaStream_t stream) {
-  const ForwardPlan plan = plan_rms_norm(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised);
+  const ForwardPlan plan = plan_norm_forward(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised);
   if (plan.width == 0) {
     const auto kernel = vectorised ? rms_norm_wide_kernel<T, kVec<T>> : rms_norm_wide_kernel<T, 1>;
     kernel<<<static_cast<unsigned>(p.rows), kWideThreads, 0, stream>>>(p);

@@ -1,4 +1,4 @@
-// The gradient of a norm's weight from the parts that blocks have of it.
+// The gradients of a norm's parameters from the parts that blocks have of them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,17 +9,24 @@
 
 namespace liger {
 
-// out[h] = sum of partial[b][h] over the blocks b. A block takes 16 columns, 4 to a thread, and reads 128
+template <typename W, int K>
+struct SumOutputs {
+  W* out[K];
+};
+
+// out[k][h] = sum of partial[b][k][h] over the blocks b. A block takes 16 columns, 4 to a thread, and reads 128
 // parts at a time.
 inline constexpr int kSumColumns = 16, kSumThreads = 512;
 
-template <typename W>
+template <typename W, int K>
 __global__ void __launch_bounds__(kSumThreads)
-    sum_partials_kernel(const float* partial, W* out, int64_t hidden, int parts) {
+    sum_partials_kernel(const float* partial, const SumOutputs<W, K> outputs, int64_t hidden, int parts) {
   constexpr int kLanes = kSumColumns / 4;
   __shared__ float4 warp_sums[kSumThreads / 32][kLanes];
   const int quad = threadIdx.x % kLanes;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + quad * 4;
+  const int64_t part_size = K * hidden;
+  if constexpr (K > 1) partial += blockIdx.y * hidden;
   const bool whole = hidden % 4 == 0;
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
@@ -27,7 +34,7 @@ __global__ void __launch_bounds__(kSumThreads)
   float4 sum{};
 #pragma unroll 2
   for (int part = threadIdx.x / kLanes; part < parts; part += kSumThreads / kLanes) {
-    const float* const from = partial + part * hidden + column;
+    const float* const from = partial + part * part_size + column;
     if (whole) {
       if (column < hidden) {
         const float4 v = *reinterpret_cast<const float4*>(from);
@@ -53,15 +60,20 @@ __global__ void __launch_bounds__(kSumThreads)
   float total = 0.0f;
 #pragma unroll
   for (const float4(&sums)[kLanes] : warp_sums) total += (&sums[threadIdx.x / 4].x)[threadIdx.x % 4];
-  out[own] = from_float<W>(total);
+  if constexpr (K == 1) {
+    outputs.out[0][own] = from_float<W>(total);
+  } else {
+    static_assert(K == 2);
+    (blockIdx.y == 0 ? outputs.out[0] : outputs.out[1])[own] = from_float<W>(total);
+  }
 }
 
 // overlap: the launch itself runs beside the end of the kernel before it (compute capability 9.0 and later).
-template <typename W>
-void launch_sum_partials(const float* partial, W* out, int64_t hidden, int parts, bool overlap,
-                         cudaStream_t stream) {
+template <typename W, int K>
+void launch_sum_partials(const float* partial, const SumOutputs<W, K>& outputs, int64_t hidden, int parts,
+                         bool overlap, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>((hidden + kSumColumns - 1) / kSumColumns));
+  config.gridDim = dim3(static_cast<unsigned>((hidden + kSumColumns - 1) / kSumColumns), K);
   config.blockDim = dim3(kSumThreads);
   config.stream = stream;
   cudaLaunchAttribute attribute{};
@@ -69,7 +81,7 @@ void launch_sum_partials(const float* partial, W* out, int64_t hidden, int parts
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
-  cudaLaunchKernelEx(&config, sum_partials_kernel<W>, partial, out, hidden, parts);
+  cudaLaunchKernelEx(&config, sum_partials_kernel<W, K>, partial, outputs, hidden, parts);
 }
 
 }  // namespace liger

@@ -4,8 +4,10 @@
 #include <optional>
 #include <vector>
 
+#include "common/dispatch.h"
 #include "common/torch.h"
 #include "common/vec.cuh"
+#include "kernels/sum_partials.cuh"
 
 namespace liger {
 
@@ -50,6 +52,24 @@ class Vectorised {
 inline std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
   if (!parameter || parameter->size(0) <= 1 || parameter->stride(0) == 1) return parameter;
   return torch::stable::contiguous(*parameter);
+}
+
+// The gradients of one or two parameters of the same dtype, T or float32, from their parts: (parts, one or two,
+// length).
+template <typename T>
+void sum_parts(const float* partial, int parts, const Tensor& grad, const Tensor* other_grad, bool overlap,
+               cudaStream_t stream) {
+  const auto launch = [&](auto tag) {
+    using W = typename decltype(tag)::type;
+    W* const out = static_cast<W*>(grad.mutable_data_ptr());
+    if (other_grad) {
+      const SumOutputs<W, 2> outputs{{out, static_cast<W*>(other_grad->mutable_data_ptr())}};
+      launch_sum_partials(partial, outputs, grad.size(0), parts, overlap, stream);
+    } else {
+      launch_sum_partials(partial, SumOutputs<W, 1>{{out}}, grad.size(0), parts, overlap, stream);
+    }
+  };
+  grad.scalar_type() == ScalarType::Float ? launch(TypeTag<float>{}) : launch(TypeTag<T>{});
 }
 
 }  // namespace liger
