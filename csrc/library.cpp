@@ -36,6 +36,24 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight)"
       " -> (Tensor grad_x, Tensor grad_weight)");
 
+  // x (..., H) -> y like x, mean and rstd (...) float32
+  m.def(
+      "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
+      " -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
+      " bool need_grad_x, bool need_grad_weight, bool need_grad_bias)"
+      " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+
+  // x (N, C, ...), weight and bias (C,) -> y like x, mean and rstd (N, num_groups) float32
+  m.def(
+      "group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
+      " -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def(
+      "group_norm_backward(Tensor grad_y, Tensor x, int num_groups, Tensor? weight, Tensor? bias, Tensor mean,"
+      " Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias)"
+      " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+
   // q (B, Hq, T, D), k (B, Hk, T, D), cos and sin (T, R), (1, T, R) or (B, T, R) with R <= D
   m.def(
       "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor "
@@ -189,6 +207,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
 
   // Argument checks, callable by the Python backends so that every backend raises the same words.
   m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode) -> ()");
+  m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias) -> ()");
+  m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def("check_rowwise(str op, str name, Tensor x, Tensor? grad_y) -> ()");
@@ -292,6 +312,8 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
+  m.impl("check_layer_norm", TORCH_BOX(&check_layer_norm));
+  m.impl("check_group_norm", TORCH_BOX(&check_group_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));
   m.impl("check_gated", TORCH_BOX(&check_gated));
   m.impl("check_rowwise", TORCH_BOX(&check_rowwise));

@@ -80,14 +80,11 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
   require_cuda_dtype(op, "x", x);
   require_like(op, "grad_y", grad_y, "x", x);
   if (grad_residual) require_like(op, "grad_new_residual", *grad_residual, "x", x);
-  require(rstd.scalar_type() == ScalarType::Float && rstd.numel() == leading_size(x) && same_device(rstd, x),
-          op, ": rstd has shape ", shape_text(rstd), " and dtype ", dtype_name(rstd.scalar_type()),
-          ", expected the float32 result of the forward");
+  require_row_statistic(op, "rstd", rstd, x, leading_size(x));
   need_grad_weight = need_grad_weight && weight;
   const DeviceGuard guard(x.get_device_index());
-  const ScalarType weight_dtype = weight ? weight->scalar_type() : x.scalar_type();
   RowOutput grad_x = row_output(need_grad_x ? torch::stable::empty_like(x) : no_tensor(x.scalar_type(), x));
-  Tensor grad_weight = need_grad_weight ? empty({x.size(-1)}, weight_dtype, x) : no_tensor(weight_dtype, x);
+  Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   if (x.numel() == 0) {
     if (need_grad_weight) torch::stable::zero_(grad_weight);
     return {grad_x.result, grad_weight};
@@ -128,8 +125,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardPlan plan =
-        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added ? 3 : 2, device.multiprocessors,
-                              device.shared_memory_per_block_optin);
+        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added ? 3 : 2, kMaxRowThreads,
+                              device.multiprocessors, device.shared_memory_per_block_optin);
     if (!need_grad_weight) {
       launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
       return;

@@ -92,6 +92,22 @@ void check_vector(const std::string& op, const char* name, const Tensor& tensor,
           ", expected (", length, ",), ", of);
 }
 
+void check_norm_parameter(const std::string& op, const char* name, const Tensor& parameter, const Tensor& x,
+                          int64_t length, const char* of) {
+  check_vector(op, name, parameter, length, of);
+  require(parameter.scalar_type() == x.scalar_type() || parameter.scalar_type() == ScalarType::Float, op, ": ",
+          name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected that of x, ",
+          dtype_name(x.scalar_type()), ", or float32");
+  check_same_device(op, name, parameter, "x", x);
+}
+
+void check_affine(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
+                  const std::optional<Tensor>& bias, int64_t length, const char* of) {
+  if (weight) check_norm_parameter(op, "weight", *weight, x, length, of);
+  if (bias) check_norm_parameter(op, "bias", *bias, x, length, of);
+  if (weight && bias) check_same_dtype(op, "bias", *bias, "weight", *weight);
+}
+
 void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, int64_t vocab,
                       const Tensor& target, const std::optional<Tensor>& ce_weight,
                       const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator,
@@ -141,15 +157,25 @@ void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<
     check_same_dtype(op, "residual", *residual, "x", x);
     check_same_device(op, "residual", *residual, "x", x);
   }
-  if (weight) {
-    check_vector(op, "weight", *weight, x.size(-1), "the last dimension of x");
-    require(weight->scalar_type() == x.scalar_type() || weight->scalar_type() == ScalarType::Float, op,
-            ": weight has dtype ", dtype_name(weight->scalar_type()), ", expected that of x, ",
-            dtype_name(x.scalar_type()), ", or float32");
-    check_same_device(op, "weight", *weight, "x", x);
-  }
+  if (weight) check_norm_parameter(op, "weight", *weight, x, x.size(-1), "the last dimension of x");
   require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op,
           ": casting_mode is '", casting_mode, "', expected 'llama', 'gemma' or 'none'");
+}
+
+void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& bias) {
+  require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
+  check_floating(op, "x", x);
+  check_affine(op, x, weight, bias, x.size(-1), "the last dimension of x");
+}
+
+void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
+  require(x.dim() >= 2, op, ": x has shape ", shape_text(x), ", expected (batch, channels, ...)");
+  check_floating(op, "x", x);
+  require(num_groups > 0 && x.size(1) % num_groups == 0, op, ": num_groups is ", num_groups,
+          ", expected a divisor of the ", x.size(1), " channels of x");
+  check_affine(op, x, weight, bias, x.size(1), "the channels of x");
 }
 
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,

@@ -35,6 +35,10 @@ std::string device_text(const Tensor& tensor);
 
 void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
                     const std::optional<Tensor>& weight, const std::string& casting_mode);
+void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& bias);
+void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved);
 // A tensor called `name`, and in a backward the gradient of a result of its shape and dtype.
 void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,

@@ -54,6 +54,26 @@ inline std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parame
   return torch::stable::contiguous(*parameter);
 }
 
+// Both parameters have one dtype, as the checks ask.
+inline bool float_parameters(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
+  const std::optional<Tensor>& either = weight ? weight : bias;
+  return either && either->scalar_type() == ScalarType::Float;
+}
+
+// The gradient of a parameter, to be written; the stand-in where it is not needed.
+inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed, const Tensor& x) {
+  const ScalarType dtype = parameter ? parameter->scalar_type() : x.scalar_type();
+  return needed ? empty({parameter->size(0)}, dtype, x) : no_tensor(dtype, x);
+}
+
+// What a backward takes of the forward: a float of every row.
+inline void require_row_statistic(const char* op, const char* name, const Tensor& statistic, const Tensor& x,
+                                  int64_t rows) {
+  require(statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows && same_device(statistic, x),
+          op, ": ", name, " has shape ", shape_text(statistic), " and dtype ",
+          dtype_name(statistic.scalar_type()), ", expected the float32 result of the forward");
+}
+
 // The gradients of one or two parameters of the same dtype, T or float32, from their parts: (parts, one or two,
 // length).
 template <typename T>

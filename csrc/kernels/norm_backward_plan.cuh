@@ -36,14 +36,14 @@ inline int row_lanes(int64_t vectors, int width) {
 // the memory is 44 KB: where the rows that a block works on are less, its steps are what takes the time. Then
 // four vectors, if twice as many rows fit. Otherwise two, since in half types a thread does not keep four in
 // registers during the sum.
-inline int row_width(int64_t vectors, bool vectorised, int streams) {
+inline int row_width(int64_t vectors, bool vectorised, int streams, int threads_of_four) {
   if (!vectorised) return vectors <= 8 * kMaxRowThreads ? 8 : 0;
   // A row within a warp is summed without a barrier.
   for (const int width : {1, 2, 4}) {
     if (vectors <= 32 * width) return width;
   }
   const int groups_of_two = kMaxRowThreads / row_lanes(vectors, 2);
-  const int groups_of_four = kMaxRowThreads / row_lanes(vectors, 4);
+  const int groups_of_four = threads_of_four / row_lanes(vectors, 4);
   if (groups_of_four == 0) return 0;
   const int64_t step_bytes = groups_of_two * vectors * 16 * (streams + 1);  // read and written
   return step_bytes < 44 * 1024 && groups_of_four >= 2 * groups_of_two ? 4 : 2;
@@ -51,13 +51,14 @@ inline int row_width(int64_t vectors, bool vectorised, int streams) {
 
 // One block per multiprocessor, as large as its registers allow: every block writes a partial result.
 inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool vectorised, int streams,
-                         int multiprocessors, int shared_limit) {
+                         int threads_of_four, int multiprocessors, int shared_limit) {
   RowPlan plan{};
-  plan.width = row_width(vectors, vectorised, streams);
+  plan.width = row_width(vectors, vectorised, streams, threads_of_four);
   if (plan.width == 0) return plan;
 
   plan.lanes = row_lanes(vectors, plan.width);
-  plan.threads = kMaxRowThreads / plan.lanes * plan.lanes;
+  const int most_threads = plan.width == 4 ? threads_of_four : kMaxRowThreads;
+  plan.threads = most_threads / plan.lanes * plan.lanes;
   // Two rows at once where a thread holds little of one: their reductions overlap.
   plan.rows = plan.width == 1 ? 2 : 1;
   const int64_t steps = (rows + plan.groups() * plan.rows - 1) / (plan.groups() * plan.rows);
@@ -78,13 +79,16 @@ struct BackwardPlan {
   int parts;
 };
 
-// streams: how many tensors of the size of x are read.
+// streams: how many tensors of the size of x are read. threads_of_four: the most threads of a block of a kernel
+// with four vectors per thread.
 template <typename T>
 BackwardPlan plan_norm_backward(int64_t rows, int64_t hidden, bool vectorised, int streams,
-                                int multiprocessors, int shared_limit) {
+                                int threads_of_four, int multiprocessors, int shared_limit) {
   const int n = vectorised ? kVec<T> : 1;
   BackwardPlan plan{
-      plan_rows(rows, hidden / n, n * sizeof(T), vectorised, streams, multiprocessors, shared_limit), 0};
+      plan_rows(rows, hidden / n, n * sizeof(T), vectorised, streams, threads_of_four,
+                              multiprocessors, shared_limit),
+                    0};
   if (plan.rows.width == 0) {
     const int64_t columns = (hidden + 256 * n - 1) / (256 * n);
     plan.parts = static_cast<int>(std::min(rows, std::max<int64_t>(1, 8 * multiprocessors / columns)));

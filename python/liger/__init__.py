@@ -15,6 +15,8 @@ from .ops.fused_linear_ce import fused_linear_ce
 from .ops.mrope import mrope
 from .ops.geglu import geglu, geglu_packed
 from .ops.relu_squared import relu_squared
+from .ops.group_norm import group_norm
+from .ops.layer_norm import layer_norm
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.softmax import softmax
@@ -37,6 +39,8 @@ __all__ = [
     "mrope",
     "geglu",
     "geglu_packed",
+    "group_norm",
+    "layer_norm",
     "nn",
     "patch",
     "relu_squared",

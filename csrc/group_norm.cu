@@ -1,0 +1,167 @@
+#include "kernels/group_norm.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+#include <tuple>
+
+#include "common/dispatch.h"
+#include "common/norms.cuh"
+#include "common/torch.h"
+#include "kernels/group_norm_backward.cuh"
+
+namespace liger {
+namespace {
+
+// The sizes of x (samples, channels, ...).
+struct Sizes {
+  int64_t samples, channels, spatial, groups;
+  int64_t rows() const { return samples * groups; }
+  int64_t channels_per_group() const { return channels / groups; }
+  int64_t row() const { return channels_per_group() * spatial; }
+};
+
+Sizes sizes_of(const Tensor& x, int64_t groups) {
+  int64_t spatial = 1;
+  for (int64_t d = 2; d < x.dim(); ++d) spatial *= x.size(d);
+  return {x.size(0), x.size(1), spatial, groups};
+}
+
+// Whether 16-byte accesses serve contiguous tensors at these places.
+bool vectorised(const Sizes& sizes, const Tensor& x, std::initializer_list<const void*> places) {
+  bool possible = sizes.spatial % static_cast<int64_t>(16 / x.element_size()) == 0;
+  for (const void* place : places) possible = possible && is_aligned16(place);
+  return possible;
+}
+
+// A result to be written by kernels that know contiguous tensors only.
+RowOutput contiguous_output(const Tensor& result) {
+  Tensor written = result.is_contiguous() ? result : torch::stable::new_empty(result, result.sizes());
+  return {result, std::move(written), {}};
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_groups,
+                                              const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, double eps) {
+  constexpr const char* op = "group_norm";
+  check_group_norm(op, x, num_groups, weight, bias);
+  require_cuda_dtype(op, "x", x);
+  const DeviceGuard guard(x.get_device_index());
+  const Sizes sizes = sizes_of(x, num_groups);
+  RowOutput y = contiguous_output(torch::stable::empty_like(x));
+  Tensor mean = empty({sizes.samples, num_groups}, ScalarType::Float, x);
+  Tensor rstd = empty({sizes.samples, num_groups}, ScalarType::Float, x);
+  if (x.numel() == 0) {
+    // The mean of no values is NaN, and so is its rstd.
+    if (rstd.numel() > 0) {
+      torch::stable::fill_(mean, std::numeric_limits<double>::quiet_NaN());
+      torch::stable::fill_(rstd, std::numeric_limits<double>::quiet_NaN());
+    }
+    return {y.result, mean, rstd};
+  }
+
+  const Tensor input = torch::stable::contiguous(x);
+  const std::optional<Tensor> scale = dense_parameter(weight), added = dense_parameter(bias);
+  GroupNorm p{};
+  p.x = input.const_data_ptr();
+  p.y = y.data();
+  p.mean = static_cast<float*>(mean.mutable_data_ptr());
+  p.rstd = static_cast<float*>(rstd.mutable_data_ptr());
+  p.x_rows = p.y_rows = {sizes.row()};
+  p.rows = sizes.rows();
+  p.hidden = sizes.row();
+  p.eps = static_cast<float>(eps);
+  p.affine.weight = data(scale);
+  p.affine.bias = data(added);
+  p.affine.is_float = float_parameters(weight, bias);
+  p.affine.channels_per_group = sizes.channels_per_group();
+  p.affine.groups = ChannelDivide(num_groups, p.rows);
+  const bool whole_vectors = vectorised(sizes, x, {p.x, p.y});
+  dispatch_dtype(x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int64_t n = whole_vectors ? kVec<T> : 1;
+    p.affine.vectors = ChannelDivide(sizes.spatial / n, p.hidden / n);
+    const int chunks = moment_norm_chunks<T>(p.hidden, whole_vectors);
+    const Tensor parts = empty({p.rows * chunks, 2}, ScalarType::Float, x);
+    p.parts = static_cast<Moments*>(parts.mutable_data_ptr());
+    launch_group_norm<T>(p, whole_vectors, chunks, current_stream(x));
+  });
+  check_launch(op);
+  y.finish();
+  return {y.result, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, const Tensor& x,
+                                                       int64_t num_groups,
+                                                       const std::optional<Tensor>& weight,
+                                                       const std::optional<Tensor>& bias, const Tensor& mean,
+                                                       const Tensor& rstd, bool need_grad_x,
+                                                       bool need_grad_weight, bool need_grad_bias) {
+  constexpr const char* op = "group_norm_backward";
+  check_group_norm(op, x, num_groups, weight, bias);
+  require_cuda_dtype(op, "x", x);
+  require_like(op, "grad_y", grad_y, "x", x);
+  const Sizes sizes = sizes_of(x, num_groups);
+  require_row_statistic(op, "mean", mean, x, sizes.rows());
+  require_row_statistic(op, "rstd", rstd, x, sizes.rows());
+  need_grad_weight = need_grad_weight && weight;
+  need_grad_bias = need_grad_bias && bias;
+  const DeviceGuard guard(x.get_device_index());
+  RowOutput grad_x =
+      contiguous_output(need_grad_x ? torch::stable::empty_like(x) : no_tensor(x.scalar_type(), x));
+  Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
+  Tensor grad_bias = parameter_grad(bias, need_grad_bias, x);
+  const std::tuple<Tensor, Tensor, Tensor> grads{grad_x.result, grad_weight, grad_bias};
+  if (x.numel() == 0) {
+    if (need_grad_weight) torch::stable::zero_(grad_weight);
+    if (need_grad_bias) torch::stable::zero_(grad_bias);
+    return grads;
+  }
+  if (!need_grad_x && !need_grad_weight && !need_grad_bias) return grads;
+
+  const Tensor input = torch::stable::contiguous(x), upstream = torch::stable::contiguous(grad_y);
+  const std::optional<Tensor> scale = dense_parameter(weight);
+  const Tensor row_mean = torch::stable::contiguous(mean), row_scale = torch::stable::contiguous(rstd);
+  const Tensor sums = empty({sizes.samples, 2, sizes.channels}, ScalarType::Float, x);
+  const Tensor gradients = empty({sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
+  GroupNormBackward p{};
+  p.grad_y = upstream.const_data_ptr();
+  p.x = input.const_data_ptr();
+  p.weight = data(scale);
+  p.mean = static_cast<const float*>(row_mean.const_data_ptr());
+  p.rstd = static_cast<const float*>(row_scale.const_data_ptr());
+  p.grad_x = need_grad_x ? grad_x.data() : nullptr;
+  p.sums = static_cast<float*>(sums.mutable_data_ptr());
+  p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
+  p.samples = sizes.samples;
+  p.channels = sizes.channels;
+  p.spatial = sizes.spatial;
+  p.channels_per_group = sizes.channels_per_group();
+  p.by_group = ChannelDivide(p.channels_per_group, p.samples * p.channels);
+  p.by_sample = ChannelDivide(p.channels, p.samples * p.channels);
+  p.float_weight = float_parameters(weight, std::nullopt);
+  const bool whole_vectors = vectorised(sizes, x, {p.x, p.grad_y, need_grad_x ? p.grad_x : nullptr});
+  const cudaStream_t stream = current_stream(x);
+  dispatch_dtype(x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_group_norm_backward<T>(p, whole_vectors, stream);
+    check_launch(op);
+    // The samples are the parts; both gradients are there, whichever was asked for.
+    if (!need_grad_weight && !need_grad_bias) return;
+    const Tensor of_weight = need_grad_weight ? grad_weight : torch::stable::empty_like(grad_bias);
+    const Tensor of_bias = need_grad_bias ? grad_bias : torch::stable::empty_like(grad_weight);
+    sum_parts<T>(p.sums, static_cast<int>(p.samples), of_weight, &of_bias, false, stream);
+  });
+  check_launch(op);
+  grad_x.finish();
+  return grads;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("group_norm", TORCH_BOX(&group_norm));
+  m.impl("group_norm_backward", TORCH_BOX(&group_norm_backward));
+}
+
+}  // namespace liger

@@ -1,0 +1,64 @@
+"""What layer_norm and group_norm share: normalisation by mean and variance in plain torch, fakes, the autograd formula."""
+
+import torch
+
+from ._autograd import differentiable_once
+from .rms_norm import accumulate_dtype
+
+
+def rows_normalised(rows, eps):
+    """(normalised rows, mean, rstd) in float32 for rows (..., H), the statistics (...)."""
+    wide = rows.to(accumulate_dtype(rows.dtype))
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    rstd = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    return centred * rstd, mean.squeeze(-1).contiguous(), rstd.squeeze(-1).contiguous()
+
+
+def rows_grad(weighted, xhat, rstd):
+    """The gradient of the rows from that of the normalised ones; rstd (..., 1)."""
+    mean = weighted.mean(-1, keepdim=True)
+    return rstd * (weighted - mean - xhat * (weighted * xhat).mean(-1, keepdim=True))
+
+
+def parameter_grad(parameter, need, x, values, dims):
+    """``values`` summed over ``dims`` in the dtype of the parameter, or the empty tensor that stands for no gradient."""
+    if parameter is None or not need:
+        return (x if parameter is None else parameter).new_empty(0)
+    return (values.sum(dims) if dims else values).to(parameter.dtype, copy=True)
+
+
+def fake_backward(x, weight, bias, need_grad_x, need_grad_weight, need_grad_bias):
+    def of(parameter, need):
+        if parameter is None:
+            return x.new_empty(0)
+        return parameter.new_empty(parameter.shape[0] if need else 0)
+
+    grad_x = torch.empty_like(x) if need_grad_x else x.new_empty(0)
+    return grad_x, of(weight, need_grad_weight), of(bias, need_grad_bias)
+
+
+def formula(name, backward_op, options_before=0):
+    """(setup_context, backward) of an op (x, ``options_before`` options, weight, bias, eps) -> (y, mean, rstd)."""
+    first = 1 + options_before
+
+    def setup(ctx, inputs, output):
+        x, weight, bias = inputs[0], inputs[first], inputs[first + 1]
+        ctx.options = inputs[1:first]
+        _y, mean, rstd = output
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+
+    @differentiable_once(name)
+    def backward(ctx, grad_y, _grad_mean, _grad_rstd):
+        none = (None,) * options_before
+        if grad_y is None:
+            return None, *none, None, None, None
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[first : first + 2])
+        grads = backward_op(grad_y, x, *ctx.options, weight, bias, mean, rstd, *needs)
+        grad_x, *others = (grad if need else None for grad, need in zip(grads, needs, strict=True))
+        return grad_x, *none, *others, None
+
+    return setup, backward

@@ -1,0 +1,128 @@
+"""Group normalisation (Wu and He, arXiv 1803.08494): reference kernels, fakes, autograd, API.
+
+The channels of a sample are cut into groups of neighbours; a group with all its positions is normalised by its mean and
+variance as a row of :mod:`liger.ops.layer_norm` is. Weight and bias belong to channels.
+"""
+
+import torch
+
+from ..backend import register_family
+from ._autograd import differentiable, to_front
+from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised
+from .rms_norm import accumulate_dtype
+
+
+def _rows(x, num_groups):
+    """(N, G, elements of a group)."""
+    return x.reshape(x.shape[0], num_groups, x.shape[1] // num_groups * x.shape[2:].numel())
+
+
+def _per_channel(parameter, x):
+    return parameter.to(accumulate_dtype(x.dtype)).reshape(-1, *(1,) * (x.dim() - 2))
+
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def group_norm_torch(x, num_groups, weight=None, bias=None, eps=1e-5):
+    torch.ops.liger.check_group_norm("group_norm", x, num_groups, weight, bias)
+    y, mean, rstd = rows_normalised(_rows(x, num_groups), eps)
+    y = y.reshape(x.shape)
+    if weight is not None:
+        y = y * _per_channel(weight, x)
+    if bias is not None:
+        y = y + _per_channel(bias, x)
+    return torch.empty_like(x).copy_(y), mean, rstd
+
+
+def group_norm_backward_torch(
+    grad_y, x, num_groups, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias
+):
+    wide = accumulate_dtype(x.dtype)
+    mean, rstd = (t.to(wide).reshape(x.shape[0], num_groups, 1) for t in (mean, rstd))
+    rows = (_rows(x, num_groups).to(wide) - mean) * rstd
+    xhat, g = rows.reshape(x.shape), grad_y.to(wide)
+    dims = (0, *range(2, x.dim()))
+    grad_weight = parameter_grad(weight, need_grad_weight, x, g * xhat, dims)
+    grad_bias = parameter_grad(bias, need_grad_bias, x, g, dims)
+    if not need_grad_x:
+        return x.new_empty(0), grad_weight, grad_bias
+    weighted = g if weight is None else g * _per_channel(weight, x)
+    grad_x = rows_grad(_rows(weighted, num_groups), rows, rstd).reshape(x.shape)
+    return torch.empty_like(x).copy_(grad_x), grad_weight, grad_bias
+
+
+register_family(
+    "group_norm",
+    {"group_norm": group_norm_torch, "group_norm_backward": group_norm_backward_torch},
+    "liger.triton_kernels.group_norm",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::group_norm")
+def _(x, num_groups, weight=None, bias=None, eps=1e-5):
+    mean, rstd = (x.new_empty(x.shape[0], num_groups, dtype=accumulate_dtype(x.dtype)) for _ in range(2))
+    return torch.empty_like(x), mean, rstd
+
+
+@torch.library.register_fake("liger::group_norm_backward")
+def _(grad_y, x, num_groups, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias):
+    return fake_backward(x, weight, bias, need_grad_x, need_grad_weight, need_grad_bias)
+
+
+# --- autograd and vmap --------------------------------------------------------------------------------------------
+
+_group_norm = differentiable(
+    torch.ops.liger.group_norm.default, *formula("group_norm", torch.ops.liger.group_norm_backward.default, 1)
+)
+
+
+@torch.library.register_vmap("liger::group_norm")
+def _(info, in_dims, x, num_groups, weight, bias, eps):
+    """The mapped dimension of x becomes more samples; with mapped parameters one norm after another."""
+    x = to_front(x, in_dims[0], info.batch_size)
+    if in_dims[2] is None and in_dims[3] is None:
+        outputs = torch.ops.liger.group_norm(x.flatten(0, 1), num_groups, weight, bias, eps)
+        outputs = tuple(o.unflatten(0, x.shape[:2]) for o in outputs)
+    else:
+        each = [
+            torch.ops.liger.group_norm(
+                x[i],
+                num_groups,
+                *(p if dim is None else p.select(dim, i) for p, dim in zip((weight, bias), in_dims[2:4], strict=True)),
+                eps,
+            )
+            for i in range(info.batch_size)
+        ]
+        outputs = tuple(map(torch.stack, zip(*each, strict=True)))
+    return outputs, (0,) * len(outputs)
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
+    """Group normalisation of channels.
+
+    ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of each sample,
+    in float32.
+
+    Args:
+        x: (N, C, ...), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        num_groups: a divisor of C.
+        weight: (C,), the dtype of x or float32; None for no scale.
+        bias: (C,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
+        eps: added to the variance.
+
+    Returns:
+        y, of the shape and dtype of x. Differentiable in x, weight and bias.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, or channels that num_groups does not divide.
+
+    Source: Wu and He, "Group Normalization", arXiv 1803.08494.
+    """
+    return _group_norm(x, num_groups, weight, bias, eps)[0]

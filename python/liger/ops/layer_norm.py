@@ -1,0 +1,112 @@
+"""Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450): reference kernels, fakes, autograd, API.
+
+With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in float32 with
+one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
+"""
+
+import torch
+
+from ..backend import register_family
+from ._autograd import differentiable, to_front
+from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised
+from .rms_norm import accumulate_dtype
+
+# --- torch backend ----------------------------------------------------------------------------------------------
+
+
+def layer_norm_torch(x, weight=None, bias=None, eps=1e-5):
+    torch.ops.liger.check_layer_norm("layer_norm", x, weight, bias)
+    y, mean, rstd = rows_normalised(x, eps)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return torch.empty_like(x).copy_(y), mean, rstd
+
+
+def layer_norm_backward_torch(
+    grad_y, x, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias
+):
+    wide = accumulate_dtype(x.dtype)
+    mean, rstd = (t.to(wide).reshape(*x.shape[:-1], 1) for t in (mean, rstd))
+    xhat, g = (x.to(wide) - mean) * rstd, grad_y.to(wide)
+    rows = tuple(range(x.dim() - 1))
+    grad_weight = parameter_grad(weight, need_grad_weight, x, g * xhat, rows)
+    grad_bias = parameter_grad(bias, need_grad_bias, x, g, rows)
+    if not need_grad_x:
+        return x.new_empty(0), grad_weight, grad_bias
+    weighted = g if weight is None else g * weight.to(wide)
+    return torch.empty_like(x).copy_(rows_grad(weighted, xhat, rstd)), grad_weight, grad_bias
+
+
+register_family(
+    "layer_norm",
+    {"layer_norm": layer_norm_torch, "layer_norm_backward": layer_norm_backward_torch},
+    "liger.triton_kernels.layer_norm",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::layer_norm")
+def _(x, weight=None, bias=None, eps=1e-5):
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype)) for _ in range(2))
+    return torch.empty_like(x), mean, rstd
+
+
+@torch.library.register_fake("liger::layer_norm_backward")
+def _(grad_y, x, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias):
+    return fake_backward(x, weight, bias, need_grad_x, need_grad_weight, need_grad_bias)
+
+
+# --- autograd and vmap --------------------------------------------------------------------------------------------
+
+_layer_norm = differentiable(
+    torch.ops.liger.layer_norm.default, *formula("layer_norm", torch.ops.liger.layer_norm_backward.default)
+)
+
+
+@torch.library.register_vmap("liger::layer_norm")
+def _(info, in_dims, x, weight, bias, eps):
+    """The mapped dimension of x becomes one more dimension of rows; with mapped parameters
+    one norm after another."""
+    x = to_front(x, in_dims[0], info.batch_size)
+    if in_dims[1] is None and in_dims[2] is None:
+        outputs = torch.ops.liger.layer_norm(x, weight, bias, eps)
+    else:
+        each = [
+            torch.ops.liger.layer_norm(
+                x[i],
+                *(p if dim is None else p.select(dim, i) for p, dim in zip((weight, bias), in_dims[1:3], strict=True)),
+                eps,
+            )
+            for i in range(info.batch_size)
+        ]
+        outputs = tuple(map(torch.stack, zip(*each, strict=True)))
+    return outputs, (0,) * len(outputs)
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def layer_norm(x, weight=None, bias=None, eps=1e-5):
+    """Layer normalisation over the last dimension.
+
+    ``y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``, with statistics in float32.
+
+    Args:
+        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        weight: (H,), the dtype of x or float32; None for no scale.
+        bias: (H,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
+        eps: added to the variance.
+
+    Returns:
+        y, of the shape and dtype of x. Differentiable in x, weight and bias.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
+    """
+    return _layer_norm(x, weight, bias, eps)[0]
