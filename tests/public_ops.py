@@ -63,6 +63,18 @@ CASES = {
         lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
         (1, 1, None),
     ),
+    "layer_norm": Case(
+        liger.layer_norm,
+        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),
+        lambda t: (_randn(2, t, HIDDEN), _randn(HIDDEN), _randn(HIDDEN)),
+        (1, None, None),
+    ),
+    "group_norm": Case(
+        lambda x, weight, bias: liger.group_norm(x, 4, weight, bias),
+        lambda x, weight, bias: F.group_norm(x, 4, weight, bias),
+        lambda t: (_randn(t, HIDDEN, 5), _randn(HIDDEN), _randn(HIDDEN)),
+        (0, None, None),
+    ),
     "rope": Case(
         liger.rope,
         _plain_rope,

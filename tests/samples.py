@@ -45,6 +45,44 @@ def _fused_add_rms_norm_backward(d):
     ]
 
 
+def _layer_norm(d):
+    return [
+        (_float(d, 3, 16), _float(d, 16), _float(d, 16)),
+        (_transposed(_float(d, 3, 4, 16)), _float(d, 16), None, 1e-3),
+        (_float(d, 0, 16), None, _float(d, 16)),
+    ]
+
+
+def _layer_norm_backward(d):
+    x, weight, bias = _float(d, 2, 3, 16), _float(d, 16), _float(d, 16)
+    mean, rstd = _float(d, 2, 3), _float(d, 2, 3).abs()
+    return [
+        (_float(d, 2, 3, 16), _transposed(x), weight, bias, mean, rstd, True, True, True),
+        (_float(d, 2, 3, 16), x, weight, None, mean, rstd, False, True, False),
+        (_float(d, 2, 3, 16), x, None, bias, mean, rstd, True, False, True),
+        (_float(d, 2, 3, 16), x, weight, bias, mean, rstd, True, False, False),
+    ]
+
+
+def _group_norm(d):
+    return [
+        (_float(d, 2, 6, 5), 3, _float(d, 6), _float(d, 6)),
+        (_transposed(_float(d, 2, 4, 3, 3)), 2, None, _float(d, 4), 1e-3),
+        (_float(d, 3, 4), 4, _float(d, 4)),
+        (_float(d, 0, 4, 2), 2),
+    ]
+
+
+def _group_norm_backward(d):
+    x, weight, bias = _float(d, 2, 6, 5), _float(d, 6), _float(d, 6)
+    mean, rstd = _float(d, 2, 3), _float(d, 2, 3).abs()
+    return [
+        (_float(d, 2, 6, 5), _transposed(x), 3, weight, bias, mean, rstd, True, True, True),
+        (_float(d, 2, 6, 5), x, 3, weight, None, mean, rstd, False, True, False),
+        (_float(d, 2, 6, 5), x, 3, None, bias, mean, rstd, True, False, True),
+    ]
+
+
 def _rope(d):
     return [
         (_float(d, 2, 4, 3, 8), _float(d, 2, 2, 3, 8), _float(d, 3, 8), _float(d, 3, 8)),
@@ -322,6 +360,10 @@ SAMPLES = {
     "rms_norm_backward": _rms_norm_backward,
     "fused_add_rms_norm": _fused_add_rms_norm,
     "fused_add_rms_norm_backward": _fused_add_rms_norm_backward,
+    "layer_norm": _layer_norm,
+    "layer_norm_backward": _layer_norm_backward,
+    "group_norm": _group_norm,
+    "group_norm_backward": _group_norm_backward,
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope,
@@ -371,6 +413,10 @@ SAMPLES = {
     "rescale": _rescale,
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", _float(d, 3, 16), None, _float(d, 16), "llama")],
+    "check_layer_norm": lambda d: [("layer_norm", *arguments[:3]) for arguments in _layer_norm(d)],
+    "check_group_norm": lambda d: [
+        ("group_norm", *(*arguments, None, None)[:4]) for arguments in _group_norm(d)
+    ],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
     "check_rowwise": lambda d: [("softmax", "x", _float(d, 3, 16), None)],
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],

@@ -76,8 +76,8 @@ def test_parse(text, expected):
         ("rms_norm=fast", "unknown backend 'fast'"),
         ("rms_norm=", "unknown backend ''"),
         (
-            "torch,layer_norm=torch",
-            "unknown op 'layer_norm' in 'torch,layer_norm=torch', expected one of rms_norm, ",
+            "torch,batch_norm=torch",
+            "unknown op 'batch_norm' in 'torch,batch_norm=torch', expected one of rms_norm, ",
         ),
         ("=torch", "unknown op ''"),
         ("torch,triton", "'triton' in 'torch,triton' must come first or be written op=triton"),
@@ -91,7 +91,7 @@ def test_parse_refuses(text, words):
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["cudnn", "torch,layer_norm=torch"])
+@pytest.mark.parametrize("text", ["cudnn", "torch,batch_norm=torch"])
 def test_unknown_names_raise_at_import(text):
     line = last_line_of_failure("import liger", LIGER_BACKEND=text)
     assert line.startswith("ValueError: LIGER_BACKEND: unknown ")
@@ -163,8 +163,8 @@ def test_a_refused_choice_changes_nothing(monkeypatch):
         BackendUnavailable, match="'cuda' was requested for swiglu, but the kernels were not built"
     ):
         liger.set_backend("torch", swiglu="cuda")
-    with pytest.raises(ValueError, match="unknown op 'layer_norm'"):
-        liger.set_backend("torch", layer_norm="torch")
+    with pytest.raises(ValueError, match="unknown op 'batch_norm'"):
+        liger.set_backend("torch", batch_norm="torch")
     with pytest.raises(ValueError, match="unknown backend 'fast'"), liger.use_backend("fast"):
         raise AssertionError("not reached")
     assert liger.backend_report() == before and backend._requested == requested

@@ -22,6 +22,8 @@ from liger.triton_kernels import (
     fused_linear_ce,
     geglu,
     relu_squared,
+    group_norm,
+    layer_norm,
     rescale,
     rms_norm,
     rope,
@@ -59,6 +61,25 @@ def rms_norm_launches(dtype, tokens=9):
             rms_norm.rms_norm_backward(x, x, weight, rstd, 0.0, casting_mode, True, True)
         rms_norm.fused_add_rms_norm(x, x, None)
         rms_norm.fused_add_rms_norm_backward(x, x, x, weight, rstd, 1.0, "gemma", True, False)
+
+
+def layer_norm_launches(dtype, tokens=9):
+    # Several rows per program, one row per program, and rows larger than a tile.
+    for hidden in (128, 4096, 40000):
+        x, parameter = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+        for weight, bias in ((parameter, parameter), (parameter, None), (None, None)):
+            _, mean, rstd = layer_norm.layer_norm(x, weight, bias)
+            layer_norm.layer_norm_backward(x, x, weight, bias, mean, rstd, True, True, True)
+        layer_norm.layer_norm_backward(x, x, parameter, parameter, mean, rstd, False, False, True)
+
+
+def group_norm_launches(dtype, tokens=9):
+    # Several channels per program, groups of a tile, and groups of more than that.
+    for spatial in ((), (7, 7), (128, 128)):
+        x, parameter = torch.zeros(tokens, 8, *spatial, dtype=dtype), torch.zeros(8, dtype=dtype)
+        for weight, bias in ((parameter, parameter), (parameter, None), (None, None)):
+            _, mean, rstd = group_norm.group_norm(x, 2, weight, bias)
+            group_norm.group_norm_backward(x, x, 2, weight, bias, mean, rstd, True, True, True)
 
 
 def rope_launches(dtype, tokens=9):
@@ -181,6 +202,8 @@ def compact_launches(dtype, tokens=9):
 
 LAUNCHES = {
     compact: compact_launches,
+    group_norm: group_norm_launches,
+    layer_norm: layer_norm_launches,
     rms_norm: rms_norm_launches,
     rope: rope_launches,
     geglu: geglu_launches,

@@ -11,38 +11,25 @@ import triton.language as tl
 
 from .common import (
     dense_vector,
-    multiprocessors,
     on_device_of,
     output_rows,
     require_dtype,
     require_same_shape,
     rows_of,
-    shared_memory,
     warps_for,
     write_back,
 )
-
-# A forward tile lives in registers once; the backward keeps about four float32 tiles at a time.
-_FORWARD_BYTES = 65536
-_BACKWARD_ELEMENTS = 16384
-# Shared memory of a program that no tile can have: 1024 bytes of the system, and what reductions take.
-_NOT_FOR_TILES = 1536
-_TILE = 2048
+from .norm_rows import backward_plan, forward_tile, load_float, sum_partials
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _load(rows_ptr, cols, mask):
-    return tl.load(rows_ptr + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _load_sum(x_rows, residual_rows, cols, mask):
-    x = _load(x_rows, cols, mask)
+    x = load_float(x_rows, cols, mask)
     if residual_rows is not None:
         # The sum is an output: what is normalised is its rounded value.
-        x = (x + _load(residual_rows, cols, mask)).to(x_rows.dtype.element_ty).to(tl.float32)
+        x = (x + load_float(residual_rows, cols, mask)).to(x_rows.dtype.element_ty).to(tl.float32)
     return x
 
 
@@ -117,7 +104,7 @@ def forward_kernel(
 def _store_grad_x(grad_x_rows, g, xhat, rstd, mean, grad_residual_rows, cols, mask):
     grad_x = rstd * (g - xhat * mean)
     if grad_residual_rows is not None:
-        grad_x += _load(grad_residual_rows, cols, mask)
+        grad_x += load_float(grad_residual_rows, cols, mask)
     tl.store(grad_x_rows + cols[None, :], grad_x.to(grad_x_rows.dtype.element_ty), mask=mask)
 
 
@@ -153,8 +140,8 @@ def backward_kernel(
 
         if WHOLE_ROW:
             mask = row_mask & (all_cols < n_cols)[None, :]
-            g = _load(grad_y_rows, all_cols, mask)
-            xhat = _load(x_rows, all_cols, mask) * rstd
+            g = load_float(grad_y_rows, all_cols, mask)
+            xhat = load_float(x_rows, all_cols, mask) * rstd
             if partial_ptr is not None:
                 grad_weight += g * _seen_by_weight(xhat, dtype, CASTING)
             if grad_x_ptr is not None:
@@ -168,16 +155,16 @@ def backward_kernel(
                 for start in range(0, n_cols, BLOCK_COLS):
                     cols = start + tl.arange(0, BLOCK_COLS)
                     mask = row_mask & (cols < n_cols)[None, :]
-                    g = _load(grad_y_rows, cols, mask)
+                    g = load_float(grad_y_rows, cols, mask)
                     if weight_ptr is not None:
                         g *= _load_weight(weight_ptr, cols, n_cols, offset)
-                    products += g * (_load(x_rows, cols, mask) * rstd)
+                    products += g * (load_float(x_rows, cols, mask) * rstd)
             mean = (tl.sum(products, 1) / n_cols)[:, None]
             for start in range(0, n_cols, BLOCK_COLS):
                 cols = start + tl.arange(0, BLOCK_COLS)
                 mask = row_mask & (cols < n_cols)[None, :]
-                g = _load(grad_y_rows, cols, mask)
-                xhat = _load(x_rows, cols, mask) * rstd
+                g = load_float(grad_y_rows, cols, mask)
+                xhat = load_float(x_rows, cols, mask) * rstd
                 if partial_ptr is not None:
                     # The row of partial sums is this program's own; it starts at zero.
                     so_far = tl.load(partial_row + cols, mask=cols < n_cols, other=0.0)
@@ -194,39 +181,7 @@ def backward_kernel(
         tl.store(partial_row + all_cols, tl.sum(grad_weight, 0), mask=all_cols < n_cols)
 
 
-@triton.jit(do_not_specialize=["n_partials"])
-def sum_partials_kernel(
-    partial_ptr, out_ptr, n_partials, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
-    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for start in range(0, n_partials, BLOCK_ROWS):
-        rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
-        mask = (rows < n_partials)[:, None] & (cols < n_cols)[None, :]
-        total += _load(partial_ptr + rows[:, None] * n_cols, cols, mask)
-    tl.store(out_ptr + cols, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=cols < n_cols)
-
-
 # --- launchers ----------------------------------------------------------------------------------------------------
-
-
-def _tile(n_cols, largest):
-    """(rows, columns, whole row) of a tile: several short rows share a program."""
-    block = min(triton.next_power_of_2(n_cols), largest)
-    return max(1, _TILE // block), block, n_cols <= block
-
-
-def _backward_plan(elements, whole, bytes_per_element, shared):
-    """(warps, programs per multiprocessor, stages) for tiles of so many elements and input bytes, with so many bytes of
-    shared memory on a multiprocessor.
-
-    As many programs as fit by their registers, about 120 to a thread, so that all run from start to end; and two tiles
-    loaded ahead where the shared memory holds them. A third one made it slower, and one alone was slower than none.
-    """
-    warps = warps_for(elements)
-    at_once = max(16 // warps, 1)
-    two_ahead = whole and 2 * elements * bytes_per_element <= shared // at_once - _NOT_FOR_TILES
-    return warps, at_once, 3 if two_ahead else 1
 
 
 def _forward(op, x, residual, weight, eps, offset, casting_mode):
@@ -242,7 +197,7 @@ def _forward(op, x, residual, weight, eps, offset, casting_mode):
     residual, residual_stride = (None, 0) if residual is None else rows_of(residual)
     y_rows, y_stride = output_rows(y)
     new_rows, new_stride = (None, 0) if new_residual is None else output_rows(new_residual)
-    block_rows, block_cols, whole = _tile(n_cols, _FORWARD_BYTES // x.element_size())
+    block_rows, block_cols, whole = forward_tile(n_cols, x)
     with on_device_of(x):
         forward_kernel[(triton.cdiv(n_rows, block_rows),)](
             x, x_stride, residual, residual_stride, dense_vector(weight), y_rows, y_stride, new_rows, new_stride,
@@ -273,29 +228,19 @@ def _backward(
     rstd = rstd.contiguous()
     grad_residual, grad_residual_stride = (None, 0) if grad_residual is None else rows_of(grad_residual)
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
-    block_rows, block_cols, whole = _tile(n_cols, _BACKWARD_ELEMENTS)
-    # Two rows share what a step costs, as far as 16 warps have registers for them.
-    block_rows = max(block_rows, min(2, 8192 // block_cols))
-    inputs = 2 if grad_residual is None else 3
-    warps, at_once, stages = _backward_plan(
-        block_rows * block_cols, whole, inputs * x.element_size(), shared_memory(x)
-    )
-    programs = min(at_once * multiprocessors(x), triton.cdiv(n_rows, block_rows))
+    plan = backward_plan(n_rows, x, inputs=2 if grad_residual is None else 3)
     grad_weight = (x if weight is None else weight).new_empty(n_cols if need_grad_weight else 0)
     partial = None
     if need_grad_weight:
-        allocate = torch.empty if whole else torch.zeros
-        partial = allocate(programs, n_cols, dtype=torch.float32, device=x.device)
+        partial = plan.partials(1, x)
     with on_device_of(x):
-        backward_kernel[(programs,)](
+        backward_kernel[(plan.programs,)](
             grad_y, grad_y_stride, x, x_stride, dense_vector(weight), rstd, grad_residual, grad_residual_stride,
-            grad_x_rows, grad_x_stride, partial, n_rows, n_cols, offset, casting_mode, block_rows, block_cols, whole,
-            stages, num_warps=warps,
+            grad_x_rows, grad_x_stride, partial, n_rows, n_cols, offset, casting_mode, *plan.tile, plan.stages,
+            num_warps=plan.warps,
         )  # fmt: skip
         if need_grad_weight:
-            sum_partials_kernel[(triton.cdiv(n_cols, 32),)](
-                partial, grad_weight, programs, n_cols, 256, 32, num_warps=8
-            )
+            sum_partials(partial, [grad_weight])
     if need_grad_x:
         write_back(grad_x, grad_x_rows)
     return grad_x, grad_weight

@@ -39,6 +39,32 @@ def _norm_backward(call):
     )
 
 
+def _moment_norm(call):
+    """layer_norm; group_norm, whose samples alone are on their own."""
+    x = call["x"]
+    of_groups = "num_groups" in call.arguments
+    rows = keep(x, (0,) if of_groups else range(x.dim() - 1))
+    call.place(rows, "x")
+    call.place(call.replicated, "weight", "bias")
+    y, mean, rstd = call.run()
+    leading = (x.shape[0], call["num_groups"]) if of_groups else x.shape[:-1]
+    return call.wrap(y, rows, x.shape), call.wrap(mean, rows, leading), call.wrap(rstd, rows, leading)
+
+
+def _moment_norm_backward(call):
+    x = call["x"]
+    rows = keep(x, (0,) if "num_groups" in call.arguments else range(x.dim() - 1))
+    needed = [call[f"need_grad_{name}"] and call[name] is not None for name in ("weight", "bias")]
+    call.place(rows, "x", "mean", "rstd", "grad_y")
+    call.place(call.replicated, "weight", "bias")
+    grad_x, *grads = call.run()
+    partial = where_sharded(rows, Partial())
+    return (
+        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.unasked(grad_x),
+        *(call.wrap(g, partial) if need else call.unasked(g) for g, need in zip(grads, needed, strict=True)),
+    )
+
+
 def _gated(call):
     gate = call["gate"]
     parts = keep(gate, range(gate.dim()))
@@ -205,6 +231,10 @@ RULES = {
     "rms_norm_backward": _norm_backward,
     "fused_add_rms_norm": _norm,
     "fused_add_rms_norm_backward": _norm_backward,
+    "layer_norm": _moment_norm,
+    "layer_norm_backward": _moment_norm_backward,
+    "group_norm": _moment_norm,
+    "group_norm_backward": _moment_norm_backward,
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope_,

@@ -1,4 +1,4 @@
-"""What layer_norm and group_norm share: normalisation by mean and variance in plain torch, fakes, the autograd formula."""
+"""What layer_norm and group_norm share: normalisation by mean and variance in plain torch, fakes, autograd."""
 
 import torch
 
@@ -22,7 +22,7 @@ def rows_grad(weighted, xhat, rstd):
 
 
 def parameter_grad(parameter, need, x, values, dims):
-    """``values`` summed over ``dims`` in the dtype of the parameter, or the empty tensor that stands for no gradient."""
+    """``values`` summed over ``dims`` in the dtype of the parameter, or the empty tensor for one that is not needed."""
     if parameter is None or not need:
         return (x if parameter is None else parameter).new_empty(0)
     return (values.sum(dims) if dims else values).to(parameter.dtype, copy=True)

@@ -92,7 +92,10 @@ def _(info, in_dims, x, num_groups, weight, bias, eps):
             torch.ops.liger.group_norm(
                 x[i],
                 num_groups,
-                *(p if dim is None else p.select(dim, i) for p, dim in zip((weight, bias), in_dims[2:4], strict=True)),
+                *(
+                    p if dim is None else p.select(dim, i)
+                    for p, dim in zip((weight, bias), in_dims[2:4], strict=True)
+                ),
                 eps,
             )
             for i in range(info.batch_size)

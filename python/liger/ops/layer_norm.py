@@ -1,7 +1,7 @@
 """Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450): reference kernels, fakes, autograd, API.
 
-With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in float32 with
-one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
+With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in float32
+with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
 """
 
 import torch
@@ -78,7 +78,10 @@ def _(info, in_dims, x, weight, bias, eps):
         each = [
             torch.ops.liger.layer_norm(
                 x[i],
-                *(p if dim is None else p.select(dim, i) for p, dim in zip((weight, bias), in_dims[1:3], strict=True)),
+                *(
+                    p if dim is None else p.select(dim, i)
+                    for p, dim in zip((weight, bias), in_dims[1:3], strict=True)
+                ),
                 eps,
             )
             for i in range(info.batch_size)

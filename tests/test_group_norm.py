@@ -1,0 +1,154 @@
+"""group_norm against float64, in every backend that runs here."""
+
+import pytest
+import torch
+from cases import DTYPES, check_op, strided_like
+
+import liger
+
+PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
+# Groups of a few elements (of two, the gradient of x is nothing but rounding), odd sizes, whole vectors, groups that a block holds, and larger ones.
+CASES = [
+    ((3, 32), 4),
+    ((5, 6, 7), 3),
+    ((2, 6, 5, 5), 6),
+    ((2, 64, 8, 8), 32),
+    ((40, 96, 16), 1),
+    ((2, 4, 96, 96), 2),
+    ((1, 4, 203, 204), 2),
+    ((1, 4, 201, 203), 2),
+    ((1, 2, 8, 80, 80), 1),
+]
+
+
+def reference(x, groups, weight, bias, eps=1e-5):
+    """The definition: statistics in at least float32, one rounding at the end."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    rows = wide.reshape(x.shape[0], groups, -1)
+    centred = rows - rows.mean(-1, keepdim=True)
+    y = (centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)).reshape(x.shape)
+    of_channel = (-1, *(1,) * (x.dim() - 2))
+    y = y if weight is None else y * weight.to(y.dtype).reshape(of_channel)
+    y = y if bias is None else y + bias.to(y.dtype).reshape(of_channel)
+    return y.to(x.dtype)
+
+
+def check(x, groups, which):
+    parameters = [
+        torch.randn(x.shape[1], device=x.device, dtype=x.dtype) if there else None for there in which
+    ]
+    check_op(
+        lambda x, w, b: liger.group_norm(x, groups, w, b),
+        lambda x, w, b: reference(x, groups, w, b),
+        [x, *parameters],
+    )
+
+
+@pytest.mark.parametrize("which", PARAMETERS, ids=["weight+bias", "weight", "bias", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "groups"), CASES, ids=str)
+def test_group_norm(device, shape, groups, dtype, which):
+    check(torch.randn(shape, device=device, dtype=dtype) + 2, groups, which)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 40), (2, 4, 120, 160)], ids=str)
+def test_a_large_mean_does_not_cancel(device, shape):
+    """With a mean of 4000 deviations the difference of squares would have no digit left in float32."""
+    x = torch.randn(shape, device=device) + 4096
+    _, mean, rstd = torch.ops.liger.group_norm(x, 2)
+    rows = x.double().reshape(2, 2, -1)
+    torch.testing.assert_close(mean.double(), rows.mean(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd.double(), (rows.var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("make", [strided_like, lambda t: t.contiguous(memory_format=torch.channels_last)])
+def test_strided_input_and_gradient(device, make):
+    x, grad = torch.randn(2, 3, 8, 6, 4, device=device)
+    weight, bias = torch.randn(2, 8, device=device)
+    outputs = []
+    for transform in (lambda t: t, make):
+        leaves = [
+            transform(x).detach().requires_grad_(),
+            *(p.clone().requires_grad_() for p in (weight, bias)),
+        ]
+        y = liger.group_norm(leaves[0], 4, *leaves[1:])
+        outputs.append([y, *torch.autograd.grad(y, leaves, transform(grad))])
+    for contiguous, strided in zip(*outputs, strict=True):
+        torch.testing.assert_close(strided, contiguous, rtol=1e-6, atol=1e-6)
+    strided = make(x)
+    assert liger.group_norm(strided, 4).stride() == torch.empty_like(strided).stride()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3), (2, 4, 0), (2, 0, 3)], ids=str)
+def test_empty(device, shape):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    weight, bias = (torch.randn(shape[1], device=device, requires_grad=True) for _ in range(2))
+    y = liger.group_norm(x, 2, weight, bias)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    for parameter in (weight, bias):
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
+def test_float32_parameters_with_low_precision_input(device, dtype):
+    x = torch.randn(3, 8, 5, 4, device=device, dtype=dtype)
+    weight, bias = (torch.randn(8, device=device, requires_grad=True) for _ in range(2))
+    liger.group_norm(x, 2, weight, bias).float().sum().backward()
+    assert weight.grad.dtype == bias.grad.dtype == torch.float32
+
+
+def test_frozen_parts_get_no_gradient(device):
+    tensors = [torch.randn(4, 8, 12, device=device), *torch.randn(2, 8, device=device)]
+    grad = torch.randn(4, 8, 12, device=device)
+
+    def norm(x, weight, bias):
+        return liger.group_norm(x, 2, weight, bias)
+
+    whole = [t.clone().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(norm(*whole), whole, grad)
+    for i in range(3):
+        some = [t.clone().requires_grad_(j == i) for j, t in enumerate(tensors)]
+        norm(*some).backward(grad)
+        for j, tensor in enumerate(some):
+            assert (tensor.grad is None) == (j != i)
+        torch.testing.assert_close(some[i].grad, expected[i], rtol=1e-6, atol=1e-6)
+
+
+def test_same_bits_twice(device):
+    leaves = [torch.randn(9, 32, 50, device=device), *torch.randn(2, 32, device=device)]
+    leaves = [t.clone().requires_grad_() for t in leaves]
+    y = liger.group_norm(leaves[0], 8, *leaves[1:])
+    grad = torch.randn_like(y)
+    first = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    for a, b in zip(first, torch.autograd.grad(y, leaves, grad), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda d: (torch.randn(4, device=d), 2), "x has shape (4,), expected (batch, channels, ...)"),
+        (
+            lambda d: (torch.randn(2, 6, 3, device=d), 4),
+            "num_groups is 4, expected a divisor of the 6 channels of x",
+        ),
+        (
+            lambda d: (torch.randn(2, 6, 3, device=d), 0),
+            "num_groups is 0, expected a divisor of the 6 channels of x",
+        ),
+        (
+            lambda d: (torch.randn(2, 6, 3, device=d), 2, torch.randn(3, device=d)),
+            "weight has shape (3,), expected (6,), the channels of x",
+        ),
+        (
+            lambda d: (torch.randn(2, 6, 3, device=d).half(), 2, None, torch.randn(6, device=d).bfloat16()),
+            "bias has dtype bfloat16, expected that of x, float16, or float32",
+        ),
+    ],
+)
+def test_bad_input(device, arguments, words):
+    with pytest.raises(RuntimeError, match="group_norm: ") as caught:
+        liger.group_norm(*arguments(device))
+    assert words in str(caught.value)
