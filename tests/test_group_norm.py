@@ -7,7 +7,8 @@ from cases import DTYPES, check_op, strided_like
 import liger
 
 PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
-# Groups of a few elements (of two, the gradient of x is nothing but rounding), odd sizes, whole vectors, groups that a block holds, and larger ones.
+# Groups of a few elements (with two, the gradient of x is but rounding), odd sizes, whole vectors, groups that a block
+# holds, and larger ones.
 CASES = [
     ((3, 32), 4),
     ((5, 6, 7), 3),

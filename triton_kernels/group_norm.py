@@ -2,8 +2,8 @@
 
 A group of channels of one sample lies in one piece. Forward: a group that fits a tile is read once; of a larger one, a
 first kernel takes the moments of each tile, and a second one joins them and normalises. Backward: of every channel of
-every sample sum(grad_y * xhat) and sum(grad_y), which are also the parts of the gradients of the parameters; then grad_x,
-tile by tile.
+every sample sum(grad_y * xhat) and sum(grad_y), which are also the parts of the gradients of the parameters; then
+grad_x, tile by tile.
 """
 
 import torch

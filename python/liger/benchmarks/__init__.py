@@ -7,3 +7,4 @@ The work is in the modules, which nothing else in the package imports.
 OPS = (
     "rms_norm", "swiglu", "geglu", "relu_squared", "softmax", "rope", "cross_entropy", "fused_linear_ce", "tiled_mlp",
 )  # fmt: skip
+OPS = ("rms_norm", "layer_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce", "tiled_mlp")

@@ -1,9 +1,21 @@
-"""Root-mean-square normalisation as a module."""
+"""Root-mean-square and layer normalisation as modules."""
 
 import torch
 from torch import nn
 
+from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
+
+
+def _sizes(normalized_shape):
+    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+
+
+def _require_shape(name, x, sizes):
+    if x.shape[-len(sizes) :] != sizes:
+        raise RuntimeError(
+            f"{name}: x has shape {tuple(x.shape)}, expected (..., {', '.join(map(str, sizes))})"
+        )
 
 
 class RMSNorm(nn.Module):
@@ -38,8 +50,7 @@ class RMSNorm(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        self.normalized_shape = tuple(shape)
+        self.normalized_shape = _sizes(normalized_shape)
         self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
         self.elementwise_affine = elementwise_affine
         if elementwise_affine:
@@ -55,10 +66,7 @@ class RMSNorm(nn.Module):
     def forward(self, x):
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         dims = len(self.normalized_shape)
-        if x.shape[-dims:] != self.normalized_shape:
-            raise RuntimeError(
-                f"RMSNorm: x has shape {tuple(x.shape)}, expected (..., {', '.join(map(str, self.normalized_shape))})"
-            )
+        _require_shape("RMSNorm", x, self.normalized_shape)
         if dims == 1:
             return rms_norm(x, self.weight, eps, self.offset, self.casting_mode)
         weight = None if self.weight is None else self.weight.flatten()
@@ -69,4 +77,57 @@ class RMSNorm(nn.Module):
         return (
             f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
             f"offset={self.offset}, casting_mode={self.casting_mode!r}"
+        )
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation over the last dimensions; the constructor of :class:`torch.nn.LayerNorm`.
+
+    ``y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``, with statistics in float32.
+
+    Args:
+        normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight. It starts at one.
+        bias: whether there is a bias beside it. It starts at zero.
+        device, dtype: of the parameters.
+
+    Shape:
+        x: (..., *normalized_shape); the result has the shape and dtype of x.
+
+    Raises:
+        RuntimeError: an x that does not end in normalized_shape, or what :func:`liger.layer_norm` refuses.
+    """
+
+    def __init__(
+        self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None
+    ):
+        super().__init__()
+        self.normalized_shape = _sizes(normalized_shape)
+        self.eps, self.elementwise_affine = eps, elementwise_affine
+        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            parameter = None
+            if there:
+                parameter = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
+            self.register_parameter(name, parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x):
+        dims = len(self.normalized_shape)
+        _require_shape("LayerNorm", x, self.normalized_shape)
+        if dims == 1:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        weight, bias = (None if p is None else p.flatten() for p in (self.weight, self.bias))
+        return layer_norm(x.flatten(-dims), weight, bias, self.eps).unflatten(-1, self.normalized_shape)
+
+    def extra_repr(self):
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
+            f"bias={self.bias is not None}"
         )

@@ -2,7 +2,7 @@
 
 import torch
 
-from ._autograd import differentiable_once
+from ._autograd import differentiable_once, to_front
 from .rms_norm import accumulate_dtype
 
 
@@ -56,9 +56,37 @@ def formula(name, backward_op, options_before=0):
         if grad_y is None:
             return None, *none, None, None, None
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[first : first + 2])
+        # A traced call leaves arguments out that have their defaults.
+        asked = (*ctx.needs_input_grad, False, False)
+        needs = (asked[0], *asked[first : first + 2])
         grads = backward_op(grad_y, x, *ctx.options, weight, bias, mean, rstd, *needs)
         grad_x, *others = (grad if need else None for grad, need in zip(grads, needs, strict=True))
         return grad_x, *none, *others, None
 
     return setup, backward
+
+
+def vmap_rule(op, fold, unfold):
+    """The vmap rule of an op (x, options, weight, bias, eps). With one set of parameters, ``fold`` makes the mapped
+    dimension, then the first, part of x, and ``unfold(outputs, sizes)`` takes it out again, of each result; with mapped
+    parameters it is one norm after another."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def rule(info, in_dims, *args):
+        given = dict(zip(names, args, strict=False))
+        mapped = {
+            n: d for n, d in zip(names, in_dims, strict=False) if n in ("weight", "bias") and d is not None
+        }
+        x = given["x"] = to_front(args[0], in_dims[0], info.batch_size)
+        if not mapped:
+            outputs = op(**dict(given, x=fold(x)))
+            outputs = tuple(unfold(o, x.shape[:2]) for o in outputs)
+        else:
+            each = [
+                op(**dict(given, x=x[i], **{n: given[n].select(d, i) for n, d in mapped.items()}))
+                for i in range(info.batch_size)
+            ]
+            outputs = tuple(map(torch.stack, zip(*each, strict=True)))
+        return outputs, (0,) * len(outputs)
+
+    return rule

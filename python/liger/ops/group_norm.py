@@ -7,8 +7,8 @@ variance as a row of :mod:`liger.ops.layer_norm` is. Weight and bias belong to c
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable, to_front
-from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised
+from ._autograd import differentiable
+from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
 from .rms_norm import accumulate_dtype
 
 
@@ -80,28 +80,15 @@ _group_norm = differentiable(
 )
 
 
-@torch.library.register_vmap("liger::group_norm")
-def _(info, in_dims, x, num_groups, weight, bias, eps):
-    """The mapped dimension of x becomes more samples; with mapped parameters one norm after another."""
-    x = to_front(x, in_dims[0], info.batch_size)
-    if in_dims[2] is None and in_dims[3] is None:
-        outputs = torch.ops.liger.group_norm(x.flatten(0, 1), num_groups, weight, bias, eps)
-        outputs = tuple(o.unflatten(0, x.shape[:2]) for o in outputs)
-    else:
-        each = [
-            torch.ops.liger.group_norm(
-                x[i],
-                num_groups,
-                *(
-                    p if dim is None else p.select(dim, i)
-                    for p, dim in zip((weight, bias), in_dims[2:4], strict=True)
-                ),
-                eps,
-            )
-            for i in range(info.batch_size)
-        ]
-        outputs = tuple(map(torch.stack, zip(*each, strict=True)))
-    return outputs, (0,) * len(outputs)
+# The mapped dimension becomes more samples.
+torch.library.register_vmap(
+    "liger::group_norm",
+    vmap_rule(
+        torch.ops.liger.group_norm.default,
+        lambda x: x.flatten(0, 1),
+        lambda output, sizes: output.unflatten(0, sizes),
+    ),
+)
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ with one rounding at the end. The variance is the mean of ``(x - m)^2``, never t
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable, to_front
-from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised
+from ._autograd import differentiable
+from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -67,27 +67,11 @@ _layer_norm = differentiable(
 )
 
 
-@torch.library.register_vmap("liger::layer_norm")
-def _(info, in_dims, x, weight, bias, eps):
-    """The mapped dimension of x becomes one more dimension of rows; with mapped parameters
-    one norm after another."""
-    x = to_front(x, in_dims[0], info.batch_size)
-    if in_dims[1] is None and in_dims[2] is None:
-        outputs = torch.ops.liger.layer_norm(x, weight, bias, eps)
-    else:
-        each = [
-            torch.ops.liger.layer_norm(
-                x[i],
-                *(
-                    p if dim is None else p.select(dim, i)
-                    for p, dim in zip((weight, bias), in_dims[1:3], strict=True)
-                ),
-                eps,
-            )
-            for i in range(info.batch_size)
-        ]
-        outputs = tuple(map(torch.stack, zip(*each, strict=True)))
-    return outputs, (0,) * len(outputs)
+# The mapped dimension becomes one more dimension of rows.
+torch.library.register_vmap(
+    "liger::layer_norm",
+    vmap_rule(torch.ops.liger.layer_norm.default, lambda x: x, lambda output, _sizes: output),
+)
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
