@@ -95,8 +95,8 @@ void check_vector(const std::string& op, const char* name, const Tensor& tensor,
 void check_norm_parameter(const std::string& op, const char* name, const Tensor& parameter, const Tensor& x,
                           int64_t length, const char* of) {
   check_vector(op, name, parameter, length, of);
-  require(parameter.scalar_type() == x.scalar_type() || parameter.scalar_type() == ScalarType::Float, op, ": ",
-          name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected that of x, ",
+  require(parameter.scalar_type() == x.scalar_type() || parameter.scalar_type() == ScalarType::Float, op,
+          ": ", name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected that of x, ",
           dtype_name(x.scalar_type()), ", or float32");
   check_same_device(op, name, parameter, "x", x);
 }

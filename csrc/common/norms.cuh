@@ -69,13 +69,14 @@ inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed
 // What a backward takes of the forward: a float of every row.
 inline void require_row_statistic(const char* op, const char* name, const Tensor& statistic, const Tensor& x,
                                   int64_t rows) {
-  require(statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows && same_device(statistic, x),
-          op, ": ", name, " has shape ", shape_text(statistic), " and dtype ",
-          dtype_name(statistic.scalar_type()), ", expected the float32 result of the forward");
+  require(
+      statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows && same_device(statistic, x),
+      op, ": ", name, " has shape ", shape_text(statistic), " and dtype ",
+      dtype_name(statistic.scalar_type()), ", expected the float32 result of the forward");
 }
 
-// The gradients of one or two parameters of the same dtype, T or float32, from their parts: (parts, one or two,
-// length).
+// The gradients of one or two parameters of the same dtype, T or float32, from their parts: (parts, one or
+// two, length).
 template <typename T>
 void sum_parts(const float* partial, int parts, const Tensor& grad, const Tensor* other_grad, bool overlap,
                cudaStream_t stream) {

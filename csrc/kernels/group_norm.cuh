@@ -15,7 +15,9 @@ struct ChannelDivide {
 
   ChannelDivide() = default;
   ChannelDivide(int64_t divisor, int64_t numbers)
-      : divisor(divisor), small(numbers < int64_t{1} << 31), fast(small ? static_cast<uint32_t>(divisor) : 1) {}
+      : divisor(divisor),
+        small(numbers < int64_t{1} << 31),
+        fast(small ? static_cast<uint32_t>(divisor) : 1) {}
 
   __device__ __forceinline__ int quotient(int n) const {
     return static_cast<int>(fast.quotient(static_cast<uint32_t>(n)));

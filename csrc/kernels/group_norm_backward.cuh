@@ -1,6 +1,6 @@
-// GroupNorm backward in three steps: of every channel of every sample sum(grad_y * xhat) and sum(grad_y), which
-// are also the parts of the gradients of the parameters; of every group what its grad_x needs; grad_x. The
-// last step starts where the first one ended, whose data is the most likely still to be in the L2 cache.
+// GroupNorm backward in three steps: of every channel of every sample sum(grad_y * xhat) and sum(grad_y),
+// which are also the parts of the gradients of the parameters; of every group what its grad_x needs; grad_x.
+// The last step starts where the first one ended, whose data is the most likely still to be in the L2 cache.
 #pragma once
 
 #include "kernels/group_norm.cuh"
@@ -85,8 +85,7 @@ __global__ void __launch_bounds__(256) group_gradients_kernel(const GroupNormBac
   dot = warp_reduce<Sum>(dot);
   sum = warp_reduce<Sum>(sum);
   const float count = static_cast<float>(p.channels_per_group * p.spatial);
-  if (threadIdx.x % 32 == 0)
-    p.gradients[row] = RowGradient(p.mean[row], p.rstd[row], sum, dot, 1.0f / count);
+  if (threadIdx.x % 32 == 0) p.gradients[row] = RowGradient(p.mean[row], p.rstd[row], sum, dot, 1.0f / count);
 }
 
 inline constexpr int kGradThreads = 256;

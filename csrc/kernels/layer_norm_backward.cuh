@@ -19,7 +19,7 @@ template <typename RowsOf>
 struct LayerNormBackwardOf {
   const void *grad_y, *x, *weight;  // weight may be null
   const float *mean, *rstd;
-  void* grad_x;                   // null where it is not needed
+  void* grad_x;                    // null where it is not needed
   float *grad_weight, *grad_bias;  // the first of their parts, part_stride apart; null where not needed
   RowsOf grad_y_rows, x_rows, grad_x_rows;
   int64_t rows, hidden, part_stride;

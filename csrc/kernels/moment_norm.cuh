@@ -11,9 +11,9 @@
 namespace liger {
 
 // Affine: where the weight and the bias of an element are. It has
-//   template <typename T, int N, int V> Held: what a thread keeps of them, with fetch(affine, j, row, vector),
-//   before the sums, and apply(affine, j, row, vector, values), where `vector` counts those of the row, as an
-//   int where a block holds a row.
+//   template <typename T, int N, int V> Held: what a thread keeps of them, with fetch(affine, j, row,
+//   vector), before the sums, and apply(affine, j, row, vector, values), where `vector` counts those of the
+//   row, as an int where a block holds a row.
 template <typename RowsOf, typename AffineOf>
 struct MomentNorm {
   using Affine = AffineOf;
@@ -55,7 +55,9 @@ __global__ void __launch_bounds__(kChunkThreads, 2) chunk_moments_kernel(const P
 
 // Blocks per multiprocessor.
 template <int V>
-inline constexpr int kMomentBlocks = V == 2 ? 3 : V == 4 ? 2 : 1;
+inline constexpr int kMomentBlocks = V == 2   ? 3
+                                     : V == 4 ? 2
+                                              : 1;
 
 // argument: the logarithm of the threads per row (kGrouped), or the number of chunks per row (kChunk).
 template <typename T, int N, int V, Spread kSpread, typename P>

@@ -81,9 +81,7 @@ __device__ __forceinline__ Moments block_moments(const Vec<T, N> (&x)[V], const 
 // block. scratch: as block_reduce() asks.
 __device__ __forceinline__ Moments join_parts(const Moments* of_parts, int parts, int64_t part_size,
                                               int64_t count, float* scratch) {
-  const auto size_of = [&](int part) {
-    return static_cast<float>(min(part_size, count - part * part_size));
-  };
+  const auto size_of = [&](int part) { return static_cast<float>(min(part_size, count - part * part_size)); };
   float sum = 0.0f;
   for (int part = threadIdx.x; part < parts; part += blockDim.x)
     sum = fmaf(size_of(part) / static_cast<float>(count), of_parts[part].mean, sum);

@@ -79,14 +79,13 @@ struct BackwardPlan {
   int parts;
 };
 
-// streams: how many tensors of the size of x are read. threads_of_four: the most threads of a block of a kernel
-// with four vectors per thread.
+// streams: how many tensors of the size of x are read. threads_of_four: the most threads of a block of a
+// kernel with four vectors per thread.
 template <typename T>
 BackwardPlan plan_norm_backward(int64_t rows, int64_t hidden, bool vectorised, int streams,
                                 int threads_of_four, int multiprocessors, int shared_limit) {
   const int n = vectorised ? kVec<T> : 1;
-  BackwardPlan plan{
-      plan_rows(rows, hidden / n, n * sizeof(T), vectorised, streams, threads_of_four,
+  BackwardPlan plan{plan_rows(rows, hidden / n, n * sizeof(T), vectorised, streams, threads_of_four,
                               multiprocessors, shared_limit),
                     0};
   if (plan.rows.width == 0) {

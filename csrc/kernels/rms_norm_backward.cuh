@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         if (!active || lane + j * lanes >= vectors) continue;
         if constexpr (kHold) {
 #pragma unroll
-          for (int stream = 0; stream < kStreams; ++stream) held[r][stream][j] = ring.slot(stage, r, stream, j);
+          for (int stream = 0; stream < kStreams; ++stream)
+            held[r][stream][j] = ring.slot(stage, r, stream, j);
         }
         float xs[N], gs[N];
         unpack(value(r, 0, j), xs);

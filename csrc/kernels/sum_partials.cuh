@@ -14,8 +14,8 @@ struct SumOutputs {
   W* out[K];
 };
 
-// out[k][h] = sum of partial[b][k][h] over the blocks b. A block takes 16 columns, 4 to a thread, and reads 128
-// parts at a time.
+// out[k][h] = sum of partial[b][k][h] over the blocks b. A block takes 16 columns, 4 to a thread, and reads
+// 128 parts at a time.
 inline constexpr int kSumColumns = 16, kSumThreads = 512;
 
 template <typename W, int K>
