@@ -179,6 +179,56 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
       " Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
+  // The divergence of the distributions of student and teacher logits (..., V): the loss alone, composite over
+  // divergence_forward
+  m.def(
+      "kl_div(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
+      "denominator=None, bool reverse=False, float temperature=1.0, bool log_probs=False, int "
+      "ignore_index=-100, str reduction=\"mean\") -> Tensor");
+  m.def(
+      "jsd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
+      "denominator=None, float beta=0.5, float temperature=1.0, bool log_probs=False, int ignore_index=-100,"
+      " str reduction=\"mean\") -> Tensor");
+  m.def(
+      "tvd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
+      "denominator=None, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str "
+      "reduction=\"mean\") -> Tensor");
+  // student and teacher (N, V), target (N,), divergence "forward_kl", "reverse_kl", "jsd" or "tvd" -> loss
+  // (N,), stats (5, N): the largest logit and log(sum(exp((z - largest) / temperature))) of the student, the
+  // same of the teacher, and what the softmax of the student takes from the gradient. Rows whose target is
+  // ignore_index have zeros.
+  m.def(
+      "divergence_forward(Tensor student, Tensor teacher, Tensor? target, str divergence, float beta, float "
+      "temperature, bool log_probs, int ignore_index) -> (Tensor loss, Tensor stats)");
+  // The gradient of sum(grad_loss * loss) in the student, grad_loss (N,)
+  m.def(
+      "divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, str "
+      "divergence, float beta, float temperature, bool log_probs, int ignore_index) -> Tensor");
+  m.def(
+      "divergence_backward_(Tensor grad_loss, Tensor(a!) student, Tensor teacher, Tensor? target, Tensor "
+      "stats, str divergence, float beta, float temperature, bool log_probs, int ignore_index) -> ()");
+
+  // input (..., H) and weight (V, H) of the student; teacher (..., Ht) with teacher_weight (V, Ht), or its
+  // logits (..., V) without: composite over fused_linear_divergence_forward
+  m.def(
+      "fused_linear_kl_div(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? "
+      "target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? "
+      "denominator=None, bool reverse=False, float temperature=1.0, int ignore_index=-100, str "
+      "reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
+  m.def(
+      "fused_linear_jsd(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? "
+      "target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? "
+      "denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str "
+      "reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
+  // input (N, H), row_weight (N,): loss is sum(row_weight * loss of the row), or each of them with per_row.
+  // The gradients are those of the sum.
+  m.def(
+      "fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
+      " Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta,"
+      " float temperature, int ignore_index, bool per_row, ScalarType? accum_dtype, int? memory_budget, bool "
+      "need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+      " -> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward
   m.def(
@@ -224,6 +274,13 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
       " Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction,"
       " ScalarType? accum_dtype, int? memory_budget) -> ()");
+  m.def(
+      "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, str divergence, float beta,"
+      " float temperature, bool log_probs) -> ()");
+  m.def(
+      "check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
+      " Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta,"
+      " float temperature, ScalarType? accum_dtype, int? memory_budget) -> ()");
 
   // LIGER_MEMORY_BUDGET in bytes, else 512 MiB
   m.def("default_memory_budget() -> int");
@@ -321,6 +378,8 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_tiled_mlp", TORCH_BOX(&check_tiled_mlp));
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
+  m.impl("check_divergence", TORCH_BOX(&check_divergence));
+  m.impl("check_fused_linear_divergence", TORCH_BOX(&check_fused_linear_divergence));
   m.impl("default_memory_budget", TORCH_BOX(&default_memory_budget));
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
   m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));

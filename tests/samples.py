@@ -338,6 +338,74 @@ def _cross_entropy_stats_backward(d):
     return samples
 
 
+def _divergence_forward(d):
+    student, teacher, target = _float(d, 6, 11), _float(d, 6, 11), _target(d, 6, 11)
+    return [
+        (student, teacher, None, "forward_kl", 0.5, 1.0, False, -100),
+        (_transposed(student), teacher, target.int(), "jsd", 0.3, 2.0, False, -100),
+        (student, _float(d, 6, 22)[:, ::2], target, "tvd", 0.5, 0.5, False, 3),
+        (student.log_softmax(-1), teacher.log_softmax(-1), None, "reverse_kl", 0.5, 1.0, True, -100),
+        (_float(d, 0, 11), _float(d, 0, 11), target[:0], "jsd", 0.5, 1.0, False, -100),
+    ]
+
+
+def _divergence_backward(d):
+    samples = []
+    for student, teacher, target, *options in _divergence_forward(d):
+        _, stats = torch.ops.liger.divergence_forward(student, teacher, target, *options)
+        samples.append((_float(d, len(student)), student, teacher, target, stats, *options))
+    return samples
+
+
+def _pair(d):
+    """Student and teacher logits with a target and a token weight each."""
+    return _float(d, 2, 3, 11), _float(d, 2, 3, 11), _target(d, 6, 11).view(2, 3), _float(d, 2, 3).abs()
+
+
+def _divergence_of(*option):
+    """Samples of a public op with one option of its own, or none, between the denominator and the temperature."""
+
+    def samples(d):
+        *pair, target, token_weight = _pair(d)
+        count = torch.tensor(7, device=d)
+        return [
+            tuple(pair),
+            (*pair, target, token_weight, None, *option, 2.0, False, -100, "none"),
+            (*pair, None, None, count, *option, 1.0, False, -100, "batchmean"),
+        ]
+
+    return samples
+
+
+def _linear_pair(d):
+    """Hidden states and weight of the student, those of the teacher."""
+    return _float(d, 6, 8), _float(d, 11, 8), _float(d, 6, 5), _float(d, 11, 5)
+
+
+def _fused_linear_divergence_of(option):
+    def samples(d):
+        tensors, (target, token_weight) = _linear_pair(d), (_target(d, 6, 11), torch.rand(6, device=d))
+        return [
+            tensors,
+            (*tensors[:2], _float(d, 6, 11), None, target),
+            (*tensors, target, *torch.randn(2, 11, device=d), token_weight, None, option, 2.0, -100, "none"),
+        ]
+
+    return samples
+
+
+def _fused_linear_divergence_forward(d):
+    tensors, (target, row_weight) = _linear_pair(d), (_target(d, 6, 11), torch.rand(6, device=d))
+    every, biases = (True, True, True), torch.randn(2, 11, device=d).unbind()
+    small = (None, 2 * 48 * 4)  # two rows of two slabs
+    return [
+        (*tensors, *(None,) * 4, "jsd", 0.5, 1.0, -100, False, None, None, True, True, False),
+        (*tensors, target, *biases, row_weight, "jsd", 0.1, 2.0, -100, False, *small, *every),
+        (*tensors, target, *biases, row_weight, "tvd", 0.1, 2.0, -100, True, *small, False, False, False),
+        (*tensors[:2], _float(d, 6, 11), *(None,) * 5, "forward_kl", 0.5, 1.0, -100, False, *small, False, True, True),
+    ]  # fmt: skip
+
+
 def _rescale(d):
     return [
         (_float(d, 3, 4), torch.tensor(2.5, device=d)),
@@ -407,6 +475,15 @@ SAMPLES = {
     "cross_entropy_stats_backward_": _cross_entropy_stats_backward,
     "fused_linear_ce": _fused_linear_ce,
     "fused_linear_ce_forward": _fused_linear_ce_forward,
+    "kl_div": _divergence_of(True),
+    "jsd": _divergence_of(0.3),
+    "tvd": _divergence_of(),
+    "divergence_forward": _divergence_forward,
+    "divergence_backward": _divergence_backward,
+    "divergence_backward_": _divergence_backward,
+    "fused_linear_kl_div": _fused_linear_divergence_of(True),
+    "fused_linear_jsd": _fused_linear_divergence_of(0.3),
+    "fused_linear_divergence_forward": _fused_linear_divergence_forward,
     "tiled_mlp": _tiled_mlp,
     "tiled_mlp_forward": _tiled_mlp_forward,
     "tiled_mlp_backward": _tiled_mlp_backward,
@@ -422,6 +499,10 @@ SAMPLES = {
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],
     "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
+    "check_divergence": lambda d: [("jsd", *arguments[:-1]) for arguments in _divergence_forward(d)],
+    "check_fused_linear_divergence": lambda d: [
+        (*arguments[:11], *arguments[13:15]) for arguments in _fused_linear_divergence_forward(d)
+    ],
     "default_memory_budget": lambda d: [()],
     "check_cross_entropy": lambda d: [("cross_entropy", *arguments) for arguments in _on_logits(d)],
     "check_fused_linear_ce": _on_input,

@@ -146,6 +146,20 @@ void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, i
           "', expected 'mean', 'sum' or 'none'");
 }
 
+void check_divergence_options(const std::string& op, const Tensor& like, const std::optional<Tensor>& target,
+                              const std::string& divergence, double beta, double temperature) {
+  require(divergence == "forward_kl" || divergence == "reverse_kl" || divergence == "jsd" || divergence == "tvd",
+          op, ": divergence is '", divergence, "', expected 'forward_kl', 'reverse_kl', 'jsd' or 'tvd'");
+  require(beta >= 0.0 && beta <= 1.0, op, ": beta is ", beta, ", expected a value between 0 and 1");
+  require(temperature > 0.0, op, ": temperature is ", temperature, ", expected a positive value");
+  if (target) {
+    require(target->scalar_type() == ScalarType::Long || target->scalar_type() == ScalarType::Int, op,
+            ": target has dtype ", dtype_name(target->scalar_type()), ", expected int64 or int32");
+    check_vector(op, "target", *target, like.size(0), "one value per row");
+    check_same_device(op, "target", *target, "the rows", like);
+  }
+}
+
 }  // namespace
 
 void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
@@ -324,6 +338,70 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
   require(!accum_dtype || *accum_dtype == ScalarType::Float || *accum_dtype == input.scalar_type(), op,
           ": accum_dtype is ", dtype_name(accum_dtype.value_or(ScalarType::Float)),
           ", expected float32, the dtype of", " input, ", dtype_name(input.scalar_type()), ", or None");
+  require(!memory_budget || *memory_budget > 0, op, ": memory_budget is ", memory_budget.value_or(0),
+          ", expected a positive number of bytes or None");
+}
+
+void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
+                      const std::optional<Tensor>& target, const std::string& divergence, double beta,
+                      double temperature, bool log_probs) {
+  require(student.dim() == 2 && student.size(1) > 0, op, ": student has shape ", shape_text(student),
+          ", expected (rows, classes) with at least one class");
+  check_floating(op, "student", student);
+  check_same_shape(op, "teacher", teacher, "student", student);
+  check_same_dtype(op, "teacher", teacher, "student", student);
+  check_same_device(op, "teacher", teacher, "student", student);
+  check_divergence_options(op, student, target, divergence, beta, temperature);
+  require(!log_probs || temperature == 1.0, op, ": temperature is ", temperature,
+          " with log_probs, expected 1: log-probabilities are logits too, so pass them without log_probs");
+}
+
+void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
+                                   const std::optional<Tensor>& teacher_weight,
+                                   const std::optional<Tensor>& target, const std::optional<Tensor>& bias,
+                                   const std::optional<Tensor>& teacher_bias,
+                                   const std::optional<Tensor>& row_weight, const std::string& divergence,
+                                   double beta, double temperature, std::optional<ScalarType> accum_dtype,
+                                   std::optional<int64_t> memory_budget) {
+  const std::string op = "fused_linear_" + (divergence == "jsd" ? divergence : std::string("kl_div"));
+  require(input.dim() == 2, op, ": input has shape ", shape_text(input), ", expected (rows, hidden)");
+  require(weight.dim() == 2 && weight.size(1) == input.size(1), op, ": weight has shape ", shape_text(weight),
+          ", expected (vocab, hidden) with the hidden size of input, ", input.size(1));
+  const int64_t vocab = weight.size(0);
+  require(vocab > 0, op, ": weight has shape ", shape_text(weight), ", expected at least one row");
+  check_floating(op, "input", input);
+  require(teacher.dim() == 2 && teacher.size(0) == input.size(0), op, ": teacher has shape ",
+          shape_text(teacher), ", expected as many rows as input, ", input.size(0));
+  if (teacher_weight) {
+    require(teacher_weight->dim() == 2 && teacher_weight->size(0) == vocab &&
+                teacher_weight->size(1) == teacher.size(1),
+            op, ": teacher_weight has shape ", shape_text(*teacher_weight), ", expected (", vocab, ", ",
+            teacher.size(1), "), the vocabulary of weight and the hidden size of teacher");
+  } else {
+    require(teacher.size(1) == vocab, op, ": teacher has shape ", shape_text(teacher),
+            ", expected logits of the vocabulary of weight, ", vocab, ", or hidden states with teacher_weight");
+    require(!teacher_bias, op, ": teacher_bias was given without teacher_weight");
+  }
+  if (bias) check_vector(op, "bias", *bias, vocab, "one value per class");
+  if (teacher_bias) check_vector(op, "teacher_bias", *teacher_bias, vocab, "one value per class");
+  const auto check_like_input = [&](const char* name, const std::optional<Tensor>& tensor) {
+    if (!tensor) return;
+    check_same_dtype(op, name, *tensor, "input", input);
+    check_same_device(op, name, *tensor, "input", input);
+  };
+  check_like_input("weight", weight);
+  check_like_input("teacher", teacher);
+  check_like_input("teacher_weight", teacher_weight);
+  check_like_input("bias", bias);
+  check_like_input("teacher_bias", teacher_bias);
+  check_divergence_options(op, input, target, divergence, beta, temperature);
+  if (row_weight) {
+    check_vector(op, "row_weight", *row_weight, input.size(0), "one value per row");
+    check_same_device(op, "row_weight", *row_weight, "input", input);
+  }
+  require(!accum_dtype || *accum_dtype == ScalarType::Float || *accum_dtype == input.scalar_type(), op,
+          ": accum_dtype is ", dtype_name(accum_dtype.value_or(ScalarType::Float)),
+          ", expected float32, the dtype of input, ", dtype_name(input.scalar_type()), ", or None");
   require(!memory_budget || *memory_budget > 0, op, ": memory_budget is ", memory_budget.value_or(0),
           ", expected a positive number of bytes or None");
 }

@@ -11,12 +11,14 @@ from .backend import BackendUnavailable, _initialise, backend_report, set_backen
 from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
 from .ops.complex_rope import complex_rope
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from .ops.divergence import jsd, kl_div, tvd
 from .ops.fused_linear_ce import fused_linear_ce
 from .ops.mrope import mrope
 from .ops.geglu import geglu, geglu_packed
 from .ops.relu_squared import relu_squared
 from .ops.group_norm import group_norm
 from .ops.layer_norm import layer_norm
+from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.softmax import softmax
@@ -41,6 +43,10 @@ __all__ = [
     "geglu_packed",
     "group_norm",
     "layer_norm",
+    "fused_linear_jsd",
+    "fused_linear_kl_div",
+    "jsd",
+    "kl_div",
     "nn",
     "patch",
     "relu_squared",
@@ -53,6 +59,7 @@ __all__ = [
     "tiled",
     "tiled_mlp",
     "transformers",
+    "tvd",
     "unpatch",
     "use_backend",
     "vocab_parallel_cross_entropy",

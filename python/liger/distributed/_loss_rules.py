@@ -101,10 +101,56 @@ def _backward_(call):
     call.run()
 
 
+def _divergence(call):
+    student, tokens = call["student"], _tokens_of(call["student"])
+    call.place(tokens, "student", "teacher", "target")
+    loss, stats = call.run()
+    rows = student.shape[0]
+    return call.wrap(loss, tokens, (rows,)), call.wrap(stats, where_sharded(tokens, Shard(1)), (5, rows))
+
+
+def _place_divergence_backward(call):
+    student, tokens = call["student"], _tokens_of(call["student"])
+    call.place(tokens, "grad_loss", "student", "teacher", "target")
+    call.place(where_sharded(tokens, Shard(1)), "stats")
+    return tokens, student.shape
+
+
+def _divergence_backward(call):
+    tokens, shape = _place_divergence_backward(call)
+    return call.wrap(call.run(), tokens, shape)
+
+
+def _divergence_backward_(call):
+    _place_divergence_backward(call)
+    call.run()
+
+
+def _fused_linear_divergence(call):
+    rows, hidden = call["input"].shape
+    tokens = _tokens_of(call["input"])
+    call.place(tokens, "input", "teacher", "target", "row_weight")
+    call.place(call.replicated, "weight", "teacher_weight", "bias", "teacher_bias")
+    loss, grad_input, *sums = call.run()
+    partial = where_sharded(tokens, Partial())
+    needed = call["need_grad_weight"], call["need_grad_bias"] and call["bias"] is not None
+    return (
+        call.wrap(loss, tokens, (rows,)) if call["per_row"] else call.wrap(loss, partial),
+        call.wrap(grad_input, tokens, (rows, hidden))
+        if call["need_grad_input"]
+        else call.unasked(grad_input),
+        *(call.wrap(g, partial) if need else call.unasked(g) for g, need in zip(sums, needed, strict=True)),
+    )
+
+
 LOSS_RULES = {
     "cross_entropy_forward": _forward,
     "cross_entropy_forward_": _forward,
     "cross_entropy_backward": _backward,
     "cross_entropy_backward_": _backward_,
     "fused_linear_ce_forward": _forward,
+    "divergence_forward": _divergence,
+    "divergence_backward": _divergence_backward,
+    "divergence_backward_": _divergence_backward_,
+    "fused_linear_divergence_forward": _fused_linear_divergence,
 }

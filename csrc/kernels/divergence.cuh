@@ -1,0 +1,215 @@
+// The divergence of two rows of logits, and its gradient in the first. One block for each row: two reads of
+// both rows for the loss (one for the largest logits and their sums, one for the terms), one for the gradient.
+#pragma once
+
+#include "common/reduce.cuh"
+#include "common/vec.cuh"
+#include "kernels/cross_entropy_problem.cuh"
+
+namespace liger::divergence {
+
+using ce::Span;
+
+inline constexpr int kMaxThreads = 512;
+
+// One class: p of the teacher, q of the student, and their logarithms.
+struct Class {
+  float log_p, log_q, p, q;
+};
+
+// A divergence is the sum of value() over the classes; slope() is the derivative of a term in log_q. A class
+// without probability adds nothing, whatever its logarithm.
+struct ForwardKl {
+  static __device__ __forceinline__ float value(const Class& c, float) {
+    return c.p > 0.0f ? c.p * (c.log_p - c.log_q) : 0.0f;
+  }
+  static __device__ __forceinline__ float slope(const Class& c, float) { return -c.p; }
+};
+
+struct ReverseKl {
+  static __device__ __forceinline__ float value(const Class& c, float) {
+    return c.q > 0.0f ? c.q * (c.log_q - c.log_p) : 0.0f;
+  }
+  static __device__ __forceinline__ float slope(const Class& c, float beta) { return value(c, beta) + c.q; }
+};
+
+// beta * KL(p || m) + (1 - beta) * KL(q || m) with m = beta * p + (1 - beta) * q
+struct Jsd {
+  // log(p / m) and log(q / m), by the ratio of the smaller to the larger one: exact for p near q, and finite.
+  static __device__ __forceinline__ float2 against_mixture(const Class& c, float beta) {
+    const float d = c.log_p - c.log_q;
+    const float of_larger = -log1pf((d > 0.0f ? 1.0f - beta : beta) * expm1f(-fabsf(d)));
+    return d > 0.0f ? make_float2(of_larger, of_larger - d) : make_float2(of_larger + d, of_larger);
+  }
+  static __device__ __forceinline__ float value(const Class& c, float beta) {
+    const float2 logs = against_mixture(c, beta);
+    return (c.p > 0.0f ? beta * c.p * logs.x : 0.0f) + (c.q > 0.0f ? (1.0f - beta) * c.q * logs.y : 0.0f);
+  }
+  static __device__ __forceinline__ float slope(const Class& c, float beta) {
+    return c.q > 0.0f ? (1.0f - beta) * c.q * against_mixture(c, beta).y : 0.0f;
+  }
+};
+
+struct Tvd {
+  static __device__ __forceinline__ float value(const Class& c, float) { return 0.5f * fabsf(c.p - c.q); }
+  static __device__ __forceinline__ float slope(const Class& c, float) {
+    return c.q == c.p ? 0.0f : copysignf(0.5f * c.q, c.q - c.p);
+  }
+};
+
+struct Problem {
+  const void* student;
+  const void* teacher;
+  int64_t student_stride, teacher_stride;
+  int64_t rows;
+  int vocab;
+  ce::Targets targets;  // data is null where there are none
+  float beta, inverse_temperature;
+  bool log_probs;
+};
+
+__device__ __forceinline__ bool ignored(const Problem& p, int64_t row) {
+  return p.targets.data != nullptr && p.targets[row] == p.targets.ignore_index;
+}
+
+// What makes a logit a log-probability: (z - max) / temperature - log_sum. The difference is taken first, so
+// that what all logits have in common is lost to no rounding.
+struct Normaliser {
+  float max, log_sum, inverse_temperature;
+  __device__ __forceinline__ float operator()(float z) const {
+    return (z - max) * inverse_temperature - log_sum;
+  }
+};
+
+__device__ __forceinline__ Class class_at(float student, float teacher, const Normaliser& of_student,
+                                          const Normaliser& of_teacher) {
+  const float log_q = of_student(student), log_p = of_teacher(teacher);
+  return {log_p, log_q, __expf(log_p), __expf(log_q)};
+}
+
+// A thread's share of a row: its largest logit, and the sum of exp((z - largest) / temperature).
+struct LogSum {
+  float max = -INFINITY, sum = 0.0f;
+
+  template <int N>
+  __device__ __forceinline__ void add(const float (&z)[N], float inverse_temperature) {
+    const float high = fmaxf(max, ce::reduce_pairwise<Max>(z));
+    const float reference = ce::reference_of(high);
+    sum *= __expf((max - reference) * inverse_temperature);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += __expf((z[i] - reference) * inverse_temperature);
+    max = high;
+  }
+
+  // Of the whole block.
+  __device__ __forceinline__ Normaliser merged(float inverse_temperature, float* scratch) const {
+    const float high = block_reduce<Max>(max, scratch);
+    const float reference = ce::reference_of(high);
+    const float total = block_reduce<Sum>(sum * __expf((max - reference) * inverse_temperature), scratch);
+    return {high, logf(total), inverse_temperature};
+  }
+};
+
+// body(column, student, teacher) for this thread's share of two rows, in vectors where both rows are equally
+// far from a 16-byte boundary (kAligned), with single elements at their ends.
+template <typename T, bool kAligned, typename Body>
+__device__ __forceinline__ void over_rows(const T* student, const T* teacher, int vocab, const Body& body) {
+  constexpr int N = kAligned ? kVec<T> : 1, kUnroll = 2;
+  const Span span = kAligned ? ce::span_of(student, vocab) : Span{0, vocab, 0};
+  const int step = blockDim.x;
+  for (int v = threadIdx.x; v < span.vectors; v += kUnroll * step) {
+    Vec<T, N> x[kUnroll], y[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int column = span.head + (v + u * step) * N;
+      if (v + u * step < span.vectors) x[u] = load<T, N>(student + column), y[u] = load<T, N>(teacher + column);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (v + u * step < span.vectors) {
+        float s[N], t[N];
+        unpack(x[u], s);
+        unpack(y[u], t);
+        body(span.head + (v + u * step) * N, s, t);
+      }
+    }
+  }
+  if (threadIdx.x < span.edges()) {
+    const int column = span.edge_column(threadIdx.x, vocab);
+    const float s[1] = {to_float(student[column])}, t[1] = {to_float(teacher[column])};
+    body(column, s, t);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ const T* row_at(const void* data, int64_t stride, int64_t row) {
+  return static_cast<const T*>(data) + row * stride;
+}
+
+// grid: rows. Any number of threads that is a multiple of 32. loss: (rows); stats: (5, rows), as
+// csrc/library.cpp defines them.
+template <typename T, typename Rule, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, float* loss, float* stats) {
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x;
+  float value = 0.0f, slope = 0.0f;
+  Normaliser of_student{0.0f, 0.0f, p.inverse_temperature}, of_teacher = of_student;
+  if (!ignored(p, row)) {
+    const T* student = row_at<T>(p.student, p.student_stride, row);
+    const T* teacher = row_at<T>(p.teacher, p.teacher_stride, row);
+    if (!p.log_probs) {
+      LogSum of_s, of_t;
+      over_rows<T, kAligned>(student, teacher, p.vocab, [&](int, const auto& s, const auto& t) {
+        of_s.add(s, p.inverse_temperature);
+        of_t.add(t, p.inverse_temperature);
+      });
+      of_student = of_s.merged(p.inverse_temperature, scratch);
+      of_teacher = of_t.merged(p.inverse_temperature, scratch);
+    }
+    over_rows<T, kAligned>(student, teacher, p.vocab, [&](int, const auto& s, const auto& t) {
+#pragma unroll
+      for (int i = 0; i < sizeof(s) / sizeof(float); ++i) {
+        const Class c = class_at(s[i], t[i], of_student, of_teacher);
+        value += Rule::value(c, p.beta);
+        slope += Rule::slope(c, p.beta);
+      }
+    });
+    value = block_reduce<Sum>(value, scratch);
+    slope = p.log_probs ? 0.0f : block_reduce<Sum>(slope, scratch);
+  }
+  if (threadIdx.x != 0) return;
+  loss[row] = value;
+  const float columns[] = {of_student.max, of_student.log_sum, of_teacher.max, of_teacher.log_sum, slope};
+#pragma unroll
+  for (int i = 0; i < 5; ++i) stats[i * p.rows + row] = columns[i];
+}
+
+// grid: rows. out may be the student's logits: one thread reads and writes an element.
+template <typename T, typename Rule, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads)
+    backward(const Problem p, const float* grad_loss, const float* stats, void* out_data, int64_t out_stride) {
+  const int64_t row = blockIdx.x;
+  T* out = static_cast<T*>(out_data) + row * out_stride;
+  if (ignored(p, row)) {
+    for (int column = threadIdx.x; column < p.vocab; column += blockDim.x) out[column] = from_float<T>(0.0f);
+    return;
+  }
+  const auto stat = [&](int i) { return stats[i * p.rows + row]; };
+  const Normaliser of_student{stat(0), stat(1), p.inverse_temperature};
+  const Normaliser of_teacher{stat(2), stat(3), p.inverse_temperature};
+  const float slope = stat(4), upstream = grad_loss[row] * p.inverse_temperature;
+  over_rows<T, kAligned>(
+      row_at<T>(p.student, p.student_stride, row), row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
+      [&](int column, const auto& s, const auto& t) {
+        constexpr int N = sizeof(s) / sizeof(float);
+        float grad[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const Class c = class_at(s[i], t[i], of_student, of_teacher);
+          grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope);
+        }
+        store(out + column, pack<T>(grad));
+      });
+}
+
+}  // namespace liger::divergence

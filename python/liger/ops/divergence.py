@@ -1,0 +1,396 @@
+"""Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total variation.
+
+docs/divergence.md defines every term. The ops give one loss per row; weights, masks of rows and reductions are sums over
+those, which plain torch does.
+"""
+
+import torch
+
+from ..backend import register_family
+from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
+from ._autograd import differentiable, differentiable_once, forbid_autograd
+from ._rows import row_blocks
+from .cross_entropy import denominator_tensor, refuse_gradients
+from .rms_norm import accumulate_dtype
+
+# --- torch backend ------------------------------------------------------------------------------------------------
+
+
+def _where_positive(weight, value):
+    """``weight * value``, and 0 where the weight is 0, whatever the value."""
+    return torch.where(weight > 0, weight * value, 0.0)
+
+
+def _forward_kl(log_p, log_q, p, q, beta):
+    return _where_positive(p, log_p - log_q), -p
+
+
+def _reverse_kl(log_p, log_q, p, q, beta):
+    value = _where_positive(q, log_q - log_p)
+    return value, value + q
+
+
+def _jsd(log_p, log_q, p, q, beta):
+    # By the ratio of the smaller to the larger one: exact for p near q, and finite.
+    d = log_p - log_q
+    of_larger = -torch.log1p(torch.where(d > 0, 1.0 - beta, beta) * torch.expm1(-d.abs()))
+    p_part = _where_positive(beta * p, torch.where(d > 0, of_larger, of_larger + d))
+    q_part = _where_positive((1.0 - beta) * q, torch.where(d > 0, of_larger - d, of_larger))
+    return p_part + q_part, q_part
+
+
+def _tvd(log_p, log_q, p, q, beta):
+    return 0.5 * (p - q).abs(), 0.5 * q * (q - p).sign()
+
+
+# (value of each class, its derivative in log_q), by the logarithms and values of teacher p and student q.
+_TERMS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "tvd": _tvd}
+
+
+def _log_probs(logits, temperature, largest, log_sum):
+    # The difference first, so that what all logits have in common is lost to no rounding.
+    z = logits.to(accumulate_dtype(logits.dtype))
+    return (z - largest.unsqueeze(1)) / temperature - log_sum.unsqueeze(1)
+
+
+def _normaliser(logits, temperature):
+    z = logits.to(accumulate_dtype(logits.dtype))
+    largest = z.amax(-1)
+    reference = torch.where(largest == -torch.inf, 0.0, largest)
+    return largest, ((z - reference.unsqueeze(1)) / temperature).exp_().sum(-1).log_()
+
+
+def _terms(student, teacher, stats, divergence, beta, temperature):
+    """(values, slopes, q) of some rows."""
+    log_q = _log_probs(student, temperature, *stats[:2])
+    log_p = _log_probs(teacher, temperature, *stats[2:4])
+    p, q = log_p.exp(), log_q.exp()
+    return *_TERMS[divergence](log_p, log_q, p, q, beta), q
+
+
+def divergence_forward_torch(
+    student, teacher, target, divergence, beta, temperature, log_probs, ignore_index
+):
+    torch.ops.liger.check_divergence(
+        "divergence_forward", student, teacher, target, divergence, beta, temperature, log_probs
+    )
+    rows, wide = student.shape[0], accumulate_dtype(student.dtype)
+    loss, stats = student.new_empty(rows, dtype=wide), student.new_zeros((5, rows), dtype=wide)
+    for block in row_blocks(student):
+        if not log_probs:
+            stats[0, block], stats[1, block] = _normaliser(student[block], temperature)
+            stats[2, block], stats[3, block] = _normaliser(teacher[block], temperature)
+        values, slopes, _ = _terms(
+            student[block], teacher[block], stats[:, block], divergence, beta, temperature
+        )
+        loss[block] = values.sum(-1)
+        if not log_probs:
+            stats[4, block] = slopes.sum(-1)
+    if target is not None:
+        ignored = target == ignore_index
+        loss.masked_fill_(ignored, 0.0)
+        stats.masked_fill_(ignored, 0.0)
+    return loss, stats
+
+
+def check_stats(op, student, grad_loss, stats):
+    """Raises RuntimeError where they are not what the forward gives for these rows."""
+    rows, wide = student.shape[0], accumulate_dtype(student.dtype)
+    for name, tensor, shape in (("grad_loss", grad_loss, (rows,)), ("stats", stats, (5, rows))):
+        if tensor.shape != shape or tensor.dtype != wide:
+            found, expected = (str(d).removeprefix("torch.") for d in (tensor.dtype, wide))
+            raise RuntimeError(
+                f"{op}: {name} has shape {tuple(tensor.shape)} and dtype {found}, expected {expected} with one value "
+                f"per row of student{' in each of 5 rows' if name == 'stats' else ''}"
+            )
+
+
+def _write_gradient(
+    op, out, grad_loss, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index
+):  # fmt: skip
+    torch.ops.liger.check_divergence(op, student, teacher, target, divergence, beta, temperature, log_probs)
+    check_stats(op, student, grad_loss, stats)
+    for block in row_blocks(student):
+        _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
+        grad = (slopes - q * stats[4, block].unsqueeze(1)) * (grad_loss[block] / temperature).unsqueeze(1)
+        if target is not None:
+            grad.masked_fill_((target[block] == ignore_index).unsqueeze(1), 0.0)
+        out[block] = grad
+
+
+def divergence_backward_torch(grad_loss, student, *rest):
+    grad_student = torch.empty_like(student)
+    _write_gradient("divergence_backward", grad_student, grad_loss, student, *rest)
+    return grad_student
+
+
+def divergence_backward__torch(grad_loss, student, *rest):
+    _write_gradient("divergence_backward_", student, grad_loss, student, *rest)
+
+
+register_family(
+    "divergence",
+    {
+        "divergence_forward": divergence_forward_torch,
+        "divergence_backward": divergence_backward_torch,
+        "divergence_backward_": divergence_backward__torch,
+    },
+    "liger.triton_kernels.divergence",
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::divergence_forward")
+def _(student, *rest):
+    rows, wide = student.shape[0], accumulate_dtype(student.dtype)
+    return student.new_empty(rows, dtype=wide), student.new_empty((5, rows), dtype=wide)
+
+
+@torch.library.register_fake("liger::divergence_backward")
+def _(grad_loss, student, *rest):
+    return torch.empty_like(student)
+
+
+@torch.library.register_fake("liger::divergence_backward_")
+def _(grad_loss, student, *rest):
+    return None
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx, inputs, output):
+    student, teacher, target, *ctx.options = inputs
+    refuse_gradients("divergence", teacher=teacher)
+    ctx.save_for_backward(student, teacher, target, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("divergence")
+def _backward(ctx, grad_loss, _grad_stats):
+    grad_student = None
+    if grad_loss is not None:
+        backward = torch.ops.liger.divergence_backward.default
+        grad_student = backward(grad_loss, *ctx.saved_tensors, *ctx.options)
+    return grad_student, *(None,) * 7
+
+
+_forward_op = differentiable(torch.ops.liger.divergence_forward.default, _setup, _backward)
+divergence_backward_ = forbid_autograd("divergence_backward_")
+
+
+# --- composites ---------------------------------------------------------------------------------------------------
+
+
+def flatten_pair(op, names, x, teacher, target, token_weight):
+    """x and teacher as (rows, features), target and token_weight as (rows,) or None, and what has the shape of a loss
+    per row."""
+    if x.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
+        raise RuntimeError(
+            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, but for "
+            "the last dimension"
+        )
+    for name, other in (("target", target), ("token_weight", token_weight)):
+        if other is not None and other.shape != x.shape[:-1]:
+            raise RuntimeError(
+                f"{op}: {name} has shape {tuple(other.shape)}, expected that of {names[0]} without its last dimension, "
+                f"{tuple(x.shape[:-1])}"
+            )
+    _, teacher, _ = align_tokens(op, x, teacher, None)
+    x, target, token_weight = align_tokens(op, x, target, token_weight)
+    like = x.select(-1, 0)
+    if x.dim() == 1:
+        x, teacher = x.unsqueeze(0), teacher.unsqueeze(0)
+        target, token_weight = (None if t is None else t.unsqueeze(0) for t in (target, token_weight))
+    elif x.dim() > 2:
+        dims = x.dim() - 1
+        x, teacher, target, token_weight = (
+            None if t is None else flatten_tokens(t, dims) for t in (x, teacher, target, token_weight)
+        )
+    return x, teacher, target, token_weight, like
+
+
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction):
+    """What the loss of each row is multiplied by before they are added: (rows,), or None for 1.
+
+    Tensors of one value per row on the device of the rows: no synchronisation.
+    """
+    if reduction not in REDUCTIONS:
+        raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
+    refuse_gradients(op, token_weight=token_weight, denominator=denominator)
+    wide = accumulate_dtype(rows.dtype)
+    if denominator is not None:
+        if reduction == "none":
+            raise RuntimeError(
+                f"{op}: denominator was given with reduction 'none', expected 'mean', 'batchmean' or 'sum'"
+            )
+        if denominator.numel() != 1:
+            raise RuntimeError(
+                f"{op}: denominator has shape {tuple(denominator.shape)}, expected one element"
+            )
+        share = denominator.reshape(()).to(wide).reciprocal()
+    elif reduction == "mean" and target is not None:
+        share = (target != ignore_index).sum(dtype=wide).reciprocal()
+    elif reduction in ("mean", "batchmean"):
+        count = rows.shape[0] if reduction == "mean" else batch
+        share = torch.full((), count, dtype=wide, device=rows.device).reciprocal()
+    else:
+        return None if token_weight is None else token_weight.to(wide)
+    return share.expand(rows.shape[0]) if token_weight is None else token_weight.to(wide) * share
+
+
+def of_beta(beta):
+    """The divergence that a generalised Jensen-Shannon divergence is: at its ends it is defined as a KL."""
+    return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
+
+
+def _run(
+    op, student, teacher, target, token_weight, denominator, divergence, beta, temperature, log_probs, ignore_index,
+    reduction,
+):  # fmt: skip
+    batch = student.shape[0] if student.dim() > 1 else 1
+    rows, teacher, target, token_weight, like = flatten_pair(
+        op, ("student", "teacher"), student, teacher, target, token_weight
+    )
+    weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
+    torch.ops.liger.check_divergence(op, rows, teacher, target, divergence, beta, temperature, log_probs)
+    refuse_gradients(op, teacher=teacher)
+    loss, _ = _forward_op(rows, teacher, target, divergence, beta, temperature, log_probs, ignore_index)
+    if reduction == "none":
+        return unflatten_tokens(loss if weight is None else loss * weight, like)
+    return loss.sum() if weight is None else _weighted_sum(loss, weight)
+
+
+def _weighted_sum(loss, weight):
+    # Not a dot product, whose order of summation is the library's.
+    return (loss * weight).sum()
+
+
+def _kl_div(
+    student, teacher, target=None, token_weight=None, denominator=None, reverse=False, temperature=1.0,
+    log_probs=False, ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    return _run(
+        "kl_div", student, teacher, target, token_weight, denominator, "reverse_kl" if reverse else "forward_kl", 0.5,
+        temperature, log_probs, ignore_index, reduction,
+    )  # fmt: skip
+
+
+def _jsd_op(
+    student, teacher, target=None, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
+    ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    return _run(
+        "jsd", student, teacher, target, token_weight, denominator, of_beta(beta), beta, temperature, log_probs,
+        ignore_index, reduction,
+    )  # fmt: skip
+
+
+def _tvd_op(
+    student, teacher, target=None, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
+    ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    return _run(
+        "tvd", student, teacher, target, token_weight, denominator, "tvd", 0.5, temperature, log_probs, ignore_index,
+        reduction,
+    )  # fmt: skip
+
+
+_library = torch.library.Library("liger", "IMPL")
+for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op)):
+    _library.impl(_name, _composite, "CompositeImplicitAutograd")
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def kl_div(
+    student, teacher, target=None, *, token_weight=None, denominator=None, reverse=False, temperature=1.0,
+    log_probs=False, ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    """``KL(teacher || student)`` of the distributions over the last dimension, or ``KL(student || teacher)``.
+
+    Computed from logits in float32; no softmax is stored. docs/divergence.md defines every term.
+
+    Args:
+        student: (..., V) logits, float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        teacher: logits of the shape and dtype of student, which need no gradient. -inf is a class without
+            probability.
+        target: (...), int64 or int32: rows where it is ``ignore_index`` have no loss and no gradient. None: all count.
+        token_weight: (...), a factor on the loss of each row, any floating dtype.
+        denominator: what ``"sum"``, ``"mean"`` and ``"batchmean"`` divide by, a number or a device tensor with one
+            element. Pass the count of the whole batch to split it into micro-batches whose losses add up.
+        reverse: ``KL(student || teacher)``, which seeks modes; False: ``KL(teacher || student)``.
+        temperature: both logits are divided by it. The loss is not multiplied by its square.
+        log_probs: student and teacher are log-probabilities, taken as they are, and the gradient is that in them.
+        ignore_index: the target of rows that do not count.
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the rows that count (nan if there are none), or
+            ``"batchmean"``, the sum divided by the first dimension of student.
+
+    Returns:
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of student without its last
+        dimension. Differentiable once, in student.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a temperature with ``log_probs``, a
+            teacher, weight or denominator that requires grad.
+
+    Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse form as in Gu et al., "MiniLLM", arXiv 2306.08543.
+    """
+    denominator = denominator_tensor(denominator, student)
+    return _kl_div(
+        student, teacher, target, token_weight, denominator, reverse, temperature, log_probs, ignore_index, reduction
+    )  # fmt: skip
+
+
+def jsd(
+    student, teacher, target=None, *, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
+    ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    """``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
+
+    Args:
+        beta: between 0 and 1. At 0 it is ``KL(teacher || student)`` and at 1 ``KL(student || teacher)``, as in GKD.
+        student, teacher and the others: as in :func:`liger.kl_div`.
+
+    Returns:
+        As :func:`liger.kl_div`.
+
+    Raises:
+        RuntimeError: as :func:`liger.kl_div`.
+
+    Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
+    """
+    denominator = denominator_tensor(denominator, student)
+    return _jsd_op(
+        student, teacher, target, token_weight, denominator, beta, temperature, log_probs, ignore_index, reduction
+    )  # fmt: skip
+
+
+def tvd(
+    student, teacher, target=None, *, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
+    ignore_index=-100, reduction="mean",
+):  # fmt: skip
+    """Total variation distance, ``sum(abs(teacher - student)) / 2`` of the probabilities.
+
+    Args:
+        student, teacher and the others: as in :func:`liger.kl_div`.
+
+    Returns:
+        As :func:`liger.kl_div`. Where both probabilities of a class are equal its derivative is taken to be 0.
+
+    Raises:
+        RuntimeError: as :func:`liger.kl_div`.
+
+    Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv 2307.15190.
+    """
+    denominator = denominator_tensor(denominator, student)
+    return _tvd_op(
+        student, teacher, target, token_weight, denominator, temperature, log_probs, ignore_index, reduction
+    )  # fmt: skip

@@ -1,0 +1,234 @@
+"""KL, generalised JSD and total variation against float64, in every backend; docs/divergence.md in code."""
+
+import pytest
+import torch
+from cases import DTYPES, assert_as_exact_as_torch, strided_like
+from cross_entropy_reference import LARGEST_LSE
+
+import liger
+
+FORMS = {
+    "kl": (liger.kl_div, {}),
+    "reverse kl": (liger.kl_div, {"reverse": True}),
+    "jsd": (liger.jsd, {}),
+    "jsd 0.1": (liger.jsd, {"beta": 0.1}),
+    "jsd 0": (liger.jsd, {"beta": 0.0}),
+    "jsd 1": (liger.jsd, {"beta": 1.0}),
+    "tvd": (liger.tvd, {}),
+}
+FINITE = ("jsd", "jsd 0.1", "tvd")
+# One vector, rows that end within one, several vectors to a thread.
+SHAPES = [(1, 1), (7, 129), (3, 9001)]
+
+
+def plain(name, student, teacher, temperature=1.0, log_probs=False):
+    """The loss of each row by its definition."""
+    wide = torch.float64 if student.dtype == torch.float64 else torch.float32
+    log_q, log_p = student.to(wide), teacher.to(wide)
+    if not log_probs:
+        log_q, log_p = ((z / temperature).log_softmax(-1) for z in (log_q, log_p))
+    p, q = log_p.exp(), log_q.exp()
+    if name == "tvd":
+        return (p - q).abs().sum(-1) / 2
+    if name in ("kl", "jsd 0"):
+        return (p * (log_p - log_q)).sum(-1)
+    if name in ("reverse kl", "jsd 1"):
+        return (q * (log_q - log_p)).sum(-1)
+    beta = FORMS[name][1].get("beta", 0.5)
+    log_m = (beta * p + (1 - beta) * q).log()
+    return (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
+
+
+def ours(name, student, teacher, *arguments, **options):
+    function, form = FORMS[name]
+    return function(student, teacher, *arguments, **form, **options)
+
+
+def make(device, rows, classes, dtype=torch.float32):
+    return [(torch.randn(rows, classes, device=device) * 2).to(dtype) for _ in range(2)]
+
+
+def with_gradient(function, student, upstream):
+    student = student.detach().requires_grad_()
+    loss = function(student)
+    return loss, torch.autograd.grad(loss, student, upstream.to(loss.dtype))[0]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_loss_and_gradient(device, shape, dtype, name):
+    student, teacher = make(device, *shape, dtype)
+    upstream = torch.randn(shape[0], device=device)
+    for options in ({}, {"temperature": 2.5}, {"log_probs": True}):
+        pair = student, teacher
+        if "log_probs" in options:
+            pair = [t.float().log_softmax(-1).to(dtype) for t in pair]
+        exact = with_gradient(
+            lambda s: plain(name, s, pair[1].double(), **options), pair[0].double(), upstream
+        )
+        theirs = with_gradient(lambda s: plain(name, s, pair[1], **options), pair[0], upstream)
+        for s, t in (pair, (strided_like(pair[0]), pair[1])):
+            results = with_gradient(lambda s: ours(name, s, t, reduction="none", **options), s, upstream)
+            assert results[0].dtype == torch.float32 and results[1].dtype == dtype
+            for what, *values in zip(("loss", "gradient"), results, theirs, exact, strict=True):
+                assert_as_exact_as_torch(*values, f"{what} {options}", intermediate=LARGEST_LSE)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_gradient_in_float64(name):
+    student, teacher = make("cpu", 3, 6, torch.float64)
+    student.requires_grad_()
+    for options in ({"temperature": 1.7}, {"log_probs": True}):
+        assert torch.autograd.gradcheck(lambda s: ours(name, s, teacher, **options), (student,))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_reductions_weights_and_masks(device, name):
+    student, teacher = (t.view(2, 4, 33) for t in make(device, 8, 33))
+    target = torch.randint(5, (2, 4), device=device)
+    target[0, 1] = target[1, 3] = -100
+    token_weight = torch.rand(2, 4, device=device)
+    # What ignored rows hold does not matter.
+    student[0, 1] = torch.nan
+    rows = plain(name, student, teacher).masked_fill(target == -100, 0.0)
+    weighted = rows * token_weight
+    for expected, options in (
+        (weighted, {"reduction": "none"}),
+        (weighted.sum(), {"reduction": "sum"}),
+        (weighted.sum() / 6, {}),
+        (weighted.sum() / 2, {"reduction": "batchmean"}),
+        (weighted.sum() / 5, {"denominator": torch.tensor(5, device=device)}),
+        (weighted.sum() / 5, {"denominator": 5, "reduction": "sum"}),
+    ):
+        leaf = student.clone().requires_grad_()
+        loss = ours(name, leaf, teacher, target, token_weight=token_weight, **options)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        assert grad.isfinite().all() and not grad[0, 1].any() and not grad[1, 3].any()
+    torch.testing.assert_close(
+        ours(name, student[1], teacher[1]), plain(name, student[1], teacher[1]).mean(), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["kl", *FINITE])
+def test_classes_that_the_teacher_rules_out(device, name):
+    student, teacher = make(device, 4, 300)
+    teacher[:, 100:] = -torch.inf
+    loss, grad = with_gradient(
+        lambda s: ours(name, s, teacher, reduction="none"), student, torch.ones(4, device=device)
+    )
+    # A logit of -1e4 gives a probability of zero as well, and no infinity to the plain formula.
+    almost = teacher.double().clamp_min(-1e4)
+    expected, expected_grad = with_gradient(
+        lambda s: plain(name, s, almost), student.double(), torch.ones(4, device=device)
+    )
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-4, atol=1e-7)
+
+
+def test_reverse_kl_of_a_class_that_the_teacher_rules_out_is_infinite(device):
+    student, teacher = make(device, 1, 8)
+    teacher[0, 3] = -torch.inf
+    assert liger.kl_div(student, teacher, reverse=True) == torch.inf
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_disjoint_supports(device, name):
+    """Neither has what the other has: the largest value, and no nan."""
+    student = torch.tensor([[0.0, -torch.inf]], device=device)
+    loss, grad = with_gradient(
+        lambda s: ours(name, s, student.flip(1)), student, torch.ones((), device=device)
+    )
+    beta = torch.tensor(FORMS[name][1].get("beta", 0.5))
+    largest = 1.0 if name == "tvd" else -(beta * beta.log() + (1 - beta) * (1 - beta).log())
+    torch.testing.assert_close(loss.cpu(), torch.as_tensor(largest))
+    assert not grad.any()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_equal_distributions_and_huge_logits(device, name):
+    """A large part that all logits have in common is lost to no rounding."""
+    student = (torch.randn(3, 400, device=device) * 1024).round() / 1024
+    shifted = student + 8192.0
+    loss, grad = with_gradient(
+        lambda s: ours(name, s, shifted, reduction="sum"), student, torch.ones((), device=device)
+    )
+    exact = plain(name, student.double(), shifted.double()).sum()
+    assert abs(loss.double() - exact) < 1e-5 and grad.abs().max() < 1e-5
+
+
+def test_temperature_is_not_squared(device):
+    student, teacher = make(device, 5, 20)
+    scaled = liger.kl_div(student / 3, teacher / 3)
+    torch.testing.assert_close(liger.kl_div(student, teacher, temperature=3.0), scaled)
+
+
+def test_no_rows_and_none_that_count(device):
+    empty = torch.empty(0, 7, device=device, requires_grad=True)
+    loss = liger.jsd(empty, empty.detach(), reduction="sum")
+    loss.backward()
+    assert loss == 0 and empty.grad.shape == (0, 7)
+    student, teacher = make(device, 2, 7)
+    ignored = torch.full((2,), -100, device=device)
+    assert liger.jsd(student, teacher, ignored).isnan()
+    assert liger.jsd(student, teacher, ignored, reduction="sum") == 0
+
+
+def test_bad_input(device):
+    student, teacher = make(device, 4, 9)
+
+    def refuses(match, *arguments, function=liger.jsd, **options):
+        with pytest.raises(RuntimeError, match=match):
+            function(*arguments, **options)
+
+    refuses(r"jsd: teacher has shape \(4, 8\)", student, teacher[:, :8])
+    refuses(r"jsd: teacher has shape \(3, 9\)", student, teacher[:3])
+    refuses("jsd: teacher has dtype float64", student, teacher.double())
+    refuses("jsd: beta is 1.5, expected a value between 0 and 1", student, teacher, beta=1.5)
+    refuses("kl_div: temperature is 0", student, teacher, function=liger.kl_div, temperature=0.0)
+    refuses(
+        "tvd: temperature is 2 with log_probs", student, teacher, function=liger.tvd, temperature=2.0, log_probs=True
+    )  # fmt: skip
+    refuses("jsd: reduction is 'total'", student, teacher, reduction="total")
+    refuses(
+        "jsd: denominator was given with reduction 'none'", student, teacher, denominator=2, reduction="none"
+    )
+    refuses("jsd: denominator has shape", student, teacher, denominator=torch.ones(2, device=device))
+    refuses(r"jsd: target has shape \(3,\)", student, teacher, torch.zeros(3, device=device))
+    refuses("jsd: target has dtype float32", student, teacher, torch.zeros(4, device=device))
+    refuses("jsd: teacher requires grad", student, teacher.clone().requires_grad_())
+    op, backward = torch.ops.liger.divergence_forward, torch.ops.liger.divergence_backward
+    refuses(
+        "divergence is 'hellinger'", student, teacher, None, "hellinger", 0.5, 1.0, False, -100, function=op
+    )
+    stats, row = torch.zeros(5, 4, device=device), torch.zeros(4, device=device)
+    for name, wrong in (("grad_loss", (row[1:], stats)), ("stats", (row, stats[1:]))):
+        refuses(
+            f"divergence_backward: {name} has shape", wrong[0], student, teacher, None, wrong[1], "jsd", 0.5, 1.0,
+            False, -100, function=backward,
+        )  # fmt: skip
+
+
+def test_the_gradient_has_no_gradient(device):
+    student, teacher = make(device, 2, 9)
+    student.requires_grad_()
+    (grad,) = torch.autograd.grad(liger.jsd(student, teacher), student, create_graph=True)
+    with pytest.raises(RuntimeError, match="divergence is not differentiable"):
+        grad.sum().backward()
+
+
+def test_compiled_and_scripted(device):
+    student, teacher = make(device, 4, 9)
+    expected = with_gradient(
+        lambda s: liger.jsd(s, teacher, beta=0.2), student, torch.ones((), device=device)
+    )
+    compiled = torch.compile(lambda s, t: liger.jsd(s, t, beta=0.2), fullgraph=True, backend="aot_eager")
+
+    @torch.jit.script
+    def scripted(s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return torch.ops.liger.jsd(s, t, beta=0.2)
+
+    for function in (compiled, scripted):
+        got = with_gradient(lambda s: function(s, teacher), student, torch.ones((), device=device))
+        torch.testing.assert_close(got, expected)

@@ -1,0 +1,188 @@
+"""Divergences of two linear layers in chunks, against the same in one piece and in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import DTYPES, assert_as_exact_as_torch
+
+import liger
+from liger.ops import fused_linear_divergence as module
+
+FORMS = {
+    "kl": (liger.fused_linear_kl_div, liger.kl_div, {}),
+    "reverse kl": (liger.fused_linear_kl_div, liger.kl_div, {"reverse": True}),
+    "jsd 0.3": (liger.fused_linear_jsd, liger.jsd, {"beta": 0.3}),
+}
+ROWS, HIDDEN, TEACHER, VOCAB = 14, 24, 40, 57
+
+
+def make(device, dtype=torch.float32, rows=ROWS):
+    def tensor(*shape):
+        return (torch.randn(shape, device=device) / shape[-1] ** 0.25).to(dtype)
+
+    return {
+        "input": tensor(rows, HIDDEN),
+        "weight": tensor(VOCAB, HIDDEN),
+        "teacher": tensor(rows, TEACHER),
+        "teacher_weight": tensor(VOCAB, TEACHER),
+        "bias": tensor(VOCAB),
+        "teacher_bias": tensor(VOCAB),
+    }
+
+
+def budget(dtype, rows=4):
+    """For two slabs of so many rows."""
+    return 2 * rows * -(-VOCAB * dtype.itemsize // 16) * 16
+
+
+def plain(name, t, *arguments, **options):
+    teacher = t["teacher"]
+    if t["teacher_weight"] is not None:
+        teacher = F.linear(teacher, t["teacher_weight"], t["teacher_bias"])
+    return FORMS[name][1](
+        F.linear(t["input"], t["weight"], t["bias"]), teacher, *arguments, **FORMS[name][2], **options
+    )
+
+
+def fused(name, t, target=None, **options):
+    named = {"bias": t["bias"], "teacher_bias": t["teacher_bias"]}
+    return FORMS[name][0](
+        t["input"],
+        t["weight"],
+        t["teacher"],
+        t["teacher_weight"],
+        target,
+        **named,
+        **FORMS[name][2],
+        **options,
+    )
+
+
+LEAVES = ("input", "weight", "bias")
+
+
+def with_gradients(function, tensors, upstream=None, leaves=LEAVES):
+    tensors = dict(tensors)
+    for leaf in leaves:
+        tensors[leaf] = tensors[leaf].detach().clone().requires_grad_()
+    loss = function(tensors)
+    upstream = None if upstream is None else upstream.to(loss.dtype)
+    return [loss, *torch.autograd.grad(loss, [tensors[leaf] for leaf in leaves], upstream)]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunked", [False, True], ids=["one chunk", "four chunks"])
+def test_loss_and_gradients(device, name, dtype, chunked):
+    tensors = make(device, dtype)
+    target = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    target[3] = -100
+    options = {"token_weight": torch.rand(ROWS, device=device), "temperature": 1.5}
+    room = {"memory_budget": budget(dtype)} if chunked else {}
+    actual = with_gradients(lambda t: fused(name, t, target, **options, **room), tensors)
+    expected = with_gradients(lambda t: plain(name, t, target, **options), tensors)
+    wide = {k: t.double().cpu() for k, t in tensors.items()}
+    on_cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with liger.use_backend("torch"):
+        exact = with_gradients(lambda t: plain(name, t, target.cpu(), **on_cpu), wide)
+    for what, *values in zip(("loss", *LEAVES), actual, expected, exact, strict=True):
+        # Logits are rounded once more than in float32, by both.
+        values = [v.cpu() for v in values]
+        assert_as_exact_as_torch(*values, what, intermediate=8.0)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_loss_of_each_row(device, name):
+    tensors = make(device)
+    upstream = torch.randn(ROWS, device=device)
+    options = {"reduction": "none", "token_weight": torch.rand(ROWS, device=device)}
+    actual = with_gradients(
+        lambda t: fused(name, t, memory_budget=budget(torch.float32), **options), tensors, upstream
+    )
+    expected = with_gradients(lambda t: plain(name, t, **options), tensors, upstream)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_of_the_teacher(device):
+    tensors = make(device)
+    logits = F.linear(tensors["teacher"], tensors["teacher_weight"], tensors["teacher_bias"])
+    given = {**tensors, "teacher": logits, "teacher_weight": None, "teacher_bias": None}
+    for chunk in (None, budget(torch.float32)):
+        actual = with_gradients(lambda t: fused("jsd 0.3", t, memory_budget=chunk), given)
+        torch.testing.assert_close(
+            actual, with_gradients(lambda t: plain("jsd 0.3", t), tensors), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_leading_dimensions_and_an_upstream_factor(device):
+    tensors = make(device)
+    shaped = {k: v.view(2, 7, -1) if k in ("input", "teacher") else v for k, v in tensors.items()}
+    three = torch.tensor(3.0, device=device)
+    actual = with_gradients(lambda t: fused("kl", t, reduction="batchmean"), shaped, three)
+    expected = with_gradients(lambda t: plain("kl", t, reduction="sum"), tensors, three)
+    assert actual[1].shape == (2, 7, HIDDEN)
+    actual[1] = actual[1].view(ROWS, HIDDEN)
+    torch.testing.assert_close([2 * a for a in actual], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_micro_batches_add_up(device):
+    tensors = make(device)
+    whole = with_gradients(lambda t: fused("kl", t), tensors)
+    count, parts = torch.tensor(ROWS, device=device), []
+    for rows in (slice(0, 5), slice(5, ROWS)):
+        part = {k: v[rows] if k in ("input", "teacher") else v for k, v in tensors.items()}
+        parts.append(with_gradients(lambda t: fused("kl", t, denominator=count), part))
+    torch.testing.assert_close(parts[0][0] + parts[1][0], whole[0])
+    torch.testing.assert_close(parts[0][2] + parts[1][2], whole[2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_no_product_for_what_is_frozen(device, leaf, monkeypatch):
+    """One gradient at a time is the one of all, and of the others nothing is computed."""
+    tensors, made = make(device), []
+    original = module._Gradients.__init__
+
+    def spy(self, *arguments):
+        original(self, *arguments)
+        made.append([g.numel() > 0 for g in (self.input, self.weight, self.bias)])
+
+    monkeypatch.setattr(module._Gradients, "__init__", spy)
+    every = with_gradients(lambda t: fused("kl", t), tensors)
+    alone = with_gradients(lambda t: fused("kl", t), tensors, leaves=(leaf,))
+    torch.testing.assert_close(alone[1], every[1 + LEAVES.index(leaf)])
+    assert made == [[True] * 3, [leaf == other for other in LEAVES]]
+
+
+def test_logits_never_exist_for_all_rows(device, monkeypatch):
+    tensors, seen = make(device), []
+    write = module.write_linear
+    monkeypatch.setattr(
+        module, "write_linear", lambda x, w, b, out: (seen.append(tuple(out.shape)), write(x, w, b, out))
+    )
+    fused("kl", tensors, memory_budget=budget(torch.float32))
+    assert max(rows for rows, _ in seen) <= 4 and sum(rows for rows, _ in seen) == 2 * ROWS
+
+
+def test_no_rows(device):
+    results = with_gradients(lambda t: fused("jsd 0.3", t, reduction="sum"), make(device, rows=0))
+    assert results[0] == 0 and not results[2].any() and not results[3].any()
+
+
+def test_bad_input(device):
+    tensors = make(device)
+
+    def refuses(match, change=(), **options):
+        with pytest.raises(RuntimeError, match=match):
+            fused("jsd 0.3", {**tensors, **dict(change)}, **options)
+
+    refuses(
+        r"fused_linear_jsd: teacher_weight has shape \(56, 40\)",
+        {"teacher_weight": tensors["teacher_weight"][1:]},
+    )
+    refuses("fused_linear_jsd: teacher has shape", {"teacher": tensors["teacher"][1:]})
+    refuses("expected logits of the vocabulary", {"teacher_weight": None, "teacher_bias": None})
+    refuses("fused_linear_jsd: weight has dtype float64", {"weight": tensors["weight"].double()})
+    refuses("fused_linear_jsd: bias has shape", {"bias": tensors["bias"][1:]})
+    refuses("fused_linear_jsd: memory_budget is 0", memory_budget=0)
+    frozen = tensors["teacher_weight"].clone().requires_grad_()
+    refuses("fused_linear_jsd: teacher_weight requires grad", {"teacher_weight": frozen})
