@@ -73,9 +73,9 @@ unsigned threads_for(int vocab) {
 }
 
 std::tuple<Tensor, Tensor> divergence_forward(const Tensor& student, const Tensor& teacher,
-                                              const std::optional<Tensor>& target, const std::string& divergence,
-                                              double beta, double temperature, bool log_probs,
-                                              int64_t ignore_index) {
+                                              const std::optional<Tensor>& target,
+                                              const std::string& divergence, double beta, double temperature,
+                                              bool log_probs, int64_t ignore_index) {
   constexpr const char* op = "divergence_forward";
   check(op, student, teacher, target, divergence, beta, temperature, log_probs);
   const DeviceGuard guard(student.get_device_index());
@@ -123,7 +123,8 @@ void backward_into(const char* op, void* out, int64_t out_stride, const Call& ca
                          aligned_with_student<T>(p, out, out_stride);
     dispatch_rule(divergence, [&](auto rule) {
       using Rule = decltype(rule);
-      const auto kernel = aligned ? divergence::backward<T, Rule, true> : divergence::backward<T, Rule, false>;
+      const auto kernel =
+          aligned ? divergence::backward<T, Rule, true> : divergence::backward<T, Rule, false>;
       kernel<<<static_cast<unsigned>(p.rows), threads_for<T>(p.vocab), 0, current_stream(like)>>>(
           p, static_cast<const float*>(upstream.const_data_ptr()),
           static_cast<const float*>(known.const_data_ptr()), out, out_stride);
@@ -153,7 +154,8 @@ void divergence_backward_(const Tensor& grad_loss, const Tensor& student, const 
   constexpr const char* op = "divergence_backward_";
   check(op, student, teacher, target, divergence, beta, temperature, log_probs);
   const DeviceGuard guard(student.get_device_index());
-  const Call call(rows_to_overwrite(op, student), teacher, target, beta, temperature, log_probs, ignore_index);
+  const Call call(rows_to_overwrite(op, student), teacher, target, beta, temperature, log_probs,
+                  ignore_index);
   backward_into(op, call.student.tensor.mutable_data_ptr(), call.student.rows.stride, call, grad_loss, stats,
                 divergence);
   write_back(student, call.student);

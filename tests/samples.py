@@ -359,7 +359,7 @@ def _divergence_backward(d):
 
 def _pair(d):
     """Student and teacher logits with a target and a token weight each."""
-    return _float(d, 2, 3, 11), _float(d, 2, 3, 11), _target(d, 6, 11).view(2, 3), _float(d, 2, 3).abs()
+    return _float(d, 6, 11), _float(d, 6, 11), _target(d, 6, 11), _float(d, 6).abs()
 
 
 def _divergence_of(*option):
@@ -369,7 +369,7 @@ def _divergence_of(*option):
         *pair, target, token_weight = _pair(d)
         count = torch.tensor(7, device=d)
         return [
-            tuple(pair),
+            tuple(t.view(2, 3, 11) for t in pair),
             (*pair, target, token_weight, None, *option, 2.0, False, -100, "none"),
             (*pair, None, None, count, *option, 1.0, False, -100, "batchmean"),
         ]

@@ -19,6 +19,7 @@ from liger.triton_kernels import (
     compact,
     cross_entropy,
     cross_entropy_stats,
+    divergence,
     fused_linear_ce,
     geglu,
     relu_squared,
@@ -170,6 +171,17 @@ def cross_entropy_stats_launches(dtype, tokens=9):
         cross_entropy_stats.cross_entropy_stats_backward_(*rest)
 
 
+def divergence_launches(dtype, tokens=9):
+    student, teacher = torch.zeros(2, tokens, 32000, dtype=dtype)
+    row = torch.zeros(tokens)
+    for kind in ("forward_kl", "reverse_kl", "jsd", "tvd"):
+        for target, log_probs in ((None, False), (torch.zeros(tokens, dtype=torch.int64), True)):
+            options = (kind, 0.5, 1.0, log_probs, -100)
+            _, stats = divergence.divergence_forward(student, teacher, target, *options)
+            divergence.divergence_backward(row, student, teacher, target, stats, *options)
+            divergence.divergence_backward_(row, student, teacher, target, stats, *options)
+
+
 def fused_linear_ce_launches(dtype, tokens=9):
     x, weight = torch.zeros(tokens, 16, dtype=dtype), torch.zeros(1000, 16, dtype=dtype)
     target, ones = torch.zeros(tokens, dtype=torch.int32), torch.ones(1000)
@@ -213,6 +225,7 @@ LAUNCHES = {
     rescale: rescale_launches,
     cross_entropy: cross_entropy_launches,
     cross_entropy_stats: cross_entropy_stats_launches,
+    divergence: divergence_launches,
     fused_linear_ce: fused_linear_ce_launches,
 }
 

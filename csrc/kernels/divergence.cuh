@@ -1,5 +1,6 @@
 // The divergence of two rows of logits, and its gradient in the first. One block for each row: two reads of
-// both rows for the loss (one for the largest logits and their sums, one for the terms), one for the gradient.
+// both rows for the loss (one for the largest logits and their sums, one for the terms), one for the
+// gradient.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -122,7 +123,8 @@ __device__ __forceinline__ void over_rows(const T* student, const T* teacher, in
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int column = span.head + (v + u * step) * N;
-      if (v + u * step < span.vectors) x[u] = load<T, N>(student + column), y[u] = load<T, N>(teacher + column);
+      if (v + u * step < span.vectors)
+        x[u] = load<T, N>(student + column), y[u] = load<T, N>(teacher + column);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -187,7 +189,8 @@ __global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, float* l
 // grid: rows. out may be the student's logits: one thread reads and writes an element.
 template <typename T, typename Rule, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads)
-    backward(const Problem p, const float* grad_loss, const float* stats, void* out_data, int64_t out_stride) {
+    backward(const Problem p, const float* grad_loss, const float* stats, void* out_data,
+             int64_t out_stride) {
   const int64_t row = blockIdx.x;
   T* out = static_cast<T*>(out_data) + row * out_stride;
   if (ignored(p, row)) {
@@ -198,18 +201,18 @@ __global__ void __launch_bounds__(kMaxThreads)
   const Normaliser of_student{stat(0), stat(1), p.inverse_temperature};
   const Normaliser of_teacher{stat(2), stat(3), p.inverse_temperature};
   const float slope = stat(4), upstream = grad_loss[row] * p.inverse_temperature;
-  over_rows<T, kAligned>(
-      row_at<T>(p.student, p.student_stride, row), row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
-      [&](int column, const auto& s, const auto& t) {
-        constexpr int N = sizeof(s) / sizeof(float);
-        float grad[N];
+  over_rows<T, kAligned>(row_at<T>(p.student, p.student_stride, row),
+                         row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
+                         [&](int column, const auto& s, const auto& t) {
+                           constexpr int N = sizeof(s) / sizeof(float);
+                           float grad[N];
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const Class c = class_at(s[i], t[i], of_student, of_teacher);
-          grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope);
-        }
-        store(out + column, pack<T>(grad));
-      });
+                           for (int i = 0; i < N; ++i) {
+                             const Class c = class_at(s[i], t[i], of_student, of_teacher);
+                             grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope);
+                           }
+                           store(out + column, pack<T>(grad));
+                         });
 }
 
 }  // namespace liger::divergence
