@@ -1,7 +1,7 @@
 """Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total variation.
 
-docs/divergence.md defines every term. The ops give one loss per row; weights, masks of rows and reductions are sums over
-those, which plain torch does.
+docs/divergence.md defines every term. The ops give one loss per row, 0 for one that is ignored; weights and reductions
+are sums over those, which plain torch does.
 """
 
 import torch
@@ -190,8 +190,8 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
     per row."""
     if x.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
         raise RuntimeError(
-            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, but for "
-            "the last dimension"
+            f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, "
+            "but for the last dimension"
         )
     for name, other in (("target", target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
@@ -264,12 +264,7 @@ def _run(
     loss, _ = _forward_op(rows, teacher, target, divergence, beta, temperature, log_probs, ignore_index)
     if reduction == "none":
         return unflatten_tokens(loss if weight is None else loss * weight, like)
-    return loss.sum() if weight is None else _weighted_sum(loss, weight)
-
-
-def _weighted_sum(loss, weight):
-    # Not a dot product, whose order of summation is the library's.
-    return (loss * weight).sum()
+    return loss.sum() if weight is None else (loss * weight).sum()
 
 
 def _kl_div(
