@@ -228,6 +228,20 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " float temperature, int ignore_index, bool per_row, ScalarType? accum_dtype, int? memory_budget, bool "
       "need_grad_input, bool need_grad_weight, bool need_grad_bias)"
       " -> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // input (N, H), target (N,): log-probabilities of the targets under softmax((input @ weight.T + bias) /
+  // temperature), with the softcap before the temperature; those of ignored rows are 0
+  m.def(
+      "fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float "
+      "temperature,"
+      " int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax)"
+      " -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
+  m.def(
+      "fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor "
+      "weight,"
+      " Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? "
+      "accum_dtype,"
+      " int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward

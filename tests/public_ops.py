@@ -116,6 +116,12 @@ CASES = {
         lambda t: (_randn(t, HIDDEN), _randn(VOCAB, HIDDEN), target_of(t)),
         (0, None, 0),
     ),
+    "fused_linear_logprobs": Case(
+        liger.fused_linear_logprobs,
+        lambda x, weight, target: -F.cross_entropy(F.linear(x, weight), target, reduction="none"),
+        lambda t: (_randn(t, HIDDEN), _randn(VOCAB, HIDDEN), target_of(t)),
+        (0, None, 0),
+    ),
 }
 
 

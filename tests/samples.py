@@ -319,6 +319,26 @@ def _fused_linear_ce_forward(d):
     ]
 
 
+def _fused_linear_logprobs_forward(d):
+    tensors = _float(d, 6, 8), _float(d, 11, 8), _target(d, 6, 11)
+    return [
+        (*tensors, None, 1.0, -100, None, None, False, False),
+        (*tensors, _float(d, 11), 0.7, -100, 5.0, 64, True, True),
+        (*tensors, None, 1.0, -100, None, None, True, False),
+        (_float(d, 0, 8), tensors[1], tensors[2][:0], None, 2.0, -100, None, None, True, True),
+    ]
+
+
+def _fused_linear_logprobs_backward(d):
+    samples = []
+    for tensors in _fused_linear_logprobs_forward(d):
+        rows, entropy = len(tensors[0]), tensors[-2]
+        grads = _float(d, rows), _float(d, rows) if entropy else None
+        for needed in ((True, True, True), (False, True, False), (True, False, False)):
+            samples.append((*grads, *tensors[:-3], None, tensors[-3], *needed))
+    return samples
+
+
 def _cross_entropy_stats(d):
     logits, target = _float(d, 6, 11), _target(d, 6, 30)
     return [
@@ -484,6 +504,8 @@ SAMPLES = {
     "fused_linear_kl_div": _fused_linear_divergence_of(True),
     "fused_linear_jsd": _fused_linear_divergence_of(0.3),
     "fused_linear_divergence_forward": _fused_linear_divergence_forward,
+    "fused_linear_logprobs_forward": _fused_linear_logprobs_forward,
+    "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
     "tiled_mlp": _tiled_mlp,
     "tiled_mlp_forward": _tiled_mlp_forward,
     "tiled_mlp_backward": _tiled_mlp_backward,

@@ -19,6 +19,7 @@ from .ops.relu_squared import relu_squared
 from .ops.group_norm import group_norm
 from .ops.layer_norm import layer_norm
 from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
+from .ops.fused_linear_logprobs import LogProbs, fused_linear_logprobs
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.softmax import softmax
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "CrossEntropyOutput",
+    "LogProbs",
     "backend_report",
     "complex_rope",
     "cross_entropy",
@@ -47,6 +49,8 @@ __all__ = [
     "fused_linear_kl_div",
     "jsd",
     "kl_div",
+    "fused_linear_logprobs",
+    "losses",
     "nn",
     "patch",
     "relu_squared",
@@ -69,7 +73,7 @@ __all__ = [
 
 def __getattr__(name):
     # Looked up when first used, so that importing liger imports no more than torch.
-    if name in ("nn", "transformers"):
+    if name in ("losses", "nn", "transformers"):
         return importlib.import_module(f"liger.{name}")
     if name in ("patch", "unpatch"):
         return getattr(importlib.import_module("liger.transformers"), name)

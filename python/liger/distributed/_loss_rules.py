@@ -143,6 +143,33 @@ def _fused_linear_divergence(call):
     )
 
 
+def _place_head(call, *per_row):
+    tokens = _tokens_of(call["input"])
+    call.place(tokens, "input", "target", *per_row)
+    call.place(call.replicated, "weight", "bias")
+    return tokens, call["input"].shape
+
+
+def _logprobs(call):
+    tokens, (rows, _) = _place_head(call)
+    asked = True, call["return_entropy"], call["return_argmax"]
+    return tuple(
+        call.wrap(local, tokens, (rows,)) if wanted else call.unasked(local)
+        for local, wanted in zip(call.run(), asked, strict=True)
+    )
+
+
+def _logprobs_backward(call):
+    tokens, shape = _place_head(call, "grad_logprobs", "grad_entropy")
+    partial = where_sharded(tokens, Partial())
+    grad_input, *grads = call.run()
+    asked = call["need_grad_weight"], call["need_grad_bias"] and call["bias"] is not None
+    return (
+        call.wrap(grad_input, tokens, shape) if call["need_grad_input"] else call.unasked(grad_input),
+        *(call.wrap(g, partial) if need else call.unasked(g) for g, need in zip(grads, asked, strict=True)),
+    )
+
+
 LOSS_RULES = {
     "cross_entropy_forward": _forward,
     "cross_entropy_forward_": _forward,
@@ -153,4 +180,6 @@ LOSS_RULES = {
     "divergence_backward": _divergence_backward,
     "divergence_backward_": _divergence_backward_,
     "fused_linear_divergence_forward": _fused_linear_divergence,
+    "fused_linear_logprobs_forward": _logprobs,
+    "fused_linear_logprobs_backward": _logprobs_backward,
 }

@@ -6,12 +6,15 @@ Forms with ``out=`` throughout, because autocast casts the operands of the other
 import torch
 
 
-def write_linear(x, weight, bias, out):
-    """``out = x @ weight.T + bias``; bias may be None."""
-    if bias is None:
+def write_linear(x, weight, bias, out, scale=1.0):
+    """``out = scale * (x @ weight.T + bias)``, rounded once; bias may be None."""
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), beta=scale, alpha=scale, out=out)
+    elif scale == 1.0:
         torch.mm(x, weight.t(), out=out)
     else:
-        torch.addmm(bias, x, weight.t(), out=out)
+        # With beta 0 what out held, even NaN, is no part of the result.
+        torch.addmm(out, x, weight.t(), beta=0.0, alpha=scale, out=out)
 
 
 def product(a, b, out, add=False):

@@ -220,7 +220,9 @@ def _backward(op, ctx, grad_loss, *_grad_others):
     return tuple(result)
 
 
-_forward_op = gradients_in_forward(torch.ops.liger.fused_linear_ce_forward.default, "fused_linear_ce")
+fused_linear_ce_forward = gradients_in_forward(
+    torch.ops.liger.fused_linear_ce_forward.default, "fused_linear_ce"
+)
 
 
 # --- composite ----------------------------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def _run(
     input, weight, bias = autocast_operands(input, weight, bias)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, token_weight)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
-    results = _forward_op(
+    results = fused_linear_ce_forward(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator, ignore_index, label_smoothing,
         lse_square_scale, softcap, reduction, accum_dtype, memory_budget, *metrics,
         *((False,) * 3 if reduction == "none" else wants_grad(rows, weight, bias)),

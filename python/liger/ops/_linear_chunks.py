@@ -1,0 +1,148 @@
+"""A linear layer over classes, a chunk of rows of logits at a time: what the ops on log-probabilities share.
+
+Every loss that sees the logits z of a row through the log-probability of the target and the entropy H alone has
+
+    dL/dz[v] = g * ([v is the target] - p[v]) - h * p[v] * (log p[v] + H),    g = dL/dlogp, h = dL/dH
+
+so two numbers per row turn a chunk of logits, where it lies, into its gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ._products import product, write_linear
+from ._rows import row_blocks
+from .cross_entropy_stats import cross_entropy_stats_backward_
+from .rms_norm import accumulate_dtype
+
+# Below this log-probability p * log p is 0 in float32; -inf would make it NaN.
+_LEAST_LOGPROB = -1e30
+
+
+class RowStatistics(NamedTuple):
+    """Of rows of logits; entropy and argmax are empty where they were not asked for. Ignored rows have 0, 0 and -1."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    argmax: torch.Tensor
+    lse: torch.Tensor
+
+
+class Head(NamedTuple):
+    """A projection to classes, and what comes between it and the softmax."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: float
+    ignore_index: int
+    softcap: float | None
+
+    @property
+    def _cap(self):
+        return None if self.softcap is None else self.softcap / self.temperature
+
+    def write_logits(self, x, out):
+        """Logits over the temperature, before the softcap: the division is part of the product, rounded once."""
+        write_linear(x, self.weight, self.bias, out, 1.0 / self.temperature)
+
+    def statistics(self, logits, target, entropy=False, argmax=False):
+        _, _, _, predicted, logprobs, entropies, lse, _, _ = torch.ops.liger.cross_entropy_forward.default(
+            logits, target, None, None, None, self.ignore_index, 0.0, 0.0, self._cap, "none",
+            False, False, argmax, True, entropy, False,
+        )  # fmt: skip
+        return RowStatistics(logprobs, entropies, predicted, lse)
+
+    def write_gradient(self, logits, target, rows, of_logprob, of_entropy=None):
+        """Overwrites logits with the gradient of ``x @ weight.T + bias``; ``rows`` are their statistics."""
+        scale = 1.0 / self.temperature
+        if of_entropy is None:
+            minus = of_logprob * -scale
+            cross_entropy_stats_backward_(
+                logits, target, rows.lse, minus, minus, None, None, 0, self.ignore_index, self._cap
+            )
+            return
+        ignored = target == self.ignore_index
+        of_logprob, of_entropy = (
+            torch.where(ignored, 0.0, g * scale).unsqueeze(1) for g in (of_logprob, of_entropy)
+        )
+        common = of_logprob + of_entropy * rows.entropy.unsqueeze(1)
+        column = torch.where(ignored, 0, target.long()).unsqueeze(1)
+        for block in row_blocks(logits):
+            z, slope = logits[block].to(rows.lse.dtype), None
+            if self._cap is not None:
+                capped = torch.tanh(z / self._cap)
+                z, slope = capped * self._cap, 1.0 - capped.square_()
+            grad = z.sub_(rows.lse[block].unsqueeze(1)).clamp_(min=_LEAST_LOGPROB)
+            p = grad.exp()
+            grad.mul_(of_entropy[block]).add_(common[block]).mul_(p).neg_()
+            grad.scatter_add_(1, column[block], of_logprob[block])
+            logits[block] = grad if slope is None else grad.mul_(slope)
+
+
+class HeadGradients:
+    """The gradients of a linear layer from those of its logits, chunk by chunk."""
+
+    def __init__(self, x, weight, bias, wanted, chunks, exact):
+        need_input, need_weight, need_bias = wanted
+        wide = accumulate_dtype(x.dtype)
+        self.head_weight = weight
+        self.input = x.new_empty(x.shape if need_input else 0)
+        self.weight = x.new_empty(weight.shape if need_weight else 0)
+        self.bias = x.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
+        self.wanted = need_input, need_weight, self.bias.numel() > 0
+        self.apart = need_weight and chunks > 1 and exact and wide != x.dtype
+        self.sum = torch.empty_like(self.weight, dtype=wide) if self.apart else self.weight
+        self.chunks_added = 0
+
+    def new_logits(self, rows):
+        """Memory for rows of logits. While the weight gradient is summed elsewhere, its own memory holds them."""
+        classes = self.head_weight.shape[0]
+        # Rows begin at multiples of 16 bytes, as matrix units want them. Not on a CPU, whose 16-bit products may read
+        # what is between the rows, and multiply a NaN there by zero.
+        per_line = 16 // self.weight.element_size() if self.weight.is_cuda else 1
+        stride = -(-classes // per_line) * per_line
+        hosted = self.apart and rows * stride <= self.weight.numel()
+        memory = self.weight.view(-1)[: rows * stride] if hosted else self.weight.new_empty(rows * stride)
+        return memory.view(rows, stride)[:, :classes]
+
+    def add(self, x, dlogits, grad_x):
+        """A chunk: rows of x, the gradient of their logits, and where the gradient of x goes."""
+        need_input, need_weight, need_bias = self.wanted
+        if need_input:
+            product(dlogits, self.head_weight, grad_x)
+        if need_weight:
+            product(dlogits.t(), x, self.sum, add=self.chunks_added > 0)
+        if need_bias:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        self.chunks_added += 1
+
+    def finish(self):
+        """(of the input, of the weight, of the bias) after the last chunk."""
+        if self.chunks_added == 0:
+            self.sum.zero_()
+        if self.apart:
+            self.weight.copy_(self.sum)
+        return self.input, self.weight, self.bias.to(self.weight.dtype)
+
+
+def check_head(op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget):
+    """Raises RuntimeError for what no head takes: shapes, dtypes, devices, options out of range."""
+    if not temperature > 0.0:
+        raise RuntimeError(f"{op}: temperature is {temperature}, expected a positive number")
+    # The head of cross entropy has the same conditions.
+    torch.ops.liger.check_fused_linear_ce(
+        input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget
+    )
+
+
+def row_chunks(rows, step):
+    return (slice(i, min(i + step, rows)) for i in range(0, rows, max(step, 1)))
+
+
+def planned_rows(input, weight, need_grad_weight, exact, memory_budget):
+    """(rows of a chunk, chunks) by the planner that every head uses."""
+    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
+        input.shape[0], input.shape[1], weight.shape[0], input.element_size(), need_grad_weight, exact, memory_budget
+    )  # fmt: skip
+    return chunk_rows, chunks

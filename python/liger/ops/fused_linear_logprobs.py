@@ -1,0 +1,205 @@
+"""Log-probabilities of given tokens under a linear layer's softmax, with no more than a chunk of its logits in memory.
+
+The backward computes the logits a second time. A loss that is known beforehand is cheaper with its gradient made in the
+forward: :mod:`liger.losses`.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from ..backend import register_portable
+from ..distributed import align_tokens, unflatten_tokens
+from ._autocast import autocast_operands
+from ._autograd import differentiable, differentiable_once
+from ._linear_chunks import Head, HeadGradients, check_head, planned_rows, row_chunks
+from .cross_entropy import flatten_rows
+from .fused_linear_ce import fused_linear_ce_forward
+from .rms_norm import accumulate_dtype
+
+_OP = "fused_linear_logprobs"
+
+
+class LogProbs(NamedTuple):
+    """The log-probabilities and what else was asked for; the rest is None."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    argmax: torch.Tensor | None
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+
+def fused_linear_logprobs_forward(
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+):  # fmt: skip
+    check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    if temperature == 1.0:
+        # The engine of cross entropy, which leaves out ignored rows.
+        results = fused_linear_ce_forward(
+            input, weight, target, bias, None, None, None, ignore_index, 0.0, 0.0, softcap, "none", None,
+            memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
+        )  # fmt: skip
+        return results[4], results[5], results[3]
+    head = Head(weight, bias, temperature, ignore_index, softcap)
+    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+    logprobs = input.new_empty(rows, dtype=wide)
+    entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
+    argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
+    chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
+    memory = HeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
+    for chunk in row_chunks(rows, chunk_rows):
+        logits = memory[: chunk.stop - chunk.start]
+        head.write_logits(input[chunk], logits)
+        found = head.statistics(logits, target[chunk], return_entropy, return_argmax)
+        logprobs[chunk] = found.logprobs
+        if return_entropy:
+            entropy[chunk] = found.entropy
+        if return_argmax:
+            argmax[chunk] = found.argmax
+    return logprobs, entropy, argmax
+
+
+def fused_linear_logprobs_backward(
+    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
+    memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
+    wanted = need_grad_input, need_grad_weight, need_grad_bias
+    if temperature == 1.0 and grad_entropy is None:
+        return fused_linear_ce_forward(
+            input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
+            accum_dtype, memory_budget, False, False, False, False, False, *wanted,
+        )[-3:]  # fmt: skip
+    head = Head(weight, bias, temperature, ignore_index, softcap)
+    exact = accum_dtype in (None, torch.float32)
+    chunk_rows, chunks = planned_rows(input, weight, need_grad_weight, exact, memory_budget)
+    gradients = HeadGradients(input, weight, bias, wanted, chunks, exact)
+    memory = gradients.new_logits(chunk_rows)
+    for chunk in row_chunks(input.shape[0], chunk_rows):
+        logits = memory[: chunk.stop - chunk.start]
+        head.write_logits(input[chunk], logits)
+        found = head.statistics(logits, target[chunk], entropy=grad_entropy is not None)
+        of_entropy = None if grad_entropy is None else grad_entropy[chunk]
+        head.write_gradient(logits, target[chunk], found, grad_logprobs[chunk], of_entropy)
+        gradients.add(input[chunk], logits, gradients.input[chunk])
+    return gradients.finish()
+
+
+register_portable(
+    {
+        "fused_linear_logprobs_forward": fused_linear_logprobs_forward,
+        "fused_linear_logprobs_backward": fused_linear_logprobs_backward,
+    }
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("liger::fused_linear_logprobs_forward")
+def _(
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+):  # fmt: skip
+    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+    return (
+        input.new_empty((rows,), dtype=wide),
+        input.new_empty((rows,) if return_entropy else (0,), dtype=wide),
+        input.new_empty((rows,) if return_argmax else (0,), dtype=torch.int64),
+    )
+
+
+@torch.library.register_fake("liger::fused_linear_logprobs_backward")
+def _(
+    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
+    memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    return (
+        input.new_empty(input.shape if need_grad_input else (0,)),
+        input.new_empty(weight.shape if need_grad_weight else (0,)),
+        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+    )
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx, inputs, output):
+    input, weight, target, bias, *options, ctx.with_entropy, _ = inputs
+    ctx.save_for_backward(input, weight, target, bias)
+    *ctx.options, ctx.memory_budget = options
+    ctx.mark_non_differentiable(*(output[2:] if ctx.with_entropy else output[1:]))
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once(_OP)
+def _backward(ctx, grad_logprobs, grad_entropy, _grad_argmax):
+    result = [None] * 10
+    if grad_logprobs is None and grad_entropy is None:
+        return tuple(result)
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(grad_entropy)
+    places = (0, 1, 3)
+    needed = [ctx.needs_input_grad[i] for i in places]
+    grads = torch.ops.liger.fused_linear_logprobs_backward.default(
+        grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, None, ctx.memory_budget, *needed
+    )
+    for place, grad, need in zip(places, grads, needed, strict=True):
+        result[place] = grad if need else None
+    return tuple(result)
+
+
+_forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.default, _setup, _backward)
+
+
+# --- public API ---------------------------------------------------------------------------------------------------
+
+
+def fused_linear_logprobs(
+    hidden, weight, targets, bias=None, temperature=1.0, ignore_index=-100, softcap=None, memory_budget=None,
+    return_entropy=False, return_argmax=False,
+):  # fmt: skip
+    """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
+
+    No more logits than fit the memory budget exist at a time. Forward only, as for a reference model, it is one
+    product; the backward computes the logits again.
+
+    Args:
+        hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        weight: (V, H), the dtype of hidden.
+        targets: (...), int64 or int32 class indices.
+        bias: (V,), the dtype of hidden.
+        temperature: positive.
+        ignore_index: targets whose log-probability and entropy are 0, without gradient.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` first.
+        memory_budget: bytes for the logits of a chunk; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
+        return_entropy: also the entropy of every row's distribution, differentiable too.
+        return_argmax: also the most probable class, -1 where the target is ignored.
+
+    Under autocast hidden, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
+
+    Returns:
+        The log-probabilities, (...), float32 (float64 for float64); with ``return_entropy`` or ``return_argmax`` a
+        :class:`LogProbs`. Gradients exist for hidden, weight and bias; no work is done for those that need none.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range.
+
+    Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
+    """
+    hidden, weight, bias = autocast_operands(hidden, weight, bias)
+    hidden, targets, _ = align_tokens(_OP, hidden, targets, None)
+    rows, flat, _ = flatten_rows(_OP, "hidden", hidden, targets, None)
+    logprobs, entropy, argmax = _forward_op(
+        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
+        return_argmax,
+    )  # fmt: skip
+    logprobs = unflatten_tokens(logprobs, targets)
+    if not (return_entropy or return_argmax):
+        return logprobs
+    return LogProbs(
+        logprobs,
+        unflatten_tokens(entropy, targets) if return_entropy else None,
+        unflatten_tokens(argmax, targets) if return_argmax else None,
+    )
