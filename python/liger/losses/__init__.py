@@ -1,0 +1,28 @@
+"""Post-training losses over a linear head whose logits exist only a chunk of tokens at a time (docs/losses.md)."""
+
+from .base import FusedLinearLoss
+from .policy import FusedLinearGRPOLoss, FusedLinearPPOLoss, PolicyMetrics
+from .preference import (
+    FusedLinearCPOLoss,
+    FusedLinearDPOLoss,
+    FusedLinearORPOLoss,
+    FusedLinearSimPOLoss,
+    PreferenceLoss,
+    PreferenceMetrics,
+)
+from .unpaired import FusedLinearKTOLoss, KTOMetrics
+
+__all__ = [
+    "FusedLinearCPOLoss",
+    "FusedLinearDPOLoss",
+    "FusedLinearGRPOLoss",
+    "FusedLinearKTOLoss",
+    "FusedLinearLoss",
+    "FusedLinearORPOLoss",
+    "FusedLinearPPOLoss",
+    "FusedLinearSimPOLoss",
+    "KTOMetrics",
+    "PolicyMetrics",
+    "PreferenceLoss",
+    "PreferenceMetrics",
+]

@@ -1,0 +1,209 @@
+"""The op behind every loss: a function of a linear layer's log-probabilities, with its gradient made in the forward.
+
+The function is known to the op by a name. It runs as ordinary PyTorch inside the op, so that compilers see one opaque
+op whatever the function is, and none is compiled for it.
+
+Rows come as (parts, groups, length). What a group contributes to the loss depends on that group alone; so the logits of
+as many groups as fit the memory budget are made, turned into log-probabilities and, by the derivative of the function,
+into their own gradient: three products. Where not even one group fits, its log-probabilities come first and its logits
+a second time: four. Which of the two is decided by sizes alone.
+"""
+
+import weakref
+
+import torch
+
+from ..ops._autograd import differentiable, differentiable_once, may_write_saved
+from ..ops._linear_chunks import Head, HeadGradients, check_head, planned_rows
+from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
+from ..ops.rescale import rescale, rescale_
+from ..ops.rms_norm import accumulate_dtype
+
+_OP = "fused_linear_loss"
+_functions = weakref.WeakValueDictionary()
+_library = torch.library.Library("liger_losses", "DEF")
+# given: tensors (parts, groups, ...); shared: tensors that every group sees whole; names: theirs, in this order.
+_library.define(
+    "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
+    " Tensor[] shared, str function, str[] names, int parts, int groups, float temperature, int ignore_index,"
+    " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool need_grad_input,"
+    " bool need_grad_weight, bool need_grad_bias)"
+    " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+)
+
+
+def register_function(name, owner):
+    """Makes ``owner.evaluate(logprobs, entropy, given, shared)`` known to the op for as long as the owner lives."""
+    _functions[name] = owner
+
+
+class _Function:
+    """A registered function with the tensors of a call."""
+
+    def __init__(self, name, names, given, shared, shape, use_entropy):
+        self.evaluate, self.shape, self.use_entropy = _functions[name].evaluate, shape, use_entropy
+        self.given = dict(zip(names[: len(given)], given, strict=True))
+        self.shared = dict(zip(names[len(given) :], shared, strict=True))
+
+    def _call(self, logprobs, entropy, groups):
+        given = {name: t[:, groups] for name, t in self.given.items()}
+        return self.evaluate(logprobs, entropy, given, self.shared).sum()
+
+    def _shaped(self, rows):
+        parts, _, length = self.shape
+        return rows.view(parts, rows.shape[0] // max(parts * length, 1), length)
+
+    def value(self, logprobs, entropy):
+        entropy = self._shaped(entropy) if self.use_entropy else None
+        return self._call(self._shaped(logprobs), entropy, slice(None))
+
+    def differentiate(self, logprobs, entropy, groups):
+        """(value, its gradient by log-probability, by entropy or None), one number per row."""
+        if self.use_entropy:
+            call = torch.func.grad_and_value(lambda a, b: self._call(a, b, groups), (0, 1))
+            (of_logprob, of_entropy), value = call(self._shaped(logprobs), self._shaped(entropy))
+            return value, of_logprob.reshape(-1), of_entropy.reshape(-1)
+        call = torch.func.grad_and_value(lambda a: self._call(a, None, groups))
+        of_logprob, value = call(self._shaped(logprobs))
+        return value, of_logprob.reshape(-1), None
+
+
+def _groups_of_a_chunk(input, weight, groups, group_rows, need_grad_weight, exact, memory_budget):
+    """How many groups are computed at a time; 0 where the logits of one do not fit."""
+    if group_rows == 1:
+        return planned_rows(input, weight, need_grad_weight, exact, memory_budget)[0]
+    if memory_budget is None:
+        memory_budget = torch.ops.liger.default_memory_budget()
+    fitting = memory_budget // max(weight.shape[0] * input.element_size() * group_rows, 1)
+    if fitting == 0:
+        return 0
+    chunks = -(-groups // fitting)
+    return -(-groups // max(chunks, 1))
+
+
+def _forward(
+    input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
+    accum_dtype, memory_budget, use_entropy, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
+    wanted = need_grad_input, need_grad_weight, need_grad_bias
+    rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
+    length = rows // max(parts * groups, 1)
+    function = _Function(function, names, given, shared, (parts, groups, length), use_entropy)
+    step = _groups_of_a_chunk(input, weight, groups, parts * length, need_grad_weight, exact, memory_budget)
+    head = (weight, bias, temperature, ignore_index, softcap)
+    if step == 0 or not any(wanted):
+        logprobs, entropy, _ = fused_linear_logprobs_forward(
+            input, weight, target, bias, *head[2:], memory_budget, use_entropy, False
+        )
+        if not any(wanted):
+            return function.value(logprobs, entropy), logprobs, entropy, *(input.new_empty(0) for _ in wanted)
+        loss, of_logprob, of_entropy = function.differentiate(logprobs, entropy, slice(None))
+        grads = fused_linear_logprobs_backward(
+            of_logprob,
+            of_entropy,
+            input,
+            weight,
+            target,
+            bias,
+            *head[2:],
+            accum_dtype,
+            memory_budget,
+            *wanted,
+        )
+        return loss, logprobs, entropy, *grads
+
+    head, wide = Head(*head), accumulate_dtype(input.dtype)
+    logprobs = input.new_empty(rows, dtype=wide)
+    entropy = input.new_empty(rows if use_entropy else 0, dtype=wide)
+    loss = input.new_zeros((), dtype=wide)
+    gradients = HeadGradients(input, weight, bias, wanted, -(-groups // step), exact)
+    memory = gradients.new_logits(step * parts * length)
+
+    def cut(tensor, chunk):
+        return tensor.unflatten(0, (parts, groups, length))[:, chunk] if tensor.numel() else tensor
+
+    for start in range(0, groups if rows else 0, step):
+        chunk = slice(start, min(start + step, groups))
+        # Parts of a chunk lie apart: they are brought side by side for the products, and back.
+        x, y = cut(input, chunk).flatten(0, 2), cut(target, chunk).flatten()
+        logits = memory[: x.shape[0]]
+        head.write_logits(x, logits)
+        found = head.statistics(logits, y, use_entropy)
+        value, of_logprob, of_entropy = function.differentiate(found.logprobs, found.entropy, chunk)
+        loss += value
+        cut(logprobs, chunk).copy_(found.logprobs.view(parts, -1, length))
+        if use_entropy:
+            cut(entropy, chunk).copy_(found.entropy.view(parts, -1, length))
+        head.write_gradient(logits, y, found, of_logprob, of_entropy)
+        place = cut(gradients.input, chunk)
+        if parts == 1 or step >= groups or not need_grad_input:
+            gradients.add(x, logits, place.flatten(0, 2) if need_grad_input else place)
+        else:
+            grad_x = torch.empty_like(x)
+            gradients.add(x, logits, grad_x)
+            place.copy_(grad_x.view(place.shape))
+    return loss, logprobs, entropy, *gradients.finish()
+
+
+_library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("liger_losses::fused_linear_loss_forward")
+def _(
+    input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
+    accum_dtype, memory_budget, use_entropy, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    wide = accumulate_dtype(input.dtype)
+    return (
+        input.new_empty((), dtype=wide),
+        input.new_empty((input.shape[0],), dtype=wide),
+        input.new_empty((input.shape[0] if use_entropy else 0,), dtype=wide),
+        input.new_empty(input.shape if need_grad_input else (0,)),
+        input.new_empty(weight.shape if need_grad_weight else (0,)),
+        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+    )
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+_DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
+
+
+def _setup(ctx, inputs, output):
+    made = inputs[-3:]
+    wanted = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
+    if any(want and not is_made for want, is_made in zip(wanted, made, strict=True)):
+        raise RuntimeError(
+            f"{_OP}: a gradient is wanted that the call did not ask for: need_grad_input, need_grad_weight and "
+            f"need_grad_bias are {made}, and input, weight and bias require grad: {tuple(wanted)}"
+        )
+    ctx.save_for_backward(*(g if want else None for g, want in zip(output[-3:], wanted, strict=True)))
+    ctx.lists = len(inputs[4]), len(inputs[5])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once(_OP)
+def _backward(ctx, grad_loss, *_grad_others):
+    result = [None] * 19
+    result[4:6] = ([None] * length for length in ctx.lists)
+    if grad_loss is None:
+        return tuple(result)
+    grads = ctx.saved_tensors
+    in_place = may_write_saved(*grads)
+    for place, grad in zip(_DIFFERENTIABLE, grads, strict=True):
+        if grad is None:
+            continue
+        if in_place:
+            # They belong to this node alone and die with it.
+            rescale_(grad, grad_loss)
+            result[place] = grad
+        else:
+            result[place] = rescale(grad, grad_loss)
+    return tuple(result)
+
+
+fused_linear_loss_forward = differentiable(
+    torch.ops.liger_losses.fused_linear_loss_forward.default, _setup, _backward
+)
