@@ -47,12 +47,12 @@ class Batch:
         inside = places < ends
         self.places = torch.where(inside, places, 0).long()
         self.live = inside & live.flatten()[self.places]
-        sequence = torch.searchsorted(
-            cu_seqlens[1:].contiguous(), torch.arange(tokens, device=cu_seqlens.device), right=True
-        )
+        rows = torch.arange(tokens, device=cu_seqlens.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
         self._sequence = sequence.clamp(max=max(self.shape[0] - 1, 0))
-        # Rows after the last sequence belong to none.
-        self._inside = torch.arange(tokens, device=cu_seqlens.device) < cu_seqlens[-1]
+        # Rows before the first sequence and after the last count for nothing.
+        outside = (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
+        self.target = torch.where(outside, ignore_index, self.target)
 
     def check(self, name, tensor, *shapes):
         if all(tensor.shape != shape for shape in shapes):
@@ -77,7 +77,7 @@ class Batch:
             return per_sequence.unsqueeze(1).expand(self.shape).flatten()
         if self.shape[0] == 0:
             return per_sequence.new_zeros(self.target.shape)
-        return torch.where(self._inside, per_sequence[self._sequence], 0.0)
+        return per_sequence[self._sequence]
 
     def rows(self, per_token, ignore_index):
         """(N,) of numbers per token in their order, 0 where the mask is off."""

@@ -1,0 +1,283 @@
+"""What holds for every loss: one op to compilers, three products or four, work for what is wanted only, bad input."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from losses_cases import BUDGETS, LENGTH, VOCAB, leaf, make
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import liger
+from liger import losses
+
+EVERY = {
+    "dpo": (losses.FusedLinearDPOLoss, {}),
+    "orpo": (losses.FusedLinearORPOLoss, {}),
+    "simpo": (losses.FusedLinearSimPOLoss, {}),
+    "kto": (losses.FusedLinearKTOLoss, {}),
+    "grpo": (losses.FusedLinearGRPOLoss, {"entropy_coef": 0.1}),
+    "gspo": (losses.FusedLinearGRPOLoss, {"importance_sampling_level": "sequence"}),
+}
+
+
+def call(module, x, w, target, bias, **how):
+    """The loss, with references that are functions of the target."""
+    tokens = -0.1 * (target.clamp_min(0) % 5).float()
+    if isinstance(module, losses.FusedLinearGRPOLoss):
+        advantages = torch.linspace(-1, 1, target.shape[0], device=target.device)
+        return module(x, w, target, None, advantages, bias, tokens, tokens - 0.1, **how)[0]
+    if isinstance(module, losses.FusedLinearKTOLoss):
+        labels = torch.arange(target.shape[0], device=target.device) % 2
+        return module(x, w, target, bias, labels, ref_logps=tokens, **how)[0]
+    if module.use_ref_model:
+        how["ref_logps"] = tokens
+    return module(w, x, target, bias, **how)[0]
+
+
+class Products(TorchDispatchMode):
+    """Counts multiplications of matrices, in rows of the left one."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.out, torch.ops.aten.addmm.out):
+            self.rows.append(args[-2].shape[0])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_products(name, budget, monkeypatch):
+    """Where a unit of the loss fits the budget, nothing is computed twice."""
+    from liger.losses import _op
+
+    calls = []
+    for which in ("fused_linear_logprobs_forward", "fused_linear_logprobs_backward"):
+        real = getattr(_op, which)
+        monkeypatch.setattr(_op, which, lambda *a, real=real, which=which: (calls.append(which), real(*a))[1])
+    hidden, weight, target, bias = make("cpu")
+    make_module, options = EVERY[name]
+    module = make_module(**options, memory_budget=BUDGETS[budget])
+    with Products() as products:
+        loss = call(module, leaf(hidden), leaf(weight), target, bias)
+    if budget == "recompute" and name != "grpo":
+        assert calls == ["fused_linear_logprobs_forward", "fused_linear_logprobs_backward"]
+        return
+    assert not calls
+    pair = module.unit == "pair"
+    rows = {"whole": len(target) * LENGTH, "chunks": 2 * LENGTH if pair or name == "gspo" or name == "kto" else 0}
+    chunks = len(products.rows) // 3
+    assert len(products.rows) == 3 * chunks
+    if name != "grpo" or budget == "whole":
+        assert products.rows[0] == rows[budget] and chunks == len(target) * LENGTH // rows[budget]
+    with Products() as products:
+        loss.backward()
+    assert not products.rows
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_only_what_needs_a_gradient(name):
+    hidden, weight, target, bias = make("cpu")
+    make_module, options = EVERY[name]
+    module = make_module(**options)
+    with Products() as products:
+        loss = call(module, hidden, weight, target, bias)
+    assert not loss.requires_grad and len(products.rows) <= 1
+    both = leaf(hidden), leaf(weight)
+    expected = torch.autograd.grad(call(module, *both, target, bias), both)
+    for i in (0, 1):
+        tensors = [hidden, weight]
+        tensors[i] = leaf(tensors[i])
+        with Products() as products:
+            other = call(module, *tensors, target, bias)
+        assert len(products.rows) == 2
+        torch.testing.assert_close(torch.autograd.grad(other, tensors[i])[0], expected[i])
+        torch.testing.assert_close(other.detach(), loss)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_compiled(device, name, budget):
+    hidden, weight, target, bias = make(device)
+    make_module, options = EVERY[name]
+    module = make_module(**options, memory_budget=BUDGETS[budget])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: call(module, *t), fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (lambda *t: call(module, *t), compiled):
+        leaves = leaf(hidden), leaf(weight)
+        loss = function(*leaves, target, bias)
+        results.append([loss.detach(), *torch.autograd.grad(loss * 3.0, leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_opcheck(device):
+    hidden, weight, target, bias = (t if i == 2 else leaf(t) for i, t in enumerate(make(device)))
+    module = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1)
+    rows = target.numel()
+    given = [torch.rand(1, rows, device=device), target.view(1, -1) != -100, torch.randn(1, rows, device=device)]
+    for budget in BUDGETS.values():
+        arguments = (
+            hidden.detach().flatten(0, 1).requires_grad_(), weight, target.flatten(), bias, given,
+            [torch.tensor(0.1, device=device)], module._function, ["weight", "mask", "advantages", "of_entropy"], 1,
+            rows, 0.9, -100, 4.0, None, budget, True, True, True, True,
+        )  # fmt: skip
+        torch.library.opcheck(torch.ops.liger_losses.fused_linear_loss_forward.default, arguments)
+
+
+def test_the_second_backward_is_the_first(device):
+    hidden, weight, target, bias = make(device)
+    x, w = leaf(hidden), leaf(weight)
+    loss = call(losses.FusedLinearDPOLoss(), x, w, target, bias) * 3.0
+    first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    first = [g.clone() for g in first]
+    for a, b in zip(first, torch.autograd.grad(loss, (x, w)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_half_precision(device, name):
+    """Sums in float32: with many chunks as exact as with one."""
+    hidden, weight, target, bias = make(device, dtype=torch.bfloat16)
+    make_module, options = EVERY[name]
+    grads = []
+    for budget in (None, 2 * LENGTH * VOCAB * 2):
+        module, leaves = make_module(**options, memory_budget=budget), (leaf(hidden), leaf(weight))
+        loss = call(module, *leaves, target, bias)
+        assert loss.dtype == torch.float32
+        grads.append(torch.autograd.grad(loss, leaves))
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-4)
+
+
+def test_autocast(device):
+    hidden, weight, target, bias = make(device)
+    x, w = leaf(hidden), leaf(weight)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = call(losses.FusedLinearDPOLoss(), x, w, target, bias)
+    half = [t.bfloat16() for t in (hidden, weight)]
+    torch.testing.assert_close(loss, call(losses.FusedLinearDPOLoss(), *half, target, bias.bfloat16()))
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(loss, (x, w)))
+
+
+class OwnPairs(losses.PreferenceLoss):
+    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+        return F.softplus(self.beta * (rejected_logps - chosen_logps))
+
+
+class OwnBatch(losses.FusedLinearLoss):
+    """Its terms depend on all sequences."""
+
+    unit = "batch"
+
+    def compute(self, logprobs, entropy, *, mask):
+        scores = (logprobs * mask).sum(-1)
+        return (scores - scores.mean()).square()
+
+    def forward(self, hidden, weight, target, bias=None):
+        batch = self.batch(hidden, target)
+        return self.run(batch, weight, bias, given={"mask": batch.live})[0]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_losses_of_ones_own(device, budget):
+    hidden, weight, target, bias = make(device)
+    mine = OwnPairs(beta=0.1, memory_budget=BUDGETS[budget])
+    same = losses.FusedLinearDPOLoss(beta=0.1, use_ref_model=False)
+    a, b = (m(weight, hidden, target.abs() % VOCAB, bias)[0] for m in (mine, same))
+    torch.testing.assert_close(a, b)
+    leaves = [leaf(hidden), leaf(weight)]
+    loss = OwnBatch(memory_budget=BUDGETS[budget])(*leaves, target, bias)
+    scores = liger.fused_linear_logprobs(*leaves, target, bias).sum(-1)
+    expected = (scores - scores.mean()).square().sum()
+    torch.testing.assert_close(loss, expected)
+    pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_are_losses_of_their_own(device):
+    hidden, weight, target, bias = make(device)
+    first = losses.FusedLinearDPOLoss(beta=0.1)
+    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        other.beta = 2.0
+        a, b = call(first, hidden, weight, target, bias), call(other, hidden, weight, target, bias)
+        expected = call(losses.FusedLinearDPOLoss(beta=2.0), hidden, weight, target, bias)
+        assert a != b and torch.equal(b, expected)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def _dpo(change=lambda x, w, t: (w, x, t), options=None, **how):
+    return lambda x, w, t: losses.FusedLinearDPOLoss(**(options or {}))(*change(x, w, t), **how)
+
+
+def _grpo(advantages=torch.zeros(6), options=None, **how):
+    return lambda x, w, t: losses.FusedLinearGRPOLoss(**(options or {}))(x, w, t, None, advantages, **how)
+
+
+def _kto(*labels, options=None, **how):
+    return lambda x, w, t: losses.FusedLinearKTOLoss(**(options or {}))(x, w, t, None, *labels, **how)
+
+
+FREE = {"use_ref_model": False}
+BAD = {
+    "odd": (_dpo(lambda x, w, t: (w, x[:5], t[:5]), FREE), RuntimeError, "5 sequences, expected an even number"),
+    "no reference": (_dpo(), ValueError, "FusedLinearDPOLoss: no reference"),
+    "unwanted reference": (_dpo(options=FREE, ref_logps=torch.zeros(6)), ValueError, "use_ref_model is False"),
+    "no reference weight": (_dpo(ref_input=torch.zeros(6, LENGTH, 8)), ValueError, "without ref_weight"),
+    "reference shape": (_dpo(ref_logps=torch.zeros(5)), RuntimeError, r"ref_logps has shape \(5,\), expected \(6, 6\)"),
+    "reference grad": (_dpo(ref_logps=torch.zeros(6, requires_grad=True)), RuntimeError, "ref_logps requires grad"),
+    "reference vocabulary": (
+        _dpo(ref_input=torch.zeros(6, LENGTH, 8), ref_weight=torch.zeros(30, 8)),
+        RuntimeError, "ref_weight has 30 classes, expected 29",
+    ),
+    "target": (_dpo(lambda x, w, t: (w, x, t[:, 1:]), FREE), RuntimeError, r"target has shape \(6, 5\)"),
+    "flat": (
+        _dpo(lambda x, w, t: (w, x[0], t[0]), FREE), RuntimeError, r"expected \(sequences, length\), or cu_seqlens",
+    ),
+    "cu_seqlens": (
+        _dpo(lambda x, w, t: (w, x[0], t[0]), FREE, cu_seqlens=torch.zeros(2, 2)), RuntimeError, "cu_seqlens has shape",
+    ),
+    "mask": (_dpo(options=FREE, mask=torch.ones(6)), RuntimeError, "the mask has shape"),
+    "items": (_dpo(options=FREE, num_items_in_batch=torch.ones(2)), RuntimeError, "num_items_in_batch has shape"),
+    "loss type": (_dpo(options={"loss_type": "nope"}), ValueError, "unknown loss_type 'nope', expected one of sigmoid"),
+    "smoothing": (_dpo(options={"loss_type": "robust", "label_smoothing": 0.5}), ValueError, "label_smoothing is 0.5"),
+    "weight": (_dpo(lambda x, w, t: (w[:, 1:], x, t), FREE), RuntimeError, "weight has shape"),
+    "out of range": (_dpo(lambda x, w, t: (w, x, t + 40), FREE), (RuntimeError, IndexError), "target"),
+    "grpo type": (_grpo(options={"loss_type": "gspo"}), ValueError, "unknown loss_type 'gspo'"),
+    "grpo level": (
+        _grpo(options={"importance_sampling_level": "word"}), ValueError, "unknown importance_sampling_level 'word'",
+    ),
+    "grpo reference": (_grpo(), ValueError, "FusedLinearGRPOLoss: no reference"),
+    "advantages": (_grpo(torch.zeros(5)), RuntimeError, r"advantages has shape \(5,\), expected \(6,\) or \(6, 6\)"),
+    "old": (
+        _grpo(old_per_token_logps=torch.zeros(6), options={"beta": 0.0}), RuntimeError, "old_per_token_logps has shape",
+    ),
+    "sampler": (_grpo(vllm_is_ratio=torch.zeros(5), options={"beta": 0.0}), RuntimeError, "vllm_is_ratio has shape"),
+    "kto type": (_kto(options={"loss_type": "bco"}), ValueError, "unknown loss_type 'bco'"),
+    "kto labels": (_kto(), ValueError, "no preference_labels"),
+    "kto label shape": (_kto(torch.ones(3)), RuntimeError, "preference_labels has shape"),
+    "kto reference": (_kto(torch.ones(6)), ValueError, "FusedLinearKTOLoss: no reference"),
+    "kto kl": (_kto(torch.ones(6), options=FREE, kl=torch.ones(2)), RuntimeError, "kl has shape"),
+    "cpo type": (
+        lambda x, w, t: losses.FusedLinearCPOLoss(loss_type="simpo"), ValueError, "unknown loss_type 'simpo'",
+    ),
+    "temperature": (_grpo(options={"temperature": 0.0, "beta": 0.0}), RuntimeError, "temperature is 0.0"),
+    "budget": (_dpo(options={**FREE, "memory_budget": 0}), RuntimeError, "memory_budget"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    function, kind, message = BAD[name]
+    hidden, weight, target, _ = make("cpu")
+    with pytest.raises(kind, match=message):
+        function(hidden.requires_grad_(), weight, target.clamp_min(0))

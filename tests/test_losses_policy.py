@@ -1,0 +1,158 @@
+"""The GRPO family and PPO: each against its formula over all logits, in float64."""
+
+import losses_reference as plain
+import pytest
+import torch
+from losses_cases import BUDGETS, check, leaf, make, packed
+
+from liger import losses
+from liger.losses.policy import GRPO_LOSS_TYPES
+
+IGNORED = -100
+VARIANTS = {
+    "plain": ({}, {}),
+    "sequence": ({"importance_sampling_level": "sequence"}, {"level": "sequence"}),
+    "two-sided": ({"delta": 1.3, "epsilon_high": 0.4}, {"delta": 1.3, "high": 0.4}),
+    "corrected": ({"use_bias_correction_kl": True}, {"corrected": True}),
+    "entropy": ({"entropy_coef": 0.1}, {"entropy_coef": 0.1}),
+    "sequence and entropy": (
+        {"importance_sampling_level": "sequence", "entropy_coef": 0.1},
+        {"level": "sequence", "entropy_coef": 0.1},
+    ),
+    "temperature": ({"temperature": 0.6, "softcap": 4.0}, {"temperature": 0.6, "softcap": 4.0}),
+}
+
+
+def around(hidden, weight, target, bias, spread, **how):
+    """Log-probabilities (S, L) near those of the policy, with NaN where nothing counts."""
+    rows = [plain.token_logprobs(x, weight, y, bias, **how)[0] for x, y in zip(hidden, target, strict=True)]
+    exact = torch.stack(rows)
+    return (exact + spread * torch.randn_like(exact)).where(target != IGNORED, torch.nan)
+
+
+def batch(device, **how):
+    hidden, weight, target, bias = make(device)
+    shape = target.shape
+    old, ref = (around(hidden, weight, target, bias, 0.3, **how) for _ in range(2))
+    sampler = torch.rand(shape, device=device) + 0.5
+    return hidden, weight, target, bias, torch.randn(shape[0], device=device), old, ref, sampler
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_grpo(device, kind, variant, budget, layout):
+    ours, theirs = VARIANTS[variant]
+    if kind == "dr_grpo":
+        ours, theirs = ours | {"max_completion_length": 9}, theirs | {"longest": 9}
+    scale = {name: theirs[name] for name in ("temperature", "softcap") if name in theirs}
+    hidden, weight, target, bias, advantages, old, ref, sampler = batch(device, **scale)
+    module = losses.FusedLinearGRPOLoss(loss_type=kind, beta=0.1, memory_budget=BUDGETS[budget], **ours)
+    ids, mask = target.clamp_min(0), (target != IGNORED).int()
+    places = {}
+
+    def mine(x, w, b):
+        tensors = (x, ids, mask, ref, old, sampler)
+        if layout == "packed":
+            tensors, places["cu_seqlens"] = packed(tensors, target)
+        x, y, m, r, o, s = tensors
+        return module(x, w, y, m, advantages, b, r, o, vllm_is_ratio=s, **places)[0]
+
+    def other(x, w, b):
+        spread = advantages[:, None].expand(target.shape)
+        given = {"old": old.to(x.dtype), "ref": ref.to(x.dtype), "sampler": sampler.to(x.dtype)}
+        given["advantages"] = spread.to(x.dtype)
+        return plain.policy(x, w, target, kind=kind, beta=0.1, bias=b, **given, **theirs)
+
+    check(mine, other, hidden, weight, bias)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_policy_that_sampled(device, level):
+    """Without old log-probabilities the importance weights are 1, with a gradient; advantages and factors of the
+    sampler may be per sequence or per token."""
+    hidden, weight, target, bias, advantages, _, _, sampler = batch(device)
+    module = losses.FusedLinearGRPOLoss(beta=0.0, loss_type="grpo", importance_sampling_level=level)
+    spread = advantages[:, None].expand(target.shape).contiguous()
+    per_sequence = sampler[:, 0]
+    for given, factors in ((advantages, per_sequence), (spread, per_sequence[:, None])):
+        check(
+            lambda x, w, b, given=given, factors=factors: module(
+                x, w, target, None, given, b, vllm_is_ratio=factors
+            )[0],
+            lambda x, w, b: plain.policy(
+                x, w, target, spread, kind="grpo", bias=b, level=level,
+                sampler=per_sequence[:, None].expand(target.shape),
+            ),
+            hidden, weight, bias,
+        )  # fmt: skip
+
+
+def test_ppo(device):
+    hidden, weight, target, bias, _, old, _, _ = batch(device)
+    advantages = torch.randn(target.shape, device=device)
+    module = losses.FusedLinearPPOLoss(epsilon=0.1, entropy_coef=0.05)
+    check(
+        lambda x, w, b: module(x, w, target, None, advantages, b, old_per_token_logps=old)[0],
+        lambda x, w, b: plain.policy(
+            x, w, target, advantages.to(x.dtype), kind="bnpo", bias=b, old=old.to(x.dtype), low=0.1, high=0.1,
+            entropy_coef=0.05,
+        ),
+        hidden, weight, bias,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dapo", "cispo", "bnpo", "grpo", "sapo"])
+def test_num_items_in_batch(device, kind):
+    """Two micro-batches with the count of both give the loss of the whole."""
+    hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
+    module = losses.FusedLinearGRPOLoss(loss_type=kind)
+    sequences = kind in ("grpo", "sapo")
+    count = torch.tensor(len(target)) if sequences else (target != IGNORED).sum()
+
+    def loss(rows):
+        given = (ref[rows], old[rows])
+        return module(
+            hidden[rows], weight, target[rows], None, advantages[rows], bias, *given, num_items_in_batch=count
+        )[0]
+
+    whole = module(hidden, weight, target, None, advantages, bias, ref, old)[0]
+    torch.testing.assert_close(loss(slice(0, 2)) + loss(slice(2, None)), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_metrics_and_reference_model(device):
+    hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
+    module = losses.FusedLinearGRPOLoss(entropy_coef=0.1, epsilon_low=0.1, epsilon_high=0.2)
+    live = target != IGNORED
+    loss, metrics = module(hidden, weight, target, None, advantages, bias, ref, old)
+    rows = [plain.token_logprobs(x, weight, y, bias) for x, y in zip(hidden, target, strict=True)]
+    logprobs, entropy = (torch.stack(values)[live] for values in zip(*rows, strict=True))
+    gap = (ref[live] - logprobs).double()
+    ratio, sign = (logprobs - old[live]).exp(), advantages[:, None].expand(target.shape)[live] > 0
+    clipped = torch.where(sign, ratio > 1.2, ratio < 0.9).float()
+    assert 0 < clipped.mean() < 1
+    torch.testing.assert_close(metrics.logprobs[live], logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics.entropy, entropy.mean(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(metrics.kl.double(), (gap.exp() - gap - 1).mean(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(metrics.clip_ratio, clipped.mean())
+    assert not metrics.logprobs.requires_grad
+    ref_hidden, ref_weight, *_ = make(device)
+    by_model = module(hidden, weight, target, None, advantages, bias, None, old, ref_hidden, ref_weight)[0]
+    tokens = around(ref_hidden, ref_weight, target, None, 0.0)
+    by_logps = module(hidden, weight, target, None, advantages, bias, tokens, old)[0]
+    torch.testing.assert_close(by_model, by_logps, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_nothing_that_counts(device, kind, level):
+    hidden, weight, target, bias, advantages, old, ref, sampler = batch(device)
+    module = losses.FusedLinearGRPOLoss(loss_type=kind, importance_sampling_level=level, entropy_coef=0.1)
+    x, w = leaf(hidden), leaf(weight)
+    unknown = torch.full_like(old, torch.nan)
+    loss, metrics = module(
+        x, w, target.clamp_min(0), torch.zeros_like(target), advantages, bias, unknown, unknown
+    )
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+    assert metrics.kl == 0 and metrics.clip_ratio == 0

@@ -1,0 +1,217 @@
+"""Losses of pairs and of marked answers: each against its formula over all logits, in float64."""
+
+import losses_reference as plain
+import pytest
+import torch
+from losses_cases import BUDGETS, VOCAB, check, leaf, make, packed
+
+from liger import losses
+from liger.losses.preference import CPO_LOSS_TYPES, DPO_LOSS_TYPES
+
+
+@pytest.fixture(params=BUDGETS)
+def budget(request):
+    return BUDGETS[request.param]
+
+
+def dpo_reference(kind, beta=0.3, eps=0.0, tau=0.05):
+    return lambda *scores: plain.dpo_pair(kind, *scores, beta, eps, tau)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("kind", DPO_LOSS_TYPES)
+def test_dpo(device, kind, budget, layout):
+    hidden, weight, target, bias = make(device)
+    reference = make(device)[:2]
+    how = {"loss_type": kind, "beta": 0.3, "label_smoothing": 0.1, "discopop_tau": 0.2, "memory_budget": budget}
+    module = losses.FusedLinearDPOLoss(**how)
+    average = kind == "ipo"
+
+    def mine(x, w, b):
+        if layout == "padded":
+            return module(w, x, target, b, *reference)[0]
+        (xs, ys, rs), ends = packed((x, target, reference[0]), target)
+        return module(w, xs, ys, b, rs, reference[1], cu_seqlens=ends, max_length=7)[0]
+
+    def other(x, w, b):
+        pair = dpo_reference(kind, 0.3, 0.1, 0.2)
+        return plain.pairs(pair, x, w, target, b, [r.to(x.dtype) for r in reference], average)
+
+    check(mine, other, hidden, weight, bias)
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["sums", "means"])
+def test_given_reference_logps(device, average):
+    """Per token, whatever stands where nothing counts, or per sequence."""
+    hidden, weight, target, bias = make(device)
+    ref_hidden, ref_weight, *_ = make(device)
+    module = losses.FusedLinearDPOLoss(average_log_prob=average)
+    expected, metrics = module(weight, hidden, target, bias, ref_hidden, ref_weight)
+    tokens = torch.stack([plain.token_logprobs(x, ref_weight, y)[0] for x, y in zip(ref_hidden, target, strict=True)])
+    tokens[target == -100] = torch.nan
+    for given in (tokens, tokens.nan_to_num().where(target != -100, 0.0).sum(-1)):
+        loss, others = module(weight, hidden, target, bias, ref_logps=given)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        for a, b in zip(others[1:], metrics[1:], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_likelihood_term_and_metrics(device, budget):
+    """The likelihood term has tokens of its own: prompts, too."""
+    hidden, weight, target, bias = make(device)
+    reference = make(device)[:2]
+    nll_target = target.clone()
+    prompt = target[:3] == -100
+    nll_target[:3][prompt] = torch.randint(VOCAB, (3, target.shape[1]), device=device)[prompt]
+    nll_target[1, 0] = -100
+    module = losses.FusedLinearDPOLoss(alpha=0.7, compute_nll_loss=True, memory_budget=budget)
+    for nll in (None, nll_target):
+        check(
+            lambda x, w, b, nll=nll: module(w, x, target, b, *reference, nll_target=nll)[0],
+            lambda x, w, b, nll=nll: plain.pairs(
+                dpo_reference("sigmoid", 0.1), x, w, target, b, [r.to(x.dtype) for r in reference], False, 0.7, nll
+            ),
+            hidden, weight, bias,
+        )  # fmt: skip
+    loss, metrics = module(weight, hidden, target, bias, *reference)
+    scores = torch.stack(plain.sequence_logps(hidden, weight, target, False, bias)[0])
+    refs = torch.stack(plain.sequence_logps(*reference, target, False)[0])
+    rewards = 0.1 * (scores - refs)
+    chosen = (target[:3] != -100).sum()
+    expected = (-scores[:3].sum() / chosen, scores[:3], scores[3:], rewards[:3], rewards[3:])
+    for actual, value in zip(metrics, expected, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-5)
+    assert not loss.requires_grad
+
+
+WITHOUT_REFERENCE = {
+    "orpo": (losses.FusedLinearORPOLoss, {"beta": 0.4}, lambda c, r, *_: plain.orpo_pair(c, r, 0.4), True, 1.0),
+    "simpo": (
+        losses.FusedLinearSimPOLoss,
+        {"beta": 2.0, "gamma": 0.7, "alpha": 0.3, "label_smoothing": 0.1},
+        lambda c, r, *_: plain.dpo_pair("sigmoid", c - 0.7 / 2.0, r, 0.0, 0.0, 2.0, 0.1, 1.0),
+        True,
+        0.3,
+    ),
+    **{
+        f"cpo {kind}": (
+            losses.FusedLinearCPOLoss,
+            {"beta": 0.2, "alpha": 0.5, "label_smoothing": 0.1, "loss_type": kind},
+            lambda c, r, *_, kind=kind: plain.dpo_pair(kind, c, r, 0.0, 0.0, 0.2, 0.1, 1.0),
+            False,
+            0.5,
+        )
+        for kind in CPO_LOSS_TYPES
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
+def test_losses_without_a_reference(device, name, budget, layout):
+    make_module, options, pair, average, alpha = WITHOUT_REFERENCE[name]
+    hidden, weight, target, bias = make(device)
+    # The odds of a sequence without tokens are not defined in the formula.
+    target[-1, :2] = 3
+    module = make_module(**options, memory_budget=budget)
+
+    def mine(x, w, b):
+        if layout == "padded":
+            return module(w, x, target, b)[0]
+        (xs, ys), ends = packed((x, target), target)
+        return module(w, xs[0], ys[0], b, cu_seqlens=ends)[0]
+
+    check(mine, lambda x, w, b: plain.pairs(pair, x, w, target, b, None, average, alpha), hidden, weight, bias)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("given", ["model", "logps"])
+def test_kto(device, budget, layout, given):
+    hidden, weight, target, bias = make(device)
+    reference, labels = make(device)[:2], torch.tensor([1, 0, 1, 1, 0, 1], device=device)
+    how = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.5, "memory_budget": budget}
+    module = losses.FusedLinearKTOLoss(**how)
+    refs = torch.stack(plain.sequence_logps(*reference, target, False)[0])
+    kl = torch.tensor(0.3, device=device)
+
+    def mine(x, w, b):
+        (xs, ys, rs), where = (x, target, reference[0]), {}
+        if layout == "packed":
+            (xs, ys, rs), where["cu_seqlens"] = packed((xs, ys, rs), target)
+        if given == "logps":
+            return module(xs, w, ys, b, labels, ref_logps=refs, kl=kl, **where)[0]
+        return module(xs, w, ys, b, labels, rs, reference[1], kl=kl, **where)[0]
+
+    def other(x, w, b):
+        ref = [r.to(x.dtype) for r in reference]
+        return plain.kto(x, w, target, labels, ref, 0.5, 0.3, b, (1.5, 0.5))
+
+    check(mine, other, hidden, weight, bias)
+
+
+def test_kto_divergence_and_metrics(device):
+    hidden, weight, target, bias = make(device)
+    reference, labels = make(device)[:2], torch.tensor([1, 0, 1, 1, 0, 1], device=device)
+    module = losses.FusedLinearKTOLoss(beta=0.5)
+    own = torch.stack(plain.sequence_logps(hidden, weight, target, False, bias)[0])
+    refs = torch.stack(plain.sequence_logps(*reference, target, False)[0])
+    for sign in (1, -1):
+        # Of which sign the mean is, is chance: one of the two is cut off at 0.
+        a, b = (refs, own) if sign < 0 else (own, refs)
+        models = ((hidden, weight, bias), (*reference, None))
+        (x, w, c), (rx, rw, rc) = models if sign > 0 else models[::-1]
+        kl = module.estimate_kl(x, w, target, c, rx, rw, rc)
+        torch.testing.assert_close(kl, (a - b).mean().clamp_min(0), rtol=1e-4, atol=1e-5)
+    metrics = module(hidden, weight, target, bias, labels, *reference)[1]
+    on, off = labels == 1, labels == 0
+    expected = (own[on].sum(), own[off].sum(), 0.5 * (own - refs)[on].sum(), 0.5 * (own - refs)[off].sum())
+    for actual, value in zip(metrics, expected, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-5)
+    unpaired = losses.FusedLinearKTOLoss(beta=0.5, loss_type="apo_zero_unpaired")
+    loss = unpaired(hidden, weight, target, bias, labels, *reference, kl=5.0)[0]
+    expected = plain.kto(hidden, weight, target, labels, reference, 0.5, 0.0, bias)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+EVERY = {
+    "dpo": lambda: losses.FusedLinearDPOLoss(use_ref_model=False, compute_nll_loss=True),
+    "ipo": lambda: losses.FusedLinearDPOLoss(use_ref_model=False, loss_type="ipo"),
+    "orpo": losses.FusedLinearORPOLoss,
+    "cpo": losses.FusedLinearCPOLoss,
+    "simpo": losses.FusedLinearSimPOLoss,
+}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_sequences_without_tokens(device, name, budget):
+    """A batch of nothing else is a loss of zero with gradients of zero; a pair of them changes no sum."""
+    hidden, weight, target, bias = make(device)
+    module = EVERY[name]()
+    module.memory_budget = budget
+    x, w = leaf(hidden), leaf(weight)
+    nothing = torch.full_like(target, -100)
+    loss = module(w, x, nothing, bias)[0]
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, w)))
+    target[-1, 0] = 1
+    one = module(w, x, target, bias, num_items_in_batch=7)[0]
+    order = [0, 1, 2, 0, 3, 4, 5, 0]
+    more = target[order]
+    more[[3, 7]] = -100
+    two = module(w, x[order], more, bias, num_items_in_batch=torch.tensor(7.0))[0]
+    torch.testing.assert_close(one, two)
+    # One answer of a pair, and a mask in place of ignored targets.
+    mask = torch.ones_like(target)
+    mask[0] = mask[4, 2:] = 0
+    masked = module(w, x, target, bias, mask=mask)[0]
+    torch.testing.assert_close(masked, module(w, x, target.where(mask != 0, -100), bias)[0])
+    assert all(g.isfinite().all() for g in torch.autograd.grad(masked, (x, w)))
+
+
+def test_certain_tokens(device):
+    """Odds of a probability of 1 are finite, and so is their gradient."""
+    hidden, weight, target, bias = make(device)
+    hidden[:] = 0
+    bias[:] = torch.where(torch.arange(VOCAB, device=device) == 3, 100.0, 0.0)
+    x = leaf(hidden)
+    loss = losses.FusedLinearORPOLoss()(weight, x, torch.full_like(target, 3), bias)[0]
+    assert loss.isfinite() and torch.autograd.grad(loss, x)[0].isfinite().all()
