@@ -42,7 +42,9 @@ def dpo_pair(kind, c, r, rc, rr, beta, eps, tau):
         eps = eps or 1e-3
         p = [wins, 1 - wins]
         q = [1 - eps, eps]
-        return sum(a * (torch.log(a) - torch.log(torch.tensor(b, dtype=a.dtype))) for a, b in zip(p, q, strict=True))
+        return sum(
+            a * (torch.log(a) - torch.log(torch.tensor(b, dtype=a.dtype))) for a, b in zip(p, q, strict=True)
+        )
     if kind == "nca_pair":
         a, b = beta * (c - rc), beta * (r - rr)
         return -log_sigmoid(a) - 0.5 * log_sigmoid(-a) - 0.5 * log_sigmoid(-b)
@@ -69,7 +71,9 @@ def orpo_pair(c, r, beta):
     return -beta * log_sigmoid(log_odds(c) - log_odds(r))
 
 
-def pairs(pair_loss, hidden, weight, target, bias=None, reference=None, average=False, alpha=None, nll_target=None):
+def pairs(
+    pair_loss, hidden, weight, target, bias=None, reference=None, average=False, alpha=None, nll_target=None
+):
     """A loss of pairs: the chosen sequences come first. ``reference`` is (hidden, weight)."""
     half = len(target) // 2
     logps, counts = sequence_logps(hidden, weight, target, average, bias)
@@ -111,7 +115,9 @@ def policy(
     per_sequence, entropies, counts = [], [], []
     for i in range(len(target)):
         kept = target[i] != -100
-        logp, entropy = (v[kept] for v in token_logprobs(hidden[i], weight, target[i], bias, temperature, softcap))
+        logp, entropy = (
+            v[kept] for v in token_logprobs(hidden[i], weight, target[i], bias, temperature, softcap)
+        )
         before = logp.detach() if old is None else old[i][kept]
         advantage, count = advantages[i][kept], int(kept.sum())
         ratio = torch.exp(logp - before)

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from losses_cases import BUDGETS, LENGTH, VOCAB, leaf, make
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger
 from liger import losses
+from liger.losses import _op
+from liger.ops import _linear_chunks
 
 EVERY = {
     "dpo": (losses.FusedLinearDPOLoss, {}),
@@ -36,65 +37,64 @@ def call(module, x, w, target, bias, **how):
     return module(w, x, target, bias, **how)[0]
 
 
-class Products(TorchDispatchMode):
-    """Counts multiplications of matrices, in rows of the left one."""
+@pytest.fixture
+def products(monkeypatch):
+    """Rows of hidden states in each product of a head, in the order of the calls; with what was computed twice."""
+    counted = {"rows": [], "again": []}
 
-    def __init__(self):
-        super().__init__()
-        self.rows = []
+    def see(module, name, what, size):
+        real = getattr(module, name)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.mm.out, torch.ops.aten.addmm.out):
-            self.rows.append(args[-2].shape[0])
-        return function(*args, **(kwargs or {}))
+        def seen(*arguments, **how):
+            counted[what].append(size(*arguments))
+            return real(*arguments, **how)
+
+        monkeypatch.setattr(module, name, seen)
+
+    see(_linear_chunks, "write_linear", "rows", lambda x, *_: x.shape[0])
+    # Of the gradient of the hidden states, or of the weight.
+    see(_linear_chunks, "product", "rows", lambda a, b, out: a.shape[b.shape[0] != VOCAB])
+    for name in ("fused_linear_logprobs_forward", "fused_linear_logprobs_backward"):
+        see(_op, name, "again", lambda *_, name=name: name)
+    return counted
 
 
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_products(name, budget, monkeypatch):
-    """Where a unit of the loss fits the budget, nothing is computed twice."""
-    from liger.losses import _op
-
-    calls = []
-    for which in ("fused_linear_logprobs_forward", "fused_linear_logprobs_backward"):
-        real = getattr(_op, which)
-        monkeypatch.setattr(_op, which, lambda *a, real=real, which=which: (calls.append(which), real(*a))[1])
+def test_products(name, budget, products):
+    """Where a unit of the loss fits the budget, nothing is computed twice; tokens always fit."""
     hidden, weight, target, bias = make("cpu")
     make_module, options = EVERY[name]
     module = make_module(**options, memory_budget=BUDGETS[budget])
-    with Products() as products:
-        loss = call(module, leaf(hidden), leaf(weight), target, bias)
-    if budget == "recompute" and name != "grpo":
-        assert calls == ["fused_linear_logprobs_forward", "fused_linear_logprobs_backward"]
+    loss = call(module, leaf(hidden), leaf(weight), target, bias)
+    if budget == "recompute" and module.unit != "token":
+        assert products["again"] == ["fused_linear_logprobs_forward", "fused_linear_logprobs_backward"]
         return
-    assert not calls
-    pair = module.unit == "pair"
-    rows = {"whole": len(target) * LENGTH, "chunks": 2 * LENGTH if pair or name == "gspo" or name == "kto" else 0}
-    chunks = len(products.rows) // 3
-    assert len(products.rows) == 3 * chunks
-    if name != "grpo" or budget == "whole":
-        assert products.rows[0] == rows[budget] and chunks == len(target) * LENGTH // rows[budget]
-    with Products() as products:
-        loss.backward()
-    assert not products.rows
+    assert products["again"] == []
+    assert sum(products["rows"]) == 3 * 6 * LENGTH
+    if module.unit != "token":
+        assert set(products["rows"]) == {6 * LENGTH if budget == "whole" else 2 * LENGTH}
+    else:
+        assert (max(products["rows"]) < 6 * LENGTH) == (budget != "whole")
+    loss.backward()
+    assert sum(products["rows"]) == 3 * 6 * LENGTH
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_only_what_needs_a_gradient(name):
+def test_only_what_needs_a_gradient(name, products):
     hidden, weight, target, bias = make("cpu")
     make_module, options = EVERY[name]
     module = make_module(**options)
-    with Products() as products:
-        loss = call(module, hidden, weight, target, bias)
-    assert not loss.requires_grad and len(products.rows) <= 1
+    loss = call(module, hidden, weight, target, bias)
+    assert not loss.requires_grad and products["again"] == ["fused_linear_logprobs_forward"]
     both = leaf(hidden), leaf(weight)
     expected = torch.autograd.grad(call(module, *both, target, bias), both)
     for i in (0, 1):
         tensors = [hidden, weight]
         tensors[i] = leaf(tensors[i])
-        with Products() as products:
-            other = call(module, *tensors, target, bias)
-        assert len(products.rows) == 2
+        products["rows"].clear()
+        other = call(module, *tensors, target, bias)
+        assert products["rows"] == [6 * LENGTH] * 2
         torch.testing.assert_close(torch.autograd.grad(other, tensors[i])[0], expected[i])
         torch.testing.assert_close(other.detach(), loss)
 
@@ -120,11 +120,14 @@ def test_opcheck(device):
     hidden, weight, target, bias = (t if i == 2 else leaf(t) for i, t in enumerate(make(device)))
     module = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1)
     rows = target.numel()
-    given = [torch.rand(1, rows, device=device), target.view(1, -1) != -100, torch.randn(1, rows, device=device)]
+    # A positive loss, for an upstream gradient of 1 in opcheck: by another the backward multiplies the gradients where
+    # they lie, and they are outputs that opcheck looks at again.
+    advantages = -torch.rand(1, rows, device=device)
+    given = [torch.rand(1, rows, device=device), target.view(1, -1) != -100, advantages]
     for budget in BUDGETS.values():
         arguments = (
             hidden.detach().flatten(0, 1).requires_grad_(), weight, target.flatten(), bias, given,
-            [torch.tensor(0.1, device=device)], module._function, ["weight", "mask", "advantages", "of_entropy"], 1,
+            [torch.tensor(1e-3, device=device)], module._function, ["weight", "mask", "advantages", "of_entropy"], 1,
             rows, 0.9, -100, 4.0, None, budget, True, True, True, True,
         )  # fmt: skip
         torch.library.opcheck(torch.ops.liger_losses.fused_linear_loss_forward.default, arguments)

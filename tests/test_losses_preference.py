@@ -23,7 +23,13 @@ def dpo_reference(kind, beta=0.3, eps=0.0, tau=0.05):
 def test_dpo(device, kind, budget, layout):
     hidden, weight, target, bias = make(device)
     reference = make(device)[:2]
-    how = {"loss_type": kind, "beta": 0.3, "label_smoothing": 0.1, "discopop_tau": 0.2, "memory_budget": budget}
+    how = {
+        "loss_type": kind,
+        "beta": 0.3,
+        "label_smoothing": 0.1,
+        "discopop_tau": 0.2,
+        "memory_budget": budget,
+    }
     module = losses.FusedLinearDPOLoss(**how)
     average = kind == "ipo"
 
@@ -47,7 +53,9 @@ def test_given_reference_logps(device, average):
     ref_hidden, ref_weight, *_ = make(device)
     module = losses.FusedLinearDPOLoss(average_log_prob=average)
     expected, metrics = module(weight, hidden, target, bias, ref_hidden, ref_weight)
-    tokens = torch.stack([plain.token_logprobs(x, ref_weight, y)[0] for x, y in zip(ref_hidden, target, strict=True)])
+    tokens = torch.stack(
+        [plain.token_logprobs(x, ref_weight, y)[0] for x, y in zip(ref_hidden, target, strict=True)]
+    )
     tokens[target == -100] = torch.nan
     for given in (tokens, tokens.nan_to_num().where(target != -100, 0.0).sum(-1)):
         loss, others = module(weight, hidden, target, bias, ref_logps=given)
@@ -121,7 +129,9 @@ def test_losses_without_a_reference(device, name, budget, layout):
         (xs, ys), ends = packed((x, target), target)
         return module(w, xs[0], ys[0], b, cu_seqlens=ends)[0]
 
-    check(mine, lambda x, w, b: plain.pairs(pair, x, w, target, b, None, average, alpha), hidden, weight, bias)
+    check(
+        mine, lambda x, w, b: plain.pairs(pair, x, w, target, b, None, average, alpha), hidden, weight, bias
+    )
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

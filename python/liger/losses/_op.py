@@ -9,9 +9,17 @@ into their own gradient: three products. Where not even one group fits, its log-
 a second time: four. Which of the two is decided by sizes alone.
 """
 
+import contextlib
 import weakref
 
 import torch
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
+)
 
 from ..ops._autograd import differentiable, differentiable_once, may_write_saved
 from ..ops._linear_chunks import Head, HeadGradients, check_head, planned_rows
@@ -37,6 +45,22 @@ def register_function(name, owner):
     _functions[name] = owner
 
 
+# What the dispatcher leaves out while it runs a kernel below autograd.
+_AUTOGRAD = (
+    DispatchKeySet(DispatchKey.AutogradFunctionality)
+    | DispatchKeySet(DispatchKey.AutogradOther)
+    | DispatchKeySet(DispatchKey.ADInplaceOrView)
+)
+
+
+@contextlib.contextmanager
+def _autograd_as_outside():
+    """Inside a kernel: autograd records again, as it does for code that no op has called."""
+    include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
+    with _ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad():
+        yield
+
+
 class _Function:
     """A registered function with the tensors of a call."""
 
@@ -59,13 +83,12 @@ class _Function:
 
     def differentiate(self, logprobs, entropy, groups):
         """(value, its gradient by log-probability, by entropy or None), one number per row."""
-        if self.use_entropy:
-            call = torch.func.grad_and_value(lambda a, b: self._call(a, b, groups), (0, 1))
-            (of_logprob, of_entropy), value = call(self._shaped(logprobs), self._shaped(entropy))
-            return value, of_logprob.reshape(-1), of_entropy.reshape(-1)
-        call = torch.func.grad_and_value(lambda a: self._call(a, None, groups))
-        of_logprob, value = call(self._shaped(logprobs))
-        return value, of_logprob.reshape(-1), None
+        wanted = [self._shaped(t).detach() for t in (logprobs, entropy)[: 1 + self.use_entropy]]
+        with _autograd_as_outside():
+            wanted = [t.requires_grad_() for t in wanted]
+            value = self._call(wanted[0], wanted[1] if self.use_entropy else None, groups)
+            grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+        return value.detach(), grads[0].reshape(-1), grads[1].reshape(-1) if self.use_entropy else None
 
 
 def _groups_of_a_chunk(input, weight, groups, group_rows, need_grad_weight, exact, memory_budget):
