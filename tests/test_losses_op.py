@@ -222,7 +222,8 @@ def _dpo(change=lambda x, w, t: (w, x, t), options=None, **how):
     return lambda x, w, t: losses.FusedLinearDPOLoss(**(options or {}))(*change(x, w, t), **how)
 
 
-def _grpo(advantages=torch.zeros(6), options=None, **how):
+def _grpo(advantages=None, options=None, **how):
+    advantages = torch.zeros(6) if advantages is None else advantages
     return lambda x, w, t: losses.FusedLinearGRPOLoss(**(options or {}))(x, w, t, None, advantages, **how)
 
 

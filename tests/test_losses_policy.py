@@ -125,7 +125,7 @@ def test_metrics_and_reference_model(device):
     hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
     module = losses.FusedLinearGRPOLoss(entropy_coef=0.1, epsilon_low=0.1, epsilon_high=0.2)
     live = target != IGNORED
-    loss, metrics = module(hidden, weight, target, None, advantages, bias, ref, old)
+    metrics = module(hidden, weight, target, None, advantages, bias, ref, old)[1]
     rows = [plain.token_logprobs(x, weight, y, bias) for x, y in zip(hidden, target, strict=True)]
     logprobs, entropy = (torch.stack(values)[live] for values in zip(*rows, strict=True))
     gap = (ref[live] - logprobs).double()
@@ -147,7 +147,7 @@ def test_metrics_and_reference_model(device):
 @pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_nothing_that_counts(device, kind, level):
-    hidden, weight, target, bias, advantages, old, ref, sampler = batch(device)
+    hidden, weight, target, bias, advantages, old, *_ = batch(device)
     module = losses.FusedLinearGRPOLoss(loss_type=kind, importance_sampling_level=level, entropy_coef=0.1)
     x, w = leaf(hidden), leaf(weight)
     unknown = torch.full_like(old, torch.nan)

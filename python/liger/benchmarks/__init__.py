@@ -8,3 +8,4 @@ OPS = (
     "rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared", "softmax", "rope", "cross_entropy", "fused_linear_ce",
     "tiled_mlp", "divergence",
 )  # fmt: skip
+OPS = ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce", "tiled_mlp", "preference")

@@ -1,0 +1,188 @@
+"""Post-training losses over the LM head, forward and backward, against the GEMMs that they cannot do without."""
+
+import torch
+import torch.nn.functional as F
+
+import liger
+from liger import losses
+
+from .candidates import Candidate, liger_kernel, ours, peer, providers, selected
+from .harness import Contest, Provider, Row, Work, float32_reference, normal, targets, training_work
+
+LOW = " low-precision sum"
+BETA, GAMMA, EPSILON = 0.1, 0.5, 0.2
+DIFFERENTIATED = ("x", "weight")
+
+
+# --- in plain torch -----------------------------------------------------------------------------------------------
+
+
+def _logprobs(x, weight, target):
+    logp = F.log_softmax((x @ weight.T).float(), -1)
+    return logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def _pair(scores):
+    return scores.unflatten(0, (2, -1))
+
+
+def _reference_scores(t):
+    with torch.no_grad():
+        return _logprobs(t["ref_x"], t["ref_weight"], t["target"]).sum(-1)
+
+
+def _dpo(t):
+    chosen, rejected = _pair(_logprobs(t["x"], t["weight"], t["target"]).sum(-1) - _reference_scores(t))
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def _orpo(t):
+    logps = _logprobs(t["x"], t["weight"], t["target"])
+    chosen, rejected = _pair(logps.mean(-1))
+    odds = chosen - rejected - torch.log1p(-chosen.exp()) + torch.log1p(-rejected.exp())
+    return -(BETA * F.logsigmoid(odds)).mean() - _pair(logps)[0].mean()
+
+
+def _simpo(t):
+    logps = _logprobs(t["x"], t["weight"], t["target"])
+    chosen, rejected = _pair(logps.mean(-1))
+    return -F.logsigmoid(BETA * (chosen - rejected) - GAMMA).mean() - _pair(logps)[0].mean()
+
+
+def _kto(t):
+    ratio = BETA * (_logprobs(t["x"], t["weight"], t["target"]).sum(-1) - _reference_scores(t))
+    return (1 - torch.sigmoid(torch.where(t["labels"], ratio, -ratio))).mean()
+
+
+def _grpo(t):
+    logps = _logprobs(t["x"], t["weight"], t["target"])
+    ratio, gap = (logps - t["old"]).exp(), t["ref"] - logps
+    advantages = t["advantages"].unsqueeze(-1)
+    clipped = ratio.clamp(1 - EPSILON, 1 + EPSILON)
+    gain = torch.minimum(ratio * advantages, clipped * advantages)
+    return (BETA * (gap.exp() - gap - 1) - gain).mean()
+
+
+# --- the losses -----------------------------------------------------------------------------------------------------
+
+_REFERENCE = ("ref_x", "ref_weight")
+
+
+def _call_pairs(module, t, reference=()):
+    return module(t["weight"], t["x"], t["target"], None, *(t[name] for name in reference))[0]
+
+
+def _call_kto(module, t):
+    return module(t["x"], t["weight"], t["target"], None, t["labels"], t["ref_x"], t["ref_weight"])[0]
+
+
+def _call_grpo(module, t):
+    # What a mask costs is part of the work.
+    mask = torch.ones_like(t["target"])
+    return module(t["x"], t["weight"], t["target"], mask, t["advantages"], None, t["ref"], t["old"])[0]
+
+
+def _call_dpo(module, t):
+    return _call_pairs(module, t, _REFERENCE)
+
+
+_CLIP = {"beta": BETA, "epsilon_low": EPSILON, "epsilon_high": EPSILON, "loss_type": "bnpo"}
+# name: (plain torch, name of the class, its options, how it is called, GEMMs)
+LOSSES = {
+    "dpo": (_dpo, "FusedLinearDPOLoss", {"beta": BETA}, _call_dpo, 4),
+    "orpo": (_orpo, "FusedLinearORPOLoss", {"beta": BETA}, _call_pairs, 3),
+    "simpo": (_simpo, "FusedLinearSimPOLoss", {"beta": BETA, "gamma": GAMMA}, _call_pairs, 3),
+    "kto": (_kto, "FusedLinearKTOLoss", {"beta": BETA}, _call_kto, 4),
+    "grpo": (_grpo, "FusedLinearGRPOLoss", _CLIP, _call_grpo, 3),
+}
+
+
+def _candidates(options, name):
+    plain, cls, settings, call, _ = LOSSES[name]
+    low = getattr(losses, cls)(**settings, accum_dtype=options.dtype)
+    exact = getattr(losses, cls)(**settings)
+    with_reference = {"use_ref_model": True} if name == "kto" else {}
+
+    def peers(t):
+        return call(peer("liger_kernel.chunked_loss", f"Liger{cls}")(**settings, **with_reference), t)
+
+    return selected(
+        options,
+        [
+            *ours(options, lambda t: call(exact, t)),
+            *ours(options, lambda t: call(low, t), LOW),
+            liger_kernel(peers),
+            Candidate("torch eager", plain),
+        ],
+    )
+
+
+def _gemms(with_reference):
+    """The products through cuBLAS, into memory that is there already."""
+
+    def make(inputs):
+        x, weight = inputs["x"].flatten(0, 1), inputs["weight"]
+        logits = x.new_empty(x.shape[0], weight.shape[0])
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+
+        def run():
+            if with_reference:
+                torch.mm(inputs["ref_x"].flatten(0, 1), inputs["ref_weight"].T, out=logits)
+            torch.mm(x, weight.T, out=logits)
+            torch.mm(logits, weight, out=grad_x)
+            torch.mm(logits.T, x, out=grad_weight)
+            return {}
+
+        return Work(run)
+
+    return make
+
+
+def _row(options, name, sequences, length, hidden, vocabulary):
+    plain, *_, gemms = LOSSES[name]
+
+    def inputs():
+        # Logits of standard deviation 2.5, as those of a trained model; a reference and an old policy near the new one.
+        std = 0.02
+        x = normal(options, sequences, length, hidden, std=2.5 / (std * hidden**0.5))
+        made = {
+            "x": x,
+            "weight": normal(options, vocabulary, hidden, std=std),
+            "target": targets(options, sequences * length, vocabulary, "").view(sequences, length),
+        }
+        if gemms == 4:
+            made["ref_x"] = x + normal(options, sequences, length, hidden, std=0.01)
+            made["ref_weight"] = made["weight"].clone()
+        if name == "kto":
+            made["labels"] = torch.arange(sequences, device=x.device) % 2 == 0
+        if name == "grpo":
+            # Not of mean 0, where the loss is all but 0 and its relative error says nothing.
+            made["advantages"] = torch.linspace(-0.5, 2, sequences, device=x.device)
+            logps = liger.fused_linear_logprobs(x, made["weight"], made["target"])
+            made["old"], made["ref"] = (logps + 0.1 * torch.randn_like(logps) for _ in range(2))
+        return made
+
+    candidates = _candidates(options, name)
+    ceiling = f"{'four' if gemms == 4 else 'three'} GEMMs"
+    return Row(
+        "preference",
+        f"{name} {sequences}x{length}x{hidden}x{vocabulary}",
+        inputs,
+        [
+            *providers(candidates, training_work, (), DIFFERENTIATED),
+            Provider(ceiling, _gemms(gemms == 4), "ceiling"),
+        ],
+        float32_reference(plain, training_work, (), DIFFERENTIATED),
+        rounds=7,
+        burst=1,
+        heat_ms=100,
+        contests=(Contest(label="it sums dW in bfloat16"),),
+        work=name,
+        shape={"sequences": sequences, "length": length, "hidden size": hidden, "vocabulary": vocabulary},
+    )
+
+
+def rows(options):
+    size = options.pick((8, 1024, 4096, 128256), (8, 1024, 4096, 128256), (4, 6, 16, 50))
+    for name in LOSSES:
+        yield _row(options, name, *size)
