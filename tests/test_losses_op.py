@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -213,6 +215,31 @@ def test_copies_are_losses_of_their_own(device):
         a, b = call(first, hidden, weight, target, bias), call(other, hidden, weight, target, bias)
         expected = call(losses.FusedLinearDPOLoss(beta=2.0), hidden, weight, target, bias)
         assert a != b and torch.equal(b, expected)
+
+
+def test_the_losses_of_the_docs(device):
+    page = Path(__file__).parents[1] / "docs" / "losses.md"
+    if not page.is_file():
+        pytest.skip("not a checkout")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    made = {"__name__": "losses_of_the_docs"}
+    for block in blocks[1:]:
+        exec(block, made)
+    hidden, weight, target, _ = make(device)
+    target[-1, 0] = 1
+    loss = made["MarginLoss"](beta=0.5)(weight, hidden, target)[0]
+    logprobs = liger.fused_linear_logprobs(hidden, weight, target, return_entropy=True)
+    live = target != -100
+    means = logprobs.logprobs.sum(-1) / live.sum(-1)
+    torch.testing.assert_close(loss, F.softplus(1.0 - 0.5 * (means[:3] - means[3:])).mean())
+    x, advantages = leaf(hidden), torch.linspace(-1, 1, 6, device=device)
+    loss = made["Reinforce"]()(x, weight, target, advantages)
+    y = leaf(hidden)
+    logprobs = liger.fused_linear_logprobs(y, weight, target, return_entropy=True)
+    terms = -(advantages[:, None] * logprobs.logprobs + 0.01 * logprobs.entropy)
+    expected = terms[live].sum() / live.sum()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, y)[0])
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
