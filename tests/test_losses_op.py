@@ -29,7 +29,7 @@ def call(module, x, w, target, bias, **how):
     """The loss, with references that are functions of the target."""
     tokens = -0.1 * (target.clamp_min(0) % 5).float()
     if isinstance(module, losses.FusedLinearGRPOLoss):
-        advantages = torch.linspace(-1, 1, target.shape[0], device=target.device)
+        advantages = torch.arange(target.shape[0], device=target.device) * 0.4 - 1
         return module(x, w, target, None, advantages, bias, tokens, tokens - 0.1, **how)[0]
     if isinstance(module, losses.FusedLinearKTOLoss):
         labels = torch.arange(target.shape[0], device=target.device) % 2
@@ -116,6 +116,24 @@ def test_compiled(device, name, budget):
         results.append([loss.detach(), *torch.autograd.grad(loss * 3.0, leaves)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_other_lengths_compile_nothing_anew(name):
+    make_module, options = EVERY[name]
+    module = make_module(**options)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: call(module, *t), fullgraph=True, backend="aot_eager", dynamic=True)
+    hidden, weight, target, bias = make("cpu", 10)
+    weight = leaf(weight)
+    for sequences, length in ((6, 5), (4, 6), (10, 3)):
+        x, y = leaf(hidden[:sequences, :length]), target[:sequences, :length].contiguous()
+        with torch._dynamo.config.patch(error_on_recompile=sequences != 6):
+            loss = compiled(x, weight, y, bias)
+        expected = call(module, x, weight, y, bias)
+        torch.testing.assert_close(loss, expected)
+        for a, b in zip(*(torch.autograd.grad(v, (x, weight)) for v in (loss, expected)), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_opcheck(device):

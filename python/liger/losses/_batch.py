@@ -94,7 +94,7 @@ def as_scalar(name, value, batch):
     """A number, or a tensor of one element, as a float32 scalar on the device of the batch."""
     device = batch.hidden.device
     if not isinstance(value, torch.Tensor):
-        return torch.full((), float(value), dtype=torch.float32, device=device)
+        return torch.full((), value, dtype=torch.float32, device=device)
     if value.numel() != 1:
         raise RuntimeError(f"{batch.op}: {name} has shape {tuple(value.shape)}, expected one element")
     return value.detach().to(device, torch.float32).reshape(())

@@ -33,7 +33,7 @@ _library = torch.library.Library("liger_losses", "DEF")
 # given: tensors (parts, groups, ...); shared: tensors that every group sees whole; names: theirs, in this order.
 _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
-    " Tensor[] shared, str function, str[] names, int parts, int groups, float temperature, int ignore_index,"
+    " Tensor[] shared, str function, str[] names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
     " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool need_grad_input,"
     " bool need_grad_weight, bool need_grad_bias)"
     " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
