@@ -13,13 +13,13 @@ from .ops.complex_rope import complex_rope
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from .ops.divergence import jsd, kl_div, tvd
 from .ops.fused_linear_ce import fused_linear_ce
-from .ops.mrope import mrope
-from .ops.geglu import geglu, geglu_packed
-from .ops.relu_squared import relu_squared
-from .ops.group_norm import group_norm
-from .ops.layer_norm import layer_norm
 from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
 from .ops.fused_linear_logprobs import LogProbs, fused_linear_logprobs
+from .ops.geglu import geglu, geglu_packed
+from .ops.group_norm import group_norm
+from .ops.layer_norm import layer_norm
+from .ops.mrope import mrope
+from .ops.relu_squared import relu_squared
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.softmax import softmax
@@ -40,17 +40,17 @@ __all__ = [
     "distributed",
     "fused_add_rms_norm",
     "fused_linear_ce",
-    "mrope",
+    "fused_linear_jsd",
+    "fused_linear_kl_div",
+    "fused_linear_logprobs",
     "geglu",
     "geglu_packed",
     "group_norm",
-    "layer_norm",
-    "fused_linear_jsd",
-    "fused_linear_kl_div",
     "jsd",
     "kl_div",
-    "fused_linear_logprobs",
+    "layer_norm",
     "losses",
+    "mrope",
     "nn",
     "patch",
     "relu_squared",

@@ -4,8 +4,6 @@ import importlib
 
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import GEGLUMLP, SwiGLUMLP
-from .norm import RMSNorm
-from .mlp import SwiGLUMLP
 from .norm import LayerNorm, RMSNorm
 from .rotary import ApplyRotaryEmb
 from .tiled_mlp import TiledGEGLUMLP, TiledSwiGLUMLP
