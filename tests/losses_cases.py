@@ -41,5 +41,8 @@ def check(mine, plain, hidden, weight, bias, intermediate=8.0):
         return [loss.detach(), *torch.autograd.grad(loss * 0.5, leaves)]
 
     results = run(mine), run(plain), run(plain, torch.float64)
+    # Terms of about 1 may cancel in the loss; their errors do not.
+    cancelled = 1 / results[2][0].abs().clamp(1e-3, 1).item()
     for name, a, b, c in zip(("loss", "hidden", "weight", "bias"), *results, strict=True):
-        assert_as_exact_as_torch(a, b, c, name, intermediate=intermediate)
+        size = intermediate * (cancelled if name == "loss" else 1.0)
+        assert_as_exact_as_torch(a, b, c, name, intermediate=size)

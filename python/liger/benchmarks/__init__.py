@@ -6,6 +6,5 @@ The work is in the modules, which nothing else in the package imports.
 # Each has a module bench_<op>.py with a function rows(options).
 OPS = (
     "rms_norm", "layer_norm", "swiglu", "geglu", "relu_squared", "softmax", "rope", "cross_entropy", "fused_linear_ce",
-    "tiled_mlp", "divergence",
+    "tiled_mlp", "divergence", "preference",
 )  # fmt: skip
-OPS = ("rms_norm", "swiglu", "rope", "cross_entropy", "fused_linear_ce", "tiled_mlp", "preference")

@@ -71,6 +71,8 @@ def softmax(x):
         x: (..., H) of any H, float16, bfloat16 or float32 (float64 on the torch backend), any strides. Elements that
             are -inf get 0; a row of nothing else gets NaN, as in torch.
 
+    Under autocast on a GPU x becomes float32, as autocast has it for ``torch.softmax``.
+
     Returns:
         A tensor of the shape, dtype and, where dense, strides of x. Differentiable in x; kept for the backward is the
         result, so that x can go.
@@ -81,4 +83,6 @@ def softmax(x):
     Source of the single pass over long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax",
     arXiv 1805.02867.
     """
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled("cuda"):
+        x = x.float()
     return _softmax(x)
