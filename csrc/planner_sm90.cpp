@@ -70,6 +70,8 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   const auto chunk = [&](int64_t first, int64_t rows) {
     return Sm90Chunk{first, rows, p.need_grad_input ? fill(p, rows).parts : 1};
   };
+  // Chunks end between groups, and whole tiles need memory.
+  const int64_t unit = p.group_rows == 1 ? kTileM : p.group_rows;
   // All rows at once need no sum over chunks.
   const int64_t beside = std::max<int64_t>(p.rows - host, 0);
   if (beside == 0 || beside * row_bytes <= budget) {
@@ -82,7 +84,9 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   // A byte for every kTileN sums of a row.
   const int64_t units_bytes = p.need_grad_weight ? kPanel * p.hidden / kTileN : 0;
   const int64_t available = budget - units_bytes * (panels + slack);
-  const int64_t most = std::max(available / row_bytes / kTileM * kTileM, kTileM);
+  const int64_t fitting = std::max<int64_t>(available, 0) / row_bytes / kTileM * kTileM;
+  if (p.group_rows > 1 && fitting < unit) return std::nullopt;
+  const int64_t most = std::max(fitting / unit * unit, unit);
   const double pass = !p.need_grad_weight ? 0 : kPassRows;
   const auto cost = [&](int64_t rows) {
     const double input = p.need_grad_input ? rows / fill(p, rows).share : 0.0;
@@ -91,16 +95,16 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   };
 
   // A few dozen candidates each: enough to meet whole waves, and the search stays in microseconds.
-  const auto step = [](int64_t span) { return round_up(std::max<int64_t>(span / 64, 1), kTileM); };
+  const auto step = [&](int64_t span) { return round_up(std::max<int64_t>(span / 64, 1), unit); };
   double best = 1e300;
   int64_t best_first = most, best_rows = most;
-  for (int64_t rows = most; rows >= std::max(most / 2, kTileM); rows -= step(most)) {
+  for (int64_t rows = most; rows >= std::max(most / 2, unit); rows -= step(most)) {
     const int64_t parts = p.need_grad_input ? fill(p, rows).parts : 1;
-    if (rows > kTileM && rows * row_bytes + partial_bytes(p, rows, parts) > available) continue;
+    if (rows > unit && rows * row_bytes + partial_bytes(p, rows, parts) > available) continue;
     const int64_t room = std::min(host + rows, p.rows);
-    for (int64_t first = room / kTileM * kTileM; first >= std::max(room / 2, kTileM); first -= step(room)) {
+    for (int64_t first = room / unit * unit; first >= std::max(room / 2, unit); first -= step(room)) {
       const int64_t chunks = ceil_div(p.rows - first, rows);
-      const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), kTileM) : 0;
+      const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), unit) : 0;
       const double total = cost(first) + chunks * (pass + (chunks > 0 ? cost(equal) : 0));
       if (total < best - 1e-9) best = total, best_first = first, best_rows = equal;
     }
@@ -108,8 +112,8 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   if (p.need_grad_weight && !p.exact_accumulation && best_rows < kFewestRowsPerPass) return std::nullopt;
   plan.hosted_rows = std::min(host, best_first);
   plan.units_bytes = units_bytes;
-  plan.panel_bytes =
-      std::max(units_bytes + best_rows * kPanel * 2, (best_first - plan.hosted_rows) * kPanel * 2);
+  plan.panel_bytes = std::max(units_bytes + round_up(best_rows, kTileM) * kPanel * 2,
+                              round_up(best_first - plan.hosted_rows, kTileM) * kPanel * 2);
   plan.chunks = {chunk(0, best_first)};
   for (int64_t first = best_first; first < p.rows; first += best_rows) {
     plan.chunks.push_back(chunk(first, std::min(best_rows, p.rows - first)));

@@ -14,6 +14,7 @@ struct Sm90Problem {
   bool exact_accumulation;  // the weight gradient has to be as exact as one float32 sum
   int64_t memory_budget;    // bytes beside the gradients: exponentials, their sums, and units
   int64_t clusters;         // pairs of blocks that the device runs at a time
+  int64_t group_rows = 1;   // chunks are multiples of it
 };
 
 struct Sm90Chunk {
@@ -34,7 +35,8 @@ struct Sm90Plan {
 };
 
 // Nothing where the generic engine has to take over, or is faster: hidden sizes that are no multiple of 256,
-// vocabularies that are none of 128, few rows.
+// vocabularies that are none of 128, few rows,
+// groups of more rows than the budget has room for.
 std::optional<Sm90Plan> plan_sm90(const Sm90Problem& problem);
 
 }  // namespace liger

@@ -163,7 +163,8 @@ struct Exponentials {
   static constexpr Keep kKeepA = Keep::kLong, kKeepB = Keep::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
-  const float* reference;  // of the rows of the chunk
+  float factor;            // from logits to powers of two: log2(e) over the temperature
+  const float* reference;  // of the rows of the chunk, over the temperature
   float* parts;            // (rows, tiles of columns): the sums, or the maxima of the logits
   Panels out;
   bool wanted;  // or only the sums are
@@ -219,7 +220,7 @@ struct Exponentials {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& x = z[4 * j + i];
-          x = ce::exp2_fast(fmaf(x, ce::kLog2e, -from[i / 2]));
+          x = ce::exp2_fast(fmaf(x, factor, -from[i / 2]));
           sum[i / 2] += x;
         }
       }

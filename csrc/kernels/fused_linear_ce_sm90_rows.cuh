@@ -33,8 +33,9 @@ struct Gather {
   const __nv_bfloat16 *input, *weight;
   int64_t input_stride, weight_stride;
   int vocab, hidden;
+  float inverse_temperature;
   __nv_bfloat16* out;   // (chunk.rows, hidden)
-  float* target_logit;  // one for each block
+  float* target_logit;  // over the temperature, one for each block
   int* repair;
   Owners owners;
 };
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
   }
   sum = block_reduce<Sum>(sum, scratch);
   if (threadIdx.x == 0) {
-    p.target_logit[row] = valid ? sum : 0.0f;
+    p.target_logit[row] = valid ? sum * p.inverse_temperature : 0.0f;
     if (valid) p.owners.claim(target, source);
   }
 }
@@ -80,8 +81,9 @@ struct Repair {
   ChunkRows chunk;
   const int* repair;
   const float* maxima;
-  int columns;       // of maxima
-  float* reference;  // left alone elsewhere
+  int columns;  // of maxima
+  float inverse_temperature;
+  float* reference;  // over the temperature; left alone elsewhere
 };
 
 __global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
     max = fmaxf(max, p.maxima[int64_t{row} * p.columns + i]);
   max = block_reduce<Max>(max, scratch);
-  if (threadIdx.x == 0) p.reference[row] = ce::reference_of(max);
+  if (threadIdx.x == 0) p.reference[row] = ce::reference_of(max * p.inverse_temperature);
 }
 
 // One row per block: sums -> loss, scale and one-hot part; the input row becomes scale * input where the
@@ -135,7 +137,8 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   if (threadIdx.x == 0) ce::write_results(p.problem, r, stats);
   if (!p.wanted) return;
 
-  const float share = r.token_weight / *p.problem.denominator;
+  const float share =
+      p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
   const ce::Gradient g =
       ce::gradient_weights(p.problem, r, stats.max + logf(stats.sum), share, stats.max, stats.sum);
   if (threadIdx.x == 0) {

@@ -22,10 +22,11 @@ from torch._C import (
 )
 
 from ..ops._autograd import differentiable, differentiable_once, may_write_saved
-from ..ops._linear_chunks import Head, HeadGradients, check_head, planned_rows
+from ..ops._linear_chunks import Head, check_head
 from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ..ops.rescale import rescale, rescale_
 from ..ops.rms_norm import accumulate_dtype
+from ._chunks import chunks_of
 
 _OP = "fused_linear_loss"
 _functions = weakref.WeakValueDictionary()
@@ -91,19 +92,6 @@ class _Function:
         return value.detach(), grads[0].reshape(-1), grads[1].reshape(-1) if self.use_entropy else None
 
 
-def _groups_of_a_chunk(input, weight, groups, group_rows, need_grad_weight, exact, memory_budget):
-    """How many groups are computed at a time; 0 where the logits of one do not fit."""
-    if group_rows == 1:
-        return planned_rows(input, weight, need_grad_weight, exact, memory_budget)[0]
-    if memory_budget is None:
-        memory_budget = torch.ops.liger.default_memory_budget()
-    fitting = memory_budget // max(weight.shape[0] * input.element_size() * group_rows, 1)
-    if fitting == 0:
-        return 0
-    chunks = -(-groups // fitting)
-    return -(-groups // max(chunks, 1))
-
-
 def _forward(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, need_grad_input, need_grad_weight, need_grad_bias,
@@ -113,9 +101,11 @@ def _forward(
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
     length = rows // max(parts * groups, 1)
     function = _Function(function, names, given, shared, (parts, groups, length), use_entropy)
-    step = _groups_of_a_chunk(input, weight, groups, parts * length, need_grad_weight, exact, memory_budget)
-    head = (weight, bias, temperature, ignore_index, softcap)
-    if step == 0 or not any(wanted):
+    head = Head(weight, bias, temperature, ignore_index, softcap)
+    chunks = None
+    if any(wanted):
+        chunks = chunks_of(input, head, groups, parts * length, wanted, exact, memory_budget, use_entropy)
+    if chunks is None:
         logprobs, entropy, _ = fused_linear_logprobs_forward(
             input, weight, target, bias, *head[2:], memory_budget, use_entropy, False
         )
@@ -136,37 +126,31 @@ def _forward(
         )
         return loss, logprobs, entropy, *grads
 
-    head, wide = Head(*head), accumulate_dtype(input.dtype)
+    wide = accumulate_dtype(input.dtype)
     logprobs = input.new_empty(rows, dtype=wide)
     entropy = input.new_empty(rows if use_entropy else 0, dtype=wide)
     loss = input.new_zeros((), dtype=wide)
-    gradients = HeadGradients(input, weight, bias, wanted, -(-groups // step), exact)
-    memory = gradients.new_logits(step * parts * length)
+    in_order = parts == 1 or len(chunks.slices) <= 1
 
     def cut(tensor, chunk):
         return tensor.unflatten(0, (parts, groups, length))[:, chunk] if tensor.numel() else tensor
 
-    for start in range(0, groups if rows else 0, step):
-        chunk = slice(start, min(start + step, groups))
+    for chunk in chunks.slices:
         # Parts of a chunk lie apart: they are brought side by side for the products, and back.
         x, y = cut(input, chunk).flatten(0, 2), cut(target, chunk).flatten()
-        logits = memory[: x.shape[0]]
-        head.write_logits(x, logits)
-        found = head.statistics(logits, y, use_entropy)
-        value, of_logprob, of_entropy = function.differentiate(found.logprobs, found.entropy, chunk)
+        place = grad_x = cut(chunks.grad_input, chunk)
+        if need_grad_input:
+            grad_x = place.flatten(0, 2) if in_order else torch.empty_like(x)
+        found, spread = chunks.read(x, y, grad_x)
+        value, of_logprob, of_entropy = function.differentiate(found, spread, chunk)
+        chunks.add(of_logprob, of_entropy)
         loss += value
-        cut(logprobs, chunk).copy_(found.logprobs.view(parts, -1, length))
+        cut(logprobs, chunk).copy_(found.view(parts, -1, length))
         if use_entropy:
-            cut(entropy, chunk).copy_(found.entropy.view(parts, -1, length))
-        head.write_gradient(logits, y, found, of_logprob, of_entropy)
-        place = cut(gradients.input, chunk)
-        if parts == 1 or step >= groups or not need_grad_input:
-            gradients.add(x, logits, place.flatten(0, 2) if need_grad_input else place)
-        else:
-            grad_x = torch.empty_like(x)
-            gradients.add(x, logits, grad_x)
+            cut(entropy, chunk).copy_(spread.view(parts, -1, length))
+        if need_grad_input and not in_order:
             place.copy_(grad_x.view(place.shape))
-    return loss, logprobs, entropy, *gradients.finish()
+    return loss, logprobs, entropy, *chunks.finish()
 
 
 _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd")
