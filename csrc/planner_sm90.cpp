@@ -103,6 +103,10 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
     if (rows > unit && rows * row_bytes + partial_bytes(p, rows, parts) > available) continue;
     const int64_t room = std::min(host + rows, p.rows);
     for (int64_t first = room / unit * unit; first >= std::max(room / 2, unit); first -= step(room)) {
+      // The first chunk's input rows lie where later input gradients will, or need memory of their own.
+      const bool own_rows = host > 0 && (!p.need_grad_input || 2 * first > p.rows);
+      const int64_t beside = std::max(first > host ? first - host : 0, rows);
+      if (own_rows && first > unit && beside * row_bytes + 2 * first * p.hidden > available) continue;
       const int64_t chunks = ceil_div(p.rows - first, rows);
       const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), unit) : 0;
       const double total = cost(first) + chunks * (pass + (chunks > 0 ? cost(equal) : 0));

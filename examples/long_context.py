@@ -89,7 +89,7 @@ def measure(size, tokens, steps, features):
             times.append(time.perf_counter() - start)
     except torch.OutOfMemoryError as error:
         return {
-            "out_of_memory": str(error).split(". ")[0],
+            "out_of_memory": " ".join(str(error).split(". ")[1:2]),
             "held_gib": torch.cuda.max_memory_allocated() / GIB,
         }
     peak = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None
@@ -105,7 +105,7 @@ def in_a_process_of_its_own(arguments, features):
 
 def line(name, result):
     if "out_of_memory" in result:
-        return f"{name:38} out of memory with {result['held_gib']:.1f} GiB in use: {result['out_of_memory']}"
+        return f"{name:38} out of memory with {result['held_gib']:.1f} GiB in use. {result['out_of_memory']}"
     peak = "" if result["peak_gib"] is None else f"{result['peak_gib']:7.1f} GiB"
     losses = " -> ".join(f"{loss:.3f}" for loss in result["losses"])
     return f"{name:38} {result['tokens_per_second']:9.0f} tokens/s {peak}   loss {losses}"

@@ -25,9 +25,9 @@ EVERY = {
 }
 
 
-def call(module, x, w, target, bias, **how):
-    """The loss, with references that are functions of the target."""
-    tokens = -0.1 * (target.clamp_min(0) % 5).float()
+def call(module, x, w, target, bias, level=0.0, **how):
+    """The loss, with references that are functions of the target, around a level."""
+    tokens = level - 0.1 * (target.clamp_min(0) % 5).float()
     if isinstance(module, losses.FusedLinearGRPOLoss):
         advantages = torch.arange(target.shape[0], device=target.device) * 0.4 - 1
         return module(x, w, target, None, advantages, bias, tokens, tokens - 0.1, **how)[0]
