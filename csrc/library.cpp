@@ -249,15 +249,17 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias=None,"
       " Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", int? num_shards=None,"
       " int? memory_budget=None) -> Tensor");
-  // kept: gate and up side by side of the first tokens, as many as the plan keeps and, without keep, none. It
-  // belongs to the backward: one that does not keep the graph works in its memory.
+  // kept: gate and up side by side of the first tokens, as many as the plan keeps and, without keep, none; where one
+  // shard keeps those of two weights, gate, and up in kept_up. They belong to the backward: one that does not keep
+  // the graph works in their memory, and frees it.
   m.def(
       "tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
       "gate_bias,"
       " Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget, bool keep)"
-      " -> (Tensor y, Tensor kept)");
+      " -> (Tensor y, Tensor kept, Tensor kept_up)");
   m.def(
-      "tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor x, Tensor gate_weight, Tensor? up_weight,"
+      "tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor kept_up, Tensor x, Tensor gate_weight, Tensor? "
+      "up_weight,"
       " Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards,"
       " int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight,"
       " bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool "

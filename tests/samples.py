@@ -173,8 +173,8 @@ def _tiled_mlp_backward(d):
             [there[0], *[False] * 6],
             [*[False] * 3, True, *[False] * 3],
         ):
-            y, kept = torch.ops.liger.tiled_mlp_forward(*arguments, True)
-            samples.append((torch.randn_like(y), kept, *tensors, *arguments[7:], *needed))
+            y, *kept = torch.ops.liger.tiled_mlp_forward(*arguments, True)
+            samples.append((torch.randn_like(y), *kept, *tensors, *arguments[7:], *needed))
     return samples
 
 

@@ -4,8 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES, check_op, strided_like
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger
+from liger.ops._tiled_work import ParameterGradient
+from liger.ops._tiles import Problem, block_columns, plan_tiles
+from liger.ops.tiled_mlp import _forward_op
 
 HIDDEN, INTERMEDIATE = 24, 40
 ACTIVATIONS = {
@@ -13,24 +17,27 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
+FEW, MANY = 10, 200
+# Tokens and options. Shards are joined in the backward where that takes no more memory: of few tokens.
 HOW = {
-    "one shard, kept": {},
-    "one shard": {"num_shards": 1},
-    "shards": {"num_shards": 3},
-    "shards, all kept": {"num_shards": 3, "memory_budget": 1 << 30},
+    "one shard, kept": (FEW, {}),
+    "one shard": (FEW, {"num_shards": 1}),
+    "shards, joined": (FEW, {"num_shards": 2}),
+    "shards": (MANY, {"num_shards": 25}),
+    "shards, all kept": (MANY, {"num_shards": 25, "memory_budget": 1 << 30}),
 }
 
 
-def make(device, leading=(2, 5), dtype=torch.float32, packed=False, bias=False):
+def make(device, leading=(2, 5), dtype=torch.float32, packed=False, bias=False, intermediate=INTERMEDIATE):
     """The tensor arguments of tiled_mlp, None where there is none."""
 
     def randn(*shape, fan=1):
         return (torch.randn(shape, device=device) / fan**0.5).to(dtype)
 
-    inner = 2 * INTERMEDIATE if packed else INTERMEDIATE
+    inner = 2 * intermediate if packed else intermediate
     weights = [randn(inner, HIDDEN, fan=HIDDEN), None if packed else randn(inner, HIDDEN, fan=HIDDEN)]
     biases = [randn(inner), None if packed else randn(inner), randn(HIDDEN)] if bias else [None] * 3
-    return [randn(*leading, HIDDEN), *weights, randn(HIDDEN, INTERMEDIATE, fan=INTERMEDIATE), *biases]
+    return [randn(*leading, HIDDEN), *weights, randn(HIDDEN, intermediate, fan=intermediate), *biases]
 
 
 def plain(x, gate, up, down, gate_bias, up_bias, down_bias, activation="silu"):
@@ -56,7 +63,36 @@ def grads_of(function, tensors, upstream, **how):
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_against_float64(device, dtype, how, packed, bias):
-    check_op(lambda *t: liger.tiled_mlp(*t, **HOW[how]), plain, make(device, (11,), dtype, packed, bias))
+    rows, options = HOW[how]
+    check_op(lambda *t: liger.tiled_mlp(*t, **options), plain, make(device, (rows,), dtype, packed, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_what_is_tested(dtype, packed):
+    """The plans are those that the names in HOW say."""
+
+    def plan(how):
+        rows, options = HOW[how]
+        return tuple(plan_tiles(Problem(rows, HIDDEN, INTERMEDIATE, dtype.itemsize, packed), **options))[:3]
+
+    assert plan("one shard, kept") == (FEW, FEW, FEW)
+    assert plan("one shard") == (FEW, FEW, 0)
+    # In float32 there is nothing to win, and one weight's gate and up stay until the end.
+    assert plan("shards, joined") == (5, 5 if packed and dtype == torch.float32 else FEW, 0)
+    assert plan("shards") == (8, 8, 0)
+    assert plan("shards, all kept") == (8, 8, MANY)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("num_shards", [None, 2])
+def test_blocks_of_the_hidden_gradient(device, dtype, packed, num_shards):
+    """One shard of a wide MLP has no more than some columns of it at a time."""
+    rows, wide = 200, 700
+    assert block_columns(Problem(rows, HIDDEN, wide, dtype.itemsize, packed)) == 256
+    tensors = make(device, (rows,), dtype, packed, True, wide)
+    check_op(lambda *t: liger.tiled_mlp(*t, num_shards=num_shards), plain, tensors)
 
 
 # Of so many tokens, the least budget keeps a part.
@@ -69,8 +105,8 @@ LONG = 1000
 def test_a_part_kept(device, dtype, packed, num_shards):
     tensors = make(device, (2, LONG // 2), dtype, packed, bias=True)
     how = {"num_shards": num_shards, "memory_budget": 1}
-    _, kept = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", *how.values(), True)
-    assert 0 < kept.shape[0] < LONG / 2
+    _, kept, kept_up = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", *how.values(), True)
+    assert 0 < kept.shape[0] < LONG / 2 and kept_up.numel() == 0
     # Sums over tokens are summed over shards: a rounding for each.
     check_op(lambda *t: liger.tiled_mlp(*t, **how), plain, tensors, intermediate=8)
 
@@ -78,7 +114,7 @@ def test_a_part_kept(device, dtype, packed, num_shards):
 def test_the_gradient_of_x_takes_the_place_of_what_was_kept(device):
     """In a backward that uses the graph up, and with the same bits as in one that does not."""
     tensors = leaves(make(device, (LONG,)))
-    y, kept = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", None, 1, True)
+    y, kept, _ = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", None, 1, True)
     wanted = [t for t in tensors if t is not None]
     first = torch.autograd.grad(y.sum(), wanted, retain_graph=True)
     second = torch.autograd.grad(y.sum(), wanted)
@@ -117,12 +153,12 @@ def test_float64_gradcheck(device, backend, activation):
 @pytest.mark.parametrize("how", HOW)
 def test_weight_gradients_are_rounded_once(device, how):
     """As exact as one product of all tokens: a sum in bfloat16 would lose digits with every shard."""
-    dtype = DTYPES[-1]
-    options = dict(HOW[how])
-    if "num_shards" in options and options["num_shards"] > 1:
-        options["num_shards"] = 100
-    tensors = make(device, (100,), dtype, bias=True)
-    upstream = torch.randn(100, HIDDEN, device=device).to(dtype)
+    dtype, (rows, options) = DTYPES[-1], HOW[how]
+    if rows == MANY:
+        options = options | {"num_shards": rows}
+    rows = max(rows, 100)  # enough gradients of biases for a mean error
+    tensors = make(device, (rows,), dtype, bias=True)
+    upstream = torch.randn(rows, HIDDEN, device=device).to(dtype)
     got = grads_of(lambda *t: liger.tiled_mlp(*t, **options), leaves(tensors), upstream)
     whole = grads_of(plain, leaves(tensors), upstream)
     exact = grads_of(plain, leaves([t.double() for t in tensors]), upstream.double())
@@ -134,13 +170,14 @@ def test_weight_gradients_are_rounded_once(device, how):
 @pytest.mark.parametrize("how", HOW)
 def test_frozen_parts(device, how):
     """Each subset of x and the weights: no gradient for the frozen, the same for the others."""
-    tensors = make(device, (10,), bias=True)
-    upstream = torch.randn(10, HIDDEN, device=device)
-    everything = grads_of(lambda *t: liger.tiled_mlp(*t, **HOW[how]), leaves(tensors), upstream)
+    rows, options = HOW[how]
+    tensors = make(device, (rows,), bias=True)
+    upstream = torch.randn(rows, HIDDEN, device=device)
+    everything = grads_of(lambda *t: liger.tiled_mlp(*t, **options), leaves(tensors), upstream)
     frozen_sets = [(0,), (1, 2, 3, 4, 5, 6), (0, 1, 2, 4, 5, 6), (0, 1, 2, 3, 4, 5), (3,), (1,), (0, 3, 4, 6)]
     for frozen in frozen_sets:
         arguments = leaves(tensors, *frozen)
-        liger.tiled_mlp(*arguments, **HOW[how]).backward(upstream)
+        liger.tiled_mlp(*arguments, **options).backward(upstream)
         for i, (tensor, expected) in enumerate(zip(arguments, everything, strict=True)):
             assert (tensor.grad is None) == (i in frozen)
             if i not in frozen:
@@ -154,34 +191,37 @@ def test_nothing_needs_a_gradient(device):
     torch.testing.assert_close(y, plain(*tensors), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("how", ["one shard, kept", "shards"])
-def test_empty(device, how):
-    options = dict(HOW[how], num_shards=None) if how == "shards" else {}
-    tensors = leaves(make(device, (2, 0), bias=True))
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 1}], ids=["default", "budget"])
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_empty(device, options, packed):
+    tensors = leaves(make(device, (2, 0), packed=packed, bias=True))
     y = liger.tiled_mlp(*tensors, **options)
     assert y.shape == (2, 0, HIDDEN)
     y.sum().backward()
-    assert all(t.grad.shape == t.shape and torch.count_nonzero(t.grad) == 0 for t in tensors)
+    wanted = [t for t in tensors if t is not None]
+    assert all(t.grad.shape == t.shape and torch.count_nonzero(t.grad) == 0 for t in wanted)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_strided_inputs_and_gradients(device, how):
-    tensors = make(device, (3, 4))
-    upstream = torch.randn(3, 4, HIDDEN, device=device)
-    expected = grads_of(lambda *t: liger.tiled_mlp(*t, **HOW[how]), leaves(tensors), upstream)
+    rows, options = HOW[how]
+    tensors = make(device, (2, rows // 2))
+    upstream = torch.randn(2, rows // 2, HIDDEN, device=device)
+    expected = grads_of(lambda *t: liger.tiled_mlp(*t, **options), leaves(tensors), upstream)
     strided = [None if t is None else strided_like(t).detach().requires_grad_() for t in tensors]
     strided[1] = tensors[1].t().contiguous().t().detach().requires_grad_()
     strided[0] = tensors[0].transpose(0, 1).contiguous().transpose(0, 1).detach().requires_grad_()
-    actual = grads_of(lambda *t: liger.tiled_mlp(*t, **HOW[how]), strided, strided_like(upstream))
+    actual = grads_of(lambda *t: liger.tiled_mlp(*t, **options), strided, strided_like(upstream))
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_second_backward_and_inputs_untouched(device, how):
-    tensors = leaves(make(device, (10,), bias=True))
+    rows, options = HOW[how]
+    tensors = leaves(make(device, (rows,), bias=True))
     before = [t.detach().clone() for t in tensors]
-    y = liger.tiled_mlp(*tensors, **HOW[how])
+    y = liger.tiled_mlp(*tensors, **options)
     upstream = torch.randn_like(y)
     first = torch.autograd.grad(y, tensors, upstream, retain_graph=True)
     second = torch.autograd.grad(y, tensors, upstream)
@@ -217,17 +257,46 @@ def test_nothing_of_all_tokens_is_saved_but_x(device):
     assert all(t.numel() == 0 or t.data_ptr() in inputs for t in saved)
 
 
-def test_a_used_up_graph_writes_only_over_what_it_kept(device):
-    tensors = leaves(make(device, (10,)))
-    y, kept = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", 3, 1 << 30, True)
+@pytest.mark.parametrize("how", ["one shard, kept", "shards, all kept"])
+def test_a_used_up_graph_writes_only_over_what_it_kept(device, how):
+    rows, options = HOW[how]
+    tensors = leaves(make(device, (rows,)))
+    options = options.get("num_shards"), options.get("memory_budget")
+    y, *kept = torch.ops.liger.tiled_mlp_forward(*tensors, "silu", *options, True)
     x, gate, up = tensors[:3]
-    torch.testing.assert_close(kept, torch.cat([x @ gate.t(), x @ up.t()], -1).detach())
-    assert not kept.requires_grad
-    version = kept._version
+    expected = [x @ gate.t(), x @ up.t()]
+    if how == "one shard, kept":
+        torch.testing.assert_close(kept, [t.detach() for t in expected])
+    else:
+        torch.testing.assert_close(kept[0], torch.cat(expected, -1).detach())
+        assert kept[1].numel() == 0
+    assert not any(t.requires_grad for t in kept)
+    versions = [t._version for t in kept]
     y.sum().backward(retain_graph=True)
-    assert kept._version == version
+    assert [t._version for t in kept] == versions
     y.sum().backward()
-    assert kept._version > version
+    assert all(t._version > version for t, version in zip(kept, versions, strict=True))
+
+
+@pytest.mark.parametrize("op", [_forward_op, torch.ops.liger.tiled_mlp_forward], ids=["eager", "dispatcher"])
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_gate_goes_before_the_gradient_of_up_weight(device, op, again, monkeypatch):
+    """What one shard kept of two weights is let go of when it is done with, unless another backward will need it."""
+    tensors = leaves(make(device))
+    y, *kept = op(*tensors, "silu", None, None, True)
+    memory = [StorageWeakRef(t.untyped_storage()) for t in kept]
+    del kept
+    gone, add_product = [], ParameterGradient.add_product
+
+    def watched(*arguments):
+        gone.append([m.expired() for m in memory])
+        add_product(*arguments)
+
+    monkeypatch.setattr(ParameterGradient, "add_product", watched)
+    y.sum().backward(retain_graph=again)
+    before_gate_weight, before_up_weight = gone
+    assert before_gate_weight == [False, False] and before_up_weight == [not again, False]
+    assert [m.expired() for m in memory] == [not again, not again]
 
 
 def test_autocast_of_float32_weights(device):

@@ -133,13 +133,13 @@ def _tiled_mlp(call):
     # What a rank keeps is no part of a whole: the backward computes gate and up of all its tokens again.
     call.arguments["keep"] = False
     tokens, shape = _place_tiled(call)
-    y, kept = call.run()
-    return call.wrap(y, tokens, shape), call.unasked(kept)
+    y, *kept = call.run()
+    return call.wrap(y, tokens, shape), *map(call.unasked, kept)
 
 
 def _tiled_mlp_backward(call):
     tokens, shape = _place_tiled(call, "grad_y")
-    call.place(call.replicated, "kept")
+    call.place(call.replicated, "kept", "kept_up")
     grad_x, *grads = call.run()
     needed = (call[f"need_grad_{name}"] for name in _TILED_PARAMETERS)
     partial = where_sharded(tokens, Partial())

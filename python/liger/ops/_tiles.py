@@ -15,19 +15,57 @@ import torch
 MOST_ROWS = 8192
 LEAST_ROWS = 4096
 # What a tile of a GEMM covers. A shard of fewer rows would only be slower.
-TILE_ROWS = 128
+TILE = 128
+# Into how many blocks of columns one shard cuts its hidden gradient at the most.
+MOST_BLOCKS = 4
+
+
+class Problem(NamedTuple):
+    """Sizes of one call: ``packed`` means that one weight holds gate and up."""
+
+    rows: int
+    hidden: int
+    intermediate: int
+    element_size: int
+    packed: bool = False
+
+    @property
+    def row(self):
+        """Bytes of a row of gate, of up, or of the hidden gradient."""
+        return self.intermediate * self.element_size
+
+    @property
+    def x(self):
+        """Bytes of x, of its gradient, or of the result."""
+        return self.rows * self.hidden * self.element_size
+
+    @property
+    def weight(self):
+        """Bytes of gate_weight, up_weight or down_weight."""
+        return self.hidden * self.row
+
+    @property
+    def sums(self):
+        """Bytes that float32 sums of the weight gradients take more than the gradients."""
+        return 3 * self.hidden * self.intermediate * max(4 - self.element_size, 0)
 
 
 class Tiles(NamedTuple):
-    """Shards have at most ``shard_rows`` rows. Of the first ``kept_rows`` rows gate and up are kept.
+    """Shards have at most ``forward_rows`` rows in the forward and ``shard_rows`` in the backward.
 
-    ``spare_rows`` > 0: the backward works in the memory of what was kept, where the gradient of x will be too, and in a
-    spare buffer of so many rows of the hidden gradient (see :func:`lay_out`).
+    Of the first ``kept_rows`` rows gate and up are kept. ``spare_rows`` > 0: the backward works in the memory of what
+    was kept, where the gradient of x will be too, and in a spare buffer of so many rows of the hidden gradient (see
+    :func:`lay_out`).
     """
 
+    forward_rows: int
     shard_rows: int
     kept_rows: int
     spare_rows: int = 0
+
+    def has_one(self, rows):
+        """Whether a backward of so many rows is one shard, and no weight gradient a sum."""
+        return self.shard_rows >= rows and not self.spare_rows
 
 
 class Step(NamedTuple):
@@ -48,7 +86,7 @@ def _equal(rows, most):
     """Rows of each of equal shards of at most ``most`` rows, in whole tiles where that needs no more shards."""
     shards = _ceil_div(rows, most)
     equal = _ceil_div(rows, shards)
-    whole = _ceil_div(equal, TILE_ROWS) * TILE_ROWS
+    whole = _ceil_div(equal, TILE) * TILE
     return whole if _ceil_div(rows, whole) == shards and whole < rows else equal
 
 
@@ -58,41 +96,85 @@ def _budget(given, default):
     return torch.ops.liger.default_memory_budget() if os.environ.get("LIGER_MEMORY_BUDGET") else default
 
 
-def plan_tiles(rows, hidden, intermediate, element_size, num_shards=None, memory_budget=None, keep=True):
-    """The :class:`Tiles` for x of ``rows`` tokens.
+def plan_tiles(problem, num_shards=None, memory_budget=None, keep=True):
+    """The :class:`Tiles` of a :class:`Problem`.
 
     ``memory_budget`` is for what the op holds at its peak beyond its inputs, its result and the gradients in their
     dtype: activations, and what float32 sums of the weight gradients take more than the gradients. None is
     ``LIGER_MEMORY_BUDGET`` or, where that is not set, those sums and the activations of 4096 tokens. With
-    ``num_shards`` and no budget nothing is kept, and without ``keep`` never.
+    ``num_shards`` and no budget nothing is kept. Without ``keep`` there is no backward.
     """
+    rows, row = problem.rows, problem.row
     if rows == 0:
-        return Tiles(0, 0)
+        return Tiles(0, 0, 0)
     most = MOST_ROWS if num_shards is None else _equal(rows, _ceil_div(rows, num_shards))
     if num_shards is not None and memory_budget is None:
-        return Tiles(most, 0)
-    row = intermediate * element_size  # of gate, of up, or of the hidden gradient
-    sums = 3 * hidden * intermediate * (4 - element_size) if element_size < 4 and keep else 0
+        joined = keep and _held_by_one(problem) <= _held_by_shards(problem, Tiles(most, most, 0))
+        return Tiles(most, rows if joined else most, 0)
+    sums = problem.sums if keep else 0
     budget = _budget(memory_budget, sums + 3 * row * LEAST_ROWS)
-    if num_shards is None and _one_shard(rows, hidden, intermediate, element_size, keep) <= budget:
-        return Tiles(rows, rows if keep else 0)
-    working = max((budget - sums) // (3 * row * TILE_ROWS), 1) * (3 * row * TILE_ROWS)
+    held_by_one = _held_by_one(problem) if keep else 3 * row * rows
+    if num_shards is None and held_by_one <= budget:
+        return _kept_whole(problem, rows) if keep else Tiles(rows, rows, 0)
+    working = max((budget - sums) // (3 * row * TILE), 1) * (3 * row * TILE)
     fitting = min(working // (3 * row), most)
-    if not keep or intermediate < hidden:
-        return Tiles(_equal(rows, fitting), 0)
-    # The gradient of x takes the place of what was kept. Beyond it: the spare buffer, and twice as much or more.
-    kept = _ceil_div(rows * hidden * element_size + working - fitting * row, 2 * row)
-    return Tiles(most, min(kept, rows), fitting)
+    if not keep or problem.intermediate < problem.hidden:
+        equal = _equal(rows, fitting)
+        shards = Tiles(equal, equal, 0)
+    else:
+        # The gradient of x takes the place of what was kept. Beyond it: the spare buffer, and twice as much or more.
+        # The product of a shard in the forward is no larger than the spare buffer, so that this is not the peak.
+        kept = _ceil_div(problem.x + working - fitting * row, 2 * row)
+        shards = Tiles(fitting, most, min(kept, rows), fitting)
+    if keep and held_by_one <= _held_by_shards(problem, shards):
+        return _kept_whole(problem, rows if num_shards is None else most)
+    return shards
 
 
-def _one_shard(rows, hidden, intermediate, element_size, keep):
-    """Bytes that one shard needs beyond results and gradients. It keeps everything, and needs no sums."""
-    row = intermediate * element_size
-    if not keep:
-        return 3 * row * rows
-    # While the hidden gradient exists, those of x, gate_weight and up_weight do not yet.
-    missing = rows * hidden * element_size + 2 * hidden * row
-    return max(2 * row * rows, 3 * row * rows - missing)
+def _kept_whole(problem, most):
+    """All in one shard, but the forward in parts of at most ``most`` rows."""
+    # Beside all of gate and up, so much of the product is no more than the gradients will take.
+    most = min(most, (problem.x + 2 * problem.weight) // problem.row)
+    rows = problem.rows
+    return Tiles(rows if most >= rows else _equal(rows, most), rows, rows)
+
+
+def block_columns(problem):
+    """Columns of the hidden gradient that exist at a time in a backward of one shard.
+
+    A block of columns is a whole product over the hidden size, and its part of the gradient of down_weight a whole sum
+    over tokens, so that blocks cost neither work nor exactness. A block should be no larger than what takes its place
+    beside gate and up: the gradients of x and of gate_weight.
+    """
+    rows, hidden, intermediate = problem[:3]
+    room = hidden * (rows + intermediate * (2 if problem.packed else 1))
+    for blocks in range(1, MOST_BLOCKS + 1):
+        if intermediate * rows <= blocks * room:
+            break
+    return min(_ceil_div(intermediate, blocks * TILE) * TILE, intermediate)
+
+
+def _held_by_one(problem):
+    """Bytes that a backward of one shard holds beyond results and gradients. It needs no sums."""
+    activations = problem.row * problem.rows  # gate, or up
+    block = block_columns(problem) * problem.element_size * problem.rows
+    # While a block of the hidden gradient exists, the gradients of x, gate_weight and up_weight do not yet.
+    through_hidden = 2 * activations + block - problem.x - 2 * problem.weight
+    # Gate goes before there is a gradient of up_weight, unless both are one tensor.
+    through_gate = 2 * activations - (0 if problem.packed else problem.weight)
+    return max(through_hidden, through_gate, activations)
+
+
+def _held_by_shards(problem, tiles):
+    """The same of several shards, or less."""
+    row = problem.row
+    if tiles.spare_rows:
+        at_work = row * (2 * tiles.kept_rows + tiles.spare_rows) - problem.x
+    else:
+        second = min(tiles.shard_rows, problem.rows - tiles.shard_rows)
+        at_work = row * (2 * tiles.shard_rows + second)
+    # Afterwards the first gradient exists beside its float32 sum.
+    return problem.sums + max(at_work, problem.weight if problem.sums else 0)
 
 
 def lay_out(rows, hidden, intermediate, tiles):
@@ -123,7 +205,7 @@ def lay_out(rows, hidden, intermediate, tiles):
         count = min(max(in_spare, in_memory), tiles.shard_rows)
         if count < left < 2 * count:
             count = _ceil_div(left, 2)  # two equal ones at the end, not a full and a tiny one
-        if count < left and count > TILE_ROWS:
+        if count < left and count > TILE:
             count = _rounded(count, min(max(in_spare, in_memory), tiles.shard_rows))
         count = min(count, left)
         gate_up = done * 2 * intermediate if done < tiles.kept_rows else memory - count * 2 * intermediate
@@ -137,5 +219,5 @@ def lay_out(rows, hidden, intermediate, tiles):
 
 def _rounded(count, most):
     """Whole tiles: up if that is at most ``most``, else down."""
-    up = _ceil_div(count, TILE_ROWS) * TILE_ROWS
-    return up if up <= most else up - TILE_ROWS
+    up = _ceil_div(count, TILE) * TILE
+    return up if up <= most else up - TILE
