@@ -167,14 +167,13 @@ def _held_by_one(problem):
 
 def _held_by_shards(problem, tiles):
     """The same of several shards, or less."""
-    row = problem.row
+    # When the shards are done, the first gradient exists beside its float32 sum.
+    row, rounding = problem.row, problem.weight if problem.sums else 0
     if tiles.spare_rows:
-        at_work = row * (2 * tiles.kept_rows + tiles.spare_rows) - problem.x
-    else:
-        second = min(tiles.shard_rows, problem.rows - tiles.shard_rows)
-        at_work = row * (2 * tiles.shard_rows + second)
-    # Afterwards the first gradient exists beside its float32 sum.
-    return problem.sums + max(at_work, problem.weight if problem.sums else 0)
+        shared = 2 * row * tiles.kept_rows - problem.x
+        return problem.sums + shared + max(row * tiles.spare_rows, rounding)
+    second = min(tiles.shard_rows, problem.rows - tiles.shard_rows)
+    return problem.sums + max(row * (2 * tiles.shard_rows + second), rounding)
 
 
 def lay_out(rows, hidden, intermediate, tiles):
