@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import liger
-from liger.ops._tiles import Problem, Tiles, block_columns, lay_out, plan_tiles
+from liger.ops._tiles import Problem, Tiles, block_columns, forward_step, lay_out, plan_tiles
 
 MIB = 1 << 20
 SIZES = list(
@@ -88,7 +88,7 @@ def of_backward(problem, tiles):
 
 
 def of_forward(problem, tiles):
-    rows = min(tiles.forward_rows, problem.rows)
+    rows = min(forward_step(problem, tiles), problem.rows)
     working = 0 if tiles.kept_rows else 2 * rows
     return problem.x + problem.row * (2 * tiles.kept_rows + working + rows)
 
@@ -132,7 +132,9 @@ def test_default_plans_of_the_sizes_in_the_notes():
 
     assert plan(2048) == Tiles(2048, 2048, 2048)
     assert plan(8192) == Tiles(8192, 8192, 8192)
-    assert plan(14336) == Tiles(7168, 14336, 14336)
+    assert plan(14336) == Tiles(14336, 14336, 14336)
+    long = Problem(14336, 4096, 12288, 2)
+    assert forward_step(long, plan(14336)) == 7168 and block_columns(long) == 6144
     assert plan(32768) == Tiles(4096, 8192, 9558, 4096)
     assert plan(131072) == Tiles(4096, 8192, 25942, 4096)
     sizes = (2048, 8192, 14336, 32768, 131072)

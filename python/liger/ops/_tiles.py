@@ -16,8 +16,6 @@ MOST_ROWS = 8192
 LEAST_ROWS = 4096
 # What a tile of a GEMM covers. A shard of fewer rows would only be slower.
 TILE = 128
-# Into how many blocks of columns one shard cuts its hidden gradient at the most.
-MOST_BLOCKS = 4
 
 
 class Problem(NamedTuple):
@@ -109,13 +107,12 @@ def plan_tiles(problem, num_shards=None, memory_budget=None, keep=True):
         return Tiles(0, 0, 0)
     most = MOST_ROWS if num_shards is None else _equal(rows, _ceil_div(rows, num_shards))
     if num_shards is not None and memory_budget is None:
-        joined = keep and _held_by_one(problem) <= _held_by_shards(problem, Tiles(most, most, 0))
+        joined = keep and _one_shard_fits(problem, _held_by_shards(problem, Tiles(most, most, 0)))
         return Tiles(most, rows if joined else most, 0)
     sums = problem.sums if keep else 0
     budget = _budget(memory_budget, sums + 3 * row * LEAST_ROWS)
-    held_by_one = _held_by_one(problem) if keep else 3 * row * rows
-    if num_shards is None and held_by_one <= budget:
-        return _kept_whole(problem, rows) if keep else Tiles(rows, rows, 0)
+    if num_shards is None and (_one_shard_fits(problem, budget) if keep else 3 * row * rows <= budget):
+        return Tiles(rows, rows, rows if keep else 0)
     working = max((budget - sums) // (3 * row * TILE), 1) * (3 * row * TILE)
     fitting = min(working // (3 * row), most)
     if not keep or problem.intermediate < problem.hidden:
@@ -126,43 +123,45 @@ def plan_tiles(problem, num_shards=None, memory_budget=None, keep=True):
         # The product of a shard in the forward is no larger than the spare buffer, so that this is not the peak.
         kept = _ceil_div(problem.x + working - fitting * row, 2 * row)
         shards = Tiles(fitting, most, min(kept, rows), fitting)
-    if keep and held_by_one <= _held_by_shards(problem, shards):
-        return _kept_whole(problem, rows if num_shards is None else most)
+    if keep and _one_shard_fits(problem, _held_by_shards(problem, shards)):
+        return Tiles(rows if num_shards is None else most, rows, rows)
     return shards
 
 
-def _kept_whole(problem, most):
-    """All in one shard, but the forward in parts of at most ``most`` rows."""
-    # Beside all of gate and up, so much of the product is no more than the gradients will take.
-    most = min(most, (problem.x + 2 * problem.weight) // problem.row)
-    rows = problem.rows
-    return Tiles(rows if most >= rows else _equal(rows, most), rows, rows)
+def forward_step(problem, tiles):
+    """Rows of a shard of the forward: fewer than planned where its product, beside all of gate and up, would make a
+    higher peak than the gradients of the backward."""
+    if tiles.kept_rows < problem.rows or tiles.spare_rows:
+        return tiles.forward_rows
+    most = (problem.x + 2 * problem.weight) // max(problem.row, 1)
+    return tiles.forward_rows if most >= tiles.forward_rows else _equal(problem.rows, most)
 
 
 def block_columns(problem):
     """Columns of the hidden gradient that exist at a time in a backward of one shard.
 
     A block of columns is a whole product over the hidden size, and its part of the gradient of down_weight a whole sum
-    over tokens, so that blocks cost neither work nor exactness. A block should be no larger than what takes its place
-    beside gate and up: the gradients of x and of gate_weight.
+    over tokens, so that blocks cost neither work nor exactness. A block is no larger than what takes its place beside
+    gate and up: the gradients of x and of gate_weight. That is never less than H columns.
     """
     rows, hidden, intermediate = problem[:3]
-    room = hidden * (rows + intermediate * (2 if problem.packed else 1))
-    for blocks in range(1, MOST_BLOCKS + 1):
-        if intermediate * rows <= blocks * room:
-            break
-    return min(_ceil_div(intermediate, blocks * TILE) * TILE, intermediate)
+    room = hidden + hidden * intermediate * (2 if problem.packed else 1) // max(rows, 1)
+    if room >= intermediate:
+        return intermediate
+    columns = _ceil_div(intermediate, _ceil_div(intermediate, room))
+    return _rounded(columns, room) if columns > TILE else columns
 
 
-def _held_by_one(problem):
-    """Bytes that a backward of one shard holds beyond results and gradients. It needs no sums."""
+def _one_shard_fits(problem, allowed):
+    """Whether a backward of one shard holds no more bytes beyond results and gradients. It needs no sums.
+
+    Two comparisons, not one with the larger: compiled code with a dynamic number of tokens is then not told more about
+    it than it must know.
+    """
     activations = problem.row * problem.rows  # gate, or up
-    block = block_columns(problem) * problem.element_size * problem.rows
-    # While a block of the hidden gradient exists, the gradients of x, gate_weight and up_weight do not yet.
-    through_hidden = 2 * activations + block - problem.x - 2 * problem.weight
     # Gate goes before there is a gradient of up_weight, unless both are one tensor.
-    through_gate = 2 * activations - (0 if problem.packed else problem.weight)
-    return max(through_hidden, through_gate, activations)
+    both = 2 * activations if problem.packed else 2 * activations - problem.weight
+    return both <= allowed and activations <= allowed
 
 
 def _held_by_shards(problem, tiles):

@@ -26,7 +26,7 @@ from ._tiled_work import (
     gated_product,
     slices,
 )
-from ._tiles import Problem, block_columns, plan_tiles
+from ._tiles import Problem, block_columns, forward_step, plan_tiles
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -39,12 +39,13 @@ def _problem(x, up_weight, down_weight):
     return Problem(_rows(x), *down_weight.shape, x.element_size(), up_weight is None)
 
 
-def _shapes_kept(problem, tiles):
-    """gate and up side by side; but gate, and up, where one shard has them from two weights and can part with one."""
-    rows, half = tiles.kept_rows, problem.intermediate
+def _new_kept(x, problem, tiles):
+    """Memory for gate and up side by side; but for gate, and up, where one shard has them from two weights and can part
+    with one. ``tiles`` None: nothing is kept."""
+    rows, half = 0 if tiles is None else tiles.kept_rows, problem.intermediate
     if not problem.packed and 0 < rows == problem.rows and tiles.has_one(rows):
-        return (rows, half), (rows, half)
-    return (rows, 2 * half), (0, half)
+        return x.new_empty(rows, half), x.new_empty(rows, half)
+    return x.new_empty(rows, 2 * half), x.new_empty(0, half)
 
 
 def tiled_mlp_forward_kernel(
@@ -58,12 +59,11 @@ def tiled_mlp_forward_kernel(
     tiles = plan_tiles(problem, num_shards, memory_budget, keep)
     projections = Projections(gate_weight, up_weight, gate_bias, up_bias, intermediate)
     flat, y = x.reshape(rows, hidden), x.new_empty(rows, hidden)
-    kept, kept_up = (x.new_empty(shape) for shape in _shapes_kept(problem, tiles))
+    kept, kept_up = _new_kept(x, problem, tiles)
     results_kept = [kept, kept_up] if kept_up.shape[0] else projections.results_in(kept)
+    step = forward_step(problem, tiles)
     # What will be kept is working memory until then.
-    some = min(tiles.forward_rows, rows - tiles.kept_rows)
-    working = kept if tiles.kept_rows else x.new_empty(some, 2 * intermediate)
-    step = tiles.forward_rows
+    working = kept if tiles.kept_rows else x.new_empty(min(step, rows), 2 * intermediate)
     for shard in slices(tiles.kept_rows, rows, step) + slices(0, tiles.kept_rows, step):
         if shard.start < tiles.kept_rows:
             results = [result[shard] for result in results_kept]
@@ -219,8 +219,9 @@ register_portable(
 @torch.library.register_fake("liger::tiled_mlp_forward")
 def _(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, num_shards, memory_budget, keep):  # fmt: skip # noqa: E501
     problem = _problem(x, up_weight, down_weight)
-    tiles = plan_tiles(problem, num_shards, memory_budget, keep)
-    return x.new_empty(x.shape), *(x.new_empty(shape) for shape in _shapes_kept(problem, tiles))
+    # Not planned in vain: a plan says something about a dynamic number of tokens.
+    tiles = plan_tiles(problem, num_shards, memory_budget) if keep else None
+    return x.new_empty(x.shape), *_new_kept(x, problem, tiles)
 
 
 def _fake_backward(
