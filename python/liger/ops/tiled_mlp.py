@@ -219,8 +219,9 @@ register_portable(
 @torch.library.register_fake("liger::tiled_mlp_forward")
 def _(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, num_shards, memory_budget, keep):  # fmt: skip # noqa: E501
     problem = _problem(x, up_weight, down_weight)
-    # Not planned in vain: a plan says something about a dynamic number of tokens.
-    tiles = plan_tiles(problem, num_shards, memory_budget) if keep else None
+    # No plan in vain: it would guard a dynamic number of tokens.
+    may_keep = keep and (num_shards is None or memory_budget is not None)
+    tiles = plan_tiles(problem, num_shards, memory_budget) if may_keep else None
     return x.new_empty(x.shape), *_new_kept(x, problem, tiles)
 
 
