@@ -297,10 +297,11 @@ def tiled_mlp(
             gate_bias is (2I,) and up_bias None.
         activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"`` (the exact one).
         num_shards: into how many parts of equal size the tokens are cut, at most as many as there are tokens; without
-            a budget, nothing is kept then. None lets the budget decide. In whole tiles of 128 tokens where possible.
+            a budget, nothing is kept then. The backward joins them where that takes no more memory. None lets the
+            budget decide. In whole tiles of 128 tokens where possible.
         memory_budget: bytes held beyond inputs, result and gradients at the peak of the backward. None for
             ``LIGER_MEMORY_BUDGET``, else for float32 sums and the activations of 4096 tokens. A budget that is too
-            small for shards of 128 tokens gives those.
+            small for shards of 128 tokens gives those, or one shard if that takes no more.
 
     Under autocast all tensors are cast as ``torch.nn.functional.linear`` casts them.
 
