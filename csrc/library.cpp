@@ -250,8 +250,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", int? num_shards=None,"
       " int? memory_budget=None) -> Tensor");
   // kept: gate and up side by side of the first tokens, as many as the plan keeps and, without keep, none;
-  // where one shard keeps those of two weights, gate, and up in kept_up. They belong to the backward: one that
-  // does not keep the graph works in their memory, and frees it.
+  // where one shard keeps those of two weights, gate, and up in kept_up. They belong to the backward: one
+  // that does not keep the graph works in their memory, and frees it.
   m.def(
       "tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
       "gate_bias,"
