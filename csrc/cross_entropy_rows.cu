@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "common/cluster_launch.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
 #include "cross_entropy.h"
@@ -41,51 +42,13 @@ Residence residence(int64_t row_vectors, int shared_memory_optin, int max_thread
   return {0, 0, 0};
 }
 
-// The same value in every call: another thread may launch this kernel for another vocabulary in between.
-void allow_shared_memory(const char* op, const void* kernel, int bytes) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared),
-             op);
-}
-
-// The config points to the attribute.
-cudaLaunchConfig_t in_clusters(int blocks, int threads, int shared_bytes, cudaStream_t stream,
-                               cudaLaunchAttribute& cluster) {
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  return config;
-}
-
 // False where no cluster of so many blocks holds a row.
 template <typename T, typename Shape>
-bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors, int fewest, int most,
-                       const DeviceAttributes& device, cudaStream_t stream) {
-  const ce::PersistentPlan plan =
-      Shape::plan(row_vectors, fewest, most, device.shared_memory_per_block_optin);
-  if (plan.pieces == 0) return false;
-  const auto kernel = ce::rows_persistent<T, Shape>;
-  allow_shared_memory(op, reinterpret_cast<const void*>(kernel), device.shared_memory_per_block_optin);
-  cudaLaunchAttribute cluster{};
-  cudaLaunchConfig_t config = in_clusters(plan.blocks, Shape::kThreads,
-                                          Shape::shared_bytes(plan.pieces, plan.blocks), stream, cluster);
-  int held = device.multiprocessors;
-  if (plan.blocks > 1) {
-    // Clusters lie in groups of multiprocessors, which they may not fill.
-    check_cuda(cudaOccupancyMaxActiveClusters(&held, kernel, &config), op);
-    if (held == 0) return false;
-  }
-  config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(p.rows, held) * plan.blocks);
-  check_cuda(cudaLaunchKernelEx(&config, kernel, p, plan), op);
-  return true;
+bool launch_staying(const char* op, const ce::Problem& p, int64_t row_vectors, int fewest, int most,
+                    const DeviceAttributes& device, cudaStream_t stream) {
+  const PersistentPlan plan = Shape::plan(row_vectors, fewest, most, device.shared_memory_per_block_optin);
+  return plan.pieces > 0 &&
+         launch_persistent<Shape>(op, ce::rows_persistent<T, Shape>, plan, p.rows, device, stream, p);
 }
 
 template <typename T, bool kExtras>
@@ -108,11 +71,11 @@ void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream
   if (p.gradient != nullptr && attributes.capability >= 90) {
     if constexpr (!kExtras) {
       // 39 clusters of three fill the device less than 30 of four.
-      using Short = ce::PersistentShape<1024, 2>;
-      using Long = ce::PersistentShape<512, 4>;
+      using Short = PersistentShape<1024, 2, ce::Stats<false>>;
+      using Long = PersistentShape<512, 4, ce::Stats<false>>;
       if (row_vectors * 16 >= kPersistent &&
-          (launch_persistent<T, Short>(op, p, row_vectors, 1, 2, attributes, stream) ||
-           launch_persistent<T, Long>(op, p, row_vectors, 4, ce::kMaxCluster, attributes, stream))) {
+          (launch_staying<T, Short>(op, p, row_vectors, 1, 2, attributes, stream) ||
+           launch_staying<T, Long>(op, p, row_vectors, 4, ce::kMaxCluster, attributes, stream))) {
         return;
       }
     }

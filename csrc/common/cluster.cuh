@@ -36,6 +36,24 @@ __device__ __forceinline__ void cluster_store(uint32_t* local, uint32_t rank, ui
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
 }
 
+// Gives what each warp has, in all of its lanes, to every thread of a cluster. slots: one for each of its warps,
+// at the same place in the shared memory of each block.
+template <typename S>
+__device__ __forceinline__ void share_in_cluster(const S& s, S* slots, int rank, int blocks) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  if (lane < blocks) {
+    constexpr int kWords = sizeof(S) / sizeof(uint32_t);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
+    uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
+  }
+  __syncwarp();
+  // After its last such barrier no block touches another one's memory, so each may exit when it likes.
+  cluster_arrive();
+  cluster_wait();
+}
+
 // --- mbarrier and bulk copy
 // ---------------------------------------------------------------------------------------
 

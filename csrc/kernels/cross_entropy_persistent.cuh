@@ -9,62 +9,10 @@
 // and the warps wait for each other once per row, for its statistics.
 #pragma once
 
-#include "common/cluster.cuh"
-#include "common/integers.h"
 #include "kernels/cross_entropy_rows.cuh"
+#include "kernels/persistent_rows.cuh"
 
 namespace liger::ce {
-
-// How rows lie in blocks; pieces == 0 where they do not.
-struct PersistentPlan {
-  int blocks;  // of a row
-  int slice;   // vectors of a row that a block has
-  int pieces;  // of shared memory that they take
-};
-
-// Of an instance: threads of a block, and the vectors of a piece for each of them.
-template <int kThreads_, int kVectors_>
-struct PersistentShape {
-  static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
-  static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
-  static constexpr int kPieceBytes = kPiece * 16 + kWarps * static_cast<int>(sizeof(uint64_t));
-
-  // Dynamic shared memory: pieces, their barriers, and two sets of slots for the statistics of warps.
-  static constexpr int shared_bytes(int pieces, int blocks) {
-    return pieces * kPieceBytes + 2 * kWarps * blocks * static_cast<int>(sizeof(Stats<false>));
-  }
-
-  // The fewest blocks, from so many to so many, whose shared memory holds a row.
-  static PersistentPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
-    for (int blocks = fewest; blocks <= most; ++blocks) {
-      const int64_t slice = ceil_div(row_vectors, blocks), pieces = ceil_div(slice, kPiece);
-      if (pieces > (shared_memory_optin - shared_bytes(0, blocks)) / kPieceBytes) continue;
-      return {blocks, static_cast<int>(slice), static_cast<int>(pieces)};
-    }
-    return {0, 0, 0};
-  }
-};
-
-#if __CUDA_ARCH__ >= 900
-// The vectors of a row that one of its blocks has.
-template <typename T>
-struct Slice {
-  const T* logits;  // of the row
-  Span span;
-  int begin, count;
-  bool live;  // not ignored
-
-  __device__ __forceinline__ Slice(const Problem& p, const PersistentPlan& plan, int rank, int64_t row,
-                                   int64_t y)
-      : logits(static_cast<const T*>(p.logits) + row * p.row_stride),
-        span(span_of(logits, p.vocab)),
-        begin(min(rank * plan.slice, span.vectors)),
-        count(min(begin + plan.slice, span.vectors) - begin),
-        live(y != p.targets.ignore_index) {}
-
-  __device__ __forceinline__ int column(int vector) const { return span.head + (begin + vector) * kVec<T>; }
-};
-#endif
 
 // grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape.
 template <typename T, typename Shape>
@@ -109,6 +57,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
     load_rest(s, row, y);
   };
+  const auto slice_of = [&](int64_t row, int64_t y) {
+    return Slice<T>(static_cast<const T*>(p.logits) + row * p.row_stride, p.vocab, plan, rank,
+                    y != p.targets.ignore_index);
+  };
   const auto target_of = [&](int64_t row) { return row < p.rows ? p.targets[row] : p.targets.ignore_index; };
 
   if (lane == 0) {
@@ -119,7 +71,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (plan.blocks > 1) cluster_arrive_relaxed();
   int64_t row = blockIdx.x / plan.blocks;
   int64_t y = target_of(row), y_next = target_of(row + row_step);
-  Slice<T> now(p, plan, rank, row, y);
+  Slice<T> now = slice_of(row, y);
   if (now.live) load_all(now, row, y);
   const float denominator = *p.denominator;
   __syncwarp();
@@ -127,7 +79,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
   uint32_t phase = 0;
   for (; row < p.rows; row += row_step) {
-    const Slice<T> next(p, plan, rank, row + row_step, y_next);
+    const Slice<T> next = slice_of(row + row_step, y_next);
     const int64_t y_after = target_of(row + 2 * row_step);
     T* const out = static_cast<T*>(p.gradient) + row * p.gradient_stride;
     if (now.live) {

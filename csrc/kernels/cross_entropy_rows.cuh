@@ -61,19 +61,9 @@ __device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slo
     merge_block(s, slots);
     return;
   }
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int warps = blockDim.x / 32;
   merge_warp(s);
-  if (lane < blocks) {
-    constexpr int kWords = sizeof(Stats<kExtras>) / sizeof(uint32_t);
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
-    uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
-  }
-  __syncwarp();
-  // After the barrier of its last row no block touches another one's memory, so each may exit when it likes.
-  cluster_arrive();
-  cluster_wait();
+  share_in_cluster(s, slots, rank, blocks);
   merge_slots(s, slots, warps * blocks);
 }
 #endif

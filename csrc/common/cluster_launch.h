@@ -1,0 +1,54 @@
+// Launches of kernels whose blocks form clusters and take most of the shared memory.
+#pragma once
+
+#include <algorithm>
+
+#include "common/torch.h"
+
+namespace liger {
+
+// The same value in every call: another thread may launch this kernel for other sizes in between.
+inline void allow_shared_memory(const char* op, const void* kernel, int bytes) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared),
+             op);
+}
+
+// The config points to the attribute.
+inline cudaLaunchConfig_t in_clusters(int blocks, int threads, int shared_bytes, cudaStream_t stream,
+                                      cudaLaunchAttribute& cluster) {
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return config;
+}
+
+// Runs kernel(arguments..., plan) in as many clusters as the device holds at a time, at most one for each row.
+// Shape: PersistentShape. False where it holds none.
+template <typename Shape, typename Plan, typename... Parameters, typename... Arguments>
+bool launch_persistent(const char* op, void (*kernel)(Parameters...), const Plan& plan, int64_t rows,
+                       const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
+  allow_shared_memory(op, reinterpret_cast<const void*>(kernel), device.shared_memory_per_block_optin);
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config = in_clusters(plan.blocks, Shape::kThreads,
+                                          Shape::shared_bytes(plan.pieces, plan.blocks), stream, cluster);
+  int held = device.multiprocessors * Shape::kResident;
+  if (plan.blocks > 1) {
+    // Clusters lie in groups of multiprocessors, which they may not fill.
+    check_cuda(cudaOccupancyMaxActiveClusters(&held, kernel, &config), op);
+    if (held == 0) return false;
+  }
+  config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(rows, held) * plan.blocks);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments..., plan), op);
+  return true;
+}
+
+}  // namespace liger
