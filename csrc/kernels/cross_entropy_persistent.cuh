@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     load_rest(s, row, y);
   };
   const auto slice_of = [&](int64_t row, int64_t y) {
-    return Slice<T>(static_cast<const T*>(p.logits) + row * p.row_stride, p.vocab, plan, rank,
-                    y != p.targets.ignore_index);
+    return Slice<T>(static_cast<const T*>(p.logits) + row * p.row_stride, p.vocab, plan, rank, y,
+                    p.targets.ignore_index);
   };
   const auto target_of = [&](int64_t row) { return row < p.rows ? p.targets[row] : p.targets.ignore_index; };
 

@@ -56,12 +56,13 @@ struct Slice {
   int begin, count;
   bool live;  // not ignored
 
-  __device__ __forceinline__ Slice(const T* row, int vocab, const PersistentPlan& plan, int rank, bool live)
+  __device__ __forceinline__ Slice(const T* row, int vocab, const PersistentPlan& plan, int rank, int64_t target,
+                                   int64_t ignore_index)
       : logits(row),
         span(ce::span_of(logits, vocab)),
         begin(min(rank * plan.slice, span.vectors)),
         count(min(begin + plan.slice, span.vectors) - begin),
-        live(live) {}
+        live(target != ignore_index) {}
 
   __device__ __forceinline__ int column(int vector) const { return span.head + (begin + vector) * kVec<T>; }
 };
