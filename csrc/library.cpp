@@ -193,20 +193,23 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "tvd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
       "denominator=None, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str "
       "reduction=\"mean\") -> Tensor");
-  // student and teacher (N, V), target (N,), divergence "forward_kl", "reverse_kl", "jsd" or "tvd" -> loss
-  // (N,), stats (5, N): the largest logit and log(sum(exp((z - largest) / temperature))) of the student, the
-  // same of the teacher, and what the softmax of the student takes from the gradient. Rows whose target is
-  // ignore_index have zeros.
+  // student and teacher (N, V), target (N,), row_weight (N,) float32, divergence "forward_kl", "reverse_kl",
+  // "jsd" or "tvd". loss: sum(row_weight * loss of the row), or each of them (N,) with per_row. stats (5, N):
+  // the largest logit and log(sum(exp((z - largest) / temperature))) of the student, the same of the teacher,
+  // and what the softmax of the student takes from the gradient; zeros in rows whose target is ignore_index.
+  // grad_student: the gradient of the sum.
   m.def(
-      "divergence_forward(Tensor student, Tensor teacher, Tensor? target, str divergence, float beta, float "
-      "temperature, bool log_probs, int ignore_index) -> (Tensor loss, Tensor stats)");
-  // The gradient of sum(grad_loss * loss) in the student, grad_loss (N,)
+      "divergence_forward(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, "
+      "float beta, float temperature, bool log_probs, int ignore_index, bool per_row, bool need_grad)"
+      " -> (Tensor loss, Tensor stats, Tensor grad_student)");
+  // The same with the gradient in the place of the student's logits
+  m.def(
+      "divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
+      "divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
+  // The gradient of sum(grad_loss * loss of the row) in the student, grad_loss (N,)
   m.def(
       "divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, str "
       "divergence, float beta, float temperature, bool log_probs, int ignore_index) -> Tensor");
-  m.def(
-      "divergence_backward_(Tensor grad_loss, Tensor(a!) student, Tensor teacher, Tensor? target, Tensor "
-      "stats, str divergence, float beta, float temperature, bool log_probs, int ignore_index) -> ()");
 
   // input (..., H) and weight (V, H) of the student; teacher (..., Ht) with teacher_weight (V, Ht), or its
   // logits (..., V) without: composite over fused_linear_divergence_forward
@@ -291,8 +294,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction,"
       " ScalarType? accum_dtype, int? memory_budget) -> ()");
   m.def(
-      "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, str divergence, float beta,"
-      " float temperature, bool log_probs) -> ()");
+      "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
+      "divergence, float beta, float temperature, bool log_probs) -> ()");
   m.def(
       "check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
       " Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta,"

@@ -343,8 +343,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
 }
 
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
-                      const std::optional<Tensor>& target, const std::string& divergence, double beta,
-                      double temperature, bool log_probs) {
+                      const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
+                      const std::string& divergence, double beta, double temperature, bool log_probs) {
   require(student.dim() == 2 && student.size(1) > 0, op, ": student has shape ", shape_text(student),
           ", expected (rows, classes) with at least one class");
   check_floating(op, "student", student);
@@ -352,6 +352,13 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
   check_same_dtype(op, "teacher", teacher, "student", student);
   check_same_device(op, "teacher", teacher, "student", student);
   check_divergence_options(op, student, target, divergence, beta, temperature);
+  if (row_weight) {
+    check_vector(op, "row_weight", *row_weight, student.size(0), "one value per row");
+    const ScalarType wide = student.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    require(row_weight->scalar_type() == wide, op, ": row_weight has dtype ",
+            dtype_name(row_weight->scalar_type()), ", expected ", dtype_name(wide));
+    check_same_device(op, "row_weight", *row_weight, "student", student);
+  }
   require(!log_probs || temperature == 1.0, op, ": temperature is ", temperature,
           " with log_probs, expected 1: log-probabilities are logits too, so pass them without log_probs");
 }

@@ -62,8 +62,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
                            std::optional<double> softcap, const std::string& reduction,
                            std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget);
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
-                      const std::optional<Tensor>& target, const std::string& divergence, double beta,
-                      double temperature, bool log_probs);
+                      const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
+                      const std::string& divergence, double beta, double temperature, bool log_probs);
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
                                    const std::optional<Tensor>& teacher_weight,
                                    const std::optional<Tensor>& target, const std::optional<Tensor>& bias,

@@ -1,6 +1,6 @@
 // The divergence of two rows of logits, and its gradient in the first. One block for each row: two reads of
 // both rows for the loss (one for the largest logits and their sums, one for the terms), one for the
-// gradient.
+// gradient. On any device, for rows of any size; divergence_persistent.cuh takes one read for all three.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -66,7 +66,26 @@ struct Problem {
   int vocab;
   ce::Targets targets;  // data is null where there are none
   float beta, inverse_temperature;
+  float exp2_scale;  // log2(e) / temperature
   bool log_probs;
+};
+
+// One value per row, or the same for all, with a stride of 0; null for 1.
+struct RowWeights {
+  const float* data;
+  int64_t stride;
+  __device__ __forceinline__ float operator[](int64_t row) const {
+    return data == nullptr ? 1.0f : data[row * stride];
+  }
+};
+
+// What a launch writes.
+struct Results {
+  float* loss;   // (rows), times their weights
+  float* stats;  // (5, rows), as csrc/library.cpp defines them
+  RowWeights weights;
+  void* gradient;  // rows x vocab, of the sum of the losses; perhaps the student's logits
+  int64_t gradient_stride;
 };
 
 __device__ __forceinline__ bool ignored(const Problem& p, int64_t row) {
@@ -148,10 +167,18 @@ __device__ __forceinline__ const T* row_at(const void* data, int64_t stride, int
   return static_cast<const T*>(data) + row * stride;
 }
 
-// grid: rows. Any number of threads that is a multiple of 32. loss: (rows); stats: (5, rows), as
-// csrc/library.cpp defines them.
+__device__ __forceinline__ void write_results(const Problem& p, const Results& r, int64_t row, float loss,
+                                            const Normaliser& of_student, const Normaliser& of_teacher,
+                                            float slope) {
+  r.loss[row] = loss;
+  const float columns[] = {of_student.max, of_student.log_sum, of_teacher.max, of_teacher.log_sum, slope};
+#pragma unroll
+  for (int i = 0; i < 5; ++i) r.stats[i * p.rows + row] = columns[i];
+}
+
+// grid: rows. Any number of threads that is a multiple of 32. Writes losses and stats.
 template <typename T, typename Rule, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, float* loss, float* stats) {
+__global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, const Results r) {
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   float value = 0.0f, slope = 0.0f;
@@ -179,28 +206,23 @@ __global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, float* l
     value = block_reduce<Sum>(value, scratch);
     slope = p.log_probs ? 0.0f : block_reduce<Sum>(slope, scratch);
   }
-  if (threadIdx.x != 0) return;
-  loss[row] = value;
-  const float columns[] = {of_student.max, of_student.log_sum, of_teacher.max, of_teacher.log_sum, slope};
-#pragma unroll
-  for (int i = 0; i < 5; ++i) stats[i * p.rows + row] = columns[i];
+  if (threadIdx.x == 0) write_results(p, r, row, r.weights[row] * value, of_student, of_teacher, slope);
 }
 
-// grid: rows. out may be the student's logits: one thread reads and writes an element.
+// grid: rows. Writes the gradient, from stats; over the student's logits is fine: one thread reads and writes an
+// element.
 template <typename T, typename Rule, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads)
-    backward(const Problem p, const float* grad_loss, const float* stats, void* out_data,
-             int64_t out_stride) {
+__global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const Results r) {
   const int64_t row = blockIdx.x;
-  T* out = static_cast<T*>(out_data) + row * out_stride;
+  T* out = static_cast<T*>(r.gradient) + row * r.gradient_stride;
   if (ignored(p, row)) {
     for (int column = threadIdx.x; column < p.vocab; column += blockDim.x) out[column] = from_float<T>(0.0f);
     return;
   }
-  const auto stat = [&](int i) { return stats[i * p.rows + row]; };
+  const auto stat = [&](int i) { return r.stats[i * p.rows + row]; };
   const Normaliser of_student{stat(0), stat(1), p.inverse_temperature};
   const Normaliser of_teacher{stat(2), stat(3), p.inverse_temperature};
-  const float slope = stat(4), upstream = grad_loss[row] * p.inverse_temperature;
+  const float slope = stat(4), upstream = r.weights[row] * p.inverse_temperature;
   over_rows<T, kAligned>(row_at<T>(p.student, p.student_stride, row),
                          row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
                          [&](int column, const auto& s, const auto& t) {

@@ -228,7 +228,7 @@ struct Exponentials {
       if (lane == 0) sm90::bulk_store_wait_read();
       __syncwarp();
       lay_out_half(z, half, lane, desk);
-      sm90::async_fence();
+      async_fence();
       __syncwarp();
       if (lane == 0) sm90::bulk_store(rows + half * panel, desk.memory, 16 * sm90::kPanel * 2);
     }

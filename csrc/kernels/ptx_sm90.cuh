@@ -100,9 +100,6 @@ __device__ __forceinline__ void bulk_store_wait_read() {
 __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-__device__ __forceinline__ void async_fence() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 // 16 bytes of global to shared memory, by the thread that will read them after copy_async_wait().
 __device__ __forceinline__ void copy_async(void* destination, const void* source, Keep keep) {
