@@ -46,7 +46,8 @@ struct Call {
     divergence::Results r{};
     r.loss = losses;
     r.stats = static_cast<float*>(stats.mutable_data_ptr());
-    if (row_weight) r.weights = {static_cast<const float*>(row_weight->const_data_ptr()), row_weight->stride(0)};
+    if (row_weight)
+      r.weights = {static_cast<const float*>(row_weight->const_data_ptr()), row_weight->stride(0)};
     return r;
   }
 };
@@ -111,9 +112,8 @@ void run_rows(const char* op, const Call& call, divergence::Results r, const std
   const Tensor& like = call.student.tensor;
   r.gradient = gradient;
   r.gradient_stride = gradient_stride;
-  if (gradient != nullptr &&
-      launch_divergence_persistent(op, divergence, call.problem, r, like.scalar_type(),
-                                   like.get_device_index(), current_stream(like))) {
+  if (gradient != nullptr && launch_divergence_persistent(op, divergence, call.problem, r, like.scalar_type(),
+                                                          like.get_device_index(), current_stream(like))) {
     return;
   }
   launch_forward(op, call, r, divergence);
@@ -121,7 +121,8 @@ void run_rows(const char* op, const Call& call, divergence::Results r, const std
 }
 
 // The sum of count values. grid: one block.
-__global__ void __launch_bounds__(divergence::kMaxThreads) sum_all(const float* values, int64_t count, float* total) {
+__global__ void __launch_bounds__(divergence::kMaxThreads)
+    sum_all(const float* values, int64_t count, float* total) {
   __shared__ float scratch[32];
   float sum = 0.0f;
   for (int64_t i = threadIdx.x; i < count; i += blockDim.x) sum += values[i];
@@ -140,30 +141,36 @@ Tensor reduced(const char* op, const Tensor& losses, bool per_row) {
   return total;
 }
 
-std::tuple<Tensor, Tensor, Tensor> divergence_forward(
-    const Tensor& student, const Tensor& teacher, const std::optional<Tensor>& target,
-    const std::optional<Tensor>& row_weight, const std::string& divergence, double beta, double temperature,
-    bool log_probs, int64_t ignore_index, bool per_row, bool need_grad) {
+std::tuple<Tensor, Tensor, Tensor> divergence_forward(const Tensor& student, const Tensor& teacher,
+                                                      const std::optional<Tensor>& target,
+                                                      const std::optional<Tensor>& row_weight,
+                                                      const std::string& divergence, double beta,
+                                                      double temperature, bool log_probs,
+                                                      int64_t ignore_index, bool per_row, bool need_grad) {
   constexpr const char* op = "divergence_forward";
   check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs);
   const DeviceGuard guard(student.get_device_index());
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
-  const Call call(row_input(student), teacher, target, row_weight, beta, temperature, log_probs, ignore_index);
+  const Call call(row_input(student), teacher, target, row_weight, beta, temperature, log_probs,
+                  ignore_index);
   if (!need_grad) {
-    run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence, nullptr, 0);
+    run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
+             nullptr, 0);
     return {reduced(op, losses, per_row), stats, no_tensor(student.scalar_type(), student)};
   }
   RowOutput gradient = row_output(torch::stable::empty_like(student));
-  run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence, gradient.data(), gradient.rows.stride);
+  run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
+           gradient.data(), gradient.rows.stride);
   gradient.finish();
   return {reduced(op, losses, per_row), stats, gradient.result};
 }
 
 Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const std::optional<Tensor>& target,
-                           const std::optional<Tensor>& row_weight, const std::string& divergence, double beta,
-                           double temperature, bool log_probs, int64_t ignore_index, bool per_row) {
+                           const std::optional<Tensor>& row_weight, const std::string& divergence,
+                           double beta, double temperature, bool log_probs, int64_t ignore_index,
+                           bool per_row) {
   constexpr const char* op = "divergence_forward_";
   check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs);
   const DeviceGuard guard(student.get_device_index());
@@ -172,8 +179,8 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
   const Call call(rows_to_overwrite(op, student), teacher, target, row_weight, beta, temperature, log_probs,
                   ignore_index);
-  run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence, call.student.tensor.mutable_data_ptr(),
-           call.student.rows.stride);
+  run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
+           call.student.tensor.mutable_data_ptr(), call.student.rows.stride);
   write_back(student, call.student);
   return reduced(op, losses, per_row);
 }

@@ -30,10 +30,10 @@ bool aligned_with_student(const divergence::Problem& p, const void* other, int64
          (p.student_stride - stride) % static_cast<int64_t>(kVec<T>) == 0;
 }
 
-// Loss and gradient in one read of the rows. False, without a launch, where the device, the rows or the options
-// do not allow it.
-bool launch_divergence_persistent(const char* op, const std::string& divergence, const divergence::Problem& problem,
-                                  const divergence::Results& results, ScalarType dtype, int device,
-                                  cudaStream_t stream);
+// Loss and gradient in one read of the rows. False, without a launch, where the device, the rows or the
+// options do not allow it.
+bool launch_divergence_persistent(const char* op, const std::string& divergence,
+                                  const divergence::Problem& problem, const divergence::Results& results,
+                                  ScalarType dtype, int device, cudaStream_t stream);
 
 }  // namespace liger

@@ -10,13 +10,15 @@ namespace {
 
 // Bytes of a row of both tensors from which on it pays that they stay.
 constexpr int64_t kPersistent = 16 << 10;
+// Where the jsd of 151936 classes fits into nine blocks, two of them on a multiprocessor.
+constexpr int kLargeCluster = 10;
 
 template <typename T, typename Rule, typename Shape>
 bool launch(const char* op, const divergence::Problem& p, const divergence::Results& r, int64_t row_vectors,
             int most_blocks, const DeviceAttributes& device, cudaStream_t stream) {
   const PersistentPlan plan = Shape::plan(row_vectors, 1, most_blocks, device.shared_memory_per_block_optin);
-  return plan.pieces > 0 && launch_persistent<Shape>(op, divergence::rows_persistent<T, Rule, Shape>, plan, p.rows,
-                                                     device, stream, p, r);
+  return plan.pieces > 0 && launch_persistent<Shape>(op, divergence::rows_persistent<T, Rule, Shape>, plan,
+                                                     p.rows, device, stream, p, r);
 }
 
 }  // namespace
@@ -30,17 +32,19 @@ bool launch_divergence_persistent(const char* op, const std::string& divergence,
   dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
-    if (2 * row_vectors * 16 < kPersistent || !aligned_with_student<T>(p, p.teacher, p.teacher_stride)) return;
+    if (2 * row_vectors * 16 < kPersistent || !aligned_with_student<T>(p, p.teacher, p.teacher_stride))
+      return;
     dispatch_divergence(divergence, [&](auto rule) {
       using Rule = decltype(rule);
       constexpr int kKept = divergence::kept_vectors<T, Rule>();
       // So many blocks on a multiprocessor, each with a row of its own, or a part of one.
-      using Three = PersistentShape<256, 1, divergence::PairStats, kKept, 3>;
-      using Two = PersistentShape<384, 1, divergence::PairStats, kKept, 2>;
-      using One = PersistentShape<512, 1, divergence::PairStats, kKept, 1>;
+      using Three = PersistentShape<256, 2, divergence::PairStats, kKept, 3>;
+      using Two = PersistentShape<256, 2, divergence::PairStats, kKept, 2>;
+      using One = PersistentShape<512, 2, divergence::PairStats, kKept, 1>;
       launched = launch<T, Rule, Three>(op, p, r, row_vectors, 2, device, stream) ||
-                 launch<T, Rule, Two>(op, p, r, row_vectors, ce::kMaxCluster, device, stream) ||
-                 launch<T, Rule, One>(op, p, r, row_vectors, ce::kMaxCluster, device, stream);
+                 launch<T, Rule, Two>(op, p, r, row_vectors, kKept > 2 ? kLargeCluster : kPortableCluster,
+                                      device, stream) ||
+                 launch<T, Rule, One>(op, p, r, row_vectors, kPortableCluster, device, stream);
     });
   });
   return launched;

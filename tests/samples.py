@@ -358,21 +358,28 @@ def _cross_entropy_stats_backward(d):
     return samples
 
 
-def _divergence_forward(d):
+def _divergence_forward_(d):
     student, teacher, target = _float(d, 6, 11), _float(d, 6, 11), _target(d, 6, 11)
+    logs, weight = [t.log_softmax(-1) for t in (student, teacher)], torch.rand(6, device=d)
     return [
-        (student, teacher, None, "forward_kl", 0.5, 1.0, False, -100),
-        (_transposed(student), teacher, target.int(), "jsd", 0.3, 2.0, False, -100),
-        (student, _float(d, 6, 22)[:, ::2], target, "tvd", 0.5, 0.5, False, 3),
-        (student.log_softmax(-1), teacher.log_softmax(-1), None, "reverse_kl", 0.5, 1.0, True, -100),
-        (_float(d, 0, 11), _float(d, 0, 11), target[:0], "jsd", 0.5, 1.0, False, -100),
+        (student, teacher, None, None, "forward_kl", 0.5, 1.0, False, -100, False),
+        (_transposed(student), teacher, target.int(), weight, "jsd", 0.3, 2.0, False, -100, False),
+        (student, _float(d, 6, 22)[:, ::2], target, weight, "tvd", 0.5, 0.5, False, 3, True),
+        (*logs, None, weight[:1].expand(6), "reverse_kl", 0.5, 1.0, True, -100, False),
+        (_float(d, 0, 11), _float(d, 0, 11), target[:0], None, "jsd", 0.5, 1.0, False, -100, False),
     ]
+
+
+def _divergence_forward(d):
+    return [(*arguments, need_grad) for arguments in _divergence_forward_(d) for need_grad in (False, True)]
 
 
 def _divergence_backward(d):
     samples = []
-    for student, teacher, target, *options in _divergence_forward(d):
-        _, stats = torch.ops.liger.divergence_forward(student, teacher, target, *options)
+    for student, teacher, target, weight, *options, _ in _divergence_forward_(d):
+        _, stats, _ = torch.ops.liger.divergence_forward(
+            student, teacher, target, weight, *options, True, False
+        )
         samples.append((_float(d, len(student)), student, teacher, target, stats, *options))
     return samples
 
@@ -499,8 +506,8 @@ SAMPLES = {
     "jsd": _divergence_of(0.3),
     "tvd": _divergence_of(),
     "divergence_forward": _divergence_forward,
+    "divergence_forward_": _divergence_forward_,
     "divergence_backward": _divergence_backward,
-    "divergence_backward_": _divergence_backward,
     "fused_linear_kl_div": _fused_linear_divergence_of(True),
     "fused_linear_jsd": _fused_linear_divergence_of(0.3),
     "fused_linear_divergence_forward": _fused_linear_divergence_forward,
@@ -521,7 +528,7 @@ SAMPLES = {
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],
     "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
-    "check_divergence": lambda d: [("jsd", *arguments[:-1]) for arguments in _divergence_forward(d)],
+    "check_divergence": lambda d: [("jsd", *arguments[:-2]) for arguments in _divergence_forward_(d)],
     "check_fused_linear_divergence": lambda d: [
         (*arguments[:11], *arguments[13:15]) for arguments in _fused_linear_divergence_forward(d)
     ],

@@ -199,24 +199,24 @@ def test_bad_input(device):
     refuses(r"jsd: target has shape \(3,\)", student, teacher, torch.zeros(3, device=device))
     refuses("jsd: target has dtype float32", student, teacher, torch.zeros(4, device=device))
     refuses("jsd: teacher requires grad", student, teacher.clone().requires_grad_())
-    op, backward = torch.ops.liger.divergence_forward, torch.ops.liger.divergence_backward
+    forward, backward = torch.ops.liger.divergence_forward, torch.ops.liger.divergence_backward
+    row, stats = torch.zeros(4, device=device), torch.zeros(5, 4, device=device)
+    for match, weight, divergence in (
+        ("divergence is 'hellinger'", None, "hellinger"),
+        (r"divergence_forward: row_weight has shape \(3,\)", row[1:], "jsd"),
+        ("divergence_forward: row_weight has dtype float64, expected float32", row.double(), "jsd"),
+    ):
+        options = (divergence, 0.5, 1.0, False, -100, False, True)
+        refuses(match, student, teacher, None, weight, *options, function=forward)
     refuses(
-        "divergence is 'hellinger'", student, teacher, None, "hellinger", 0.5, 1.0, False, -100, function=op
-    )
-    stats, row = torch.zeros(5, 4, device=device), torch.zeros(4, device=device)
+        "divergence: row_weight requires grad", student.clone().requires_grad_(), teacher, None,
+        row.clone().requires_grad_(), "jsd", 0.5, 1.0, False, -100, False, True, function=forward,
+    )  # fmt: skip
     for name, wrong in (("grad_loss", (row[1:], stats)), ("stats", (row, stats[1:]))):
         refuses(
             f"divergence_backward: {name} has shape", wrong[0], student, teacher, None, wrong[1], "jsd", 0.5, 1.0,
             False, -100, function=backward,
         )  # fmt: skip
-
-
-def test_the_gradient_has_no_gradient(device):
-    student, teacher = make(device, 2, 9)
-    student.requires_grad_()
-    (grad,) = torch.autograd.grad(liger.jsd(student, teacher), student, create_graph=True)
-    with pytest.raises(RuntimeError, match="divergence is not differentiable"):
-        grad.sum().backward()
 
 
 def test_compiled_and_scripted(device):

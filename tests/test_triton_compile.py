@@ -177,9 +177,11 @@ def divergence_launches(dtype, tokens=9):
     for kind in ("forward_kl", "reverse_kl", "jsd", "tvd"):
         for target, log_probs in ((None, False), (torch.zeros(tokens, dtype=torch.int64), True)):
             options = (kind, 0.5, 1.0, log_probs, -100)
-            _, stats = divergence.divergence_forward(student, teacher, target, *options)
+            weighted = (student, teacher, target, None if log_probs else row, *options, False)
+            for need_grad in (False, True):
+                _, stats, _ = divergence.divergence_forward(*weighted, need_grad)
+            divergence.divergence_forward_(*weighted)
             divergence.divergence_backward(row, student, teacher, target, stats, *options)
-            divergence.divergence_backward_(row, student, teacher, target, stats, *options)
 
 
 def fused_linear_ce_launches(dtype, tokens=9):

@@ -68,12 +68,30 @@ def _normaliser(high, total, inverse_temperature):
     return highest, tl.log(tl.sum(total * tl.exp((high - reference) * inverse_temperature), 0))
 
 
+@triton.jit
+def _write_gradient(
+    student_row, teacher_row, out_row, n_cols, live, upstream, high_s, sum_s, high_t, sum_t, taken, beta,
+    inverse_temperature,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, n_cols, BLOCK):
+        mask = start + lanes < n_cols
+        s = tl.load(student_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
+        t = tl.load(teacher_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
+        log_q, log_p = (s - high_s) * inverse_temperature - sum_s, (t - high_t) * inverse_temperature - sum_t
+        _, slope, q = _terms(log_p, log_q, beta, KIND)
+        grad = tl.where(live, upstream * (slope - q * taken), 0.0)
+        tl.store(out_row + start + lanes, grad.to(out_row.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def forward_kernel(
-    student_ptr, student_stride, teacher_ptr, teacher_stride, target_ptr, loss_ptr, stats_ptr, n_rows, n_cols,
-    ignore_index, beta, inverse_temperature,
+    student_ptr, student_stride, teacher_ptr, teacher_stride, target_ptr, weight_ptr, loss_ptr, stats_ptr, out_ptr,
+    out_stride, n_rows, n_cols, ignore_index, beta, inverse_temperature,
     KIND: tl.constexpr, LOG_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """With ``out_ptr`` the gradient too, perhaps over the student: one more read of both rows, in part from L2."""
     row = tl.program_id(0).to(tl.int64)
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
     lanes = tl.arange(0, BLOCK)
@@ -109,8 +127,16 @@ def forward_kernel(
         loss = tl.sum(values, 0)
         if not LOG_PROBS:
             taken = tl.sum(slopes, 0)
+    weight = 1.0
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + row)
+    if out_ptr is not None:
+        _write_gradient(
+            student_row, teacher_row, out_ptr + row * out_stride, n_cols, live, weight * inverse_temperature,
+            high_s, sum_s, high_t, sum_t, taken, beta, inverse_temperature, KIND, BLOCK,
+        )  # fmt: skip
     count = tl.cast(n_rows, tl.int64)
-    tl.store(loss_ptr + row, loss)
+    tl.store(loss_ptr + row, loss * weight)
     tl.store(stats_ptr + row, high_s)
     tl.store(stats_ptr + count + row, sum_s)
     tl.store(stats_ptr + 2 * count + row, high_t)
@@ -126,8 +152,6 @@ def backward_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
-    out_row = out_ptr + row * out_stride
-    lanes = tl.arange(0, BLOCK)
     count = tl.cast(n_rows, tl.int64)
     high_s, sum_s = tl.load(stats_ptr + row), tl.load(stats_ptr + count + row)
     high_t, sum_t = tl.load(stats_ptr + 2 * count + row), tl.load(stats_ptr + 3 * count + row)
@@ -136,21 +160,19 @@ def backward_kernel(
     live = True
     if target_ptr is not None:
         live = tl.load(target_ptr + row) != ignore_index
-    for start in range(0, n_cols, BLOCK):
-        mask = start + lanes < n_cols
-        s = tl.load(student_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
-        t = tl.load(teacher_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
-        log_q, log_p = (s - high_s) * inverse_temperature - sum_s, (t - high_t) * inverse_temperature - sum_t
-        _, slope, q = _terms(log_p, log_q, beta, KIND)
-        grad = tl.where(live, upstream * (slope - q * taken), 0.0)
-        tl.store(out_row + start + lanes, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    _write_gradient(
+        student_row, teacher_row, out_ptr + row * out_stride, n_cols, live, upstream, high_s, sum_s, high_t, sum_t,
+        taken, beta, inverse_temperature, KIND, BLOCK,
+    )  # fmt: skip
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------
 
 
-def _check(op, student, teacher, target, divergence, beta, temperature, log_probs):
-    torch.ops.liger.check_divergence(op, student, teacher, target, divergence, beta, temperature, log_probs)
+def _check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs):
+    torch.ops.liger.check_divergence(
+        op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs
+    )
     require_dtype(op, "student", student)
 
 
@@ -159,52 +181,64 @@ def _block(n_cols):
     return {"BLOCK": block, "num_warps": warps_for(block)}
 
 
-def divergence_forward(student, teacher, target, divergence, beta, temperature, log_probs, ignore_index):
-    _check("divergence_forward", student, teacher, target, divergence, beta, temperature, log_probs)
+def _pairs(student, teacher, out):
+    """(student, its row stride, teacher, its row stride, what the gradient is written to, its row stride).
+
+    Where ``out`` is the student, the rows that are read are those that are written.
+    """
+    rows = rows_of(student)
+    written = (None, 0) if out is None else rows if out is student else output_rows(out)
+    return *rows, *rows_of(teacher), *written
+
+
+def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
+    """(loss, stats); the gradient goes to ``out``, unless it is None."""
+    divergence, beta, temperature, log_probs, ignore_index = options
+    _check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs)
     n_rows, n_cols = student.shape
     loss = torch.empty(n_rows, dtype=torch.float32, device=student.device)
     stats = torch.empty(5, n_rows, dtype=torch.float32, device=student.device)
-    if n_rows == 0:
-        return loss, stats
-    student, student_stride = rows_of(student)
-    teacher, teacher_stride = rows_of(teacher)
-    with on_device_of(student):
-        forward_kernel[(n_rows,)](
-            student, student_stride, teacher, teacher_stride, dense_vector(target), loss, stats, n_rows, n_cols,
-            ignore_index, beta, 1.0 / temperature, _KINDS[divergence], log_probs, **_block(n_cols),
-        )  # fmt: skip
-    return loss, stats
+    if n_rows > 0:
+        *inputs, written, out_stride = _pairs(student, teacher, out)
+        with on_device_of(student):
+            forward_kernel[(n_rows,)](
+                *inputs, dense_vector(target), dense_vector(row_weight), loss, stats, written, out_stride, n_rows,
+                n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], log_probs, **_block(n_cols),
+            )  # fmt: skip
+        if out is not None:
+            write_back(out, written)
+    return loss if per_row else loss.sum(), stats
 
 
-def _backward(
-    op, out, grad_loss, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index
-):  # fmt: skip
-    _check(op, student, teacher, target, divergence, beta, temperature, log_probs)
+def divergence_forward(student, teacher, target, row_weight, *options):
+    *options, per_row, need_grad = options
+    grad_student = torch.empty_like(student) if need_grad else None
+    results = _forward(
+        "divergence_forward", grad_student, student, teacher, target, row_weight, *options, per_row=per_row
+    )
+    return *results, grad_student if need_grad else student.new_empty(0)
+
+
+def divergence_forward_(student, teacher, target, row_weight, *options):
+    *options, per_row = options
+    return _forward(
+        "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
+    )[0]
+
+
+def divergence_backward(grad_loss, student, teacher, target, stats, *options):
+    divergence, beta, temperature, log_probs, ignore_index = options
+    op = "divergence_backward"
+    _check(op, student, teacher, target, None, divergence, beta, temperature, log_probs)
     check_stats(op, student, grad_loss, stats)
     n_rows, n_cols = student.shape
-    if n_rows == 0:
-        return
-    # In place, the rows that are read are those that are written.
-    if out is student:
-        student, student_stride = written, out_stride = rows_of(student)
-    else:
-        student, student_stride = rows_of(student)
-        written, out_stride = output_rows(out)
-    teacher, teacher_stride = rows_of(teacher)
-    with on_device_of(student):
-        backward_kernel[(n_rows,)](
-            dense_vector(grad_loss), student, student_stride, teacher, teacher_stride, dense_vector(target),
-            stats.contiguous(), written, out_stride, n_rows, n_cols, ignore_index, beta, 1.0 / temperature,
-            _KINDS[divergence], **_block(n_cols),
-        )  # fmt: skip
-    write_back(out, written)
-
-
-def divergence_backward(grad_loss, student, *rest):
     grad_student = torch.empty_like(student)
-    _backward("divergence_backward", grad_student, grad_loss, student, *rest)
+    if n_rows > 0:
+        *inputs, written, out_stride = _pairs(student, teacher, grad_student)
+        with on_device_of(student):
+            backward_kernel[(n_rows,)](
+                dense_vector(grad_loss), *inputs, dense_vector(target), stats.contiguous(), written, out_stride,
+                n_rows, n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], **_block(n_cols),
+            )  # fmt: skip
+        write_back(grad_student, written)
     return grad_student
-
-
-def divergence_backward_(grad_loss, student, *rest):
-    _backward("divergence_backward_", student, grad_loss, student, *rest)

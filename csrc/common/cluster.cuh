@@ -13,6 +13,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// One access, as store_streaming().
+__device__ __forceinline__ void store_shared(void* p, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "f"(x), "f"(y), "f"(z),
+               "f"(w)
+               : "memory");
+}
+
 // --- cluster
 // ------------------------------------------------------------------------------------------------------
 
@@ -36,8 +43,8 @@ __device__ __forceinline__ void cluster_store(uint32_t* local, uint32_t rank, ui
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
 }
 
-// Gives what each warp has, in all of its lanes, to every thread of a cluster. slots: one for each of its warps,
-// at the same place in the shared memory of each block.
+// Gives what each warp has, in all of its lanes, to every thread of a cluster. slots: one for each of its
+// warps, at the same place in the shared memory of each block.
 template <typename S>
 __device__ __forceinline__ void share_in_cluster(const S& s, S* slots, int rank, int blocks) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;

@@ -7,6 +7,9 @@
 
 namespace liger {
 
+// The largest cluster that every device with clusters promises.
+inline constexpr int kPortableCluster = 8;
+
 // The same value in every call: another thread may launch this kernel for other sizes in between.
 inline void allow_shared_memory(const char* op, const void* kernel, int bytes) {
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
@@ -31,8 +34,8 @@ inline cudaLaunchConfig_t in_clusters(int blocks, int threads, int shared_bytes,
   return config;
 }
 
-// Runs kernel(arguments..., plan) in as many clusters as the device holds at a time, at most one for each row.
-// Shape: PersistentShape. False where it holds none.
+// Runs kernel(arguments..., plan) in as many clusters as the device holds at a time, at most one for each
+// row. Shape: PersistentShape. False where it holds none.
 template <typename Shape, typename Plan, typename... Parameters, typename... Arguments>
 bool launch_persistent(const char* op, void (*kernel)(Parameters...), const Plan& plan, int64_t rows,
                        const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
@@ -41,11 +44,18 @@ bool launch_persistent(const char* op, void (*kernel)(Parameters...), const Plan
   cudaLaunchConfig_t config = in_clusters(plan.blocks, Shape::kThreads,
                                           Shape::shared_bytes(plan.pieces, plan.blocks), stream, cluster);
   int held = device.multiprocessors * Shape::kResident;
-  if (plan.blocks > 1) {
+  if (plan.blocks > kPortableCluster) {
+    // Not every device has such clusters: it may say so by an error, which is none here.
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&held, kernel, &config) != cudaSuccess) {
+      cudaGetLastError();
+      return false;
+    }
+  } else if (plan.blocks > 1) {
     // Clusters lie in groups of multiprocessors, which they may not fill.
     check_cuda(cudaOccupancyMaxActiveClusters(&held, kernel, &config), op);
-    if (held == 0) return false;
   }
+  if (held == 0) return false;
   config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(rows, held) * plan.blocks);
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments..., plan), op);
   return true;

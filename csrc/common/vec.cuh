@@ -117,6 +117,13 @@ __device__ __forceinline__ Vec<T, N> load_streaming(const T* p) {
   const int4 raw = __ldcs(reinterpret_cast<const int4*>(p));
   return *reinterpret_cast<const Vec<T, N>*>(&raw);
 }
+// The same for what is written. It stays one access, where the compiler takes a store() in a large kernel
+// apart.
+template <typename T, int N>
+__device__ __forceinline__ void store_streaming(T* p, const Vec<T, N>& x) {
+  static_assert(sizeof(Vec<T, N>) == 16);
+  __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&x));
+}
 // N consecutive elements as floats, in 16-byte accesses where N fills them.
 template <int N, typename T>
 __device__ __forceinline__ void load_floats(const T* p, float (&out)[N]) {

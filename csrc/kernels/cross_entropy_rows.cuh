@@ -19,7 +19,7 @@ inline constexpr int kMaxCluster = 8;  // the largest that every device with clu
 inline constexpr int kStages = 4;      // pieces of a resident row whose arrival is awaited one by one
 
 // The part of a row of zeros that is this block's, of so many blocks.
-template <typename T>
+template <typename T, bool kStreaming = false>
 __device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blocks) {
   const Span span = span_of(row, vocab);
   Vec<T, kVec<T>> zeros;
@@ -29,7 +29,8 @@ __device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blo
   const int step = static_cast<int>(blockDim.x) * blocks;
   for (int v = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); v < span.vectors;
        v += step) {
-    store(body + static_cast<int64_t>(v) * kVec<T>, zeros);
+    T* const at = body + static_cast<int64_t>(v) * kVec<T>;
+    kStreaming ? store_streaming(at, zeros) : store(at, zeros);
   }
   if (rank == 0 && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
 }

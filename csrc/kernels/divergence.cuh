@@ -168,8 +168,8 @@ __device__ __forceinline__ const T* row_at(const void* data, int64_t stride, int
 }
 
 __device__ __forceinline__ void write_results(const Problem& p, const Results& r, int64_t row, float loss,
-                                            const Normaliser& of_student, const Normaliser& of_teacher,
-                                            float slope) {
+                                              const Normaliser& of_student, const Normaliser& of_teacher,
+                                              float slope) {
   r.loss[row] = loss;
   const float columns[] = {of_student.max, of_student.log_sum, of_teacher.max, of_teacher.log_sum, slope};
 #pragma unroll
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, const Re
   if (threadIdx.x == 0) write_results(p, r, row, r.weights[row] * value, of_student, of_teacher, slope);
 }
 
-// grid: rows. Writes the gradient, from stats; over the student's logits is fine: one thread reads and writes an
-// element.
+// grid: rows. Writes the gradient, from stats; over the student's logits is fine: one thread reads and writes
+// an element.
 template <typename T, typename Rule, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const Results r) {
   const int64_t row = blockIdx.x;

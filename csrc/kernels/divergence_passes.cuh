@@ -1,9 +1,9 @@
-// The row rule of divergences where rows stay in shared memory: what passes over them add, and the gradient of a
-// vector of logits.
+// The row rule of divergences where rows stay in shared memory: what passes over them add, and the gradient
+// of a vector of logits.
 //
 // Arithmetic is what is scarce (docs/performance/divergence.md): exponentials are powers of 2 of
-// fma(z, scale, -reference), in which any reference does, so that it may be rounded, and they are normalised by
-// factors of whole rows. With y the exponents so made, e = 2^y and E their sums:
+// fma(z, scale, -reference), in which any reference does, so that it may be rounded, and they are normalised
+// by factors of whole rows. With y the exponents so made, e = 2^y and E their sums:
 //
 //   KL(p, q)   sum(p * log2(p / q)) = sum(e_p * (y_p - y_q)) / E_p - log2(E_p / E_q): one pass over the rows
 //   tvd        a second pass, since its terms need the sums of both
@@ -20,8 +20,8 @@ inline constexpr float kLn2 = 0.6931471805599453f;
 // Whose probabilities weight the differences of the exponents that the first pass adds.
 enum class Cross { kNone, kOfStudent, kOfTeacher };
 
-// Of two rows, or of parts of them: largest logits, sums of 2^(z * scale - reference(largest)), and the sum of
-// e * (y - y of the other row). Plain data, since it lives in shared memory too.
+// Of two rows, or of parts of them: largest logits, sums of 2^(z * scale - reference(largest)), and the sum
+// of e * (y - y of the other row). Plain data, since it lives in shared memory too.
 struct PairStats {
   float student_max, student_sum, teacher_max, teacher_sum, cross;
 };
@@ -89,8 +89,8 @@ __device__ __forceinline__ PairStats no_stats() {
   return {-INFINITY, 0.0f, -INFINITY, 0.0f, 0.0f};
 }
 
-// Gives what a warp has, in all of its lanes, to all threads of the blocks of a row. slots: one for each warp of
-// these, as for ce::merge_row().
+// Gives what a warp has, in all of its lanes, to all threads of the blocks of a row. slots: one for each warp
+// of these, as for ce::merge_row().
 template <typename S>
 __device__ __forceinline__ void share(const S& s, S* slots, int rank, int blocks) {
   if (blocks > 1) {
@@ -151,33 +151,43 @@ struct Running {
   PairStats stats = no_stats();
   float student_from = 0.0f, teacher_from = 0.0f;  // their references
 
-  template <typename T, int N>
-  __device__ __forceinline__ void add(const Vec<T, N>& student, const Vec<T, N>& teacher, float scale) {
-    const float student_high = largest(student), teacher_high = largest(teacher);
+  // Of several vectors, in one step: one comparison with the maxima for all of them.
+  template <typename T, int N, int M>
+  __device__ __forceinline__ void add(const Vec<T, N> (&student)[M], const Vec<T, N> (&teacher)[M],
+                                      float scale) {
+    float student_high = largest(student[0]), teacher_high = largest(teacher[0]);
+#pragma unroll
+    for (int m = 1; m < M; ++m) {
+      student_high = fmaxf(student_high, largest(student[m]));
+      teacher_high = fmaxf(teacher_high, largest(teacher[m]));
+    }
     if (student_high > stats.student_max || teacher_high > stats.teacher_max) {
       raise<kCross>(stats, fmaxf(stats.student_max, student_high), fmaxf(stats.teacher_max, teacher_high),
                     scale);
       student_from = reference(stats.student_max, scale);
       teacher_from = reference(stats.teacher_max, scale);
     }
-    float s[N], t[N], of_s[N], of_t[N];
-    unpack(student, s);
-    unpack(teacher, t);
-    exponents(s, scale, student_from);
-    exponents(t, scale, teacher_from);
 #pragma unroll
-    for (int i = 0; i < N; ++i) of_s[i] = ce::exp2_fast(s[i]), of_t[i] = ce::exp2_fast(t[i]);
+    for (int m = 0; m < M; ++m) {
+      float s[N], t[N], of_s[N], of_t[N];
+      unpack(student[m], s);
+      unpack(teacher[m], t);
+      exponents(s, scale, student_from);
+      exponents(t, scale, teacher_from);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if constexpr (kCross == Cross::kOfStudent) {
-        if (of_s[i] != 0.0f) stats.cross = fmaf(of_s[i], s[i] - t[i], stats.cross);
+      for (int i = 0; i < N; ++i) of_s[i] = ce::exp2_fast(s[i]), of_t[i] = ce::exp2_fast(t[i]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if constexpr (kCross == Cross::kOfStudent) {
+          if (of_s[i] != 0.0f) stats.cross = fmaf(of_s[i], s[i] - t[i], stats.cross);
+        }
+        if constexpr (kCross == Cross::kOfTeacher) {
+          if (of_t[i] != 0.0f) stats.cross = fmaf(of_t[i], t[i] - s[i], stats.cross);
+        }
       }
-      if constexpr (kCross == Cross::kOfTeacher) {
-        if (of_t[i] != 0.0f) stats.cross = fmaf(of_t[i], t[i] - s[i], stats.cross);
-      }
+      stats.student_sum += ce::reduce_pairwise<Sum>(of_s);
+      stats.teacher_sum += ce::reduce_pairwise<Sum>(of_t);
     }
-    stats.student_sum += ce::reduce_pairwise<Sum>(of_s);
-    stats.teacher_sum += ce::reduce_pairwise<Sum>(of_t);
   }
 };
 

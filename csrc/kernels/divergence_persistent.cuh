@@ -1,8 +1,8 @@
-// Two rows of logits -> their divergence and its gradient in one read and one write of memory (sm_90 and later),
-// by blocks that stay on the device, as in cross_entropy_persistent.cuh: a warp has a part of the row of the
-// student and the same part of that of the teacher in every piece of shared memory, and has those of the next
-// row come to their place when it has stored their gradient. Two or three blocks on a multiprocessor, each with
-// a row of its own, compute while the others wait for memory or for each other.
+// Two rows of logits -> their divergence and its gradient in one read and one write of memory (sm_90 and
+// later), by blocks that stay on the device, as in cross_entropy_persistent.cuh: a warp has a part of the row
+// of the student and the same part of that of the teacher in every piece of shared memory, and has those of
+// the next row come to their place when it has stored their gradient. Two or three blocks on a
+// multiprocessor, each with a row of its own, compute while the others wait for memory or for each other.
 #pragma once
 
 #include "kernels/cross_entropy_rows.cuh"
@@ -79,12 +79,19 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (row >= p.rows) return p.targets.ignore_index;
     return p.targets.data == nullptr ? ~p.targets.ignore_index : p.targets[row];
   };
-  // body(part, column) for this lane's vectors of a piece; part is that of the student.
+  // body(count, part, column) for this lane's vectors of a piece: all of them at once, or one at a time in
+  // the last part. part is the first one's place, that of the student; the next ones are 32 further.
   const auto over_piece = [&](const Slice<T>& s, int k, const auto& body) {
-    const int first = k * Shape::kPiece + warp * Shape::kPart + lane;
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (first + u * 32 < s.count) body(parts + k * kPieceStep + u * 32 * N, s.column(first + u * 32));
+    const int first = k * Shape::kPiece + warp * Shape::kPart, count = s.count - first;
+    T* const part = parts + k * kPieceStep;
+    const int column = s.column(first + lane);
+    if (count >= Shape::kPart) {
+      body(std::integral_constant<int, U>{}, part, column);
+    } else {
+#pragma unroll 1
+      for (int u = 0; u * 32 + lane < count; ++u) {
+        body(std::integral_constant<int, 1>{}, part + u * 32 * N, column + u * 32 * N);
+      }
     }
   };
 
@@ -111,13 +118,19 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       Running<P::kCross> running;
       for (int k = 0; k < plan.pieces; ++k) {
         mbarrier_wait(&arrived[k], phase);
-        over_piece(now, k, [&](const T* part, int) {
-          running.add(load<T, N>(part), load<T, N>(part + kTensor), p.exp2_scale);
+        over_piece(now, k, [&](auto count, const T* part, int) {
+          Vec<T, N> student[count], teacher[count];
+#pragma unroll
+          for (int u = 0; u < count; ++u) {
+            student[u] = load<T, N>(part + u * 32 * N);
+            teacher[u] = load<T, N>(part + u * 32 * N + kTensor);
+          }
+          running.add(student, teacher, p.exp2_scale);
         });
       }
       phase ^= 1;
       const int at_edge = edge_column(now);
-      if (at_edge >= 0) running.add(student_edge, teacher_edge, p.exp2_scale);
+      if (at_edge >= 0) running.add({student_edge}, {teacher_edge}, p.exp2_scale);
       merge_row<P::kCross>(running.stats, slots, rank, plan.blocks, p.exp2_scale);
       swap_slots();
       Normaliser of_student, of_teacher;
@@ -129,16 +142,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       Sums sums = {0.0f, 0.0f};
       if constexpr (P::kTerms) {
         for (int k = 0; k < plan.pieces; ++k) {
-          over_piece(now, k, [&](T* part, int) {
-            float s[N], t[N];
-            unpack(load<T, N>(part), s);
-            unpack(load<T, N>(part + kTensor), t);
-            P::terms(s, t, known, p.beta, sums);
-            if constexpr (P::kKeeps) {
+          over_piece(now, k, [&](auto count, T* part, int) {
 #pragma unroll
-              for (int i = 0; i < N; i += 4) {
-                store(reinterpret_cast<float*>(part + (1 + i / 4) * kTensor),
-                      Vec<float, 4>{t[i], t[i + 1], t[i + 2], t[i + 3]});
+            for (int u = 0; u < count; ++u, part += 32 * N) {
+              float s[N], t[N];
+              unpack(load<T, N>(part), s);
+              unpack(load<T, N>(part + kTensor), t);
+              P::terms(s, t, known, p.beta, sums);
+              if constexpr (P::kKeeps) {
+#pragma unroll
+                for (int i = 0; i < N; i += 4) {
+                  store_shared(part + (1 + i / 4) * kTensor, t[i], t[i + 1], t[i + 2], t[i + 3]);
+                }
               }
             }
           });
@@ -160,23 +175,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       const bool aligned = ce::aligned_alike(now.logits, out);
       const T* const teacher_next = teacher_of(row_next);
       for (int k = 0; k < plan.pieces; ++k) {
-        over_piece(now, k, [&](const T* part, int column) {
-          float s[N], t[N];
-          unpack(load<T, N>(part), s);
-          if constexpr (P::kKeeps) {
+        over_piece(now, k, [&](auto count, const T* part, int column) {
 #pragma unroll
-            for (int i = 0; i < N; i += 4) {
-              const auto kept =
-                  load<float, 4>(reinterpret_cast<const float*>(part + (1 + i / 4) * kTensor));
+          for (int u = 0; u < count; ++u, part += 32 * N, column += 32 * N) {
+            float s[N], t[N];
+            unpack(load<T, N>(part), s);
+            if constexpr (P::kKeeps) {
 #pragma unroll
-              for (int j = 0; j < 4; ++j) t[i + j] = kept.v[j];
+              for (int i = 0; i < N; i += 4) {
+                const auto kept =
+                    load<float, 4>(reinterpret_cast<const float*>(part + (1 + i / 4) * kTensor));
+#pragma unroll
+                for (int j = 0; j < 4; ++j) t[i + j] = kept.v[j];
+              }
+            } else {
+              unpack(load<T, N>(part + kTensor), t);
             }
-          } else {
-            unpack(load<T, N>(part + kTensor), t);
+            P::gradient(s, t, known, outcome);
+            const Vec<T, N> d = pack<T>(s);
+            aligned ? store_streaming(out + column, d) : ce::store_elements(out + column, d);
           }
-          P::gradient(s, t, known, outcome);
-          const Vec<T, N> d = pack<T>(s);
-          aligned ? store(out + column, d) : ce::store_elements(out + column, d);
         });
         // What was kept was written by other means than the copies that come to its place.
         if constexpr (P::kKeeps) async_fence();
@@ -185,7 +203,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       }
     } else {
       if (next.live) load_all(next, row_next);
-      ce::write_zeros(out, p.vocab, rank, plan.blocks);
+      ce::write_zeros<T, true>(out, p.vocab, rank, plan.blocks);
       if (rank == 0 && threadIdx.x == 0) {
         const Normaliser none{0.0f, 0.0f, 0.0f};
         write_results(p, r, row, 0.0f * r.weights[row], none, none, 0.0f);

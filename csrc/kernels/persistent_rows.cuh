@@ -1,8 +1,8 @@
 // How rows lie in the shared memory of blocks that stay on the device and take row after row: what
 // cross_entropy_persistent.cuh and divergence_persistent.cuh have in common.
 //
-// A block, or a cluster of blocks where one cannot hold a row, has a slice of each row, in pieces. A warp has a
-// part of its own in every piece, with a barrier: one bulk copy, or one for each tensor whose rows are read
+// A block, or a cluster of blocks where one cannot hold a row, has a slice of each row, in pieces. A warp has
+// a part of its own in every piece, with a barrier: one bulk copy, or one for each tensor whose rows are read
 // together, brings it, and nobody else reads it.
 #pragma once
 
@@ -19,8 +19,9 @@ struct PersistentPlan {
   int pieces;  // of shared memory that they take
 };
 
-// Of an instance: threads of a block, the vectors of a piece for each of them, what a warp leaves for the others
-// when they meet, how many vectors are kept for one of a row, and how many blocks share a multiprocessor.
+// Of an instance: threads of a block, the vectors of a piece for each of them, what a warp leaves for the
+// others when they meet, how many vectors are kept for one of a row, and how many blocks share a
+// multiprocessor.
 template <int kThreads_, int kVectors_, typename Slot_, int kKept_ = 1, int kResident_ = 1>
 struct PersistentShape {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
@@ -56,8 +57,8 @@ struct Slice {
   int begin, count;
   bool live;  // not ignored
 
-  __device__ __forceinline__ Slice(const T* row, int vocab, const PersistentPlan& plan, int rank, int64_t target,
-                                   int64_t ignore_index)
+  __device__ __forceinline__ Slice(const T* row, int vocab, const PersistentPlan& plan, int rank,
+                                   int64_t target, int64_t ignore_index)
       : logits(row),
         span(ce::span_of(logits, vocab)),
         begin(min(rank * plan.slice, span.vectors)),

@@ -103,27 +103,33 @@ def _backward_(call):
 
 def _divergence(call):
     student, tokens = call["student"], _tokens_of(call["student"])
-    call.place(tokens, "student", "teacher", "target")
-    loss, stats = call.run()
-    rows = student.shape[0]
-    return call.wrap(loss, tokens, (rows,)), call.wrap(stats, where_sharded(tokens, Shard(1)), (5, rows))
+    call.place(tokens, "student", "teacher", "target", "row_weight")
+    loss, stats, grad_student = call.run()
+    rows, vocab = student.shape
+    return (
+        _divergence_loss(call, loss, tokens, rows),
+        call.wrap(stats, where_sharded(tokens, Shard(1)), (5, rows)),
+        call.wrap(grad_student, tokens, (rows, vocab)) if call["need_grad"] else call.unasked(grad_student),
+    )
 
 
-def _place_divergence_backward(call):
+def _divergence_(call):
     student, tokens = call["student"], _tokens_of(call["student"])
-    call.place(tokens, "grad_loss", "student", "teacher", "target")
-    call.place(where_sharded(tokens, Shard(1)), "stats")
-    return tokens, student.shape
+    call.place(tokens, "student", "teacher", "target", "row_weight")
+    return _divergence_loss(call, call.run(), tokens, student.shape[0])
+
+
+def _divergence_loss(call, loss, tokens, rows):
+    if call["per_row"]:
+        return call.wrap(loss, tokens, (rows,))
+    return call.wrap(loss, where_sharded(tokens, Partial()))
 
 
 def _divergence_backward(call):
-    tokens, shape = _place_divergence_backward(call)
-    return call.wrap(call.run(), tokens, shape)
-
-
-def _divergence_backward_(call):
-    _place_divergence_backward(call)
-    call.run()
+    student, tokens = call["student"], _tokens_of(call["student"])
+    call.place(tokens, "grad_loss", "student", "teacher", "target")
+    call.place(where_sharded(tokens, Shard(1)), "stats")
+    return call.wrap(call.run(), tokens, student.shape)
 
 
 def _fused_linear_divergence(call):
@@ -177,8 +183,8 @@ LOSS_RULES = {
     "cross_entropy_backward_": _backward_,
     "fused_linear_ce_forward": _forward,
     "divergence_forward": _divergence,
+    "divergence_forward_": _divergence_,
     "divergence_backward": _divergence_backward,
-    "divergence_backward_": _divergence_backward_,
     "fused_linear_divergence_forward": _fused_linear_divergence,
     "fused_linear_logprobs_forward": _logprobs,
     "fused_linear_logprobs_backward": _logprobs_backward,

@@ -1,16 +1,24 @@
 """Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total variation.
 
-docs/divergence.md defines every term. The ops give one loss per row, 0 for one that is ignored; weights and reductions
-are sums over those, which plain torch does.
+docs/divergence.md defines every term, and says when the gradient is made in the forward. A reduction is a weight for
+each row and, but for "none", a sum.
 """
 
 import torch
 
 from ..backend import register_family
 from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
-from ._autograd import differentiable, differentiable_once, forbid_autograd
+from ._autograd import (
+    differentiable,
+    differentiable_once,
+    forbid_autograd,
+    is_traced,
+    may_write_saved,
+    wants_grad,
+)
 from ._rows import row_blocks
 from .cross_entropy import denominator_tensor, refuse_gradients
+from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ------------------------------------------------------------------------------------------------
@@ -68,12 +76,8 @@ def _terms(student, teacher, stats, divergence, beta, temperature):
     return *_TERMS[divergence](log_p, log_q, p, q, beta), q
 
 
-def divergence_forward_torch(
-    student, teacher, target, divergence, beta, temperature, log_probs, ignore_index
-):
-    torch.ops.liger.check_divergence(
-        "divergence_forward", student, teacher, target, divergence, beta, temperature, log_probs
-    )
+def _row_losses(student, teacher, target, divergence, beta, temperature, log_probs, ignore_index):
+    """(loss of each row, stats)."""
     rows, wide = student.shape[0], accumulate_dtype(student.dtype)
     loss, stats = student.new_empty(rows, dtype=wide), student.new_zeros((5, rows), dtype=wide)
     for block in row_blocks(student):
@@ -93,6 +97,50 @@ def divergence_forward_torch(
     return loss, stats
 
 
+def _write_gradient(
+    out, weight, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index
+):  # fmt: skip
+    """The gradient of ``sum(weight * loss)``, weight None for 1."""
+    for block in row_blocks(student):
+        _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
+        grad = (slopes - q * stats[4, block].unsqueeze(1)) / temperature
+        if weight is not None:
+            grad *= weight[block].unsqueeze(1)
+        if target is not None:
+            grad.masked_fill_((target[block] == ignore_index).unsqueeze(1), 0.0)
+        out[block] = grad
+
+
+def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
+    """(loss, stats); the gradient goes to ``out``, unless it is None."""
+    divergence, beta, temperature, log_probs, _ = options
+    torch.ops.liger.check_divergence(
+        op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs
+    )
+    loss, stats = _row_losses(student, teacher, target, *options)
+    if out is not None:
+        _write_gradient(out, row_weight, student, teacher, target, stats, *options)
+    if row_weight is not None:
+        loss *= row_weight
+    return loss if per_row else loss.sum(), stats
+
+
+def divergence_forward_torch(student, teacher, target, row_weight, *options):
+    *options, per_row, need_grad = options
+    grad_student = torch.empty_like(student) if need_grad else None
+    results = _forward(
+        "divergence_forward", grad_student, student, teacher, target, row_weight, *options, per_row=per_row
+    )
+    return *results, grad_student if need_grad else student.new_empty(0)
+
+
+def divergence_forward__torch(student, teacher, target, row_weight, *options):
+    *options, per_row = options
+    return _forward(
+        "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
+    )[0]
+
+
 def check_stats(op, student, grad_loss, stats):
     """Raises RuntimeError where they are not what the forward gives for these rows."""
     rows, wide = student.shape[0], accumulate_dtype(student.dtype)
@@ -105,35 +153,24 @@ def check_stats(op, student, grad_loss, stats):
             )
 
 
-def _write_gradient(
-    op, out, grad_loss, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index
-):  # fmt: skip
-    torch.ops.liger.check_divergence(op, student, teacher, target, divergence, beta, temperature, log_probs)
+def divergence_backward_torch(grad_loss, student, teacher, target, stats, *options):
+    divergence, beta, temperature, log_probs, _ = options
+    op = "divergence_backward"
+    torch.ops.liger.check_divergence(
+        op, student, teacher, target, None, divergence, beta, temperature, log_probs
+    )
     check_stats(op, student, grad_loss, stats)
-    for block in row_blocks(student):
-        _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
-        grad = (slopes - q * stats[4, block].unsqueeze(1)) * (grad_loss[block] / temperature).unsqueeze(1)
-        if target is not None:
-            grad.masked_fill_((target[block] == ignore_index).unsqueeze(1), 0.0)
-        out[block] = grad
-
-
-def divergence_backward_torch(grad_loss, student, *rest):
     grad_student = torch.empty_like(student)
-    _write_gradient("divergence_backward", grad_student, grad_loss, student, *rest)
+    _write_gradient(grad_student, grad_loss, student, teacher, target, stats, *options)
     return grad_student
-
-
-def divergence_backward__torch(grad_loss, student, *rest):
-    _write_gradient("divergence_backward_", student, grad_loss, student, *rest)
 
 
 register_family(
     "divergence",
     {
         "divergence_forward": divergence_forward_torch,
+        "divergence_forward_": divergence_forward__torch,
         "divergence_backward": divergence_backward_torch,
-        "divergence_backward_": divergence_backward__torch,
     },
     "liger.triton_kernels.divergence",
 )
@@ -142,10 +179,23 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
+def _fake_loss(student, per_row):
+    return student.new_empty(student.shape[0] if per_row else (), dtype=accumulate_dtype(student.dtype))
+
+
 @torch.library.register_fake("liger::divergence_forward")
 def _(student, *rest):
-    rows, wide = student.shape[0], accumulate_dtype(student.dtype)
-    return student.new_empty(rows, dtype=wide), student.new_empty((5, rows), dtype=wide)
+    *_, per_row, need_grad = rest
+    return (
+        _fake_loss(student, per_row),
+        student.new_empty((5, student.shape[0]), dtype=accumulate_dtype(student.dtype)),
+        torch.empty_like(student) if need_grad else student.new_empty(0),
+    )
+
+
+@torch.library.register_fake("liger::divergence_forward_")
+def _(student, *rest):
+    return _fake_loss(student, rest[-1])
 
 
 @torch.library.register_fake("liger::divergence_backward")
@@ -153,33 +203,49 @@ def _(grad_loss, student, *rest):
     return torch.empty_like(student)
 
 
-@torch.library.register_fake("liger::divergence_backward_")
-def _(grad_loss, student, *rest):
-    return None
-
-
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 
+def _made_in_forward(student, reduction):
+    """Whether the forward makes the gradient: as :func:`liger.cross_entropy` decides it."""
+    wanted = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
+    return wanted and not is_traced(student)
+
+
 def _setup(ctx, inputs, output):
-    student, teacher, target, *ctx.options = inputs
-    refuse_gradients("divergence", teacher=teacher)
-    ctx.save_for_backward(student, teacher, target, output[1])
-    ctx.mark_non_differentiable(output[1])
+    student, teacher, target, row_weight, *ctx.options, per_row, need_grad = inputs
+    refuse_gradients("divergence", teacher=teacher, row_weight=row_weight)
+    # Upstream gradients of rows are for a second look at the logits; so is a graph traced without grad mode.
+    ctx.made = need_grad and not per_row
+    if ctx.made:
+        ctx.save_for_backward(output[2])
+    else:
+        ctx.save_for_backward(student, teacher, target, row_weight, output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("divergence")
-def _backward(ctx, grad_loss, _grad_stats):
-    grad_student = None
-    if grad_loss is not None:
+def _backward(ctx, grad_loss, *_grad_others):
+    if grad_loss is None:
+        grad_student = None
+    elif not ctx.made:
+        student, teacher, target, row_weight, stats = ctx.saved_tensors
+        of_rows = grad_loss if row_weight is None else grad_loss * row_weight
+        of_rows = of_rows.expand(student.shape[0])
         backward = torch.ops.liger.divergence_backward.default
-        grad_student = backward(grad_loss, *ctx.saved_tensors, *ctx.options)
-    return grad_student, *(None,) * 7
+        grad_student = backward(of_rows, student, teacher, target, stats, *ctx.options)
+    else:
+        (grad_student,) = ctx.saved_tensors
+        if may_write_saved(grad_student):
+            rescale_(grad_student, grad_loss)
+        else:
+            grad_student = rescale(grad_student, grad_loss)
+    return grad_student, *(None,) * 10
 
 
 _forward_op = differentiable(torch.ops.liger.divergence_forward.default, _setup, _backward)
-divergence_backward_ = forbid_autograd("divergence_backward_")
+divergence_forward_ = forbid_autograd("divergence_forward_")
 
 
 # --- composites ---------------------------------------------------------------------------------------------------
@@ -259,12 +325,16 @@ def _run(
         op, ("student", "teacher"), student, teacher, target, token_weight
     )
     weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
-    torch.ops.liger.check_divergence(op, rows, teacher, target, divergence, beta, temperature, log_probs)
+    torch.ops.liger.check_divergence(
+        op, rows, teacher, target, weight, divergence, beta, temperature, log_probs
+    )
     refuse_gradients(op, teacher=teacher)
-    loss, _ = _forward_op(rows, teacher, target, divergence, beta, temperature, log_probs, ignore_index)
-    if reduction == "none":
-        return unflatten_tokens(loss if weight is None else loss * weight, like)
-    return loss.sum() if weight is None else (loss * weight).sum()
+    per_row = reduction == "none"
+    loss = _forward_op(
+        rows, teacher, target, weight, divergence, beta, temperature, log_probs, ignore_index, per_row,
+        _made_in_forward(rows, reduction),
+    )[0]  # fmt: skip
+    return unflatten_tokens(loss, like) if per_row else loss
 
 
 def _kl_div(

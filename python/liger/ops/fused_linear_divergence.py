@@ -12,7 +12,7 @@ from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from ._products import product, write_linear
 from .cross_entropy import denominator_tensor, refuse_gradients
-from .divergence import divergence_backward_, flatten_pair, of_beta, row_weights
+from .divergence import divergence_forward_, flatten_pair, of_beta, row_weights
 from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
@@ -67,8 +67,7 @@ def fused_linear_divergence_forward_kernel(
     gradients = _Gradients(
         input, weight, bias, accumulator, need_grad_input, need_grad_weight, need_grad_bias
     )
-    if row_weight is None:
-        row_weight = input.new_ones(rows, dtype=wide)
+    row_weight = input.new_ones((), dtype=wide).expand(rows) if row_weight is None else row_weight.to(wide)
     losses = input.new_empty(rows, dtype=wide)
     # Rows of logits begin at multiples of 16 bytes.
     per_line = 16 // input.element_size()
@@ -86,12 +85,12 @@ def fused_linear_divergence_forward_kernel(
             of_teacher = memory[1, :count]
             write_linear(teacher[chunk], teacher_weight, teacher_bias, of_teacher)
         of_rows = None if target is None else target[chunk]
-        options = (divergence, beta, temperature, False, ignore_index)
-        losses[chunk], stats = forward(logits, of_teacher, of_rows, *options)
+        options = (of_rows, row_weight[chunk], divergence, beta, temperature, False, ignore_index, True)
         if any(gradients.needed):
-            divergence_backward_(row_weight[chunk].to(wide), logits, of_teacher, of_rows, stats, *options)
+            losses[chunk] = divergence_forward_(logits, of_teacher, *options)
             gradients.add(chunk, logits)
-    losses.mul_(row_weight)
+        else:
+            losses[chunk] = forward(logits, of_teacher, *options, False)[0]
     return losses if per_row else losses.sum(), *gradients.finish()
 
 
