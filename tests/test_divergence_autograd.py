@@ -103,7 +103,9 @@ def test_made_in_either_pass_it_is_the_same(device, reduction, name):
     gradients = []
     for reduce in (
         lambda leaf: FORMS[name](leaf, teacher, target, token_weight=weight, reduction=reduction),
-        lambda leaf: FORMS[name](leaf, teacher, target, token_weight=weight, reduction="none").sum() / divisor,
+        lambda leaf: (
+            FORMS[name](leaf, teacher, target, token_weight=weight, reduction="none").sum() / divisor
+        ),
     ):
         leaf = student.clone().requires_grad_()
         gradients.append(torch.autograd.grad(-2.5 * reduce(leaf), leaf)[0])

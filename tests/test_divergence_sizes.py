@@ -41,9 +41,7 @@ def one_call(kind, student, teacher, target=None, weight=None, in_place=False):
     options = (kind, BETA, TEMPERATURE, False, -100, True)
     if in_place:
         return torch.ops.liger.divergence_forward_(student, teacher, target, weight, *options), student
-    losses, _, gradient = torch.ops.liger.divergence_forward(
-        student, teacher, target, weight, *options, True
-    )
+    losses, _, gradient = torch.ops.liger.divergence_forward(student, teacher, target, weight, *options, True)
     return losses, gradient
 
 
@@ -96,9 +94,9 @@ def gpu():
         yield torch.device("cuda")
 
 
-# The bytes of a row at which the cuda backend changes how it keeps those of both on a device with 228 KB of shared
-# memory: at all; in a block, in two, three blocks being on a multiprocessor; in clusters of the largest size, two blocks
-# being on a multiprocessor; in those of one, the last. Twice, for jsd keeps more.
+# The bytes of a row at which the cuda backend changes how it keeps those of both, with 228 KB of shared memory: at all;
+# with three blocks on a multiprocessor in a block, in two; with two of them in the largest clusters; with one, the
+# last. Twice, for jsd keeps more.
 LIMITS = [8192, 24576, 32768, 49152, 65536, 327680, 393216, 524288, 786432]
 
 
