@@ -233,7 +233,8 @@ def test_writes_are_counted_for_kernels_that_do_not_count(op):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            silent.impl(op, lambda *arguments: nothing or None, "CPU", allow_override=True)
+            result = nothing[0] if len(nothing) == 1 else nothing or None
+            silent.impl(op, lambda *arguments: result, "CPU", allow_override=True)
         run(op, arguments)
     finally:
         silent._destroy()
