@@ -12,9 +12,9 @@
 namespace liger {
 namespace {
 
-// Weights or gradients of rows: a value that was expanded over them is read where it lies.
+// Weights or gradients of rows, or one for all of them, which is read where it lies.
 Tensor values_of_rows(const Tensor& values) {
-  return values.stride(0) == 0 ? values : torch::stable::contiguous(values);
+  return values.dim() == 0 || values.stride(0) == 0 ? values : torch::stable::contiguous(values);
 }
 
 // The arguments of a call as the kernels read them; it owns what had to be copied.
@@ -46,8 +46,10 @@ struct Call {
     divergence::Results r{};
     r.loss = losses;
     r.stats = static_cast<float*>(stats.mutable_data_ptr());
-    if (row_weight)
-      r.weights = {static_cast<const float*>(row_weight->const_data_ptr()), row_weight->stride(0)};
+    if (row_weight) {
+      r.weights = {static_cast<const float*>(row_weight->const_data_ptr()),
+                   row_weight->dim() == 0 ? 0 : row_weight->stride(0)};
+    }
     return r;
   }
 };
@@ -185,12 +187,18 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   return reduced(op, losses, per_row);
 }
 
-void check_values(const char* op, const char* name, const Tensor& values, std::vector<int64_t> shape) {
-  bool same = values.dim() == static_cast<int64_t>(shape.size()) && values.scalar_type() == ScalarType::Float;
-  for (size_t d = 0; same && d < shape.size(); ++d) same = values.size(static_cast<int64_t>(d)) == shape[d];
-  require(same, op, ": ", name, " has shape ", shape_text(values), " and dtype ",
-          dtype_name(values.scalar_type()), ", expected float32 with one value per row of student",
-          shape.size() == 2 ? " in each of 5 rows" : "");
+void check_for_backward(const char* op, const Tensor& student, const Tensor& grad_loss, const Tensor& stats) {
+  const int64_t rows = student.size(0);
+  const auto describe = [](const Tensor& tensor) {
+    return shape_text(tensor) + " and dtype " + dtype_name(tensor.scalar_type());
+  };
+  require(grad_loss.scalar_type() == ScalarType::Float &&
+              (grad_loss.dim() == 0 || (grad_loss.dim() == 1 && grad_loss.size(0) == rows)),
+          op, ": grad_loss has shape ", describe(grad_loss),
+          ", expected float32 with one value, or one per row of student");
+  require(stats.scalar_type() == ScalarType::Float && stats.dim() == 2 && stats.size(0) == 5 &&
+              stats.size(1) == rows,
+          op, ": stats has shape ", describe(stats), ", expected float32 with 5 values per row of student");
 }
 
 Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const Tensor& teacher,
@@ -199,9 +207,7 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
                            int64_t ignore_index) {
   constexpr const char* op = "divergence_backward";
   check(op, student, teacher, target, std::nullopt, divergence, beta, temperature, log_probs);
-  const int64_t rows = student.size(0);
-  check_values(op, "grad_loss", grad_loss, {rows});
-  check_values(op, "stats", stats, {5, rows});
+  check_for_backward(op, student, grad_loss, stats);
   const DeviceGuard guard(student.get_device_index());
   RowOutput out = row_output(torch::stable::empty_like(student));
   const Call call(row_input(student), teacher, target, grad_loss, beta, temperature, log_probs, ignore_index);
@@ -209,7 +215,7 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
   divergence::Results r = call.results(nullptr, known);
   r.gradient = out.data();
   r.gradient_stride = out.rows.stride;
-  if (rows > 0) launch_backward(op, call, r, divergence);
+  if (call.problem.rows > 0) launch_backward(op, call, r, divergence);
   out.finish();
   return out.result;
 }

@@ -179,8 +179,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
       " Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
-  // The divergence of the distributions of student and teacher logits (..., V): the loss alone, composite over
-  // divergence_forward
+  // The divergence of the distributions of student and teacher logits (..., V): the loss alone, composite
+  // over divergence_forward
   m.def(
       "kl_div(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
       "denominator=None, bool reverse=False, float temperature=1.0, bool log_probs=False, int "
@@ -193,22 +193,24 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "tvd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
       "denominator=None, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str "
       "reduction=\"mean\") -> Tensor");
-  // student and teacher (N, V), target (N,), row_weight (N,) float32, divergence "forward_kl", "reverse_kl",
-  // "jsd" or "tvd". loss: sum(row_weight * loss of the row), or each of them (N,) with per_row. stats (5, N):
-  // the largest logit and log(sum(exp((z - largest) / temperature))) of the student, the same of the teacher,
-  // and what the softmax of the student takes from the gradient; zeros in rows whose target is ignore_index.
-  // grad_student: the gradient of the sum.
+  // student and teacher (N, V), target (N,), row_weight (N,) or () for all rows, float32, divergence
+  // "forward_kl", "reverse_kl", "jsd" or "tvd". loss: sum(row_weight * loss of the row), or each of them (N,)
+  // with per_row. stats (5, N): the largest logit and log(sum(exp((z - largest) / temperature))) of the
+  // student, the same of the teacher, and what the softmax of the student takes from the gradient; zeros in
+  // rows whose target is ignore_index. grad_student: the gradient of the sum.
   m.def(
-      "divergence_forward(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, "
+      "divergence_forward(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
+      "divergence, "
       "float beta, float temperature, bool log_probs, int ignore_index, bool per_row, bool need_grad)"
       " -> (Tensor loss, Tensor stats, Tensor grad_student)");
   // The same with the gradient in the place of the student's logits
   m.def(
       "divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
-  // The gradient of sum(grad_loss * loss of the row) in the student, grad_loss (N,)
+  // The gradient of sum(grad_loss * loss of the row) in the student, grad_loss (N,) or ()
   m.def(
-      "divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, str "
+      "divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, "
+      "str "
       "divergence, float beta, float temperature, bool log_probs, int ignore_index) -> Tensor");
 
   // input (..., H) and weight (V, H) of the student; teacher (..., Ht) with teacher_weight (V, Ht), or its
@@ -223,8 +225,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? "
       "denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str "
       "reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
-  // input (N, H), row_weight (N,): loss is sum(row_weight * loss of the row), or each of them with per_row.
-  // The gradients are those of the sum.
+  // input (N, H), row_weight (N,) or (): loss is sum(row_weight * loss of the row), or each of them with
+  // per_row. The gradients are those of the sum.
   m.def(
       "fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
       " Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta,"

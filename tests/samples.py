@@ -366,6 +366,7 @@ def _divergence_forward_(d):
         (_transposed(student), teacher, target.int(), weight, "jsd", 0.3, 2.0, False, -100, False),
         (student, _float(d, 6, 22)[:, ::2], target, weight, "tvd", 0.5, 0.5, False, 3, True),
         (*logs, None, weight[:1].expand(6), "reverse_kl", 0.5, 1.0, True, -100, False),
+        (student, teacher, target, weight[0], "reverse_kl", 0.5, 1.0, False, -100, False),
         (_float(d, 0, 11), _float(d, 0, 11), target[:0], None, "jsd", 0.5, 1.0, False, -100, False),
     ]
 
@@ -380,7 +381,8 @@ def _divergence_backward(d):
         _, stats, _ = torch.ops.liger.divergence_forward(
             student, teacher, target, weight, *options, True, False
         )
-        samples.append((_float(d, len(student)), student, teacher, target, stats, *options))
+        for grad_loss in (_float(d, len(student)), torch.tensor(2.0, device=d)):
+            samples.append((grad_loss, student, teacher, target, stats, *options))
     return samples
 
 

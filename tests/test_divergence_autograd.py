@@ -43,8 +43,9 @@ def test_the_forward_with_gradient_is_forward_and_backward(device, dtype, log_pr
         student, teacher, target, None, *options, True, False
     )
     assert nothing.numel() == 0
-    for weight in (None, torch.rand(8, device=device), torch.full((), 0.25, device=device).expand(8)):
-        used = torch.ones(8, device=device) if weight is None else weight
+    quarter = torch.tensor(0.25, device=device)
+    for weight in (None, torch.rand(8, device=device), quarter, quarter.expand(8)):
+        used = torch.ones(8, device=device) if weight is None else weight.expand(8)
         expected = torch.ops.liger.divergence_backward(
             used.contiguous(), student, teacher, target, stats, *options
         )

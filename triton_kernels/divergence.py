@@ -191,6 +191,11 @@ def _pairs(student, teacher, out):
     return *rows, *rows_of(teacher), *written
 
 
+def _of_rows(values, n_rows):
+    """One value for each row, of a tensor that has one for all of them, or of None."""
+    return None if values is None else dense_vector(values.expand(n_rows))
+
+
 def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
     """(loss, stats); the gradient goes to ``out``, unless it is None."""
     divergence, beta, temperature, log_probs, ignore_index = options
@@ -202,7 +207,7 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
         *inputs, written, out_stride = _pairs(student, teacher, out)
         with on_device_of(student):
             forward_kernel[(n_rows,)](
-                *inputs, dense_vector(target), dense_vector(row_weight), loss, stats, written, out_stride, n_rows,
+                *inputs, dense_vector(target), _of_rows(row_weight, n_rows), loss, stats, written, out_stride, n_rows,
                 n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], log_probs, **_block(n_cols),
             )  # fmt: skip
         if out is not None:
@@ -237,7 +242,7 @@ def divergence_backward(grad_loss, student, teacher, target, stats, *options):
         *inputs, written, out_stride = _pairs(student, teacher, grad_student)
         with on_device_of(student):
             backward_kernel[(n_rows,)](
-                dense_vector(grad_loss), *inputs, dense_vector(target), stats.contiguous(), written, out_stride,
+                _of_rows(grad_loss, n_rows), *inputs, dense_vector(target), stats.contiguous(), written, out_stride,
                 n_rows, n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], **_block(n_cols),
             )  # fmt: skip
         write_back(grad_student, written)

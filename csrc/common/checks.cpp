@@ -148,8 +148,9 @@ void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, i
 
 void check_divergence_options(const std::string& op, const Tensor& like, const std::optional<Tensor>& target,
                               const std::string& divergence, double beta, double temperature) {
-  require(divergence == "forward_kl" || divergence == "reverse_kl" || divergence == "jsd" || divergence == "tvd",
-          op, ": divergence is '", divergence, "', expected 'forward_kl', 'reverse_kl', 'jsd' or 'tvd'");
+  require(
+      divergence == "forward_kl" || divergence == "reverse_kl" || divergence == "jsd" || divergence == "tvd",
+      op, ": divergence is '", divergence, "', expected 'forward_kl', 'reverse_kl', 'jsd' or 'tvd'");
   require(beta >= 0.0 && beta <= 1.0, op, ": beta is ", beta, ", expected a value between 0 and 1");
   require(temperature > 0.0, op, ": temperature is ", temperature, ", expected a positive value");
   if (target) {
@@ -353,8 +354,11 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
   check_same_device(op, "teacher", teacher, "student", student);
   check_divergence_options(op, student, target, divergence, beta, temperature);
   if (row_weight) {
-    check_vector(op, "row_weight", *row_weight, student.size(0), "one value per row");
-    const ScalarType wide = student.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    if (row_weight->dim() > 0) {
+      check_vector(op, "row_weight", *row_weight, student.size(0), "one value per row");
+    }
+    const ScalarType wide =
+        student.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
     require(row_weight->scalar_type() == wide, op, ": row_weight has dtype ",
             dtype_name(row_weight->scalar_type()), ", expected ", dtype_name(wide));
     check_same_device(op, "row_weight", *row_weight, "student", student);
@@ -386,7 +390,8 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
             teacher.size(1), "), the vocabulary of weight and the hidden size of teacher");
   } else {
     require(teacher.size(1) == vocab, op, ": teacher has shape ", shape_text(teacher),
-            ", expected logits of the vocabulary of weight, ", vocab, ", or hidden states with teacher_weight");
+            ", expected logits of the vocabulary of weight, ", vocab,
+            ", or hidden states with teacher_weight");
     require(!teacher_bias, op, ": teacher_bias was given without teacher_weight");
   }
   if (bias) check_vector(op, "bias", *bias, vocab, "one value per class");
@@ -403,7 +408,9 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
   check_like_input("teacher_bias", teacher_bias);
   check_divergence_options(op, input, target, divergence, beta, temperature);
   if (row_weight) {
-    check_vector(op, "row_weight", *row_weight, input.size(0), "one value per row");
+    if (row_weight->dim() > 0) {
+      check_vector(op, "row_weight", *row_weight, input.size(0), "one value per row");
+    }
     check_same_device(op, "row_weight", *row_weight, "input", input);
   }
   require(!accum_dtype || *accum_dtype == ScalarType::Float || *accum_dtype == input.scalar_type(), op,

@@ -346,3 +346,21 @@ def test_bfloat16_weight_gradient():
     ours = gradient(*(distribute(t.detach(), p) for t, p in zip(low, (Shard(0), R, Shard(0)), strict=True)))
     assert ours.placements == (Partial(),)
     assert_as_exact_as_torch(ours.full_tensor(), gradient(*low), exact, intermediate=0.0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
+def test_divergences_of_sharded_tokens(name, reduction):
+    """A mean is over the tokens of all ranks that are not ignored; so is what each rank makes of its gradient."""
+    target, token_weight, teacher = targets(B, T), random(B, T, seed=4).abs(), random(B, T, V, seed=5)
+    part = Shard(1)
+
+    def loss(student):
+        rest = teacher, target, token_weight
+        if isinstance(student, DTensor):
+            rest = [distribute(t, part) for t in rest]
+        weighted = getattr(liger, name)(student, *rest[:2], token_weight=rest[2], reduction=reduction)
+        return weighted, getattr(liger, name)(student, rest[0], reduction=reduction)
+
+    _, grads = compare(loss, [random(B, T, V)], [part])
+    assert grads[0].placements == (part,)

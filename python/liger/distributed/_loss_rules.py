@@ -101,9 +101,20 @@ def _backward_(call):
     call.run()
 
 
+def _place_of_rows(call, name, tokens):
+    """A value for each row, or one for all."""
+    values = call[name]
+    call.place(call.replicated if values is not None and values.dim() == 0 else tokens, name)
+
+
+def _check_divergence(call):
+    """Nothing: the op that follows checks what each rank has."""
+
+
 def _divergence(call):
     student, tokens = call["student"], _tokens_of(call["student"])
-    call.place(tokens, "student", "teacher", "target", "row_weight")
+    call.place(tokens, "student", "teacher", "target")
+    _place_of_rows(call, "row_weight", tokens)
     loss, stats, grad_student = call.run()
     rows, vocab = student.shape
     return (
@@ -115,7 +126,8 @@ def _divergence(call):
 
 def _divergence_(call):
     student, tokens = call["student"], _tokens_of(call["student"])
-    call.place(tokens, "student", "teacher", "target", "row_weight")
+    call.place(tokens, "student", "teacher", "target")
+    _place_of_rows(call, "row_weight", tokens)
     return _divergence_loss(call, call.run(), tokens, student.shape[0])
 
 
@@ -127,7 +139,8 @@ def _divergence_loss(call, loss, tokens, rows):
 
 def _divergence_backward(call):
     student, tokens = call["student"], _tokens_of(call["student"])
-    call.place(tokens, "grad_loss", "student", "teacher", "target")
+    call.place(tokens, "student", "teacher", "target")
+    _place_of_rows(call, "grad_loss", tokens)
     call.place(where_sharded(tokens, Shard(1)), "stats")
     return call.wrap(call.run(), tokens, student.shape)
 
@@ -135,7 +148,8 @@ def _divergence_backward(call):
 def _fused_linear_divergence(call):
     rows, hidden = call["input"].shape
     tokens = _tokens_of(call["input"])
-    call.place(tokens, "input", "teacher", "target", "row_weight")
+    call.place(tokens, "input", "teacher", "target")
+    _place_of_rows(call, "row_weight", tokens)
     call.place(call.replicated, "weight", "teacher_weight", "bias", "teacher_bias")
     loss, grad_input, *sums = call.run()
     partial = where_sharded(tokens, Partial())
@@ -182,6 +196,7 @@ LOSS_RULES = {
     "cross_entropy_backward": _backward,
     "cross_entropy_backward_": _backward_,
     "fused_linear_ce_forward": _forward,
+    "check_divergence": _check_divergence,
     "divergence_forward": _divergence,
     "divergence_forward_": _divergence_,
     "divergence_backward": _divergence_backward,

@@ -100,12 +100,12 @@ def _row_losses(student, teacher, target, divergence, beta, temperature, log_pro
 def _write_gradient(
     out, weight, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index
 ):  # fmt: skip
-    """The gradient of ``sum(weight * loss)``, weight None for 1."""
+    """The gradient of ``sum(weight * loss)``, weight (rows,), () or None for 1."""
     for block in row_blocks(student):
         _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
         grad = (slopes - q * stats[4, block].unsqueeze(1)) / temperature
         if weight is not None:
-            grad *= weight[block].unsqueeze(1)
+            grad *= weight[block].unsqueeze(1) if weight.dim() else weight
         if target is not None:
             grad.masked_fill_((target[block] == ignore_index).unsqueeze(1), 0.0)
         out[block] = grad
@@ -144,12 +144,14 @@ def divergence_forward__torch(student, teacher, target, row_weight, *options):
 def check_stats(op, student, grad_loss, stats):
     """Raises RuntimeError where they are not what the forward gives for these rows."""
     rows, wide = student.shape[0], accumulate_dtype(student.dtype)
-    for name, tensor, shape in (("grad_loss", grad_loss, (rows,)), ("stats", stats, (5, rows))):
-        if tensor.shape != shape or tensor.dtype != wide:
-            found, expected = (str(d).removeprefix("torch.") for d in (tensor.dtype, wide))
+    for name, tensor, shapes, expected in (
+        ("grad_loss", grad_loss, ((), (rows,)), "one value, or one per row of student"),
+        ("stats", stats, ((5, rows),), "5 values per row of student"),
+    ):
+        if tensor.shape not in shapes or tensor.dtype != wide:
+            found, right = (str(d).removeprefix("torch.") for d in (tensor.dtype, wide))
             raise RuntimeError(
-                f"{op}: {name} has shape {tuple(tensor.shape)} and dtype {found}, expected {expected} with one value "
-                f"per row of student{' in each of 5 rows' if name == 'stats' else ''}"
+                f"{op}: {name} has shape {tuple(tensor.shape)} and dtype {found}, expected {right} with {expected}"
             )
 
 
@@ -232,7 +234,6 @@ def _backward(ctx, grad_loss, *_grad_others):
     elif not ctx.made:
         student, teacher, target, row_weight, stats = ctx.saved_tensors
         of_rows = grad_loss if row_weight is None else grad_loss * row_weight
-        of_rows = of_rows.expand(student.shape[0])
         backward = torch.ops.liger.divergence_backward.default
         grad_student = backward(of_rows, student, teacher, target, stats, *ctx.options)
     else:
@@ -283,9 +284,9 @@ REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction):
-    """What the loss of each row is multiplied by before they are added: (rows,), or None for 1.
+    """What the loss of each row is multiplied by before they are added: (rows,), () for all, or None for 1.
 
-    Tensors of one value per row on the device of the rows: no synchronisation.
+    On the device of the rows: no synchronisation.
     """
     if reduction not in REDUCTIONS:
         raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
@@ -305,10 +306,10 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
         share = (target != ignore_index).sum(dtype=wide).reciprocal()
     elif reduction in ("mean", "batchmean"):
         count = rows.shape[0] if reduction == "mean" else batch
-        share = torch.full((), count, dtype=wide, device=rows.device).reciprocal()
+        share = rows.new_full((), count, dtype=wide).reciprocal()
     else:
         return None if token_weight is None else token_weight.to(wide)
-    return share.expand(rows.shape[0]) if token_weight is None else token_weight.to(wide) * share
+    return share if token_weight is None else token_weight.to(wide) * share
 
 
 def of_beta(beta):

@@ -67,7 +67,8 @@ def fused_linear_divergence_forward_kernel(
     gradients = _Gradients(
         input, weight, bias, accumulator, need_grad_input, need_grad_weight, need_grad_bias
     )
-    row_weight = input.new_ones((), dtype=wide).expand(rows) if row_weight is None else row_weight.to(wide)
+    row_weight = input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)
+    row_weight = row_weight.expand(rows)
     losses = input.new_empty(rows, dtype=wide)
     # Rows of logits begin at multiples of 16 bytes.
     per_line = 16 // input.element_size()
@@ -146,10 +147,7 @@ def _recomputed(ctx, grad_loss, needed):
     tensors, options = list(ctx.saved_tensors), list(ctx.options)
     options[_PER_ROW - _TENSORS] = False
     row_weight = tensors[_ROW_WEIGHT]
-    if row_weight is None:
-        tensors[_ROW_WEIGHT] = grad_loss.expand(tensors[0].shape[0])
-    else:
-        tensors[_ROW_WEIGHT] = row_weight * grad_loss
+    tensors[_ROW_WEIGHT] = grad_loss if row_weight is None else row_weight * grad_loss
     return _op(*tensors, *options, *needed)[1:]
 
 
