@@ -1,0 +1,149 @@
+"""The plain torch backend of the divergence family."""
+
+import torch
+
+from ._rows import row_blocks
+from .rms_norm import accumulate_dtype
+
+
+def _where_positive(weight, value):
+    """``weight * value``, and 0 where the weight is 0, whatever the value."""
+    return torch.where(weight > 0, weight * value, 0.0)
+
+
+def _forward_kl(log_p, log_q, p, q, beta):
+    return _where_positive(p, log_p - log_q), -p
+
+
+def _reverse_kl(log_p, log_q, p, q, beta):
+    value = _where_positive(q, log_q - log_p)
+    return value, value + q
+
+
+def _jsd(log_p, log_q, p, q, beta):
+    # By the ratio of the smaller to the larger one: exact for p near q, and finite.
+    d = log_p - log_q
+    of_larger = -torch.log1p(torch.where(d > 0, 1.0 - beta, beta) * torch.expm1(-d.abs()))
+    p_part = _where_positive(beta * p, torch.where(d > 0, of_larger, of_larger + d))
+    q_part = _where_positive((1.0 - beta) * q, torch.where(d > 0, of_larger - d, of_larger))
+    return p_part + q_part, q_part
+
+
+def _tvd(log_p, log_q, p, q, beta):
+    return 0.5 * (p - q).abs(), 0.5 * q * (q - p).sign()
+
+
+# (value of each class, its derivative in log_q), by the logarithms and values of teacher p and student q.
+_TERMS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "tvd": _tvd}
+
+
+def _log_probs(logits, temperature, largest, log_sum):
+    # The difference first, so that what all logits have in common is lost to no rounding.
+    z = logits.to(accumulate_dtype(logits.dtype))
+    return (z - largest.unsqueeze(1)) / temperature - log_sum.unsqueeze(1)
+
+
+def _normaliser(logits, temperature):
+    z = logits.to(accumulate_dtype(logits.dtype))
+    largest = z.amax(-1)
+    reference = torch.where(largest == -torch.inf, 0.0, largest)
+    return largest, ((z - reference.unsqueeze(1)) / temperature).exp_().sum(-1).log_()
+
+
+def _terms(student, teacher, stats, divergence, beta, temperature):
+    """(values, slopes, q) of some rows."""
+    log_q = _log_probs(student, temperature, *stats[:2])
+    log_p = _log_probs(teacher, temperature, *stats[2:4])
+    p, q = log_p.exp(), log_q.exp()
+    return *_TERMS[divergence](log_p, log_q, p, q, beta), q
+
+
+def _row_losses(student, teacher, target, divergence, beta, temperature, log_probs, ignore_index):
+    """(loss of each row, stats)."""
+    rows, wide = student.shape[0], accumulate_dtype(student.dtype)
+    loss, stats = student.new_empty(rows, dtype=wide), student.new_zeros((5, rows), dtype=wide)
+    for block in row_blocks(student):
+        if not log_probs:
+            stats[0, block], stats[1, block] = _normaliser(student[block], temperature)
+            stats[2, block], stats[3, block] = _normaliser(teacher[block], temperature)
+        values, slopes, _ = _terms(
+            student[block], teacher[block], stats[:, block], divergence, beta, temperature
+        )
+        loss[block] = values.sum(-1)
+        if not log_probs:
+            stats[4, block] = slopes.sum(-1)
+    if target is not None:
+        ignored = target == ignore_index
+        loss.masked_fill_(ignored, 0.0)
+        stats.masked_fill_(ignored, 0.0)
+    return loss, stats
+
+
+def _write_gradient(
+    out, weight, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index
+):  # fmt: skip
+    """The gradient of ``sum(weight * loss)``, weight (rows,), () or None for 1."""
+    for block in row_blocks(student):
+        _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
+        grad = (slopes - q * stats[4, block].unsqueeze(1)) / temperature
+        if weight is not None:
+            grad *= weight[block].unsqueeze(1) if weight.dim() else weight
+        if target is not None:
+            grad.masked_fill_((target[block] == ignore_index).unsqueeze(1), 0.0)
+        out[block] = grad
+
+
+def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
+    """(loss, stats); the gradient goes to ``out``, unless it is None."""
+    divergence, beta, temperature, log_probs, _ = options
+    torch.ops.liger.check_divergence(
+        op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs
+    )
+    loss, stats = _row_losses(student, teacher, target, *options)
+    if out is not None:
+        _write_gradient(out, row_weight, student, teacher, target, stats, *options)
+    if row_weight is not None:
+        loss *= row_weight
+    return loss if per_row else loss.sum(), stats
+
+
+def divergence_forward_torch(student, teacher, target, row_weight, *options):
+    *options, per_row, need_grad = options
+    grad_student = torch.empty_like(student) if need_grad else None
+    results = _forward(
+        "divergence_forward", grad_student, student, teacher, target, row_weight, *options, per_row=per_row
+    )
+    return *results, grad_student if need_grad else student.new_empty(0)
+
+
+def divergence_forward__torch(student, teacher, target, row_weight, *options):
+    *options, per_row = options
+    return _forward(
+        "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
+    )[0]
+
+
+def check_stats(op, student, grad_loss, stats):
+    """Raises RuntimeError where they are not what the forward gives for these rows."""
+    rows, wide = student.shape[0], accumulate_dtype(student.dtype)
+    for name, tensor, shapes, expected in (
+        ("grad_loss", grad_loss, ((), (rows,)), "one value, or one per row of student"),
+        ("stats", stats, ((5, rows),), "5 values per row of student"),
+    ):
+        if tensor.shape not in shapes or tensor.dtype != wide:
+            found, right = (str(d).removeprefix("torch.") for d in (tensor.dtype, wide))
+            raise RuntimeError(
+                f"{op}: {name} has shape {tuple(tensor.shape)} and dtype {found}, expected {right} with {expected}"
+            )
+
+
+def divergence_backward_torch(grad_loss, student, teacher, target, stats, *options):
+    divergence, beta, temperature, log_probs, _ = options
+    op = "divergence_backward"
+    torch.ops.liger.check_divergence(
+        op, student, teacher, target, None, divergence, beta, temperature, log_probs
+    )
+    check_stats(op, student, grad_loss, stats)
+    grad_student = torch.empty_like(student)
+    _write_gradient(grad_student, grad_loss, student, teacher, target, stats, *options)
+    return grad_student
