@@ -34,27 +34,20 @@ inline cudaLaunchConfig_t in_clusters(int blocks, int threads, int shared_bytes,
   return config;
 }
 
+// How many clusters of this launch the device holds at a time, 0 where it holds none. The kernel gets what it
+// needs for that once per device: asking takes longer than a launch.
+int held_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
+                  const DeviceAttributes& device);
+
 // Runs kernel(arguments..., plan) in as many clusters as the device holds at a time, at most one for each
 // row. Shape: PersistentShape. False where it holds none.
 template <typename Shape, typename Plan, typename... Parameters, typename... Arguments>
 bool launch_persistent(const char* op, void (*kernel)(Parameters...), const Plan& plan, int64_t rows,
                        const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
-  allow_shared_memory(op, reinterpret_cast<const void*>(kernel), device.shared_memory_per_block_optin);
   cudaLaunchAttribute cluster{};
   cudaLaunchConfig_t config = in_clusters(plan.blocks, Shape::kThreads,
                                           Shape::shared_bytes(plan.pieces, plan.blocks), stream, cluster);
-  int held = device.multiprocessors * Shape::kResident;
-  if (plan.blocks > kPortableCluster) {
-    // Not every device has such clusters: it may say so by an error, which is none here.
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
-        cudaOccupancyMaxActiveClusters(&held, kernel, &config) != cudaSuccess) {
-      cudaGetLastError();
-      return false;
-    }
-  } else if (plan.blocks > 1) {
-    // Clusters lie in groups of multiprocessors, which they may not fill.
-    check_cuda(cudaOccupancyMaxActiveClusters(&held, kernel, &config), op);
-  }
+  const int held = held_clusters(op, reinterpret_cast<const void*>(kernel), config, device);
   if (held == 0) return false;
   config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(rows, held) * plan.blocks);
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments..., plan), op);

@@ -46,6 +46,7 @@ COPY = "of copy speed"
 GEMMS = "x three GEMMs"
 ROPE = "q(4,32,4096,128) k(4,8,4096,128)"
 HEAD = "fused_linear_ce 16384x4096x128256"
+BATCH = "8x1024x4096x128256"
 # The gradients of that head, which every method returns, and 128 MiB.
 SMALL_MIB = (16384 + 128256) * 4096 * 2 / 2**20 + 128
 
@@ -66,6 +67,8 @@ GOALS = (
     Goal("geglu backward 16384x14336", COPY, 1.00),
     Goal("geglu_packed forward 16384x14336", COPY, 1.00),
     Goal("geglu_packed backward 16384x14336", COPY, 1.00),
+    Goal("layer_norm forward 16384x4096", COPY, 0.95),
+    Goal("layer_norm backward 16384x4096", COPY, 0.90),
     Goal(f"rope forward {ROPE}", COPY, 0.95),
     Goal(f"rope backward {ROPE}", COPY, 0.95),
     Goal("cross_entropy forward and backward 8192x128256", COPY, 0.95),
@@ -77,6 +80,13 @@ GOALS = (
     Goal(HEAD, GEMMS, 1.12, SMALL_MIB),
     Goal(f"{HEAD}, half ignored", GEMMS, 0.55),
     Goal(f"{HEAD}, prompts ignored", GEMMS, 0.55),
+    # 1.15 times one read of both tensors of logits and one write.
+    Goal("divergence forward and backward 8192x128256", COPY, 0.87),
+    Goal(f"dpo {BATCH}", "x four GEMMs", 1.06, 1600),
+    Goal(f"kto {BATCH}", "x four GEMMs", 1.06),
+    Goal(f"orpo {BATCH}", GEMMS, 1.06),
+    Goal(f"simpo {BATCH}", GEMMS, 1.06),
+    Goal(f"grpo {BATCH}", GEMMS, 1.06, 1600),
     Goal("tiled_mlp 131072x4096x12288", f"x {EAGER}", 1.20, 3200),
     *(
         Goal(f"tiled_mlp {tokens}x4096x12288", f"x {EAGER}", bound, no_more_than=EAGER)
