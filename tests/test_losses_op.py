@@ -1,6 +1,7 @@
 """What holds for every loss: one op to compilers, three products or four, work for what is wanted only, bad input."""
 
 import copy
+import itertools
 import pickle
 import re
 from pathlib import Path
@@ -144,13 +145,40 @@ def test_opcheck(device):
     # they lie, and they are outputs that opcheck looks at again.
     advantages = -torch.rand(1, rows, device=device)
     given = [torch.rand(1, rows, device=device), target.view(1, -1) != -100, advantages]
-    for budget in BUDGETS.values():
+    for budget, observed in itertools.product(BUDGETS.values(), (False, True)):
         arguments = (
             hidden.detach().flatten(0, 1).requires_grad_(), weight, target.flatten(), bias, given,
             [torch.tensor(1e-3, device=device)], module._function, ["weight", "mask", "advantages", "of_entropy"], 1,
-            rows, 0.9, -100, 4.0, None, budget, True, True, True, True,
+            rows, 0.9, -100, 4.0, None, budget, True, observed, True, True, True,
         )  # fmt: skip
         torch.library.opcheck(torch.ops.liger_losses.fused_linear_loss_forward.default, arguments)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ["dpo", "grpo with entropy"])
+def test_observed_tokens(device, name, budget):
+    hidden, weight, target, bias = make(device)
+    seen = []
+    make_loss = {
+        "dpo": lambda **options: losses.FusedLinearDPOLoss(use_ref_model=False, **options),
+        "grpo with entropy": lambda **options: losses.FusedLinearGRPOLoss(
+            beta=0.0, entropy_coef=0.1, **options
+        ),
+    }[name]
+    results = []
+    for options in ({}, {"observe": seen.append}):
+        module = make_loss(memory_budget=BUDGETS[budget], **options)
+        leaves = [leaf(hidden), leaf(weight)]
+        loss = call(module, *leaves, target, bias)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    expected = liger.fused_linear_logprobs(
+        hidden, weight, target, bias, return_entropy=True, return_argmax=True
+    )
+    ((logprobs, entropy, argmax),) = seen
+    torch.testing.assert_close(logprobs, expected.logprobs)
+    torch.testing.assert_close(entropy, expected.entropy)
+    assert torch.equal(argmax, expected.argmax) and not (logprobs.requires_grad or entropy.requires_grad)
 
 
 def test_the_second_backward_is_the_first(device):

@@ -94,7 +94,9 @@ def assert_same(ours, theirs, model, dtype):
     assert theirs.requires_grad
     pairs = zip((ours, *model.gradients(ours)), (theirs, *model.gradients(theirs)), strict=True)
     for mine, other in pairs:
-        torch.testing.assert_close(mine, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 10, check_dtype=False)
+        torch.testing.assert_close(
+            mine, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] / 10, check_dtype=False
+        )
 
 
 # --- DPO ----------------------------------------------------------------------------------------------------------
@@ -114,7 +116,9 @@ def test_dpo(loss_type, smoothing, dtype):
         label_smoothing=smoothing, use_weighting=False,
     )  # fmt: skip
     theirs = trainer._compute_loss(model, inputs, False)
-    mine = losses.FusedLinearDPOLoss(loss_type=loss_type, beta=0.3, label_smoothing=smoothing, discopop_tau=0.05)
+    mine = losses.FusedLinearDPOLoss(
+        loss_type=loss_type, beta=0.3, label_smoothing=smoothing, discopop_tau=0.05
+    )
     loss, metrics = mine(
         model.weight, hidden_states(model, inputs), targets(inputs),
         ref_input=hidden_states(reference, inputs), ref_weight=reference.weight,
@@ -196,8 +200,8 @@ GRPO_OPTIONS = {
 @pytest.mark.parametrize("loss_type", losses.policy.GRPO_LOSS_TYPES)
 def test_grpo(loss_type, options, dtype):
     options = {
-        "old": False, "sampler": False, "beta": 0.05, "delta": None, "use_bias_correction_kl": False, "temperature": 1.0,
-        "importance_sampling_level": "token", "entropy_coef": 0.0, **options,
+        "old": False, "sampler": False, "beta": 0.05, "delta": None, "use_bias_correction_kl": False,
+        "temperature": 1.0, "importance_sampling_level": "token", "entropy_coef": 0.0, **options,
     }  # fmt: skip
     model, whole, sequences = Scorer(dtype, 1, options["temperature"]), batch(6), 6
     completion = {"ids": whole["input_ids"][:, 3:], "mask": whole["completion_mask"][:, 3:]}
@@ -215,7 +219,9 @@ def test_grpo(loss_type, options, dtype):
     if options["old"]:
         inputs["old_per_token_logps"] = near[1]
     if options["sampler"]:
-        inputs["importance_sampling_ratio"] = ratio = torch.rand(shape, generator=generator, dtype=dtype) + 0.5
+        inputs["importance_sampling_ratio"] = ratio = (
+            torch.rand(shape, generator=generator, dtype=dtype) + 0.5
+        )
     high = 1.05 if loss_type == "cispo" else 0.15
     same = {
         "loss_type": loss_type, "epsilon_low": 0.1, "epsilon_high": high, "beta": options["beta"],
@@ -246,7 +252,11 @@ def test_grpo(loss_type, options, dtype):
     logged = trainer._metrics["train"]
     if options["beta"] and not options["use_bias_correction_kl"]:
         assert metrics.kl.item() == pytest.approx(logged["kl"][0], rel=1e-4)
-    if loss_type not in ("cispo", "sapo") and same["importance_sampling_level"] == "token" and not options["delta"]:
+    if (
+        loss_type not in ("cispo", "sapo")
+        and same["importance_sampling_level"] == "token"
+        and not options["delta"]
+    ):
         assert metrics.clip_ratio.item() == pytest.approx(logged["clip_ratio/region_mean"][0], abs=1e-6)
 
 
@@ -257,7 +267,10 @@ def paired(chosen, rejected):
     """The batch of ORPO and CPO, where prompts count as labels of nothing."""
     result = {}
     for name, inputs in (("chosen", chosen), ("rejected", rejected)):
-        result[f"{name}_input_ids"], result[f"{name}_attention_mask"] = inputs["input_ids"], inputs["attention_mask"]
+        result[f"{name}_input_ids"], result[f"{name}_attention_mask"] = (
+            inputs["input_ids"],
+            inputs["attention_mask"],
+        )
         result[f"{name}_labels"] = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
     return result
 
@@ -273,7 +286,10 @@ def test_orpo(dtype):
     trainer = trainer_of(ORPOTrainer, model, beta=0.3, is_encoder_decoder=False, padding_value=0)
     theirs, logged = trainer.get_batch_loss_metrics(model, theirs_batch)
     loss, metrics = losses.FusedLinearORPOLoss(beta=0.3)(
-        model.weight, hidden_states(model, inputs), targets(inputs), nll_target=targets(inputs, "attention_mask")
+        model.weight,
+        hidden_states(model, inputs),
+        targets(inputs),
+        nll_target=targets(inputs, "attention_mask"),
     )
     assert_same(loss, theirs, model, dtype)
     assert metrics.nll_loss.item() == pytest.approx(logged["nll_loss"], rel=1e-5)
@@ -282,7 +298,8 @@ def test_orpo(dtype):
 
 @both_dtypes
 @pytest.mark.parametrize("cpo_alpha", [1.0, 0.5, 0.0])
-@pytest.mark.parametrize("loss_type, smoothing", [("sigmoid", 0.0), ("sigmoid", 0.1), ("hinge", 0.0), ("ipo", 0.0), ("simpo", 0.0), ("simpo", 0.1)])  # fmt: skip
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "hinge", "ipo", "simpo"])
 def test_cpo_and_simpo(loss_type, smoothing, cpo_alpha, dtype):
     model, (theirs_batch, inputs) = Scorer(dtype, 1), pairs()
     trainer = trainer_of(

@@ -1,6 +1,6 @@
 """Post-training losses over a linear head whose logits exist only a chunk of tokens at a time (docs/losses.md)."""
 
-from .base import FusedLinearLoss
+from .base import FusedLinearLoss, TokenStatistics
 from .policy import FusedLinearGRPOLoss, FusedLinearPPOLoss, PolicyMetrics
 from .preference import (
     FusedLinearCPOLoss,
@@ -25,4 +25,5 @@ __all__ = [
     "PolicyMetrics",
     "PreferenceLoss",
     "PreferenceMetrics",
+    "TokenStatistics",
 ]

@@ -20,7 +20,7 @@ def _budget(memory_budget):
     return torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
 
 
-def chunks_of(input, head, groups, group_rows, wanted, exact, memory_budget, use_entropy):
+def chunks_of(input, head, groups, group_rows, wanted, exact, memory_budget, use_entropy, observed):
     """The chunks, or None where not even the logits of one group fit the budget."""
     engine = Sm90Chunks.plan(input, head, group_rows, wanted, exact, memory_budget, use_entropy)
     if engine is not None:
@@ -34,7 +34,7 @@ def chunks_of(input, head, groups, group_rows, wanted, exact, memory_budget, use
         return None
     chunks = -(-groups // step)
     return PortableChunks(
-        input, head, groups, group_rows, -(-groups // max(chunks, 1)), wanted, exact, use_entropy
+        input, head, groups, group_rows, -(-groups // max(chunks, 1)), wanted, exact, use_entropy, observed
     )
 
 
@@ -46,21 +46,22 @@ class PortableChunks:
         grad_input: as the input; without elements where it is not wanted.
     """
 
-    def __init__(self, input, head, groups, group_rows, step, wanted, exact, use_entropy):
+    def __init__(self, input, head, groups, group_rows, step, wanted, exact, use_entropy, observed):
         self.slices = [
             slice(i, min(i + step, groups)) for i in range(0, groups if input.shape[0] else 0, max(step, 1))
         ]
-        self._head, self._use_entropy = head, use_entropy
+        self._head, self._asked = head, (use_entropy, observed)
         self._gradients = HeadGradients(input, head.weight, head.bias, wanted, len(self.slices), exact)
         self._memory = self._gradients.new_logits(step * group_rows)
         self.grad_input = self._gradients.input
 
     def read(self, x, target, grad_x):
-        """(log-probabilities, entropies) of the rows x of the next chunk, whose gradient will go to ``grad_x``."""
+        """(log-probabilities, entropies, most probable classes) of the rows x of the next chunk, whose gradient will go
+        to ``grad_x``; without elements where they are not asked for."""
         self._x, self._target, self._grad_x, self._logits = x, target, grad_x, self._memory[: x.shape[0]]
         self._head.write_logits(x, self._logits)
-        self._found = self._head.statistics(self._logits, target, self._use_entropy)
-        return self._found.logprobs, self._found.entropy
+        self._found = self._head.statistics(self._logits, target, *self._asked)
+        return self._found.logprobs, self._found.entropy, self._found.argmax
 
     def add(self, of_logprob, of_entropy):
         """The gradient by what was read: one number per row, or None."""
@@ -101,7 +102,7 @@ class Sm90Chunks:
         self._grad_weight = input.new_empty((panels * _PANEL, hidden) if need_weight else 0)
         self._extra = input.new_empty(panels * panel_bytes, dtype=torch.uint8)
         self._scratch = input.new_empty(max(n[-1] for n in self._numbers_of), dtype=torch.uint8)
-        self._no_entropy = input.new_empty(0, dtype=torch.float32)
+        self._nothing = input.new_empty(0, dtype=torch.float32), input.new_empty(0, dtype=torch.int64)
         self._next = 0
 
     def _rows(self, grad_x):
@@ -124,7 +125,7 @@ class Sm90Chunks:
             self._grad_weight, self._extra, self._rows(grad_x), self._scratch, grad_x,
         )  # fmt: skip
         self._next += 1
-        return torch.ops.liger_sm90.logprobs.default(*self._arguments), self._no_entropy
+        return torch.ops.liger_sm90.logprobs.default(*self._arguments), *self._nothing
 
     def add(self, of_logprob, of_entropy):
         # The kernels know the logits over the temperature only.

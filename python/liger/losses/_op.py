@@ -32,12 +32,14 @@ _OP = "fused_linear_loss"
 _functions = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
 # given: tensors (parts, groups, ...); shared: tensors that every group sees whole; names: theirs, in this order.
+# use_entropy: the function sees the entropies; observed: they and the most probable tokens are returned.
 _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
     " Tensor[] shared, str function, str[] names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
-    " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool need_grad_input,"
-    " bool need_grad_weight, bool need_grad_bias)"
-    " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+    " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool observed,"
+    " bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+    " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor grad_weight,"
+    " Tensor grad_bias)"
 )
 
 
@@ -94,23 +96,27 @@ class _Function:
 
 def _forward(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
-    accum_dtype, memory_budget, use_entropy, need_grad_input, need_grad_weight, need_grad_bias,
+    accum_dtype, memory_budget, use_entropy, observed, need_grad_input, need_grad_weight, need_grad_bias,
 ):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
     wanted = need_grad_input, need_grad_weight, need_grad_bias
+    with_entropy = use_entropy or observed
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
     length = rows // max(parts * groups, 1)
     function = _Function(function, names, given, shared, (parts, groups, length), use_entropy)
     head = Head(weight, bias, temperature, ignore_index, softcap)
     chunks = None
     if any(wanted):
-        chunks = chunks_of(input, head, groups, parts * length, wanted, exact, memory_budget, use_entropy)
+        chunks = chunks_of(
+            input, head, groups, parts * length, wanted, exact, memory_budget, with_entropy, observed
+        )
     if chunks is None:
-        logprobs, entropy, _ = fused_linear_logprobs_forward(
-            input, weight, target, bias, *head[2:], memory_budget, use_entropy, False
+        logprobs, entropy, argmax = fused_linear_logprobs_forward(
+            input, weight, target, bias, *head[2:], memory_budget, with_entropy, observed
         )
         if not any(wanted):
-            return function.value(logprobs, entropy), logprobs, entropy, *(input.new_empty(0) for _ in wanted)
+            loss = function.value(logprobs, entropy)
+            return loss, logprobs, entropy, argmax, *(input.new_empty(0) for _ in wanted)
         loss, of_logprob, of_entropy = function.differentiate(logprobs, entropy, slice(None))
         grads = fused_linear_logprobs_backward(
             of_logprob,
@@ -124,11 +130,12 @@ def _forward(
             memory_budget,
             *wanted,
         )
-        return loss, logprobs, entropy, *grads
+        return loss, logprobs, entropy, argmax, *grads
 
     wide = accumulate_dtype(input.dtype)
     logprobs = input.new_empty(rows, dtype=wide)
-    entropy = input.new_empty(rows if use_entropy else 0, dtype=wide)
+    entropy = input.new_empty(rows if with_entropy else 0, dtype=wide)
+    argmax = target.new_empty(rows if observed else 0, dtype=torch.int64)
     loss = input.new_zeros((), dtype=wide)
     in_order = parts == 1 or len(chunks.slices) <= 1
 
@@ -141,16 +148,18 @@ def _forward(
         place = grad_x = cut(chunks.grad_input, chunk)
         if need_grad_input:
             grad_x = place.flatten(0, 2) if in_order else torch.empty_like(x)
-        found, spread = chunks.read(x, y, grad_x)
+        found, spread, predicted = chunks.read(x, y, grad_x)
         value, of_logprob, of_entropy = function.differentiate(found, spread, chunk)
         chunks.add(of_logprob, of_entropy)
         loss += value
         cut(logprobs, chunk).copy_(found.view(parts, -1, length))
-        if use_entropy:
+        if with_entropy:
             cut(entropy, chunk).copy_(spread.view(parts, -1, length))
+        if observed:
+            cut(argmax, chunk).copy_(predicted.view(parts, -1, length))
         if need_grad_input and not in_order:
             place.copy_(grad_x.view(place.shape))
-    return loss, logprobs, entropy, *chunks.finish()
+    return loss, logprobs, entropy, argmax, *chunks.finish()
 
 
 _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd")
@@ -159,13 +168,14 @@ _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd"
 @torch.library.register_fake("liger_losses::fused_linear_loss_forward")
 def _(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
-    accum_dtype, memory_budget, use_entropy, need_grad_input, need_grad_weight, need_grad_bias,
+    accum_dtype, memory_budget, use_entropy, observed, need_grad_input, need_grad_weight, need_grad_bias,
 ):  # fmt: skip
     wide = accumulate_dtype(input.dtype)
     return (
         input.new_empty((), dtype=wide),
         input.new_empty((input.shape[0],), dtype=wide),
-        input.new_empty((input.shape[0] if use_entropy else 0,), dtype=wide),
+        input.new_empty((input.shape[0] if use_entropy or observed else 0,), dtype=wide),
+        input.new_empty((input.shape[0] if observed else 0,), dtype=torch.int64),
         input.new_empty(input.shape if need_grad_input else (0,)),
         input.new_empty(weight.shape if need_grad_weight else (0,)),
         input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
@@ -193,7 +203,7 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(_OP)
 def _backward(ctx, grad_loss, *_grad_others):
-    result = [None] * 19
+    result = [None] * 20
     result[4:6] = ([None] * length for length in ctx.lists)
     if grad_loss is None:
         return tuple(result)

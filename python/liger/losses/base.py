@@ -1,6 +1,7 @@
 """The base of every loss: what a new one has to say, and how it reaches the op."""
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +14,14 @@ from ._op import fused_linear_loss_forward, register_function
 
 _numbers = itertools.count()
 UNITS = ("token", "sequence", "pair", "batch")
+
+
+class TokenStatistics(NamedTuple):
+    """Of the tokens of a batch, each shaped as its targets, without gradients; 0, 0 and -1 where nothing counts."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    argmax: torch.Tensor
 
 
 class FusedLinearLoss(nn.Module):
@@ -33,21 +42,22 @@ class FusedLinearLoss(nn.Module):
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
         accum_dtype: in which dtype the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes of logits at a time; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
+        observe: None, or a function that every call hands the :class:`TokenStatistics` of its batch, for metrics.
     """
 
     unit = "token"
     uses_entropy = False
 
     def __init__(
-        self, *, ignore_index=-100, temperature=1.0, softcap=None, accum_dtype=None, memory_budget=None
-    ):
+        self, *, ignore_index=-100, temperature=1.0, softcap=None, accum_dtype=None, memory_budget=None, observe=None
+    ):  # fmt: skip
         super().__init__()
         if self.unit not in UNITS:
             raise ValueError(
                 f"{type(self).__name__}: unit is '{self.unit}', expected one of {', '.join(UNITS)}"
             )
         self.ignore_index, self.temperature, self.softcap = ignore_index, float(temperature), softcap
-        self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
+        self.accum_dtype, self.memory_budget, self.observe = accum_dtype, memory_budget, observe
         self._register()
 
     def _register(self):
@@ -169,11 +179,14 @@ class FusedLinearLoss(nn.Module):
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
             given = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in given.items()}
         hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
-        loss, logprobs, entropy, *_ = fused_linear_loss_forward(
+        observed = self.observe is not None
+        loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(given.values()), list(shared.values()), self._function,
             [*given, *shared], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
-            self.memory_budget, self.uses_entropy, *wants_grad(hidden, weight, bias),
+            self.memory_budget, self.uses_entropy, observed, *wants_grad(hidden, weight, bias),
         )  # fmt: skip
+        if observed:
+            self.observe(TokenStatistics(*(t.view(batch.token_shape) for t in (logprobs, entropy, argmax))))
         logprobs = batch.sequences(logprobs.view(batch.token_shape))
         entropy = batch.sequences(entropy.view(batch.token_shape)) if self.uses_entropy else None
         return loss, logprobs, entropy
