@@ -1,0 +1,14 @@
+"""TRL's trainers on the losses of liger: ``liger.trl.patch(trainer)``. docs/trl.md explains."""
+
+import logging
+
+try:
+    from trl.trainer.utils import FusedCausalLMOutput as _  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"liger.trl needs trl 1.16 or later with what it depends on: {error}") from error
+
+from ._patch import patch
+
+__all__ = ["patch"]
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())

@@ -1,0 +1,96 @@
+"""ORPO and CPO, whose trainers of TRL make all logits: their forward is replaced by one with a fused head."""
+
+from torch.nn.functional import pad
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+
+from ..losses import FusedLinearCPOLoss, FusedLinearORPOLoss, FusedLinearSimPOLoss
+from ._adapter import Observed, WithLoss, add_heads, replace
+
+
+def adapt_orpo(trainer):
+    head = _add_head(trainer)
+    loss_of = Observed(FusedLinearORPOLoss, beta=trainer.beta, **head.transform._asdict())
+    # The likelihood is that of prompts, too; the last position has no part in the mean of logits.
+    shape = {"average": True, "with_nll": True, "nll_of_prompts": True, "positions": slice(None, -1)}
+    return _adapt(trainer, ORPOTrainer, loss_of, trainer.padding_value, **shape)
+
+
+def adapt_cpo(trainer):
+    head = _add_head(trainer)
+    average, simpo = trainer.loss_type in ("ipo", "simpo"), trainer.loss_type == "simpo"
+    options = {
+        "beta": trainer.beta, "alpha": trainer.cpo_alpha, "compute_nll_loss": trainer.cpo_alpha != 0,
+        "label_smoothing": trainer.label_smoothing, **head.transform._asdict(),
+    }  # fmt: skip
+    reason = loss_of = None
+    if trainer.alpha != 0.0:
+        reason = f"alpha={trainer.alpha} (AlphaPO)"
+    elif simpo:
+        loss_of = Observed(FusedLinearSimPOLoss, gamma=trainer.simpo_gamma, **options)
+    else:
+        options |= {"loss_type": trainer.loss_type, "average_log_prob": average}
+        loss_of = Observed(FusedLinearCPOLoss, **options)
+    shape = {
+        "average": average, "with_nll": trainer.cpo_alpha != 0, "nll_of_prompts": False, "positions": slice(None),
+    }  # fmt: skip
+    return _adapt(trainer, CPOTrainer, loss_of, trainer.pad_token_id, **shape) or reason
+
+
+def _add_head(trainer):
+    if trainer.is_encoder_decoder:
+        raise ValueError(
+            "liger.trl.patch: the model has an encoder and a decoder, expected a causal language model"
+        )
+    return add_heads(trainer, ("mean_logits",))
+
+
+def _adapt(trainer, cls, loss_of, padding_value, *, average, with_nll, nll_of_prompts, positions):
+    reason = None
+    if type(trainer).get_batch_loss_metrics is not cls.get_batch_loss_metrics:
+        reason, loss_of = f"{type(trainer).__name__} has a loss of its own", None
+    policies = []
+
+    def concatenated_forward(original, model, batch):
+        merged = trainer.concatenated_inputs(
+            batch, padding_value=padding_value, device=trainer.accelerator.device
+        )
+        ids, mask = merged["concatenated_input_ids"], merged["concatenated_attention_mask"]
+        answers = _next(merged["concatenated_labels"])
+        likely = _next(ids.masked_fill(mask == 0, -100)) if nll_of_prompts else answers
+        pairs = batch["chosen_labels"].shape[0]
+
+        def function(hidden, weight, bias, target):
+            # Only where they differ does the loss need both.
+            nll_target = target if nll_of_prompts else None
+            return loss_of(weight, hidden, answers.to(hidden.device), bias, nll_target=nll_target)
+
+        if loss_of is not None:
+            model = WithLoss(model, function)
+            policies.append(model)
+        options = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
+        outputs = model(ids, attention_mask=mask, shift_labels=likely, fused_lm_head=True, **options)
+        kept = answers != -100
+        logps = (outputs.log_probs * kept).sum(-1)
+        logps = logps / kept.sum(-1) if average else logps
+        nll = logps.new_zeros(())
+        if with_nll:
+            nll = -outputs.log_probs[:pairs].sum() / (likely[:pairs] != -100).sum()
+        # Of the logits the trainer logs nothing but the mean.
+        means = outputs.mean_logits[:, positions]
+        found = (logps[:pairs], logps[pairs:], means[:pairs], means[pairs:], nll)
+        return (*found, outputs.aux_loss) if trainer.aux_loss_enabled else found
+
+    def get_batch_loss_metrics(original, *args, **kwargs):
+        theirs, metrics = original(*args, **kwargs)
+        return policies.pop().gradient_for(theirs), metrics
+
+    replace(trainer, "concatenated_forward", concatenated_forward)
+    if loss_of is not None:
+        replace(trainer, "get_batch_loss_metrics", get_batch_loss_metrics)
+    return reason
+
+
+def _next(labels):
+    """What each position is to predict; the last one nothing."""
+    return pad(labels, (0, 1), value=-100)[:, 1:]

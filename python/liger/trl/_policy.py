@@ -1,0 +1,77 @@
+"""GRPO, and RLOO with its own loss on our log-probabilities."""
+
+from torch.nn.functional import pad
+from trl import GRPOTrainer
+
+from ..losses import FusedLinearGRPOLoss, TokenStatistics
+from ..losses.policy import GRPO_LOSS_TYPES
+from ._adapter import Observed, WithLoss, add_heads, replace
+
+# Of these the sum over tokens has a divisor that does not depend on the batch at hand.
+_OVER_ALL_TOKENS = ("cispo", "dapo")
+
+
+def adapt_rloo(trainer):
+    add_heads(trainer, ("entropy",), trainer.temperature)
+    return "RLOO has no loss in liger.losses"
+
+
+def adapt_grpo(trainer):
+    args = trainer.args
+    head = add_heads(trainer, ("entropy",), trainer.temperature, args.cast_lm_head_to_fp32)
+    reason = _why_not_grpo(trainer)
+    if reason is not None:
+        return reason
+    loss_of = Observed(
+        FusedLinearGRPOLoss, loss_type=trainer.loss_type, beta=trainer.beta, epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high, max_completion_length=trainer.max_completion_length,
+        importance_sampling_level=trainer.importance_sampling_level, delta=args.delta,
+        sapo_temperature_pos=args.sapo_temperature_pos, sapo_temperature_neg=args.sapo_temperature_neg,
+        use_bias_correction_kl=args.use_bias_correction_kl, **head.transform._asdict(),
+    )  # fmt: skip
+
+    def compute_loss(original, model, inputs):
+        mask = inputs["completion_mask"]
+        length = mask.shape[1]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        sampler = None
+        if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+            sampler = inputs["importance_sampling_ratio"]
+        training = trainer.model.training
+        steps = trainer.current_gradient_accumulation_steps if training else 1
+        divisor, factor = None, 1.0 / steps
+        if trainer.loss_type in _OVER_ALL_TOKENS:
+            # Of all processes and of all steps between two generations.
+            divisor = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
+            divisor, factor = divisor * (steps / args.steps_per_generation if training else 1.0), 1.0
+
+        def function(hidden, weight, bias, target):
+            # The completion, without the prompt's rows.
+            answer = slice(-length - 1, -1)
+            value, found = loss_of(
+                hidden[:, answer], weight, target[:, answer], mask, inputs["advantages"], bias,
+                inputs.get("ref_per_token_logps"), inputs.get("old_per_token_logps"), vllm_is_ratio=sampler,
+                num_items_in_batch=divisor,
+            )  # fmt: skip
+            return value * factor, TokenStatistics(*(pad(t, (0, 1)) for t in found))
+
+        policy = WithLoss(model, function)
+        return policy.gradient_for(original(policy, inputs))
+
+    replace(trainer, "_compute_loss", compute_loss)
+    return None
+
+
+def _why_not_grpo(trainer):
+    """Why the loss stays TRL's own formula on our log-probabilities, or None."""
+    for name in ("_compute_loss", "_get_per_token_logps_and_entropies"):
+        if getattr(type(trainer), name) is not getattr(GRPOTrainer, name):
+            return f"{type(trainer).__name__} has a {name} of its own"
+    if trainer.loss_type not in GRPO_LOSS_TYPES:
+        return f"loss_type='{trainer.loss_type}'"
+    if trainer.top_entropy_quantile < 1.0:
+        return f"top_entropy_quantile={trainer.top_entropy_quantile}"
+    if trainer.off_policy_mask_threshold is not None:
+        return f"off_policy_mask_threshold={trainer.off_policy_mask_threshold}"
+    return "an entropy bonus" if trainer._entropy_bonus_enabled else None

@@ -1,0 +1,78 @@
+"""SFT: cross entropy without logits, which also yields the entropies and the accuracy that the trainer logs."""
+
+import torch
+from trl import SFTTrainer
+
+from ..losses import FusedLinearLoss, TokenStatistics
+from ..ops.fused_linear_ce import fused_linear_ce
+from ._adapter import Observed, WithLoss, add_heads, replace
+
+
+class _TokenLoss(FusedLinearLoss):
+    """Negative log-likelihood, also where logits are scaled, or that of dynamic fine-tuning (arXiv 2508.05629)."""
+
+    unit = "token"
+
+    def __init__(self, *, dynamic, **options):
+        super().__init__(**options)
+        self.dynamic = dynamic
+
+    def compute(self, logprobs, entropy, *, tokens):
+        return -(logprobs * logprobs.detach().exp() if self.dynamic else logprobs) / tokens
+
+    def forward(self, hidden, weight, target, bias, tokens):
+        loss, logprobs, _ = self.run(self.batch(hidden, target), weight, bias, shared={"tokens": tokens})
+        return loss, logprobs
+
+
+def adapt_sft(trainer):
+    head = add_heads(trainer, ("entropy", "is_top1"))
+    reason = _why_not_sft(trainer)
+    if reason is not None:
+        return reason
+    transform, dynamic = head.transform, trainer.args.loss_type == "dft"
+    loss_of = None
+    if dynamic or transform.temperature != 1.0:
+        loss_of = Observed(_TokenLoss, dynamic=dynamic, **transform._asdict())
+
+    def compute_loss(original, model, inputs, return_outputs=False, num_items_in_batch=None):
+        def function(hidden, weight, bias, target):
+            tokens = (target != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            tokens = torch.as_tensor(tokens, device=hidden.device).clamp(min=1)
+            if loss_of is not None:
+                value, found = loss_of(hidden, weight, target, bias, tokens.float())
+            else:
+                value, found = _cross_entropy(hidden, weight, bias, target, tokens, transform.softcap)
+            if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+                # The number of tokens is that of all processes, over which gradients are averaged.
+                value = value * (trainer.accelerator.num_processes // trainer.get_tp_size())
+            return value, found
+
+        policy = WithLoss(model, function)
+        result = original(policy, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            return policy.gradient_for(result[0]), result[1]
+        return policy.gradient_for(result)
+
+    replace(trainer, "compute_loss", compute_loss)
+    return None
+
+
+def _cross_entropy(hidden, weight, bias, target, tokens, softcap):
+    loss, found = fused_linear_ce(
+        hidden, weight, target, bias, denominator=tokens, softcap=softcap, return_predicted_tokens=True,
+        return_logprobs=True, return_entropy=True,
+    )  # fmt: skip
+    return loss, TokenStatistics(found.logprobs, found.entropy, found.predicted_tokens)
+
+
+def _why_not_sft(trainer):
+    """Why the loss stays that of the trainer on our log-probabilities, or None."""
+    if type(trainer).compute_loss is not SFTTrainer.compute_loss:
+        return f"{type(trainer).__name__} has a loss of its own"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func"
+    if trainer.label_smoother is not None and trainer.args.loss_type == "nll":
+        return f"label_smoothing_factor={trainer.args.label_smoothing_factor}"
+    parallelism = trainer.accelerator.parallelism_config
+    return "sequence parallelism" if parallelism is not None and parallelism.sp_enabled else None
