@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast  # noqa: E402
 WORDS = [f"w{i}" for i in range(tiny_models.VOCAB - 3)]
 OPTIONS = {
     "report_to": [], "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "disable_tqdm": True,
-    "per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "learning_rate": 1e-2,
-    "lr_scheduler_type": "constant", "seed": 3,
+    "per_device_train_batch_size": 4, "max_steps": 2, "logging_steps": 1, "save_strategy": "no", "learning_rate": 0.05,
+    "lr_scheduler_type": "constant", "seed": 3, "optim": "sgd", "max_grad_norm": 0.0,
 }  # fmt: skip
 
 
@@ -60,5 +60,6 @@ def logged(trainer):
     """What a trainer has logged for its steps, without times."""
     skip = ("time", "runtime", "per_second", "epoch", "flos", "step")
     return [
-        {k: v for k, v in entry.items() if not any(s in k for s in skip)} for entry in trainer.state.log_history
+        {k: v for k, v in entry.items() if not any(s in k for s in skip)}
+        for entry in trainer.state.log_history
     ]

@@ -7,7 +7,6 @@ hooks of FSDP2 and ZeRO-3 have gathered it. A head that does not take part (a Lo
 logits as ever, and the loss function computes the loss from them.
 """
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -34,16 +33,6 @@ class _Active(threading.local):
 
 
 _active = _Active()
-
-
-@contextlib.contextmanager
-def active(call):
-    """While it lasts, the patched heads among ``call.heads`` return what ``call.compute`` makes of their input."""
-    before, _active.call = _active.call, call
-    try:
-        yield
-    finally:
-        _active.call = before
 
 
 class _LossCall:
@@ -192,8 +181,11 @@ def _fused_forward(original, recipe):
             call = _LossCall(
                 heads, labels, {n: kwargs[n] for n in _LOSS_KEYWORDS if n in kwargs}, recipe.softcap
             )
-        with active(call):
+        before, _active.call = _active.call, call
+        try:
             output = original.forward(self, *args, **kwargs)
+        finally:
+            _active.call = before
         return _without_logits(output) if skip else output
 
     return forward

@@ -12,21 +12,38 @@ import torch
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..transformers._classes import give_class, patched_class, recipe_of
-from ..transformers._loss import HeadRecipe, active, linear_heads
+from ..distributed import is_dtensor
+from ..transformers._loss import linear_heads
 from ._scores import Scores, Transform, score, top1, with_logit_statistics
 
 
 class _HeadCall:
-    """One call of a head: the patched linear layer finds it, and calls ``compute`` in place of its product."""
+    """One call of a head, whose linear layers return what ``function(hidden, weight, bias)`` makes of their input."""
 
-    def __init__(self, heads, function):
-        self.heads, self.function, self.result = heads, function, None
+    def __init__(self, function):
+        self.function, self.result = function, None
 
-    def compute(self, hidden, weight, bias):
-        self.result = self.function(hidden, weight, bias)
+    def compute(self, linear, hidden):
+        if is_dtensor(linear.weight):
+            return ()
+        self.result = self.function(hidden, linear.weight, linear.bias)
         # Hooks on the head, which gather its weight before the backward, have to see what is differentiated.
         return tuple(t for t in self.result if t is not None and t.requires_grad)
+
+    @contextlib.contextmanager
+    def through(self, linear):
+        """While it lasts, the linear layer computes this. Its hooks run as ever, be they of modules or of accelerate's,
+        which keep the forward under another name."""
+        name = "_old_forward" if "_old_forward" in linear.__dict__ else "forward"
+        before = linear.__dict__.get(name)
+        linear.__dict__[name] = functools.partial(self.compute, linear)
+        try:
+            yield
+        finally:
+            if before is None:
+                del linear.__dict__[name]
+            else:
+                linear.__dict__[name] = before
 
 
 def call_head(head, hidden, function):
@@ -35,13 +52,13 @@ def call_head(head, hidden, function):
     Raises:
         RuntimeError: the head is not a linear layer whose weight is whole.
     """
-    heads = linear_heads(head)
-    for linear in heads:
-        if recipe_of(linear) is None:
-            give_class(linear, patched_class(type(linear), HeadRecipe()))
-    call = _HeadCall(heads, function)
-    with active(call):
-        differentiated = head(hidden)
+    call = _HeadCall(function)
+    linears = linear_heads(head)
+    if linears:
+        with contextlib.ExitStack() as stack:
+            for linear in linears:
+                stack.enter_context(call.through(linear))
+            differentiated = head(hidden)
     if call.result is None:
         raise RuntimeError(
             f"liger.trl: the head is a {type(head).__module__}.{type(head).__qualname__}, expected a torch.nn.Linear "

@@ -59,11 +59,11 @@ def adapt_sft(trainer):
 
 
 def _cross_entropy(hidden, weight, bias, target, tokens, softcap):
-    loss, found = fused_linear_ce(
+    found = fused_linear_ce(
         hidden, weight, target, bias, denominator=tokens, softcap=softcap, return_predicted_tokens=True,
         return_logprobs=True, return_entropy=True,
     )  # fmt: skip
-    return loss, TokenStatistics(found.logprobs, found.entropy, found.predicted_tokens)
+    return found.loss, TokenStatistics(found.logprobs, found.entropy, found.predicted_tokens)
 
 
 def _why_not_sft(trainer):
