@@ -366,6 +366,57 @@ def test_alphapo_keeps_its_own_loss(tmp_path, in_the_head):
     assert not in_the_head
 
 
+# --- GKD ----------------------------------------------------------------------------------------------------------
+
+
+def gkd(folder, student=None, teacher=None, **options):
+    pytest.importorskip("liger.ops.fused_linear_divergence")
+    experimental = pytest.importorskip("trl.experimental.gkd")
+    generator = torch.Generator().manual_seed(4)
+    data = [
+        {
+            "messages": [
+                {"role": role, "content": made.sentence(generator, 2, 6)} for role in ("user", "assistant")
+            ]
+        }
+        for _ in range(8)
+    ]
+    tokenizer = made.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    return experimental.GKDTrainer(
+        student or made.model(), teacher_model=teacher or made.model(0.2),
+        args=experimental.GKDConfig(str(folder), **made.OPTIONS | {"lmbda": 0.0, "max_new_tokens": 4, **options}),
+        train_dataset=made.Dataset.from_list(data), processing_class=tokenizer,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.5},
+        {"beta": 0.0},
+        {"beta": 1.0, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"lmbda": 1.0},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_gkd(tmp_path, options):
+    assert_same_training(lambda: gkd(tmp_path, **options))
+
+
+def test_gkd_of_a_larger_teacher(tmp_path):
+    assert_same_training(
+        lambda: gkd(tmp_path, teacher=tiny_models.make("llama", hidden_size=96, head_dim=24))
+    )
+
+
+def test_gkd_with_a_softcap(tmp_path):
+    family, overrides = HEAD["softcap"]
+    student, teacher = (tiny_models.make(family, **overrides) for _ in range(2))
+    with pytest.raises(ValueError, match=r"logits of the student.*softcap"):
+        liger.trl.patch(gkd(tmp_path, student, teacher))
+
+
 # --- what holds for all -------------------------------------------------------------------------------------------
 
 
