@@ -11,7 +11,7 @@ from trl_trainers import trl
 
 import liger.trl
 from liger.losses import FusedLinearLoss
-from liger.trl import _supervised
+from liger.trl import _scores, _supervised
 
 peft = pytest.importorskip("peft")
 HEAD = {
@@ -156,6 +156,20 @@ def test_dpo_with_adapters(tmp_path, in_the_head, own_adapter, modules_to_save):
     assert_same_training(make, in_the_head)
 
 
+@pytest.mark.parametrize("make", ["dpo", "sft"])
+def test_prompt_tuning(tmp_path, in_the_head, make):
+    """Virtual tokens before those of the batch."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+
+    def trainer():
+        torch.manual_seed(9)
+        if make == "sft":
+            return sft(tmp_path, peft_config=config)
+        return dpo(tmp_path, reference=False, peft_config=config)
+
+    assert_same_training(trainer, in_the_head)
+
+
 def test_evaluation(tmp_path, in_the_head):
     def make():
         return dpo(
@@ -290,7 +304,7 @@ def test_rloo(tmp_path):
 
 
 def sft(folder, data=None, policy=None, **options):
-    others = {"eval_dataset": options.pop("eval_dataset", None)}
+    others = {name: options.pop(name, None) for name in ("eval_dataset", "peft_config")}
     return trl.SFTTrainer(
         made.model() if policy is None else policy, args=trl.SFTConfig(str(folder), **made.OPTIONS | options),
         train_dataset=data or made.rows(8, prompt=(2, 5), completion=(1, 7)), processing_class=made.tokenizer(),
@@ -441,6 +455,67 @@ def test_no_logits_are_made(tmp_path, monkeypatch):
             [trainer.ref_model.lm_head] if getattr(trainer, "ref_model", None) else []
         )
         assert not any(a is b for a, b in itertools.product(made_by, heads))
+
+
+def rows_of_losses(monkeypatch):
+    """The rows of hidden states in the losses of a head and in log-probabilities, in the order of the calls."""
+    seen, run, score = [], FusedLinearLoss.run, _scores.fused_linear_logprobs
+    monkeypatch.setattr(
+        FusedLinearLoss,
+        "run",
+        lambda self, batch, *a, **k: seen.append(len(batch.hidden)) or run(self, batch, *a, **k),
+    )
+    monkeypatch.setattr(
+        _scores,
+        "fused_linear_logprobs",
+        lambda x, *a, **k: seen.append(x[..., 0].numel()) or score(x, *a, **k),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("make", [dpo, kto], ids=lambda make: make.__name__)
+def test_prompts_and_padding_are_left_out(tmp_path, monkeypatch, make):
+    trainer = liger.trl.patch(make(tmp_path))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    longest = batch["completion_mask"].sum(1).max().item()
+    assert longest < batch["completion_mask"].shape[1] - 1
+    seen = rows_of_losses(monkeypatch)
+    trainer._compute_loss(trainer.model, batch, False)
+    assert seen[-1] == len(batch["input_ids"]) * longest
+
+
+def test_left_padding(tmp_path):
+    """Answers that end together, and do not begin where the prompts of others do."""
+    trainers = [paired(tmp_path, name) for name in ("orpo", "cpo") for _ in range(2)]
+    for plain, patched in zip(trainers[::2], map(liger.trl.patch, trainers[1::2]), strict=True):
+        batch = next(iter(plain.get_train_dataloader()))
+        for kind in ("chosen", "rejected"):
+            padding = (batch[f"{kind}_attention_mask"] == 0).sum(1).tolist()
+            assert len(set(padding)) > 1
+            for part in ("input_ids", "attention_mask", "labels"):
+                rows = zip(batch[f"{kind}_{part}"], padding, strict=True)
+                batch[f"{kind}_{part}"] = torch.stack([row.roll(count) for row, count in rows])
+        results = []
+        for trainer in (plain, patched):
+            trainer.model.zero_grad()
+            loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch)
+            loss.backward()
+            results.append([loss.detach(), [p.grad for p in trainer.model.parameters()], metrics])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+def test_prompts_of_samples_are_left_out(tmp_path, monkeypatch, trainer):
+    trainer = sampling(
+        tmp_path,
+        *(getattr(trl, trainer + kind) for kind in ("Trainer", "Config")),
+        temperature=0.7,
+        max_steps=1,
+    )
+    seen = rows_of_losses(monkeypatch)
+    liger.trl.patch(trainer).train()
+    # The reference, then the policy; the hidden state before each token of a completion, and at most one more.
+    assert len(seen) >= 2 and all(rows <= 4 * (6 + 1) for rows in seen)
 
 
 def test_generation_and_plain_calls_are_as_before(tmp_path):

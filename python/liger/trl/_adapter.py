@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import torch
 from transformers.utils import is_peft_available
 
 from ._head import FusedHead
@@ -63,23 +64,45 @@ class Observed:
         return value, self._seen.pop()
 
 
-class WithLoss:
-    """A model, or what wraps it, whose fused calls take their loss from ``function``. ``loss`` is that of the last."""
+class WithKeywords:
+    """A model, or what wraps it, whose fused calls have more keywords."""
 
-    def __init__(self, model, function):
-        self.model, self.function, self.loss = model, function, None
+    def __init__(self, model, **keywords):
+        self.model, self.keywords = model, keywords
 
     def __call__(self, *args, **kwargs):
         if not kwargs.get("fused_lm_head"):
             return self.model(*args, **kwargs)
-        outputs = self.model(*args, liger_loss=self.function, **kwargs)
-        self.loss = outputs.loss
-        return outputs
+        return self.model(*args, **self.keywords, **kwargs)
 
     def __getattr__(self, name):
         return getattr(self.model, name)
+
+
+class WithLoss(WithKeywords):
+    """A model whose fused calls take their loss from ``function``. ``loss`` is that of the last."""
+
+    def __init__(self, model, function):
+        super().__init__(model, liger_loss=function)
+        self.loss = None
+
+    def __call__(self, *args, **kwargs):
+        outputs = super().__call__(*args, **kwargs)
+        if kwargs.get("fused_lm_head"):
+            self.loss = outputs.loss
+        return outputs
 
     def gradient_for(self, theirs):
         """The trainer's loss, which it has computed from scores without gradients, with the gradient of ours. What
         else is in it, such as the loss of a router, keeps its own."""
         return theirs + (self.loss - self.loss.detach())
+
+
+def token_count(target, num_items_in_batch):
+    """The number given, or else that of the targets that count, at least 1, on the device of the targets."""
+    if num_items_in_batch is None:
+        return (target != -100).sum().clamp(min=1)
+    if not isinstance(num_items_in_batch, torch.Tensor):
+        # Unlike a tensor made from the number, this waits for nothing.
+        num_items_in_batch = torch.full((), num_items_in_batch, device=target.device)
+    return num_items_in_batch.to(target.device).clamp(min=1)

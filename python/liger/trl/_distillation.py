@@ -4,7 +4,7 @@ import torch
 
 from ..losses import TokenStatistics
 from ..ops.fused_linear_divergence import fused_linear_jsd
-from ._adapter import add_heads, base_model, replace
+from ._adapter import add_heads, base_model, replace, token_count
 from ._head import FusedHead
 
 # Nothing is logged of tokens.
@@ -28,12 +28,11 @@ def adapt_gkd(trainer):
             made = []
 
             def with_teacher(teacher_hidden, teacher_weight, teacher_bias, _):
-                count = (target != -100).sum() if num_items_in_batch is None else num_items_in_batch
                 with torch.enable_grad():
                     loss = fused_linear_jsd(
                         hidden, weight, teacher_hidden, teacher_weight.detach(), target, bias=bias,
                         teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
-                        denominator=torch.as_tensor(count, device=hidden.device).clamp(min=1), beta=trainer.beta,
+                        denominator=token_count(target, num_items_in_batch), beta=trainer.beta,
                         temperature=student.transform.temperature,
                     )  # fmt: skip
                 made.append(loss)

@@ -74,7 +74,7 @@ class FusedHead:
 
     A fused call with ``liger_loss``, a function of (hidden, weight, bias, target), takes its loss from there: it
     returns the loss, and the :class:`liger.losses.TokenStatistics` of the targets or of their last columns. The scores
-    of such a call have no gradients.
+    of such a call have no gradients. With ``liger_keep`` only so many of the last targets have scores.
 
     Args:
         model: of transformers, with a linear head; not the wrapper of PEFT.
@@ -103,7 +103,8 @@ class FusedHead:
         model.forward = types.MethodType(forward, model)
 
     def run(
-        self, model, *args, labels=None, shift_labels=None, num_items_in_batch=None, liger_loss=None, **kwargs
+        self, model, *args, labels=None, shift_labels=None, num_items_in_batch=None, liger_loss=None,
+        liger_keep=None, **kwargs,
     ):  # fmt: skip
         config = model.config.get_text_config()
         kwargs["use_cache"] = False
@@ -114,6 +115,8 @@ class FusedHead:
         if target is None:
             # The last token predicts nothing. Taking it off would copy all hidden states.
             target = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        if liger_keep is not None:
+            hidden, target = hidden[:, -liger_keep - 1 :], target[:, -liger_keep - 1 :]
         if self.cast_to_float32:
             hidden = hidden.float()
         with torch.autocast(hidden.device.type, enabled=False) if self.cast_to_float32 else _NOTHING:

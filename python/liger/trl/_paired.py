@@ -6,6 +6,7 @@ from trl.experimental.orpo import ORPOTrainer
 
 from ..losses import FusedLinearCPOLoss, FusedLinearORPOLoss, FusedLinearSimPOLoss
 from ._adapter import Observed, WithLoss, add_heads, replace
+from ._answers import Longest, of_answers
 
 
 def adapt_orpo(trainer):
@@ -60,13 +61,13 @@ def _adapt(trainer, cls, loss_of, padding_value, *, average, with_nll, nll_of_pr
         likely = _next(ids.masked_fill(mask == 0, -100)) if nll_of_prompts else answers
         pairs = batch["chosen_labels"].shape[0]
 
-        def function(hidden, weight, bias, target):
+        def function(hidden, weight, bias, target, preferred):
             # Only where they differ does the loss need both.
             nll_target = target if nll_of_prompts else None
-            return loss_of(weight, hidden, answers.to(hidden.device), bias, nll_target=nll_target)
+            return loss_of(weight, hidden, preferred, bias, nll_target=nll_target)
 
         if loss_of is not None:
-            model = WithLoss(model, function)
+            model = WithLoss(model, of_answers(function, Longest(likely != -100), answers))
             policies.append(model)
         options = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
         outputs = model(ids, attention_mask=mask, shift_labels=likely, fused_lm_head=True, **options)

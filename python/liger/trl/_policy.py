@@ -5,20 +5,30 @@ from trl import GRPOTrainer
 
 from ..losses import FusedLinearGRPOLoss, TokenStatistics
 from ..losses.policy import GRPO_LOSS_TYPES
-from ._adapter import Observed, WithLoss, add_heads, replace
+from ._adapter import Observed, WithKeywords, WithLoss, add_heads, replace
 
 # Of these the sum over tokens has a divisor that does not depend on the batch at hand.
 _OVER_ALL_TOKENS = ("cispo", "dapo")
 
 
+def _leave_out_prompts(trainer):
+    def log_probabilities(original, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        model = WithKeywords(model, liger_keep=logits_to_keep)
+        return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+    replace(trainer, "_get_per_token_logps_and_entropies", log_probabilities)
+
+
 def adapt_rloo(trainer):
     add_heads(trainer, ("entropy",), trainer.temperature)
+    _leave_out_prompts(trainer)
     return "RLOO has no loss in liger.losses"
 
 
 def adapt_grpo(trainer):
     args = trainer.args
     head = add_heads(trainer, ("entropy",), trainer.temperature, args.cast_lm_head_to_fp32)
+    _leave_out_prompts(trainer)
     reason = _why_not_grpo(trainer)
     if reason is not None:
         return reason
@@ -47,7 +57,7 @@ def adapt_grpo(trainer):
             divisor, factor = divisor * (steps / args.steps_per_generation if training else 1.0), 1.0
 
         def function(hidden, weight, bias, target):
-            # The completion, without the prompt's rows.
+            # The last hidden state predicts nothing.
             answer = slice(-length - 1, -1)
             value, found = loss_of(
                 hidden[:, answer], weight, target[:, answer], mask, inputs["advantages"], bias,

@@ -7,6 +7,7 @@ from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss
 from ..losses.preference import DPO_LOSS_TYPES
 from ..losses.unpaired import KTO_LOSS_TYPES
 from ._adapter import Observed, WithLoss, add_heads, overriding, replace
+from ._answers import Longest, of_answers
 
 _METRICS = ("entropy", "mean_logits", "is_top1")
 
@@ -34,7 +35,7 @@ def adapt_dpo(trainer):
     )  # fmt: skip
 
     def compute_loss(original, model, inputs, return_outputs):
-        known = {}
+        known, longest = {}, Longest(inputs["completion_mask"][:, 1:])
         if not trainer.precompute_ref_logps:
             pair = trainer.compute_ref_log_probs(_reference(trainer), inputs)
             known = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), pair, strict=True))
@@ -45,7 +46,7 @@ def adapt_dpo(trainer):
             value, found = loss_of(weight, hidden, target, bias, ref_logps=references.to(hidden.device))
             return value * factor, found
 
-        policy = WithLoss(model, function)
+        policy = WithLoss(model, of_answers(function, longest))
         with overriding(trainer, precompute_ref_logps=True):
             result = original(policy, inputs, return_outputs)
         if return_outputs:
@@ -86,6 +87,7 @@ def adapt_kto(trainer):
     def compute_loss(original, model, inputs, return_outputs):
         device = trainer.accelerator.device
         inputs = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
+        longest = Longest(inputs["completion_mask"][:, 1:])
         mismatched = trainer._compute_kl_logps(model, inputs)
         if not trainer.precompute_ref_logps:
             found = trainer.compute_ref_log_probs(_reference(trainer), inputs)
@@ -102,7 +104,7 @@ def adapt_kto(trainer):
                 ref_logps=inputs["ref_logps"].to(hidden.device),
             )  # fmt: skip
 
-        policy = WithLoss(model, function)
+        policy = WithLoss(model, of_answers(function, longest))
         with overriding(trainer, precompute_ref_logps=True, _compute_kl_logps=lambda *_: mismatched):
             result = original(policy, inputs, return_outputs)
         if return_outputs:

@@ -1,11 +1,10 @@
 """SFT: cross entropy without logits, which also yields the entropies and the accuracy that the trainer logs."""
 
-import torch
 from trl import SFTTrainer
 
 from ..losses import FusedLinearLoss, TokenStatistics
 from ..ops.fused_linear_ce import fused_linear_ce
-from ._adapter import Observed, WithLoss, add_heads, replace
+from ._adapter import Observed, WithLoss, add_heads, replace, token_count
 
 
 class _TokenLoss(FusedLinearLoss):
@@ -37,8 +36,7 @@ def adapt_sft(trainer):
 
     def compute_loss(original, model, inputs, return_outputs=False, num_items_in_batch=None):
         def function(hidden, weight, bias, target):
-            tokens = (target != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            tokens = torch.as_tensor(tokens, device=hidden.device).clamp(min=1)
+            tokens = token_count(target, num_items_in_batch)
             if loss_of is not None:
                 value, found = loss_of(hidden, weight, target, bias, tokens.float())
             else:
