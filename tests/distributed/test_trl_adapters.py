@@ -10,57 +10,23 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 import trl_trainers as made
-from trl_trainers import trl
 
 import liger.trl
 
 PER_RANK = 2
-
-
-def model(seed_shift=0.0):
-    return made.model(seed_shift).to(ranks.DEVICE)
-
-
-def options(**others):
-    return made.OPTIONS | {"use_cpu": not ranks.ON_GPU, "per_device_train_batch_size": PER_RANK, **others}
-
-
-# --- trainers, and batches of rows of their data ------------------------------------------------------------------
-
-
-def dpo(folder):
-    return trl.DPOTrainer(
-        model(), ref_model=model(0.05), args=trl.DPOConfig(folder, **options()), train_dataset=made.pairs(),
-        processing_class=made.tokenizer(),
-    )  # fmt: skip
-
-
-def kto(folder):
-    data = made.rows(8, prompt=(2, 5), completion=(1, 7)).add_column("label", [True, False, False, True] * 2)
-    return trl.KTOTrainer(
-        model(), ref_model=model(0.05), args=trl.KTOConfig(folder, **options()), train_dataset=data,
-        processing_class=made.tokenizer(),
-    )  # fmt: skip
+OPTIONS = {"use_cpu": not ranks.ON_GPU, "per_device_train_batch_size": PER_RANK}
 
 
 def grpo(folder):
-    arguments = trl.GRPOConfig(
-        folder, **options(num_generations=2, max_completion_length=6, per_device_train_batch_size=4)
-    )
-    trainer = trl.GRPOTrainer(
-        model(), reward_funcs=lambda completions, **_: [0.0] * len(completions), args=arguments,
-        train_dataset=made.rows(8, prompt=(2, 5)), processing_class=made.tokenizer(),
-    )  # fmt: skip
+    options = OPTIONS | {"per_device_train_batch_size": 2 * PER_RANK, "beta": 0.0}
+    trainer = made.sampling(folder, policy=made.model(), **options)
     # The training loop sets it.
     trainer.current_gradient_accumulation_steps = 1
     return trainer
 
 
-def sft(folder):
-    return trl.SFTTrainer(
-        model(), args=trl.SFTConfig(folder, **options()), processing_class=made.tokenizer(),
-        train_dataset=made.rows(8, prompt=(2, 5), completion=(1, 7)),
-    )  # fmt: skip
+def of(make):
+    return lambda folder: make(folder, **OPTIONS)
 
 
 def collated(trainer, rows):
@@ -98,11 +64,17 @@ def loss_of_texts(trainer, wrapped, rows, share):
     )
 
 
+def loss_of_conversations(trainer, wrapped, rows, share):
+    count = (collated(trainer, range(2 * PER_RANK))["labels"][:, 1:] != -100).sum()
+    return trainer.compute_loss(wrapped, collated(trainer, rows), num_items_in_batch=count * share)
+
+
 CASES = {
-    "dpo": (dpo, loss_of_pairs),
-    "kto": (kto, loss_of_pairs),
+    "dpo": (of(made.dpo), loss_of_pairs),
+    "kto": (of(made.kto), loss_of_pairs),
     "grpo": (grpo, loss_of_samples),
-    "sft": (sft, loss_of_texts),
+    "sft": (of(made.sft), loss_of_texts),
+    "gkd": (of(made.gkd), loss_of_conversations),
 }
 
 
@@ -132,13 +104,14 @@ WAYS = {
 @pytest.mark.parametrize("case", CASES)
 def test_matches_one_process(tmp_path, case, way):
     make, loss_of = CASES[case]
-    plain = make(str(tmp_path))
+    plain = make(tmp_path)
     expected = loss_of(plain, plain.model, list(range(2 * PER_RANK)), 1.0)
     expected.backward()
-    trainer = make(str(tmp_path))
-    if getattr(trainer, "ref_model", None) is not None and way != "ddp":
-        # As in the constructor of the trainer: before the adapter.
-        trainer.ref_model = WAYS[way](trainer.ref_model)
+    trainer = make(tmp_path)
+    for frozen in ("ref_model", "teacher_model"):
+        if getattr(trainer, frozen, None) is not None and way != "ddp":
+            # As in the constructor of the trainer: before the adapter.
+            setattr(trainer, frozen, WAYS[way](getattr(trainer, frozen)))
     liger.trl.patch(trainer)
     wrapped = WAYS[way](trainer.model)
     mine = list(range(ranks.RANK * PER_RANK, (ranks.RANK + 1) * PER_RANK))
@@ -155,10 +128,11 @@ def test_matches_one_process(tmp_path, case, way):
             )
 
 
-@pytest.mark.parametrize("make", [dpo, sft])
-def test_training(tmp_path, make):
+@pytest.mark.parametrize("case", ["dpo", "sft"])
+def test_training(tmp_path, case):
     """The trainer's own loop under DDP, with what accelerate does to the models."""
-    plain, patched = make(str(tmp_path)), liger.trl.patch(make(str(tmp_path)))
+    make, _ = CASES[case]
+    plain, patched = make(tmp_path), liger.trl.patch(make(tmp_path))
     for trainer in (plain, patched):
         torch.manual_seed(0)
         trainer.train()

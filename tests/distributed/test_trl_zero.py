@@ -16,10 +16,10 @@ import liger.trl
 @pytest.mark.parametrize("case", ["dpo", "sft"])
 def test_matches_one_process(tmp_path, case):
     make, loss_of = CASES[case]
-    plain = make(str(tmp_path))
+    plain = make(tmp_path)
     expected = loss_of(plain, plain.model, list(range(2 * PER_RANK)), 1.0)
     expected.backward()
-    trainer, engines = make(str(tmp_path)), []
+    trainer, engines = make(tmp_path), []
     if getattr(trainer, "ref_model", None) is not None:
         # As the constructor of the trainer prepares it where ZeRO-3 is configured.
         config = {

@@ -9,6 +9,7 @@ logger = logging.getLogger("liger.trl")
 # trl.experimental is imported only if a trainer of that name is at hand.
 _ADAPTERS = {
     "GKDTrainer": ("_distillation", "adapt_gkd"),
+    "DistillationTrainer": ("_distillation", "adapt_distillation"),
     "DPOTrainer": ("_preference", "adapt_dpo"),
     "KTOTrainer": ("_preference", "adapt_kto"),
     "GRPOTrainer": ("_policy", "adapt_grpo"),
@@ -27,8 +28,8 @@ def patch(trainer):
     head; otherwise the trainer computes its own loss from log-probabilities made by liger, and the log says why.
 
     Args:
-        trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer or GKDTrainer,
-            or of a class derived from one.
+        trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer, GKDTrainer
+            or DistillationTrainer, or of a class derived from one.
 
     Returns:
         The same trainer; patching it again changes nothing.

@@ -1,0 +1,279 @@
+"""liger.trl.patch: GRPO, RLOO, SFT, GKD and distillation, trained with it and without; what holds for all trainers."""
+
+import itertools
+import logging
+
+import pytest
+import tiny_models
+import torch
+import trl_trainers as made
+from trl_trainers import trl
+
+import liger.trl
+from liger.losses import FusedLinearLoss
+from liger.trl import _scores
+
+peft = pytest.importorskip("peft")
+
+
+# --- GRPO, RLOO ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+def test_grpo(tmp_path, loss_type):
+    """Two passes over each batch: from the second on the policy is another than the one that sampled."""
+
+    def make():
+        return made.sampling(tmp_path, loss_type=loss_type, num_iterations=2, epsilon=0.01, max_steps=4)
+
+    made.assert_same_training(make)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.0, "temperature": 0.7},
+        {"importance_sampling_level": "sequence", "num_iterations": 2},
+        {"gradient_accumulation_steps": 2, "delta": 1.5},
+        {"cast_lm_head_to_fp32": True},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_grpo_with(tmp_path, options):
+    made.assert_same_training(lambda: made.sampling(tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"entropy_coef": 0.05}, {"top_entropy_quantile": 0.5}, {"loss_type": "vespo"}],
+    ids=lambda options: ",".join(options),
+)
+def test_grpo_that_keeps_its_own_loss(tmp_path, options):
+    made.assert_same_training(lambda: made.sampling(tmp_path, **options), in_the_head=False)
+
+
+def test_rloo(tmp_path):
+    made.assert_same_training(
+        lambda: made.sampling(tmp_path, trl.RLOOTrainer, trl.RLOOConfig), in_the_head=False
+    )
+
+
+# --- SFT ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss_type": "dft"},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"padding_free": True, "max_length": None},
+        {"packing": True, "max_length": 16},
+        {"eval_strategy": "steps", "eval_steps": 1},
+    ],
+    ids=lambda options: ",".join(options) or "plain",
+)
+def test_sft(tmp_path, options):
+    def make():
+        data = made.rows(12, text=(3, 9)) if "packing" in options else None
+        others = (
+            {"eval_dataset": made.rows(5, prompt=(2, 5), completion=(1, 7))}
+            if "eval_steps" in options
+            else {}
+        )
+        return made.sft(tmp_path, data, **options, **others)
+
+    entry = made.logged(made.assert_same_training(make))[0]
+    assert entry["entropy"] > 0 and "mean_token_accuracy" in entry
+
+
+@pytest.mark.parametrize("kind", made.HEADS)
+def test_sft_heads(tmp_path, kind):
+    family, overrides = made.HEADS[kind]
+    made.assert_same_training(lambda: made.sft(tmp_path, policy=tiny_models.make(family, **overrides)))
+
+
+def test_sft_with_label_smoothing_keeps_its_own_loss(tmp_path):
+    made.assert_same_training(lambda: made.sft(tmp_path, label_smoothing_factor=0.1), in_the_head=False)
+
+
+# --- GKD ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.5},
+        {"beta": 0.0},
+        {"beta": 1.0, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
+        {"lmbda": 1.0},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_gkd(tmp_path, options):
+    made.assert_same_training(lambda: made.gkd(tmp_path, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"beta": 0.5}, {"beta": 1.0, "temperature": 0.7}, {"beta": 0.0, "gradient_accumulation_steps": 2}],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
+)
+def test_distillation(tmp_path, options):
+    assert (
+        "entropy" in made.logged(made.assert_same_training(lambda: made.distillation(tmp_path, **options)))[0]
+    )
+
+
+def test_gkd_of_a_larger_teacher(tmp_path):
+    made.assert_same_training(
+        lambda: made.gkd(tmp_path, teacher=tiny_models.make("llama", hidden_size=96, head_dim=24))
+    )
+
+
+def test_gkd_with_a_softcap(tmp_path):
+    family, overrides = made.HEADS["softcap"]
+    student, teacher = (tiny_models.make(family, **overrides) for _ in range(2))
+    with pytest.raises(ValueError, match=r"logits of the student.*softcap"):
+        liger.trl.patch(made.gkd(tmp_path, student, teacher))
+
+
+# --- what holds for all -------------------------------------------------------------------------------------------
+
+
+def test_no_logits_are_made(tmp_path, monkeypatch):
+    """The linear layer of a head is never run, be it the policy's or the reference's."""
+    made_by = []
+    trainers = [
+        made.dpo(tmp_path),
+        made.kto(tmp_path),
+        made.sft(tmp_path),
+        made.paired(tmp_path, "orpo"),
+        made.paired(tmp_path, "cpo"),
+    ]
+    monkeypatch.setattr(
+        torch.nn.Linear,
+        "forward",
+        lambda self, x: made_by.append(self) or torch.nn.functional.linear(x, self.weight),
+    )
+    for trainer in map(liger.trl.patch, trainers):
+        trainer.train()
+        heads = [trainer.model.lm_head] + (
+            [trainer.ref_model.lm_head] if getattr(trainer, "ref_model", None) else []
+        )
+        assert not any(a is b for a, b in itertools.product(made_by, heads))
+
+
+def rows_of_losses(monkeypatch):
+    """The rows of hidden states in the losses of a head and in log-probabilities, in the order of the calls."""
+    seen, run, score = [], FusedLinearLoss.run, _scores.fused_linear_logprobs
+    monkeypatch.setattr(
+        FusedLinearLoss,
+        "run",
+        lambda self, batch, *a, **k: seen.append(len(batch.hidden)) or run(self, batch, *a, **k),
+    )
+    monkeypatch.setattr(
+        _scores,
+        "fused_linear_logprobs",
+        lambda x, *a, **k: seen.append(x[..., 0].numel()) or score(x, *a, **k),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("make", [made.dpo, made.kto], ids=lambda make: make.__name__)
+def test_prompts_and_padding_are_left_out(tmp_path, monkeypatch, make):
+    trainer = liger.trl.patch(make(tmp_path))
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    longest = batch["completion_mask"].sum(1).max().item()
+    assert longest < batch["completion_mask"].shape[1] - 1
+    seen = rows_of_losses(monkeypatch)
+    trainer._compute_loss(trainer.model, batch, False)
+    assert seen[-1] == len(batch["input_ids"]) * longest
+
+
+def test_left_padding(tmp_path):
+    """Answers that end together, and do not begin where the prompts of others do."""
+    trainers = [made.paired(tmp_path, name) for name in ("orpo", "cpo") for _ in range(2)]
+    for plain, patched in zip(trainers[::2], map(liger.trl.patch, trainers[1::2]), strict=True):
+        batch = next(iter(plain.get_train_dataloader()))
+        for kind in ("chosen", "rejected"):
+            padding = (batch[f"{kind}_attention_mask"] == 0).sum(1).tolist()
+            assert len(set(padding)) > 1
+            for part in ("input_ids", "attention_mask", "labels"):
+                rows = zip(batch[f"{kind}_{part}"], padding, strict=True)
+                batch[f"{kind}_{part}"] = torch.stack([row.roll(count) for row, count in rows])
+        results = []
+        for trainer in (plain, patched):
+            trainer.model.zero_grad()
+            loss, metrics = trainer.get_batch_loss_metrics(trainer.model, batch)
+            loss.backward()
+            results.append([loss.detach(), [p.grad for p in trainer.model.parameters()], metrics])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+def test_prompts_of_samples_are_left_out(tmp_path, monkeypatch, trainer):
+    trainer = made.sampling(
+        tmp_path,
+        *(getattr(trl, trainer + kind) for kind in ("Trainer", "Config")),
+        temperature=0.7,
+        max_steps=1,
+    )
+    seen = rows_of_losses(monkeypatch)
+    liger.trl.patch(trainer).train()
+    # The reference, then the policy; the hidden state before each token of a completion, and at most one more.
+    assert len(seen) >= 2 and all(rows <= 4 * (6 + 1) for rows in seen)
+
+
+def test_generation_and_plain_calls_are_as_before(tmp_path):
+    trainer = made.dpo(tmp_path)
+    inputs = tiny_models.batch()
+    before = trainer.model(**inputs)
+    tokens = trainer.model.generate(inputs["input_ids"][:1], max_new_tokens=3, do_sample=False)
+    liger.trl.patch(trainer)
+    after = trainer.model(**inputs)
+    assert torch.equal(after.logits, before.logits) and torch.equal(after.loss, before.loss)
+    assert torch.equal(
+        trainer.model.generate(inputs["input_ids"][:1], max_new_tokens=3, do_sample=False), tokens
+    )
+
+
+def test_patching_again_changes_nothing(tmp_path):
+    trainer = liger.trl.patch(made.sft(tmp_path))
+    loss, forward = trainer.compute_loss, trainer.model.forward
+    assert liger.trl.patch(trainer) is trainer
+    assert (trainer.compute_loss, trainer.model.forward) == (loss, forward)
+
+
+def test_a_subclass_with_a_loss_of_its_own_keeps_it(tmp_path, caplog):
+    class Doubled(trl.DPOTrainer):
+        def _compute_loss(self, model, inputs, return_outputs):
+            return 2 * super()._compute_loss(model, inputs, return_outputs)
+
+    plain = made.dpo(tmp_path)
+    batch = next(iter(plain.get_train_dataloader()))
+    expected = 2 * plain._compute_loss(plain.model, batch, False)
+    trainer = made.dpo(tmp_path)
+    trainer.__class__ = Doubled
+    with caplog.at_level(logging.INFO, logger="liger.trl"):
+        liger.trl.patch(trainer)
+    loss = trainer._compute_loss(trainer.model, batch, False)
+    torch.testing.assert_close(loss, expected)
+    assert "Doubled has a loss of its own" in caplog.text
+
+
+def test_unknown_trainer():
+    with pytest.raises(
+        TypeError, match=r"liger\.trl\.patch was given a dict, expected a trainer of TRL: .*DPOTrainer"
+    ):
+        liger.trl.patch({})
+
+
+def test_head_with_an_adapter(tmp_path):
+    """TRL refuses it for most trainers; ORPO's would lose the adapter."""
+    trainer = made.paired(tmp_path, "orpo")
+    trainer.model.lm_head = peft.get_peft_model(
+        torch.nn.Sequential(trainer.model.lm_head), peft.LoraConfig(target_modules=["0"])
+    ).base_model.model[0]
+    with pytest.raises(RuntimeError, match=r"the head is a peft.*expected a torch.nn.Linear"):
+        liger.trl.patch(trainer).train()
