@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import subprocess
+import sys
 
 import pytest
 import tiny_models
@@ -260,6 +262,29 @@ def test_a_subclass_with_a_loss_of_its_own_keeps_it(tmp_path, caplog):
     loss = trainer._compute_loss(trainer.model, batch, False)
     torch.testing.assert_close(loss, expected)
     assert "Doubled has a loss of its own" in caplog.text
+
+
+def test_without_trl():
+    code = "import sys; sys.modules['trl'] = None; import liger.trl"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ImportError: liger.trl needs trl 1.16 or later with what it depends on" in done.stderr
+
+
+def test_an_encoder_and_a_decoder(tmp_path):
+    trainer = made.paired(tmp_path, "cpo")
+    trainer.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="has an encoder and a decoder, expected a causal language model"):
+        liger.trl.patch(trainer)
+
+
+def test_scale_of_logits_that_is_none(tmp_path):
+    trainer = made.sft(tmp_path)
+    trainer.model.config.logit_scale = 0.0
+    with pytest.raises(
+        ValueError, match=r"the logits of llama are scaled by 0\.0, expected a positive number"
+    ):
+        liger.trl.patch(trainer)
 
 
 def test_unknown_trainer():
