@@ -50,7 +50,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
       " -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def(
-      "group_norm_backward(Tensor grad_y, Tensor x, int num_groups, Tensor? weight, Tensor? bias, Tensor mean,"
+      "group_norm_backward(Tensor grad_y, Tensor x, int num_groups, Tensor? weight, Tensor? bias, Tensor "
+      "mean,"
       " Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias)"
       " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
