@@ -187,6 +187,25 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   return reduced(op, losses, per_row);
 }
 
+std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const Tensor& teacher,
+                                                  const Tensor& target,
+                                                  const std::optional<Tensor>& row_weight,
+                                                  const std::string& divergence, double beta,
+                                                  double cross_entropy, int64_t ignore_index) {
+  constexpr const char* op = "divergence_ce_forward_";
+  check(op, student, teacher, target, row_weight, divergence, beta, 1.0, false);
+  const DeviceGuard guard(student.get_device_index());
+  const int64_t rows = student.size(0);
+  const Tensor losses = empty({rows}, ScalarType::Float, student);
+  const Tensor stats = empty({5, rows}, ScalarType::Float, student);
+  Call call(rows_to_overwrite(op, student), teacher, target, row_weight, beta, 1.0, false, ignore_index);
+  call.problem.cross_entropy = static_cast<float>(cross_entropy);
+  run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
+           call.student.tensor.mutable_data_ptr(), call.student.rows.stride);
+  write_back(student, call.student);
+  return {losses, stats};
+}
+
 void check_for_backward(const char* op, const Tensor& student, const Tensor& grad_loss, const Tensor& stats) {
   const int64_t rows = student.size(0);
   const auto describe = [](const Tensor& tensor) {
@@ -225,6 +244,7 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
 STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
   m.impl("divergence_forward", TORCH_BOX(&divergence_forward));
   m.impl("divergence_forward_", TORCH_BOX(&divergence_forward_));
+  m.impl("divergence_ce_forward_", TORCH_BOX(&divergence_ce_forward_));
   m.impl("divergence_backward", TORCH_BOX(&divergence_backward));
 }
 

@@ -208,6 +208,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
+  // divergence_forward_ at temperature 1, with cross_entropy times the cross entropy of the target in the
+  // gradient, but not in the losses (N,)
+  m.def(
+      "divergence_ce_forward_(Tensor(a!) student, Tensor teacher, Tensor target, Tensor? row_weight, str "
+      "divergence, float beta, float cross_entropy, int ignore_index) -> (Tensor loss, Tensor stats)");
   // The gradient of sum(grad_loss * loss of the row) in the student, grad_loss (N,) or ()
   m.def(
       "divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, "
@@ -226,14 +231,20 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? "
       "denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str "
       "reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
-  // input (N, H), row_weight (N,) or (): loss is sum(row_weight * loss of the row), or each of them with
-  // per_row. The gradients are those of the sum.
+  // input (N, H), row_weight (N,) or (): loss is the sum of soft_loss and hard_loss, or of each row with
+  // per_row. Those (N,) are the two terms of a row: row_weight and soft times its divergence from the teacher,
+  // row_weight and hard times the cross entropy of its target; empty where soft or hard is 0. Divergences are
+  // those of divergence_forward, "cosine" (1 minus that of the logits), and of a teacher that is given as
+  // log-probabilities (N, k) of the classes teacher_indices, "topk_tail" (all others are one class) and "topk"
+  // (renormalised). The gradients are those of the sum.
   m.def(
       "fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
-      " Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta,"
-      " float temperature, int ignore_index, bool per_row, ScalarType? accum_dtype, int? memory_budget, bool "
-      "need_grad_input, bool need_grad_weight, bool need_grad_bias)"
-      " -> (Tensor loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+      " Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str "
+      "divergence, float beta, float temperature, float soft, float hard, int ignore_index, bool per_row, "
+      "ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool "
+      "need_grad_bias)"
+      " -> (Tensor loss, Tensor soft_loss, Tensor hard_loss, Tensor grad_input, Tensor grad_weight, Tensor "
+      "grad_bias)");
   // input (N, H), target (N,): log-probabilities of the targets under softmax((input @ weight.T + bias) /
   // temperature), with the softcap before the temperature; those of ignored rows are 0
   m.def(
@@ -301,8 +312,9 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "divergence, float beta, float temperature, bool log_probs) -> ()");
   m.def(
       "check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
-      " Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta,"
-      " float temperature, ScalarType? accum_dtype, int? memory_budget) -> ()");
+      " Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str "
+      "divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? "
+      "memory_budget) -> ()");
 
   // LIGER_MEMORY_BUDGET in bytes, else 512 MiB
   m.def("default_memory_budget() -> int");

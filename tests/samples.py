@@ -371,6 +371,14 @@ def _divergence_forward_(d):
     ]
 
 
+def _divergence_ce_forward_(d):
+    return [
+        (student, teacher, target, weight, divergence, beta, 0.7, ignore_index)
+        for student, teacher, target, weight, divergence, beta, *_, ignore_index, _ in _divergence_forward_(d)
+        if target is not None
+    ]
+
+
 def _divergence_forward(d):
     return [(*arguments, need_grad) for arguments in _divergence_forward_(d) for need_grad in (False, True)]
 
@@ -426,12 +434,17 @@ def _fused_linear_divergence_of(option):
 def _fused_linear_divergence_forward(d):
     tensors, (target, row_weight) = _linear_pair(d), (_target(d, 6, 11), torch.rand(6, device=d))
     every, biases = (True, True, True), torch.randn(2, 11, device=d).unbind()
-    small = (None, 2 * 48 * 4)  # two rows of two slabs
+    small = (None, 3 * 48 * 4)  # two rows of the student and one of the teacher
+    logits, (logp, indices) = _float(d, 6, 11), _float(d, 6, 11).log_softmax(-1).topk(3)
     return [
-        (*tensors, *(None,) * 4, "jsd", 0.5, 1.0, -100, False, None, None, True, True, False),
-        (*tensors, target, *biases, row_weight, "jsd", 0.1, 2.0, -100, False, *small, *every),
-        (*tensors, target, *biases, row_weight, "tvd", 0.1, 2.0, -100, True, *small, False, False, False),
-        (*tensors[:2], _float(d, 6, 11), *(None,) * 5, "forward_kl", 0.5, 1.0, -100, False, *small, False, True, True),
+        (*tensors, *(None,) * 5, "jsd", 0.5, 1.0, 1.0, 0.0, -100, False, None, None, True, True, False),
+        (*tensors, None, target, *biases, row_weight, "jsd", 0.1, 2.0, 0.7, 0.3, -100, False, *small, *every),
+        (*tensors, None, target, *biases, row_weight, "tvd", 0.1, 2.0, 1.0, 0.0, -100, True, *small, *(False,) * 3),
+        (*tensors[:2], logits, *(None,) * 6, "forward_kl", 0.5, 1.0, 1.0, 0.0, -100, False, *small, False, True, True),
+        (*tensors, None, target, None, None, row_weight, "cosine", 0.5, 1.0, 1.0, 2.0, -100, False, *small, *every),
+        (*tensors[:2], logp, None, indices, target, biases[0], None, row_weight, "topk_tail", 0.5, 1.0, 1.0, 2.0, -100,
+         False, *small, *every),
+        (*tensors, None, target, *biases, None, "jsd", 0.5, 1.0, 0.0, 1.0, -100, False, *small, *every),
     ]  # fmt: skip
 
 
@@ -509,6 +522,7 @@ SAMPLES = {
     "tvd": _divergence_of(),
     "divergence_forward": _divergence_forward,
     "divergence_forward_": _divergence_forward_,
+    "divergence_ce_forward_": _divergence_ce_forward_,
     "divergence_backward": _divergence_backward,
     "fused_linear_kl_div": _fused_linear_divergence_of(True),
     "fused_linear_jsd": _fused_linear_divergence_of(0.3),
@@ -532,7 +546,7 @@ SAMPLES = {
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
     "check_divergence": lambda d: [("jsd", *arguments[:-2]) for arguments in _divergence_forward_(d)],
     "check_fused_linear_divergence": lambda d: [
-        (*arguments[:11], *arguments[13:15]) for arguments in _fused_linear_divergence_forward(d)
+        (*arguments[:14], *arguments[16:18]) for arguments in _fused_linear_divergence_forward(d)
     ],
     "default_memory_budget": lambda d: [()],
     "check_cross_entropy": lambda d: [("cross_entropy", *arguments) for arguments in _on_logits(d)],

@@ -141,27 +141,49 @@ def test_micro_batches_add_up(device):
 def test_no_product_for_what_is_frozen(device, leaf, monkeypatch):
     """One gradient at a time is the one of all, and of the others nothing is computed."""
     tensors, made = make(device), []
-    original = module._Gradients.__init__
+    original = module.HeadGradients.__init__
 
     def spy(self, *arguments):
         original(self, *arguments)
         made.append([g.numel() > 0 for g in (self.input, self.weight, self.bias)])
 
-    monkeypatch.setattr(module._Gradients, "__init__", spy)
+    monkeypatch.setattr(module.HeadGradients, "__init__", spy)
     every = with_gradients(lambda t: fused("kl", t), tensors)
     alone = with_gradients(lambda t: fused("kl", t), tensors, leaves=(leaf,))
     torch.testing.assert_close(alone[1], every[1 + LEAVES.index(leaf)])
     assert made == [[True] * 3, [leaf == other for other in LEAVES]]
 
 
-def test_logits_never_exist_for_all_rows(device, monkeypatch):
-    tensors, seen = make(device), []
+def test_logits_fit_the_budget(device, monkeypatch):
+    """Those of a chunk of the student with those of a part of it of the teacher; each row is multiplied once."""
+    tensors, seen = make(device), {}
     write = module.write_linear
-    monkeypatch.setattr(
-        module, "write_linear", lambda x, w, b, out: (seen.append(tuple(out.shape)), write(x, w, b, out))
-    )
+
+    def spy(x, weight, bias, out):
+        seen.setdefault(id(weight), []).append(out.shape[0])
+        write(x, weight, bias, out)
+
+    monkeypatch.setattr(module, "write_linear", spy)
     fused("kl", tensors, memory_budget=budget(torch.float32))
-    assert max(rows for rows, _ in seen) <= 4 and sum(rows for rows, _ in seen) == 2 * ROWS
+    student, teacher = (seen[id(tensors[name])] for name in ("weight", "teacher_weight"))
+    assert sum(student) == sum(teacher) == ROWS
+    assert max(student) + max(teacher) <= 8 and max(student) > max(teacher)
+
+
+@pytest.mark.parametrize("apart", [0, 1, 2])
+@pytest.mark.parametrize("exact", [False, True], ids=["16-bit sum", "float32 sum"])
+@pytest.mark.parametrize("rows", [100, 1500, 8192, 50000])
+def test_chunks_of_large_heads(rows, exact, apart):
+    """Chunks and their parts fit the budget, or the memory of the weight's gradient where the sum is elsewhere."""
+    x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (rows, 128256))
+    chunk, chunks, part = module._plan(x, weight, True, exact, None, apart)
+    assert chunk * (chunks - 1) < rows <= chunk * chunks and 1 <= part <= chunk
+    room = weight.numel() if exact and chunks > 1 else (512 << 20) // 2
+    single = exact and chunks == 1
+    assert single or (chunk + apart * part) * weight.shape[0] <= room
+    # Fewer chunks than if the teacher had as much room as the student, and parts of whole tiles.
+    assert chunks <= -(-rows // (room // weight.shape[0] // (1 + apart)))
+    assert part == chunk or part % 128 == 0
 
 
 def test_no_rows(device):

@@ -70,34 +70,38 @@ def _normaliser(high, total, inverse_temperature):
 
 @triton.jit
 def _write_gradient(
-    student_row, teacher_row, out_row, n_cols, live, upstream, high_s, sum_s, high_t, sum_t, taken, beta,
-    inverse_temperature,
+    student_row, teacher_row, out_row, n_cols, live, upstream, high_s, sum_s, high_t, sum_t, taken, target,
+    cross_entropy, beta, inverse_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """``cross_entropy * (softmax - onehot)`` is added to the gradient before the factor ``upstream``."""
     lanes = tl.arange(0, BLOCK)
+    taken -= cross_entropy
     for start in range(0, n_cols, BLOCK):
         mask = start + lanes < n_cols
         s = tl.load(student_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
         t = tl.load(teacher_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
         log_q, log_p = (s - high_s) * inverse_temperature - sum_s, (t - high_t) * inverse_temperature - sum_t
         _, slope, q = _terms(log_p, log_q, beta, KIND)
-        grad = tl.where(live, upstream * (slope - q * taken), 0.0)
+        onehot = tl.where(start + lanes == target, cross_entropy, 0.0)
+        grad = tl.where(live, upstream * (slope - q * taken - onehot), 0.0)
         tl.store(out_row + start + lanes, grad.to(out_row.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def forward_kernel(
     student_ptr, student_stride, teacher_ptr, teacher_stride, target_ptr, weight_ptr, loss_ptr, stats_ptr, out_ptr,
-    out_stride, n_rows, n_cols, ignore_index, beta, inverse_temperature,
+    out_stride, n_rows, n_cols, ignore_index, cross_entropy, beta, inverse_temperature,
     KIND: tl.constexpr, LOG_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With ``out_ptr`` the gradient too, perhaps over the student: one more read of both rows, in part from L2."""
     row = tl.program_id(0).to(tl.int64)
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
     lanes = tl.arange(0, BLOCK)
-    live = True
+    live, target = True, -1
     if target_ptr is not None:
-        live = tl.load(target_ptr + row) != ignore_index
+        target = tl.load(target_ptr + row)
+        live = target != ignore_index
     loss, taken = 0.0, 0.0
     high_s, sum_s, high_t, sum_t = 0.0, 0.0, 0.0, 0.0
     if live:
@@ -133,7 +137,7 @@ def forward_kernel(
     if out_ptr is not None:
         _write_gradient(
             student_row, teacher_row, out_ptr + row * out_stride, n_cols, live, weight * inverse_temperature,
-            high_s, sum_s, high_t, sum_t, taken, beta, inverse_temperature, KIND, BLOCK,
+            high_s, sum_s, high_t, sum_t, taken, target, cross_entropy, beta, inverse_temperature, KIND, BLOCK,
         )  # fmt: skip
     count = tl.cast(n_rows, tl.int64)
     tl.store(loss_ptr + row, loss * weight)
@@ -162,7 +166,7 @@ def backward_kernel(
         live = tl.load(target_ptr + row) != ignore_index
     _write_gradient(
         student_row, teacher_row, out_ptr + row * out_stride, n_cols, live, upstream, high_s, sum_s, high_t, sum_t,
-        taken, beta, inverse_temperature, KIND, BLOCK,
+        taken, -1, 0.0, beta, inverse_temperature, KIND, BLOCK,
     )  # fmt: skip
 
 
@@ -196,7 +200,7 @@ def _of_rows(values, n_rows):
     return None if values is None else dense_vector(values.expand(n_rows))
 
 
-def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
+def _forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy=0.0):
     """(loss, stats); the gradient goes to ``out``, unless it is None."""
     divergence, beta, temperature, log_probs, ignore_index = options
     _check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs)
@@ -208,7 +212,8 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
         with on_device_of(student):
             forward_kernel[(n_rows,)](
                 *inputs, dense_vector(target), _of_rows(row_weight, n_rows), loss, stats, written, out_stride, n_rows,
-                n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], log_probs, **_block(n_cols),
+                n_cols, ignore_index, float(cross_entropy), beta, 1.0 / temperature, _KINDS[divergence], log_probs,
+                **_block(n_cols),
             )  # fmt: skip
         if out is not None:
             write_back(out, written)
@@ -229,6 +234,15 @@ def divergence_forward_(student, teacher, target, row_weight, *options):
     return _forward(
         "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
     )[0]
+
+
+def divergence_ce_forward_(
+    student, teacher, target, row_weight, divergence, beta, cross_entropy, ignore_index
+):
+    return _forward(
+        "divergence_ce_forward_", student, student, teacher, target, row_weight, divergence, beta, 1.0, False,
+        ignore_index, per_row=True, cross_entropy=cross_entropy,
+    )  # fmt: skip
 
 
 def divergence_backward(grad_loss, student, teacher, target, stats, *options):

@@ -146,11 +146,16 @@ void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, i
           "', expected 'mean', 'sum' or 'none'");
 }
 
+bool is_divergence(const std::string& name) {
+  return name == "forward_kl" || name == "reverse_kl" || name == "jsd" || name == "tvd";
+}
+
+bool is_topk(const std::string& name) {
+  return name == "topk_tail" || name == "topk";
+}
+
 void check_divergence_options(const std::string& op, const Tensor& like, const std::optional<Tensor>& target,
-                              const std::string& divergence, double beta, double temperature) {
-  require(
-      divergence == "forward_kl" || divergence == "reverse_kl" || divergence == "jsd" || divergence == "tvd",
-      op, ": divergence is '", divergence, "', expected 'forward_kl', 'reverse_kl', 'jsd' or 'tvd'");
+                              double beta, double temperature) {
   require(beta >= 0.0 && beta <= 1.0, op, ": beta is ", beta, ", expected a value between 0 and 1");
   require(temperature > 0.0, op, ": temperature is ", temperature, ", expected a positive value");
   if (target) {
@@ -159,6 +164,19 @@ void check_divergence_options(const std::string& op, const Tensor& like, const s
     check_vector(op, "target", *target, like.size(0), "one value per row");
     check_same_device(op, "target", *target, "the rows", like);
   }
+}
+
+void check_topk_teacher(const std::string& op, const Tensor& input, const Tensor& teacher,
+                        const std::optional<Tensor>& indices) {
+  check_floating(op, "teacher", teacher);
+  require(teacher.size(1) > 0, op, ": teacher has shape ", shape_text(teacher),
+          ", expected (rows, k) log-probabilities of at least one class");
+  require(indices.has_value(), op, ": no teacher_indices, expected the classes of the log-probabilities");
+  check_same_device(op, "teacher", teacher, "input", input);
+  check_same_shape(op, "teacher_indices", *indices, "teacher", teacher);
+  check_same_device(op, "teacher_indices", *indices, "input", input);
+  require(indices->scalar_type() == ScalarType::Long || indices->scalar_type() == ScalarType::Int, op,
+          ": teacher_indices has dtype ", dtype_name(indices->scalar_type()), ", expected int64 or int32");
 }
 
 }  // namespace
@@ -352,7 +370,9 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
   check_same_shape(op, "teacher", teacher, "student", student);
   check_same_dtype(op, "teacher", teacher, "student", student);
   check_same_device(op, "teacher", teacher, "student", student);
-  check_divergence_options(op, student, target, divergence, beta, temperature);
+  require(is_divergence(divergence), op, ": divergence is '", divergence,
+          "', expected 'forward_kl', 'reverse_kl', 'jsd' or 'tvd'");
+  check_divergence_options(op, student, target, beta, temperature);
   if (row_weight) {
     if (row_weight->dim() > 0) {
       check_vector(op, "row_weight", *row_weight, student.size(0), "one value per row");
@@ -369,12 +389,21 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
 
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
                                    const std::optional<Tensor>& teacher_weight,
+                                   const std::optional<Tensor>& teacher_indices,
                                    const std::optional<Tensor>& target, const std::optional<Tensor>& bias,
                                    const std::optional<Tensor>& teacher_bias,
                                    const std::optional<Tensor>& row_weight, const std::string& divergence,
-                                   double beta, double temperature, std::optional<ScalarType> accum_dtype,
+                                   double beta, double temperature, double soft, double hard,
+                                   std::optional<ScalarType> accum_dtype,
                                    std::optional<int64_t> memory_budget) {
-  const std::string op = "fused_linear_" + (divergence == "jsd" ? divergence : std::string("kl_div"));
+  const bool kl = divergence == "forward_kl" || divergence == "reverse_kl", topk = is_topk(divergence);
+  const std::string op = "fused_linear_" + (kl ? std::string("kl_div") : topk ? "topk" : divergence);
+  require(is_divergence(divergence) || topk || divergence == "cosine", op, ": divergence is '", divergence,
+          "', expected 'forward_kl', 'reverse_kl', 'jsd', 'tvd', 'cosine', 'topk_tail' or 'topk'");
+  require(soft >= 0.0 && hard >= 0.0 && soft + hard > 0.0, op, ": soft is ", soft, " and hard is ", hard,
+          ", expected factors that are not negative, and not both 0");
+  require(hard == 0.0 || target.has_value(), op,
+          ": no target, expected one for the cross entropy, as hard is ", hard);
   require(input.dim() == 2, op, ": input has shape ", shape_text(input), ", expected (rows, hidden)");
   require(weight.dim() == 2 && weight.size(1) == input.size(1), op, ": weight has shape ", shape_text(weight),
           ", expected (vocab, hidden) with the hidden size of input, ", input.size(1));
@@ -383,7 +412,12 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
   check_floating(op, "input", input);
   require(teacher.dim() == 2 && teacher.size(0) == input.size(0), op, ": teacher has shape ",
           shape_text(teacher), ", expected as many rows as input, ", input.size(0));
-  if (teacher_weight) {
+  require(topk || !teacher_indices, op, ": teacher_indices was given with divergence '", divergence, "'");
+  if (topk) {
+    check_topk_teacher(op, input, teacher, teacher_indices);
+    require(!teacher_weight && !teacher_bias, op,
+            ": teacher_weight or teacher_bias was given with log-probabilities");
+  } else if (teacher_weight) {
     require(teacher_weight->dim() == 2 && teacher_weight->size(0) == vocab &&
                 teacher_weight->size(1) == teacher.size(1),
             op, ": teacher_weight has shape ", shape_text(*teacher_weight), ", expected (", vocab, ", ",
@@ -402,11 +436,11 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
     check_same_device(op, name, *tensor, "input", input);
   };
   check_like_input("weight", weight);
-  check_like_input("teacher", teacher);
+  if (!topk) check_like_input("teacher", teacher);
   check_like_input("teacher_weight", teacher_weight);
   check_like_input("bias", bias);
   check_like_input("teacher_bias", teacher_bias);
-  check_divergence_options(op, input, target, divergence, beta, temperature);
+  check_divergence_options(op, input, target, beta, temperature);
   if (row_weight) {
     if (row_weight->dim() > 0) {
       check_vector(op, "row_weight", *row_weight, input.size(0), "one value per row");

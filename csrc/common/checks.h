@@ -66,10 +66,12 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
                       const std::string& divergence, double beta, double temperature, bool log_probs);
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
                                    const std::optional<Tensor>& teacher_weight,
+                                   const std::optional<Tensor>& teacher_indices,
                                    const std::optional<Tensor>& target, const std::optional<Tensor>& bias,
                                    const std::optional<Tensor>& teacher_bias,
                                    const std::optional<Tensor>& row_weight, const std::string& divergence,
-                                   double beta, double temperature, std::optional<ScalarType> accum_dtype,
+                                   double beta, double temperature, double soft, double hard,
+                                   std::optional<ScalarType> accum_dtype,
                                    std::optional<int64_t> memory_budget);
 
 }  // namespace liger

@@ -68,6 +68,9 @@ struct Problem {
   float beta, inverse_temperature;
   float exp2_scale;  // log2(e) / temperature
   bool log_probs;
+  // Times the gradient of the cross entropy of the target that of a row gets; not 0 at temperature 1 alone,
+  // where that is softmax - onehot of the same softmax.
+  float cross_entropy;
 };
 
 // One value per row, or the same for all, with a stride of 0; null for 1.
@@ -222,7 +225,8 @@ __global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const R
   const auto stat = [&](int i) { return r.stats[i * p.rows + row]; };
   const Normaliser of_student{stat(0), stat(1), p.inverse_temperature};
   const Normaliser of_teacher{stat(2), stat(3), p.inverse_temperature};
-  const float slope = stat(4), upstream = r.weights[row] * p.inverse_temperature;
+  const float slope = stat(4) - p.cross_entropy, upstream = r.weights[row] * p.inverse_temperature;
+  const int64_t target = p.cross_entropy == 0.0f ? -1 : p.targets[row];
   over_rows<T, kAligned>(row_at<T>(p.student, p.student_stride, row),
                          row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
                          [&](int column, const auto& s, const auto& t) {
@@ -231,7 +235,8 @@ __global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const R
 #pragma unroll
                            for (int i = 0; i < N; ++i) {
                              const Class c = class_at(s[i], t[i], of_student, of_teacher);
-                             grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope);
+                             const float taken = column + i == target ? p.cross_entropy : 0.0f;
+                             grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope - taken);
                            }
                            store(out + column, pack<T>(grad));
                          });

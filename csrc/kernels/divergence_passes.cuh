@@ -231,6 +231,7 @@ struct Outcome {
 //   kTerms    whether a second pass adds terms()
 //   kKeeps    whether terms() replaces the logits of the teacher by what the gradient needs instead
 //   outcome   from what the passes have added; weight is that of the row, over the temperature
+//   add       so many exponentials of the student to the gradient of each class
 //   gradient  of a vector of logits; teacher may be what was kept
 template <typename Rule>
 struct Passes;
@@ -244,6 +245,7 @@ struct Passes<ForwardKl> {
     return {kLn2 * (k.cross * k.teacher_factor + k.log_ratio), -1.0f, weight * k.student_factor,
             -weight * k.teacher_factor, 0.0f};
   }
+  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.a += exponentials; }
   template <int N>
   static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const Known& k,
                                                   const Outcome& o) {
@@ -264,6 +266,7 @@ struct Passes<ReverseKl> {
     const float mean = k.cross * k.student_factor, loss = kLn2 * (mean - k.log_ratio);
     return {loss, loss + 1.0f, weight * k.student_factor * kLn2, mean, 0.0f};
   }
+  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
   template <int N>
   static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const Known& k,
                                                   const Outcome& o) {
@@ -272,7 +275,7 @@ struct Passes<ReverseKl> {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float of_s = ce::exp2_fast(s[i]);
-      s[i] = of_s == 0.0f ? 0.0f : (of_s * o.a) * ((s[i] - t[i]) - o.b);
+      s[i] = of_s == 0.0f ? 0.0f : of_s * fmaf(o.a, (s[i] - t[i]) - o.b, o.c);
     }
   }
 };
@@ -304,6 +307,9 @@ struct Passes<Tvd> {
     const float slope = 0.5f * k.student_factor * sums.slope, factor = weight * k.student_factor;
     return {0.5f * k.student_factor * sums.value, slope, factor * (0.5f - slope), factor * (-0.5f - slope),
             -factor * slope};
+  }
+  static __device__ __forceinline__ void add(Outcome& o, float exponentials) {
+    o.a += exponentials, o.b += exponentials, o.c += exponentials;
   }
   template <int N>
   static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const Known& k,
@@ -347,13 +353,14 @@ struct Passes<Jsd> {
     return {kLn2 * k.student_factor * sums.value, factor * mean, weight * factor * k.student_factor, mean,
             0.0f};
   }
+  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
   template <int N>
   static __device__ __forceinline__ void gradient(float (&s)[N], float (&l)[N], const Known& k,
                                                   const Outcome& o) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float of_s = ce::exp2_fast(fmaf(s[i], k.scale, -k.student_from));
-      s[i] = (of_s * o.a) * (l[i] - o.b);
+      s[i] = of_s * fmaf(o.a, l[i] - o.b, o.c);
     }
   }
 };

@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   __syncwarp();
   if (plan.blocks > 1) cluster_arrive_relaxed();
   int64_t row = blockIdx.x / plan.blocks;
-  int64_t y_next = target_of(row + row_step);
-  Slice<T> now = slice_of(row, target_of(row));
+  int64_t y_now = target_of(row), y_next = target_of(row + row_step);
+  Slice<T> now = slice_of(row, y_now);
   if (now.live) load_all(now, row);
   __syncwarp();
   if (plan.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
@@ -163,12 +163,16 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
         swap_slots();
       }
 
-      const Outcome outcome = P::outcome(known, sums, p.beta, weight * p.inverse_temperature);
+      Outcome outcome = P::outcome(known, sums, p.beta, weight * p.inverse_temperature);
       if (rank == 0 && threadIdx.x == 0) {
         write_results(p, r, row, weight * outcome.loss, of_student, of_teacher, outcome.slope);
       }
+      const float at_target = weight * p.cross_entropy;
+      P::add(outcome, at_target * known.student_factor);
+      const int target = at_target == 0.0f ? -1 : static_cast<int>(y_now);
       if (at_edge >= 0) {
         P::gradient(edge_s, edge_t, known, outcome);
+        if (at_edge == target) edge_s[0] -= at_target;
         out[at_edge] = from_float<T>(edge_s[0]);
       }
       if (next.live) load_rest(next, row_next);
@@ -192,6 +196,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
               unpack(load<T, N>(part + kTensor), t);
             }
             P::gradient(s, t, known, outcome);
+            // A negative difference is a large one.
+            if (static_cast<unsigned>(target - column) < static_cast<unsigned>(N)) {
+#pragma unroll
+              for (int i = 0; i < N; ++i) s[i] -= column + i == target ? at_target : 0.0f;
+            }
             const Vec<T, N> d = pack<T>(s);
             aligned ? store_streaming(out + column, d) : ce::store_elements(out + column, d);
           }
@@ -210,6 +219,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       }
     }
     now = next;
+    y_now = y_next;
     y_next = y_after;
   }
 #endif

@@ -1,4 +1,9 @@
-"""Post-training losses over the LM head, forward and backward, against the GEMMs that they cannot do without."""
+"""Post-training losses over the LM head, forward and backward, against the GEMMs that they cannot do without.
+
+Distillation among them: its teacher, a second head, is the reference of the others.
+"""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +68,15 @@ def _grpo(t):
     return (BETA * (gap.exp() - gap - 1) - gain).mean()
 
 
+def _jsd(t):
+    log_q = F.log_softmax((t["x"] @ t["weight"].T).float(), -1)
+    with torch.no_grad():
+        log_p = F.log_softmax((t["ref_x"] @ t["ref_weight"].T).float(), -1)
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    distance = 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1)
+    return 0.5 * distance.mean() + 0.5 * F.nll_loss(log_q.flatten(0, 1), t["target"].flatten())
+
+
 # --- the losses -----------------------------------------------------------------------------------------------------
 
 _REFERENCE = ("ref_x", "ref_weight")
@@ -86,6 +100,11 @@ def _call_dpo(module, t):
     return _call_pairs(module, t, _REFERENCE)
 
 
+def _call_jsd(module, t):
+    x, teacher = (t[name].flatten(0, 1) for name in ("x", "ref_x"))
+    return module(x, t["weight"], teacher, t["ref_weight"], t["target"].flatten())
+
+
 _CLIP = {"beta": BETA, "epsilon_low": EPSILON, "epsilon_high": EPSILON, "loss_type": "bnpo"}
 # name: (plain torch, name of the class, its options, how it is called, GEMMs)
 LOSSES = {
@@ -94,6 +113,7 @@ LOSSES = {
     "simpo": (_simpo, "FusedLinearSimPOLoss", {"beta": BETA, "gamma": GAMMA}, _call_pairs, 3),
     "kto": (_kto, "FusedLinearKTOLoss", {"beta": BETA}, _call_kto, 4),
     "grpo": (_grpo, "FusedLinearGRPOLoss", _CLIP, _call_grpo, 3),
+    "jsd": (_jsd, "FusedLinearJSDLoss", {"beta": 0.5}, _call_jsd, 4),
 }
 
 
@@ -151,7 +171,9 @@ def _row(options, name, sequences, length, hidden, vocabulary):
             "target": targets(options, sequences * length, vocabulary, "").view(sequences, length),
         }
         if gemms == 4:
-            made["ref_x"] = x + normal(options, sequences, length, hidden, std=0.01)
+            # A teacher knows more than a reference, which the student began as.
+            apart = 0.5 if name == "jsd" else 0.01
+            made["ref_x"] = x + normal(options, sequences, length, hidden, std=apart)
             made["ref_weight"] = made["weight"].clone()
         if name == "kto":
             made["labels"] = torch.arange(sequences, device=x.device) % 2 == 0

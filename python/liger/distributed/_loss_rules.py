@@ -131,6 +131,14 @@ def _divergence_(call):
     return _divergence_loss(call, call.run(), tokens, student.shape[0])
 
 
+def _divergence_ce_(call):
+    student, tokens = call["student"], _tokens_of(call["student"])
+    call.place(tokens, "student", "teacher", "target")
+    _place_of_rows(call, "row_weight", tokens)
+    (loss, stats), rows = call.run(), student.shape[0]
+    return call.wrap(loss, tokens, (rows,)), call.wrap(stats, where_sharded(tokens, Shard(1)), (5, rows))
+
+
 def _divergence_loss(call, loss, tokens, rows):
     if call["per_row"]:
         return call.wrap(loss, tokens, (rows,))
@@ -148,14 +156,18 @@ def _divergence_backward(call):
 def _fused_linear_divergence(call):
     rows, hidden = call["input"].shape
     tokens = _tokens_of(call["input"])
-    call.place(tokens, "input", "teacher", "target")
+    call.place(tokens, "input", "teacher", "teacher_indices", "target")
     _place_of_rows(call, "row_weight", tokens)
     call.place(call.replicated, "weight", "teacher_weight", "bias", "teacher_bias")
-    loss, grad_input, *sums = call.run()
-    partial = where_sharded(tokens, Partial())
+    loss, *of_rows, grad_input, grad_weight, grad_bias = call.run()
+    sums, partial = (grad_weight, grad_bias), where_sharded(tokens, Partial())
     needed = call["need_grad_weight"], call["need_grad_bias"] and call["bias"] is not None
     return (
         call.wrap(loss, tokens, (rows,)) if call["per_row"] else call.wrap(loss, partial),
+        *(
+            call.wrap(local, tokens, (rows,)) if call[factor] else call.unasked(local)
+            for factor, local in zip(("soft", "hard"), of_rows, strict=True)
+        ),
         call.wrap(grad_input, tokens, (rows, hidden))
         if call["need_grad_input"]
         else call.unasked(grad_input),
@@ -199,6 +211,7 @@ LOSS_RULES = {
     "check_divergence": _check_divergence,
     "divergence_forward": _divergence,
     "divergence_forward_": _divergence_,
+    "divergence_ce_forward_": _divergence_ce_,
     "divergence_backward": _divergence_backward,
     "fused_linear_divergence_forward": _fused_linear_divergence,
     "fused_linear_logprobs_forward": _logprobs,

@@ -80,12 +80,19 @@ def _row_losses(student, teacher, target, divergence, beta, temperature, log_pro
 
 
 def _write_gradient(
-    out, weight, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index
+    out, weight, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index,
+    cross_entropy=0.0,
 ):  # fmt: skip
-    """The gradient of ``sum(weight * loss)``, weight (rows,), () or None for 1."""
+    """The gradient of ``sum(weight * loss)``, weight (rows,), () or None for 1.
+
+    At temperature 1 with ``cross_entropy`` times the cross entropy of the target in the loss.
+    """
     for block in row_blocks(student):
         _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
-        grad = (slopes - q * stats[4, block].unsqueeze(1)) / temperature
+        grad = (slopes - q * (stats[4, block] - cross_entropy).unsqueeze(1)) / temperature
+        if cross_entropy:
+            column = torch.where(target[block] == ignore_index, 0, target[block].long()).unsqueeze(1)
+            grad.scatter_(1, column, grad.gather(1, column) - cross_entropy)
         if weight is not None:
             grad *= weight[block].unsqueeze(1) if weight.dim() else weight
         if target is not None:
@@ -93,7 +100,7 @@ def _write_gradient(
         out[block] = grad
 
 
-def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
+def _forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy=0.0):
     """(loss, stats); the gradient goes to ``out``, unless it is None."""
     divergence, beta, temperature, log_probs, _ = options
     torch.ops.liger.check_divergence(
@@ -101,7 +108,7 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row):
     )
     loss, stats = _row_losses(student, teacher, target, *options)
     if out is not None:
-        _write_gradient(out, row_weight, student, teacher, target, stats, *options)
+        _write_gradient(out, row_weight, student, teacher, target, stats, *options, cross_entropy)
     if row_weight is not None:
         loss *= row_weight
     return loss if per_row else loss.sum(), stats
@@ -121,6 +128,15 @@ def divergence_forward__torch(student, teacher, target, row_weight, *options):
     return _forward(
         "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
     )[0]
+
+
+def divergence_ce_forward__torch(
+    student, teacher, target, row_weight, divergence, beta, cross_entropy, ignore_index
+):
+    return _forward(
+        "divergence_ce_forward_", student, student, teacher, target, row_weight, divergence, beta, 1.0, False,
+        ignore_index, per_row=True, cross_entropy=cross_entropy,
+    )  # fmt: skip
 
 
 def check_stats(op, student, grad_loss, stats):

@@ -18,6 +18,7 @@ from ._autograd import (
 )
 from ._divergence_torch import (
     divergence_backward_torch,
+    divergence_ce_forward__torch,
     divergence_forward__torch,
     divergence_forward_torch,
 )
@@ -30,6 +31,7 @@ register_family(
     {
         "divergence_forward": divergence_forward_torch,
         "divergence_forward_": divergence_forward__torch,
+        "divergence_ce_forward_": divergence_ce_forward__torch,
         "divergence_backward": divergence_backward_torch,
     },
     "liger.triton_kernels.divergence",
@@ -56,6 +58,13 @@ def _(student, *rest):
 @torch.library.register_fake("liger::divergence_forward_")
 def _(student, *rest):
     return _fake_loss(student, rest[-1])
+
+
+@torch.library.register_fake("liger::divergence_ce_forward_")
+def _(student, *rest):
+    return _fake_loss(student, True), student.new_empty(
+        (5, student.shape[0]), dtype=accumulate_dtype(student.dtype)
+    )
 
 
 @torch.library.register_fake("liger::divergence_backward")
@@ -105,6 +114,7 @@ def _backward(ctx, grad_loss, *_grad_others):
 
 _forward_op = differentiable(torch.ops.liger.divergence_forward.default, _setup, _backward)
 divergence_forward_ = forbid_autograd("divergence_forward_")
+divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 
 
 # --- composites ---------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """Divergences between the outputs of two linear layers whose logits exist only a chunk of rows at a time.
 
-The loop is the same on every device: products of torch around the row ops of :mod:`.divergence`. Two slabs hold the
-logits of a chunk, those of the student become their gradient in place. docs/divergence.md defines every term.
+The loop is the same on every device: products of torch around the row ops. The logits of a chunk of the student become
+their gradient in place; those of the teacher, which nothing needs afterwards, exist for a part of the chunk at a time,
+so that most of the budget is for the student: fewer sums of the weight's gradient. Cross entropy of the same logits can
+be a part of the loss. docs/divergence.md defines every term.
 """
 
 import torch
@@ -10,89 +12,89 @@ from ..backend import register_portable
 from ..distributed import unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
-from ._products import product, write_linear
+from ._distillation_rows import RowWeights, Targets, Terms, distil_rows
+from ._linear_chunks import HeadGradients, row_chunks
+from ._products import write_linear
 from .cross_entropy import denominator_tensor, refuse_gradients
-from .divergence import divergence_forward_, flatten_pair, of_beta, row_weights
+from .divergence import flatten_pair, of_beta, row_weights
 from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
 # --- kernel -------------------------------------------------------------------------------------------------------
 
+# Parts of a chunk, each with logits of the teacher (or a gradient apart) beside the chunk's of the student.
+_PARTS = 3
+# Rows of a tile of the products.
+_TILE = 128
 
-class _Gradients:
-    """The gradients of a call, chunk by chunk; one that is not needed stays empty."""
 
-    def __init__(self, input, weight, bias, accumulator, need_input, need_weight, need_bias):
-        self.source, self.head = input, weight
-        self.input = input.new_empty(input.shape if need_input else 0)
-        self.weight = input.new_empty(weight.shape if need_weight else 0)
-        self.sum = torch.empty_like(self.weight, dtype=torch.float32) if accumulator else self.weight
-        need_bias = need_bias and bias is not None
-        wide = accumulate_dtype(input.dtype)
-        self.bias = input.new_zeros(weight.shape[0] if need_bias else 0, dtype=wide)
-        self.needed = need_input, need_weight, need_bias
+def _plan(input, weight, need_grad_weight, exact, memory_budget, apart):
+    """(rows of a chunk, chunks, rows of a part). ``apart`` counts the logits that a part has beside the student's."""
+    rows, hidden = input.shape
+    vocab, size = weight.shape[0], input.element_size()
+    budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
 
-    def add(self, rows, dlogits):
-        need_input, need_weight, need_bias = self.needed
-        if need_input:
-            torch.mm(dlogits, self.head, out=self.input[rows])
-        if need_weight:
-            product(dlogits.t(), self.source[rows], self.sum, add=rows.start > 0)
-        if need_bias:
-            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+    def for_student(amount):
+        return max(amount * _PARTS // (_PARTS + apart), 1)
 
-    def finish(self):
-        if self.source.shape[0] == 0:
-            self.sum.zero_()
-        if self.sum is not self.weight:
-            self.weight.copy_(self.sum)
-        return self.input, self.weight, self.bias.to(self.weight.dtype)
+    # Where logits lie in the memory of the weight's gradient, its hidden size is what limits them.
+    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
+        rows, for_student(hidden), vocab, size, need_grad_weight, exact, for_student(budget)
+    )
+    if apart == 0:
+        return chunk_rows, chunks, chunk_rows
+    line = -(-vocab * size // 16) * 16
+    part = max(chunk_rows // _PARTS, (budget // line - chunk_rows) // apart, 1)
+    part = part // _TILE * _TILE or part
+    if part < chunk_rows:
+        # Parts of one size, in whole tiles if there is room for one.
+        even = -(-chunk_rows // -(-chunk_rows // part))
+        part = min(-(-even // _TILE) * _TILE, part)
+    return chunk_rows, chunks, min(part, chunk_rows)
 
 
 def fused_linear_divergence_forward_kernel(
-    input, weight, teacher, teacher_weight, target, bias, teacher_bias, row_weight, divergence, beta, temperature,
-    ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
+    input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
+    temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
+    need_grad_bias,
 ):  # fmt: skip
     torch.ops.liger.check_fused_linear_divergence(
-        input, weight, teacher, teacher_weight, target, bias, teacher_bias, row_weight, divergence, beta, temperature,
-        accum_dtype, memory_budget,
+        input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
+        beta, temperature, soft, hard, accum_dtype, memory_budget,
     )  # fmt: skip
-    (rows, hidden), vocab, wide = input.shape, weight.shape[0], accumulate_dtype(input.dtype)
-    budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
-    slabs = 1 if teacher_weight is None else 2
-    chunk_rows, _, _, accumulator = torch.ops.liger.plan_chunks(
-        rows, hidden, vocab, input.element_size(), need_grad_weight, accum_dtype in (None, torch.float32),
-        max(budget // slabs, 1),
-    )  # fmt: skip
-    gradients = _Gradients(
-        input, weight, bias, accumulator, need_grad_input, need_grad_weight, need_grad_bias
+    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+    terms = Terms(divergence, beta, temperature, soft, hard, ignore_index)
+    wanted, exact = (need_grad_input, need_grad_weight, need_grad_bias), accum_dtype in (None, torch.float32)
+    of_teacher = bool(soft) and teacher_weight is not None
+    chunk_rows, chunks, part_rows = _plan(
+        input, weight, need_grad_weight, exact, memory_budget, of_teacher + terms.hard_apart
     )
+    gradients = HeadGradients(input, weight, bias, wanted, chunks, exact)
+    memory = gradients.new_logits(chunk_rows + (part_rows if of_teacher else 0))
     row_weight = input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)
-    row_weight = row_weight.expand(rows)
-    losses = input.new_empty(rows, dtype=wide)
-    # Rows of logits begin at multiples of 16 bytes.
-    per_line = 16 // input.element_size()
-    stride = -(-vocab // per_line) * per_line
-    memory = input.new_empty(slabs, chunk_rows, stride)[..., :vocab]
-    forward = torch.ops.liger.divergence_forward.default
-    for start in range(0, rows, max(chunk_rows, 1)):
-        chunk = slice(start, min(start + chunk_rows, rows))
-        count = chunk.stop - start
-        logits = memory[0, :count]
+    weights = RowWeights((row_weight * soft).expand(rows), (row_weight * hard).expand(rows))
+    targets = Targets.of_rows(input, target, ignore_index)
+    losses = [input.new_empty(rows if factor else 0, dtype=wide) for factor in (soft, hard)]
+    for chunk in row_chunks(rows, chunk_rows):
+        logits = memory[: chunk.stop - chunk.start]
         write_linear(input[chunk], weight, bias, logits)
-        if teacher_weight is None:
-            of_teacher = teacher[chunk]
-        else:
-            of_teacher = memory[1, :count]
-            write_linear(teacher[chunk], teacher_weight, teacher_bias, of_teacher)
-        of_rows = None if target is None else target[chunk]
-        options = (of_rows, row_weight[chunk], divergence, beta, temperature, False, ignore_index, True)
-        if any(gradients.needed):
-            losses[chunk] = divergence_forward_(logits, of_teacher, *options)
-            gradients.add(chunk, logits)
-        else:
-            losses[chunk] = forward(logits, of_teacher, *options, False)[0]
-    return losses if per_row else losses.sum(), *gradients.finish()
+        for part in row_chunks(logits.shape[0], part_rows):
+            here = slice(chunk.start + part.start, chunk.start + part.stop)
+            known = teacher[here]
+            if of_teacher:
+                known = memory[chunk_rows:][: part.stop - part.start]
+                write_linear(teacher[here], teacher_weight, teacher_bias, known)
+            found = distil_rows(
+                terms, logits[part], known, None if teacher_indices is None else teacher_indices[here],
+                targets.at(here), weights.at(here), any(wanted),
+            )  # fmt: skip
+            for loss, of_rows in zip(losses, found, strict=True):
+                if of_rows is not None:
+                    loss[here] = of_rows
+        if any(wanted):
+            gradients.add(input[chunk], logits, gradients.input[chunk])
+    total = losses[0] + losses[1] if soft and hard else losses[0 if soft else 1].clone()
+    return total if per_row else total.sum(), *losses, *gradients.finish()
 
 
 register_portable({"fused_linear_divergence_forward": fused_linear_divergence_forward_kernel})
@@ -103,11 +105,15 @@ register_portable({"fused_linear_divergence_forward": fused_linear_divergence_fo
 
 @torch.library.register_fake("liger::fused_linear_divergence_forward")
 def _(
-    input, weight, teacher, teacher_weight, target, bias, teacher_bias, row_weight, divergence, beta, temperature,
-    ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
+    input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
+    temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
+    need_grad_bias,
 ):  # fmt: skip
+    rows, wide = input.shape[:1], accumulate_dtype(input.dtype)
     return (
-        input.new_empty(input.shape[:1] if per_row else (), dtype=accumulate_dtype(input.dtype)),
+        input.new_empty(rows if per_row else (), dtype=wide),
+        input.new_empty(rows if soft else (0,), dtype=wide),
+        input.new_empty(rows if hard else (0,), dtype=wide),
         input.new_empty(input.shape if need_grad_input else (0,)),
         input.new_empty(weight.shape if need_grad_weight else (0,)),
         input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
@@ -117,16 +123,16 @@ def _(
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 _op = torch.ops.liger.fused_linear_divergence_forward.default
-# Positions among its arguments.
-_DIFFERENTIABLE = (0, 1, 5)  # input, weight, bias
-_TENSORS, _ROW_WEIGHT, _PER_ROW = 8, 7, 12
+_ARGUMENTS = [argument.name for argument in _op._schema.arguments]
+_DIFFERENTIABLE = tuple(map(_ARGUMENTS.index, ("input", "weight", "bias")))
+# Tensors come first.
+_TENSORS, _ROW_WEIGHT, _PER_ROW = map(_ARGUMENTS.index, ("divergence", "row_weight", "per_row"))
 _NAME = "fused_linear_divergence"
 
 
 def _setup(ctx, inputs, output):
-    refuse_gradients(
-        _NAME, teacher=inputs[2], teacher_weight=inputs[3], teacher_bias=inputs[6], row_weight=inputs[7]
-    )
+    frozen = ("teacher", "teacher_weight", "teacher_bias", "row_weight")
+    refuse_gradients(_NAME, **{name: inputs[_ARGUMENTS.index(name)] for name in frozen})
     wanted = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
     # A graph that was traced without grad mode, and direct calls, may lack a gradient: then it is computed later.
     ctx.recompute = inputs[_PER_ROW] or any(
@@ -136,7 +142,7 @@ def _setup(ctx, inputs, output):
         ctx.options = inputs[_TENSORS:-3]
         ctx.save_for_backward(*inputs[:_TENSORS])
     else:
-        made = zip(output[1:], wanted, strict=True)
+        made = zip(output[-3:], wanted, strict=True)
         ctx.save_for_backward(*(grad if want else None for grad, want in made))
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
@@ -148,12 +154,12 @@ def _recomputed(ctx, grad_loss, needed):
     options[_PER_ROW - _TENSORS] = False
     row_weight = tensors[_ROW_WEIGHT]
     tensors[_ROW_WEIGHT] = grad_loss if row_weight is None else row_weight * grad_loss
-    return _op(*tensors, *options, *needed)[1:]
+    return _op(*tensors, *options, *needed)[-3:]
 
 
 @differentiable_once(_NAME)
 def _backward(ctx, grad_loss, *_grad_others):
-    result = [None] * len(_op._schema.arguments)
+    result = [None] * len(_ARGUMENTS)
     if grad_loss is None:
         return tuple(result)
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
@@ -175,6 +181,24 @@ def _backward(ctx, grad_loss, *_grad_others):
 _forward_op = differentiable(_op, _setup, _backward)
 
 
+def fused_linear_distillation(
+    op, input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
+    beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget,
+):  # fmt: skip
+    """(loss, soft losses, hard losses) of rows: ``fused_linear_divergence_forward`` with the gradients that are needed.
+
+    Operands have the dtype of autocast already. Errors name ``op``.
+    """
+    refuse_gradients(
+        op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias, row_weight=row_weight
+    )
+    return _forward_op(
+        input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
+        beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget,
+        *((False,) * 3 if per_row else wants_grad(input, weight, bias)),
+    )[:3]  # fmt: skip
+
+
 # --- composites ---------------------------------------------------------------------------------------------------
 
 
@@ -192,11 +216,10 @@ def _run(
     )
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
-    loss = _forward_op(
-        rows, weight, teacher, teacher_weight, target, bias, teacher_bias, row_weight, divergence, beta, temperature,
-        ignore_index, per_row, accum_dtype, memory_budget,
-        *((False,) * 3 if per_row else wants_grad(rows, weight, bias)),
-    )[0]  # fmt: skip
+    loss, _, _ = fused_linear_distillation(
+        op, rows, weight, teacher, teacher_weight, None, target, bias, teacher_bias, row_weight, divergence, beta,
+        temperature, 1.0, 0.0, ignore_index, per_row, accum_dtype, memory_budget,
+    )  # fmt: skip
     return unflatten_tokens(loss, like) if per_row else loss
 
 
