@@ -2,7 +2,7 @@
 
 The loss of a row is ``soft`` times its distance from the teacher plus ``hard`` times the cross entropy of its target.
 Both see one set of logits. At temperature 1 the divergences' own op adds cross entropy to the gradient, and no pass is
-added; at others it is made first, in memory of its own, in three more.
+added; at others it is made first, in memory of its own, and added.
 """
 
 from typing import NamedTuple
@@ -102,27 +102,36 @@ def _hard_rows(terms, logits, _teacher, _indices, targets, weights, need_grad):
     return None, targets.live(weights.hard * -log_q)
 
 
+def _divergence_alone(terms, logits, teacher, targets, weights, need_grad):
+    """(losses, stats or None)"""
+    arguments = (
+        logits, teacher, targets.target, weights.soft, terms.divergence, terms.beta, terms.temperature, False,
+        targets.ignore_index, True,
+    )  # fmt: skip
+    if need_grad:
+        return divergence_forward_(*arguments), None
+    return torch.ops.liger.divergence_forward.default(*arguments, False)[:2]
+
+
 def _divergence_rows(terms, logits, teacher, _indices, targets, weights, need_grad):
-    formula, ignore_index = (terms.divergence, terms.beta), targets.ignore_index
-    options = targets.target, weights.soft, *formula, terms.temperature, False, ignore_index, True
+    if not terms.hard:
+        return _divergence_alone(terms, logits, teacher, targets, weights, need_grad)[0], None
     if terms.hard_apart:
         log_q, lse = _cross_entropy(logits, targets)
         apart = _gradient_apart(logits, targets, lse, weights) if need_grad else None
-    elif terms.hard:
-        z = targets.of(logits)
-    if not need_grad:
-        soft, stats, _ = torch.ops.liger.divergence_forward.default(logits, teacher, *options, False)
-    elif terms.hard and not terms.hard_apart:
-        ratio = terms.hard / terms.soft
-        soft, stats = divergence_ce_forward_(logits, teacher, *options[:2], *formula, ratio, ignore_index)
+        soft, _ = _divergence_alone(terms, logits, teacher, targets, weights, need_grad)
+        if need_grad:
+            logits.add_(apart)
     else:
-        soft = divergence_forward_(logits, teacher, *options)
-    if not terms.hard:
-        return soft, None
-    if not terms.hard_apart:
+        z = targets.of(logits)
+        if need_grad:
+            soft, stats = divergence_ce_forward_(
+                logits, teacher, targets.target, weights.soft, terms.divergence, terms.beta, terms.hard / terms.soft,
+                targets.ignore_index,
+            )  # fmt: skip
+        else:
+            soft, stats = _divergence_alone(terms, logits, teacher, targets, weights, need_grad)
         log_q = (z - stats[0]) - stats[1]
-    elif need_grad:
-        logits.add_(apart)
     return soft, targets.live(weights.hard * -log_q)
 
 

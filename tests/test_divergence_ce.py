@@ -1,0 +1,111 @@
+"""Divergences whose gradient has cross entropy added: the row op of the distillation losses, in every backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import DTYPES
+
+import liger
+
+KINDS = ["forward_kl", "reverse_kl", "jsd", "tvd"]
+BETA, RATIO = 0.3, 0.6
+OP = torch.ops.liger.divergence_ce_forward_
+
+
+def make(rows, vocab, device, dtype):
+    """Targets at the ends of rows, near them and inside; ignored ones; students that are all but sure of theirs."""
+    student, teacher = ((2 * torch.randn(rows, vocab, device=device)).to(dtype) for _ in range(2))
+    places = torch.tensor([0, vocab - 1, vocab // 2, min(9, vocab - 1), max(vocab - 10, 0)], device=device)
+    target = places[torch.arange(rows, device=device) % 5]
+    sure = torch.arange(rows, device=device) % 3 == 0
+    high = torch.where(sure, 12.0 + torch.rand(rows, device=device), student.gather(1, target[:, None])[:, 0])
+    student.scatter_(1, target[:, None], high[:, None].to(dtype))
+    target[1::7] = -100
+    return student, teacher, target, torch.rand(rows, device=device) + 0.5
+
+
+def exact(kind, student, teacher, target, weight):
+    """(losses without cross entropy, the gradient with it) in float64."""
+    leaf = student.double().requires_grad_()
+    live = (target != -100).double() * weight.double()
+    log_q, log_p = (z.log_softmax(-1) for z in (leaf, teacher.double()))
+    p, q = log_p.exp(), log_q.exp()
+    log_m = (BETA * p + (1 - BETA) * q).log()
+    losses = (
+        live
+        * {
+            "forward_kl": (p * (log_p - log_q)).sum(-1),
+            "reverse_kl": (q * (log_q - log_p)).sum(-1),
+            "tvd": (p - q).abs().sum(-1) / 2,
+            "jsd": (BETA * p * (log_p - log_m) + (1 - BETA) * q * (log_q - log_m)).sum(-1),
+        }[kind]
+    )
+    cross_entropy = F.cross_entropy(leaf, target, ignore_index=-100, reduction="none")
+    total = (losses + RATIO * live * cross_entropy).sum()
+    return losses.detach(), torch.autograd.grad(total, leaf)[0]
+
+
+def check(kind, student, teacher, target, weight, layout=torch.clone):
+    losses, expected = exact(kind, student, teacher, target, weight)
+    place, kept = layout(student), layout(teacher)
+    found, stats = OP(place, kept, target, weight, kind, BETA, RATIO, -100)
+    assert torch.equal(kept, teacher)
+    torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=3e-6)
+    live = target != -100
+    lse = student.double().logsumexp(-1)
+    torch.testing.assert_close((stats[0] + stats[1])[live].double(), lse[live], rtol=1e-6, atol=1e-6)
+    difference = (place.double() - expected).abs()
+    if kind == "tvd":
+        # Where the probabilities are equal up to rounding, either sign is as good.
+        log_q, log_p = (z.double().log_softmax(-1) for z in (student, teacher))
+        difference = difference.masked_fill((log_q - log_p).abs() < 1e-5, 0.0)
+    # One rounding of each element, those of the targets too: not of the two of which they are the difference.
+    room = torch.finfo(student.dtype).eps * expected.abs() + 4e-6 * weight.double().unsqueeze(1)
+    assert (difference <= room).all(), (difference / room).max().item()
+    assert not place[~live].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocab", [1, 7, 4099])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(device, dtype, vocab, kind):
+    values = make(11, vocab, device, dtype)
+    check(kind, *values)
+    check(kind, *values, layout=lambda x: F.pad(x, (3, 2))[:, 3:-2])
+    student, teacher, target, _ = values
+    # Without a factor nothing is added, and one weight does for all rows; int32 targets are as good.
+    one = torch.tensor(0.7, device=device)
+    mine, other = student.clone(), student.clone()
+    OP(mine, teacher, target.int(), one, kind, BETA, 0.0, -100)
+    torch.ops.liger.divergence_forward_(other, teacher, target, one, kind, BETA, 1.0, False, -100, True)
+    assert torch.equal(mine, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab", [12288, 50257, 128256, 262143, 400001])
+def test_long_rows(dtype, vocab, kind):
+    """Rows that stay in shared memory, in one block and in clusters, more of them than blocks; and longer ones."""
+    possible, why = liger.backend.supported("cuda", "divergence")
+    if not possible:
+        pytest.skip(why)
+    with liger.use_backend("cuda"):
+        for rows in (5, 401 if vocab < 20000 else 61):
+            check(kind, *make(rows, vocab, torch.device("cuda"), dtype))
+
+
+def test_bad_input(device):
+    student, teacher, target, weight = make(5, 7, device, torch.float32)
+
+    def refuses(match, *arguments):
+        with pytest.raises(RuntimeError, match=match):
+            OP(student, *arguments, RATIO, -100)
+
+    refuses("divergence_ce_forward_: teacher has shape", teacher[:, 1:], target, weight, "jsd", 0.5)
+    refuses("divergence_ce_forward_: target has shape", teacher, target[1:], weight, "jsd", 0.5)
+    refuses("divergence_ce_forward_: divergence is 'cosine'", teacher, target, weight, "cosine", 0.5)
+    refuses("divergence_ce_forward_: beta is 2", teacher, target, weight, "jsd", 2.0)
+    refuses("divergence_ce_forward_: row_weight has shape", teacher, target, weight[1:], "jsd", 0.5)
+    student = student.requires_grad_()
+    refuses("not differentiable", teacher, target, weight, "jsd", 0.5)
