@@ -373,8 +373,8 @@ def _divergence_forward_(d):
 
 def _divergence_ce_forward_(d):
     return [
-        (student, teacher, target, weight, divergence, beta, 0.7, ignore_index)
-        for student, teacher, target, weight, divergence, beta, *_, ignore_index, _ in _divergence_forward_(d)
+        (student, teacher, target, weight, divergence, beta, 0.7, -100)
+        for student, teacher, target, weight, divergence, beta, *_ in _divergence_forward_(d)
         if target is not None
     ]
 

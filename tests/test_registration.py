@@ -197,6 +197,8 @@ def test_writing_ops_agree_with_the_functional_ones(device, op):
     """The results of the functional op are what was written or, if the op has results too, those and then that."""
     if op.endswith("glu_backward_product_"):
         pytest.skip("test_gated.py compares it: its functional form has its results in another order")
+    if op == "divergence_ce_forward_":
+        pytest.skip("test_divergence_ce.py compares it with float64: it has no functional form")
     functional = op.removesuffix("_")
     for arguments in SAMPLES[op](device):
         asks = op in ("cross_entropy_forward_", "divergence_forward_")
