@@ -232,11 +232,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str "
       "reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
   // input (N, H), row_weight (N,) or (): loss is the sum of soft_loss and hard_loss, or of each row with
-  // per_row. Those (N,) are the two terms of a row: row_weight and soft times its divergence from the teacher,
-  // row_weight and hard times the cross entropy of its target; empty where soft or hard is 0. Divergences are
-  // those of divergence_forward, "cosine" (1 minus that of the logits), and of a teacher that is given as
-  // log-probabilities (N, k) of the classes teacher_indices, "topk_tail" (all others are one class) and "topk"
-  // (renormalised). The gradients are those of the sum.
+  // per_row. Those (N,) are the two terms of a row: row_weight and soft times its divergence from the
+  // teacher, row_weight and hard times the cross entropy of its target; empty where soft or hard is 0.
+  // Divergences are those of divergence_forward, "cosine" (1 minus that of the logits), and of a teacher that
+  // is given as log-probabilities (N, k) of the classes teacher_indices, "topk_tail" (all others are one
+  // class) and "topk" (renormalised). The gradients are those of the sum.
   m.def(
       "fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
       " Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str "
