@@ -84,6 +84,7 @@ GOALS = (
     Goal("divergence forward and backward 8192x128256", COPY, 0.87),
     Goal(f"dpo {BATCH}", "x four GEMMs", 1.06, 1600),
     Goal(f"kto {BATCH}", "x four GEMMs", 1.06),
+    Goal(f"jsd {BATCH}", "x four GEMMs", 1.08, 1600),
     Goal(f"orpo {BATCH}", GEMMS, 1.06),
     Goal(f"simpo {BATCH}", GEMMS, 1.06),
     Goal(f"grpo {BATCH}", GEMMS, 1.06, 1600),
