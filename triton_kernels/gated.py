@@ -22,11 +22,30 @@ from .common import (
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
+def normal_tail(x):
+    """(cdf(-abs(x)) of the normal distribution, exp(-x^2 / 2)), as in csrc/kernels/activations.cuh."""
+    exponential = tl.exp2(x * x * -0.72134752044448170)
+    t = 1.0 / (1.0 + 0.36 * tl.abs(x))
+    total = -0.180753289 + 0.0473450943 * t
+    total = 0.18229955 + total * t
+    total = 0.0256226914 + total * t
+    total = 0.140057747 + total * t
+    total = 0.141710631 + total * t
+    total = 0.143717437 + total * t
+    return total * t * exponential, exponential
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """(value, derivative). EXACT: as exact as float32; otherwise far below the rounding of half types."""
     if ACTIVATION == "gelu":
-        cdf = 0.5 + 0.5 * tl.math.erf(x * 0.70710678118654752)
-        pdf = 0.39894228040143268 * tl.exp(-0.5 * x * x)
-        value, slope = x * cdf, cdf + x * pdf
+        if EXACT:
+            cdf = 0.5 + 0.5 * tl.math.erf(x * 0.70710678118654752)
+            exponential = tl.exp(-0.5 * x * x)
+        else:
+            tail, exponential = normal_tail(x)
+            cdf = tl.where(x < 0, tail, 1.0 - tail)
+        value, slope = x * cdf, cdf + x * (0.39894228040143268 * exponential)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel; 1.5957... is 2 * sqrt(2 / pi). The derivative of the
         # sigmoid is multiplied by powers of x, and with it what 1 - sigmoid would have lost.
@@ -59,7 +78,7 @@ def forward_kernel(
     rows, cols, mask = tile_at(tl.program_id(0), n_rows, n_cols, BLOCK_ROWS, BLOCK_COLS)
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + rows * up_stride + cols, mask=mask).to(tl.float32)
-    value, _ = activated(gate, ACTIVATION)
+    value, _ = activated(gate, ACTIVATION, gate_ptr.dtype.element_ty == tl.float32)
     tl.store(out_ptr + rows * out_stride + cols, (value * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -74,7 +93,7 @@ def backward_kernel(
     grad_out = tl.load(grad_out_ptr + rows * grad_out_stride + cols, mask=mask).to(tl.float32)
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + rows * up_stride + cols, mask=mask).to(tl.float32)
-    value, slope = activated(gate, ACTIVATION)
+    value, slope = activated(gate, ACTIVATION, dtype == tl.float32)
     # In place, the gradients go where gate and up were: each element is read above, by the thread that writes it.
     tl.store(grad_gate_ptr + rows * grad_gate_stride + cols, (grad_out * up * slope).to(dtype), mask=mask)
     tl.store(grad_up_ptr + rows * grad_up_stride + cols, (grad_out * value).to(dtype), mask=mask)
