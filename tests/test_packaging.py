@@ -188,7 +188,7 @@ def test_wheel_in_a_fresh_environment(wheel, fresh_python, tmp_path):
 def test_editable_in_a_fresh_environment(fresh_python, tmp_path):
     call(
         *(sys.executable, "-m", "pip", "--python", fresh_python, "install", "--no-deps", "--no-index"),
-        *("--no-build-isolation", "-C", f"build-dir={tmp_path / 'build'}", "--editable", ROOT),
+        *("--no-build-isolation", "--config-settings", f"build-dir={tmp_path / 'build'}", "--editable", ROOT),
         LIGER_BUILD_CUDA=0,
     )
     _, out = call(fresh_python, "-c", "import liger._C;" + USE.strip(), cwd=tmp_path)

@@ -75,12 +75,12 @@ def layer_norm_launches(dtype, tokens=9):
 
 
 def group_norm_launches(dtype, tokens=9):
-    # Several channels per program, groups of a tile, and groups of more than that.
-    for spatial in ((), (7, 7), (128, 128)):
+    # Several channels per program, groups of one element, groups of a tile, and groups of more than that.
+    for groups, spatial in ((2, ()), (8, ()), (2, (7, 7)), (2, (128, 128))):
         x, parameter = torch.zeros(tokens, 8, *spatial, dtype=dtype), torch.zeros(8, dtype=dtype)
         for weight, bias in ((parameter, parameter), (parameter, None), (None, None)):
-            _, mean, rstd = group_norm.group_norm(x, 2, weight, bias)
-            group_norm.group_norm_backward(x, x, 2, weight, bias, mean, rstd, True, True, True)
+            _, mean, rstd = group_norm.group_norm(x, groups, weight, bias)
+            group_norm.group_norm_backward(x, x, groups, weight, bias, mean, rstd, True, True, True)
 
 
 def rope_launches(dtype, tokens=9):
