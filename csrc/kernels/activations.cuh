@@ -37,10 +37,11 @@ struct Silu {
   }
 };
 
-// cdf(-|x|) of the normal distribution for half types, and exp(-x^2 / 2), which its density shares: t * P(t) *
-// exp(-x^2 / 2) with t = 1 / (1 + p * |x|). The coefficients are those of scripts/fit_normal_cdf.py, the constant
-// first: relative error below 8e-7 and, with the arithmetic in float, below 3e-6 for |x| <= 9 (and 6e-6 as long as
-// the result is a normal float, |x| <= 12.9; beyond, it is 0). So one exponential and one reciprocal, as SiLU.
+// cdf(-|x|) of the normal distribution for half types, and exp(-x^2 / 2), which its density shares: t * P(t)
+// * exp(-x^2 / 2) with t = 1 / (1 + p * |x|). The coefficients are those of scripts/fit_normal_cdf.py, the
+// constant first: relative error below 8e-7 and, with the arithmetic in float, below 3e-6 for |x| <= 9 (and
+// 6e-6 as long as the result is a normal float, |x| <= 12.9; beyond, it is 0). So one exponential and one
+// reciprocal, as SiLU.
 struct NormalTail {
   static constexpr float kSteepness = 0.36f;
   float cdf, exponential;
