@@ -1,6 +1,6 @@
 """Trains a model of Llama-3.2-1B's shape on one very long sequence on one GPU, and shows what makes that possible.
 
-    python examples/long_context.py                      # 262144 tokens; needs about 80 GB of GPU memory
+    python examples/long_context.py                      # 262144 tokens: 30 GiB, and more without a feature
     python examples/long_context.py --tokens 65536
     python examples/long_context.py --size tiny          # a few seconds on a CPU
 
