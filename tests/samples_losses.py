@@ -1,0 +1,315 @@
+"""Arguments of the ops of losses: see samples.py."""
+
+import torch
+from sample_tensors import floats, transposed
+
+
+def _target(d, rows, classes, ignored=1):
+    target = torch.randint(classes, (rows,), device=d)
+    target[:ignored] = -100
+    return target
+
+
+def _cross_entropy(d):
+    return [
+        (floats(d, 2, 3, 11), _target(d, 6, 11).view(2, 3)),
+        (
+            floats(d, 5, 11),
+            _target(d, 5, 11),
+            floats(d, 11).abs(),
+            floats(d, 5).abs(),
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "none",
+        ),
+        (
+            floats(d, 5, 11),
+            _target(d, 5, 11),
+            None,
+            None,
+            torch.tensor(7, device=d),
+            -100,
+            0.0,
+            0.0,
+            None,
+            "sum",
+        ),
+    ]
+
+
+def _cross_entropy_forward_(d):
+    logits, target = floats(d, 6, 11), _target(d, 6, 11)
+    none, every = (False,) * 5, (True,) * 5
+    weights = floats(d, 11).abs(), floats(d, 6).abs()
+    denominator = torch.tensor(4.0, device=d)
+    return [
+        (logits, target, None, None, None, -100, 0.0, 0.0, None, "mean", *none),
+        (transposed(logits), target, *weights, None, -100, 0.1, 1e-3, 5.0, "none", *every),
+        (floats(d, 6, 22)[:, :11], target, None, None, denominator, -100, 0.0, 0.0, None, "sum", *every),
+    ]  # fmt: skip
+
+
+def _cross_entropy_forward(d):
+    return [
+        (*arguments, need_grad) for arguments in _cross_entropy_forward_(d) for need_grad in (False, True)
+    ]
+
+
+def _cross_entropy_backward(d):
+    logits, target = floats(d, 6, 11), _target(d, 6, 11)
+    lse = logits.logsumexp(-1)
+    one = torch.tensor(5.0, device=d)
+    return [
+        (torch.tensor(2.0, device=d), logits, target, lse, one, None, None, -100, 0.0, 0.0, None),
+        (
+            floats(d, 6),
+            transposed(floats(d, 6, 11)),
+            target,
+            lse,
+            torch.ones_like(one),
+            floats(d, 11).abs(),
+            floats(d, 6).abs(),
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+        ),
+    ]
+
+
+def _fused_linear_ce(d):
+    return [
+        (floats(d, 2, 3, 8), floats(d, 11, 8), _target(d, 6, 11).view(2, 3)),
+        (
+            floats(d, 6, 8),
+            floats(d, 11, 8),
+            _target(d, 6, 11),
+            floats(d, 11),
+            floats(d, 11).abs(),
+            floats(d, 6).abs(),
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "none",
+        ),
+    ]
+
+
+def _fused_linear_ce_forward(d):
+    tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
+    weights = floats(d, 11).abs(), floats(d, 6).abs()
+    none, every = (False,) * 5, (True,) * 5
+    plain = (None, None, None, None, -100, 0.0, 0.0, None)
+    return [
+        (*tensors, *plain, "mean", None, None, *none, True, True, False),
+        (*tensors, *plain, "mean", None, 64, *none, True, True, False),
+        (*tensors, *plain, "sum", torch.float32, None, *none, False, True, False),
+        (*tensors, *plain, "mean", None, None, *none, True, False, False),
+        (
+            *tensors,
+            floats(d, 11),
+            *weights,
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "sum",
+            None,
+            None,
+            *every,
+            True,
+            True,
+            True,
+        ),
+        (
+            *tensors,
+            floats(d, 11),
+            *weights,
+            None,
+            -100,
+            0.1,
+            1e-3,
+            5.0,
+            "none",
+            None,
+            None,
+            *every,
+            *none[:3],
+        ),
+    ]
+
+
+def _fused_linear_logprobs_forward(d):
+    tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
+    return [
+        (*tensors, None, 1.0, -100, None, None, False, False),
+        (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True),
+        (*tensors, None, 1.0, -100, None, None, True, False),
+        (floats(d, 0, 8), tensors[1], tensors[2][:0], None, 2.0, -100, None, None, True, True),
+    ]
+
+
+def _fused_linear_logprobs_backward(d):
+    samples = []
+    for tensors in _fused_linear_logprobs_forward(d):
+        rows, entropy = len(tensors[0]), tensors[-2]
+        grads = floats(d, rows), floats(d, rows) if entropy else None
+        for needed in ((True, True, True), (False, True, False), (True, False, False)):
+            samples.append((*grads, *tensors[:-3], None, tensors[-3], *needed))
+    return samples
+
+
+def _cross_entropy_stats(d):
+    logits, target = floats(d, 6, 11), _target(d, 6, 30)
+    return [
+        (logits, target, None, 10, -100, None, False),
+        (transposed(logits), target.int(), None, 0, -100, 5.0, True),
+        (floats(d, 6, 22)[:, ::2], target, floats(d, 11).abs(), 10, 2, None, True),
+        (floats(d, 0, 11), target[:0], None, 10, -100, None, False),
+    ]
+
+
+def _cross_entropy_stats_backward(d):
+    samples = []
+    for logits, target, ce_weight, start, ignore_index, softcap, per_class in _cross_entropy_stats(d):
+        of_exp, of_target, of_class = (floats(d, len(target)) for _ in range(3))
+        coefficients = (floats(d, len(target)) + 3, of_exp, of_target, of_class if per_class else None)
+        samples.append((logits, target, *coefficients, ce_weight, start, ignore_index, softcap))
+    return samples
+
+
+def _divergence_forward_(d):
+    student, teacher, target = floats(d, 6, 11), floats(d, 6, 11), _target(d, 6, 11)
+    logs, weight = [t.log_softmax(-1) for t in (student, teacher)], torch.rand(6, device=d)
+    return [
+        (student, teacher, None, None, "forward_kl", 0.5, 1.0, False, -100, False),
+        (transposed(student), teacher, target.int(), weight, "jsd", 0.3, 2.0, False, -100, False),
+        (student, floats(d, 6, 22)[:, ::2], target, weight, "tvd", 0.5, 0.5, False, 3, True),
+        (*logs, None, weight[:1].expand(6), "reverse_kl", 0.5, 1.0, True, -100, False),
+        (student, teacher, target, weight[0], "reverse_kl", 0.5, 1.0, False, -100, False),
+        (floats(d, 0, 11), floats(d, 0, 11), target[:0], None, "jsd", 0.5, 1.0, False, -100, False),
+    ]
+
+
+def _divergence_ce_forward_(d):
+    return [
+        (student, teacher, target, weight, divergence, beta, 0.7, -100)
+        for student, teacher, target, weight, divergence, beta, *_ in _divergence_forward_(d)
+        if target is not None
+    ]
+
+
+def _divergence_forward(d):
+    return [(*arguments, need_grad) for arguments in _divergence_forward_(d) for need_grad in (False, True)]
+
+
+def _divergence_backward(d):
+    samples = []
+    for student, teacher, target, weight, *options, _ in _divergence_forward_(d):
+        _, stats, _ = torch.ops.liger.divergence_forward(
+            student, teacher, target, weight, *options, True, False
+        )
+        for grad_loss in (floats(d, len(student)), torch.tensor(2.0, device=d)):
+            samples.append((grad_loss, student, teacher, target, stats, *options))
+    return samples
+
+
+def _pair(d):
+    """Student and teacher logits with a target and a token weight each."""
+    return floats(d, 6, 11), floats(d, 6, 11), _target(d, 6, 11), floats(d, 6).abs()
+
+
+def _divergence_of(*option):
+    """Samples of a public op with one option of its own, or none, between the denominator and the temperature."""
+
+    def samples(d):
+        *pair, target, token_weight = _pair(d)
+        count = torch.tensor(7, device=d)
+        return [
+            tuple(t.view(2, 3, 11) for t in pair),
+            (*pair, target, token_weight, None, *option, 2.0, False, -100, "none"),
+            (*pair, None, None, count, *option, 1.0, False, -100, "batchmean"),
+        ]
+
+    return samples
+
+
+def _linear_pair(d):
+    """Hidden states and weight of the student, those of the teacher."""
+    return floats(d, 6, 8), floats(d, 11, 8), floats(d, 6, 5), floats(d, 11, 5)
+
+
+def _fused_linear_divergence_of(option):
+    def samples(d):
+        tensors, (target, token_weight) = _linear_pair(d), (_target(d, 6, 11), torch.rand(6, device=d))
+        return [
+            tensors,
+            (*tensors[:2], floats(d, 6, 11), None, target),
+            (*tensors, target, *torch.randn(2, 11, device=d), token_weight, None, option, 2.0, -100, "none"),
+        ]
+
+    return samples
+
+
+def _fused_linear_divergence_forward(d):
+    tensors, (target, row_weight) = _linear_pair(d), (_target(d, 6, 11), torch.rand(6, device=d))
+    every, biases = (True, True, True), torch.randn(2, 11, device=d).unbind()
+    small = (None, 3 * 48 * 4)  # two rows of the student and one of the teacher
+    logits, (logp, indices) = floats(d, 6, 11), floats(d, 6, 11).log_softmax(-1).topk(3)
+    return [
+        (*tensors, *(None,) * 5, "jsd", 0.5, 1.0, 1.0, 0.0, -100, False, None, None, True, True, False),
+        (*tensors, None, target, *biases, row_weight, "jsd", 0.1, 2.0, 0.7, 0.3, -100, False, *small, *every),
+        (*tensors, None, target, *biases, row_weight, "tvd", 0.1, 2.0, 1.0, 0.0, -100, True, *small, *(False,) * 3),
+        (*tensors[:2], logits, *(None,) * 6, "forward_kl", 0.5, 1.0, 1.0, 0.0, -100, False, *small, False, True, True),
+        (*tensors, None, target, None, None, row_weight, "cosine", 0.5, 1.0, 1.0, 2.0, -100, False, *small, *every),
+        (*tensors[:2], logp, None, indices, target, biases[0], None, row_weight, "topk_tail", 0.5, 1.0, 1.0, 2.0, -100,
+         False, *small, *every),
+        (*tensors, None, target, *biases, None, "jsd", 0.5, 1.0, 0.0, 1.0, -100, False, *small, *every),
+    ]  # fmt: skip
+
+
+def _on_logits(d):
+    return [(floats(d, 6, 11), _target(d, 6, 11), floats(d, 11), None, None, 0.1, 5.0, "mean")]
+
+
+def _on_input(d):
+    tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
+    return [(*tensors, None, None, None, None, 0.0, None, "mean", torch.float32, 1024)]
+
+
+SAMPLES = {
+    "cross_entropy": _cross_entropy,
+    "cross_entropy_forward": _cross_entropy_forward,
+    "cross_entropy_forward_": _cross_entropy_forward_,
+    "cross_entropy_backward": _cross_entropy_backward,
+    "cross_entropy_backward_": _cross_entropy_backward,
+    "cross_entropy_stats": _cross_entropy_stats,
+    "cross_entropy_stats_backward": _cross_entropy_stats_backward,
+    "cross_entropy_stats_backward_": _cross_entropy_stats_backward,
+    "fused_linear_ce": _fused_linear_ce,
+    "fused_linear_ce_forward": _fused_linear_ce_forward,
+    "kl_div": _divergence_of(True),
+    "jsd": _divergence_of(0.3),
+    "tvd": _divergence_of(),
+    "divergence_forward": _divergence_forward,
+    "divergence_forward_": _divergence_forward_,
+    "divergence_ce_forward_": _divergence_ce_forward_,
+    "divergence_backward": _divergence_backward,
+    "fused_linear_kl_div": _fused_linear_divergence_of(True),
+    "fused_linear_jsd": _fused_linear_divergence_of(0.3),
+    "fused_linear_divergence_forward": _fused_linear_divergence_forward,
+    "fused_linear_logprobs_forward": _fused_linear_logprobs_forward,
+    "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
+    "check_divergence": lambda d: [("jsd", *arguments[:-2]) for arguments in _divergence_forward_(d)],
+    "check_fused_linear_divergence": lambda d: [
+        (*arguments[:14], *arguments[16:18]) for arguments in _fused_linear_divergence_forward(d)
+    ],
+    "check_cross_entropy": lambda d: [("cross_entropy", *arguments) for arguments in _on_logits(d)],
+    "check_fused_linear_ce": _on_input,
+}
