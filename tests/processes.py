@@ -19,6 +19,8 @@ def _process(rank, world, store, function):
     try:
         torch.manual_seed(0)
         function(rank, world)
+        # What is still sent in the background, such as parameters: a process that leaves before aborts.
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 

@@ -4,25 +4,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import needs_gloo, on_processes
 
 import liger.nn
 
 CONFIG = SimpleNamespace(hidden_size=8, intermediate_size=12, hidden_act="silu", mlp_bias=True)
 
 
-def _compare(rank, store):
+def _compare(rank, world):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.manual_seed(0)
     whole, split = (liger.nn.TiledSwiGLUMLP(CONFIG, num_shards=3) for _ in range(2))
     split.load_state_dict(whole.state_dict())
     plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-    parallelize_module(split, init_device_mesh("cpu", (2,)), plan)
+    parallelize_module(split, init_device_mesh("cpu", (world,)), plan)
     x = torch.randn(2, 5, 8)
     results = []
     for module in (whole, split):
@@ -36,12 +33,11 @@ def _compare(rank, store):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
     wrong = liger.nn.TiledSwiGLUMLP(CONFIG)
-    parallelize_module(wrong, init_device_mesh("cpu", (2,)), plan | {"down_proj": ColwiseParallel()})
+    parallelize_module(wrong, init_device_mesh("cpu", (world,)), plan | {"down_proj": ColwiseParallel()})
     with pytest.raises(RuntimeError, match=r"down_proj.weight is .*Shard\(dim=0\).*, expected"):
         wrong(x)
-    dist.destroy_process_group()
 
 
-@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@needs_gloo
 def test_tensor_parallel(tmp_path):
-    mp.spawn(_compare, (str(tmp_path / "store"),), nprocs=2)
+    on_processes(tmp_path, _compare)
