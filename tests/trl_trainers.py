@@ -156,7 +156,6 @@ def conversations(count=8):
 
 
 def gkd(folder, student=None, teacher=None, **options):
-    pytest.importorskip("liger.ops.fused_linear_divergence")
     experimental = pytest.importorskip("trl.experimental.gkd")
     with_template = tokenizer()
     with_template.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
@@ -168,7 +167,6 @@ def gkd(folder, student=None, teacher=None, **options):
 
 
 def distillation(folder, **options):
-    pytest.importorskip("liger.ops.fused_linear_divergence")
     return trl.DistillationTrainer(
         model(), teacher_model=model(0.2), train_dataset=rows(8, prompt=(2, 5)),
         args=trl.DistillationConfig(str(folder), **OPTIONS | {"max_completion_length": 6, **options}),
