@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops._divergence_torch import check_stats
+from ..ops._divergence_torch import check_stats, entry_points
 from .common import dense_vector, on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 
 # Columns of both rows that a program holds at a time.
@@ -220,29 +220,7 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row, c
     return loss if per_row else loss.sum(), stats
 
 
-def divergence_forward(student, teacher, target, row_weight, *options):
-    *options, per_row, need_grad = options
-    grad_student = torch.empty_like(student) if need_grad else None
-    results = _forward(
-        "divergence_forward", grad_student, student, teacher, target, row_weight, *options, per_row=per_row
-    )
-    return *results, grad_student if need_grad else student.new_empty(0)
-
-
-def divergence_forward_(student, teacher, target, row_weight, *options):
-    *options, per_row = options
-    return _forward(
-        "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
-    )[0]
-
-
-def divergence_ce_forward_(
-    student, teacher, target, row_weight, divergence, beta, cross_entropy, ignore_index
-):
-    return _forward(
-        "divergence_ce_forward_", student, student, teacher, target, row_weight, divergence, beta, 1.0, False,
-        ignore_index, per_row=True, cross_entropy=cross_entropy,
-    )  # fmt: skip
+divergence_forward, divergence_forward_, divergence_ce_forward_ = entry_points(_forward)
 
 
 def divergence_backward(grad_loss, student, teacher, target, stats, *options):

@@ -114,29 +114,44 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row, c
     return loss if per_row else loss.sum(), stats
 
 
-def divergence_forward_torch(student, teacher, target, row_weight, *options):
-    *options, per_row, need_grad = options
-    grad_student = torch.empty_like(student) if need_grad else None
-    results = _forward(
-        "divergence_forward", grad_student, student, teacher, target, row_weight, *options, per_row=per_row
-    )
-    return *results, grad_student if need_grad else student.new_empty(0)
+def entry_points(forward):
+    """(divergence_forward, divergence_forward_, divergence_ce_forward_) of a backend, whose one function
+    ``forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy)`` makes
+    (losses, statistics) and, where ``out`` is not None, writes the gradient there."""
+
+    def divergence_forward(student, teacher, target, row_weight, *options):
+        *options, per_row, need_grad = options
+        grad_student = torch.empty_like(student) if need_grad else None
+        results = forward(
+            "divergence_forward",
+            grad_student,
+            student,
+            teacher,
+            target,
+            row_weight,
+            *options,
+            per_row=per_row,
+        )
+        return *results, grad_student if need_grad else student.new_empty(0)
+
+    def divergence_forward_(student, teacher, target, row_weight, *options):
+        *options, per_row = options
+        return forward(
+            "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
+        )[0]
+
+    def divergence_ce_forward_(
+        student, teacher, target, row_weight, divergence, beta, cross_entropy, ignore_index
+    ):
+        return forward(
+            "divergence_ce_forward_", student, student, teacher, target, row_weight, divergence, beta, 1.0, False,
+            ignore_index, per_row=True, cross_entropy=cross_entropy,
+        )  # fmt: skip
+
+    return divergence_forward, divergence_forward_, divergence_ce_forward_
 
 
-def divergence_forward__torch(student, teacher, target, row_weight, *options):
-    *options, per_row = options
-    return _forward(
-        "divergence_forward_", student, student, teacher, target, row_weight, *options, per_row=per_row
-    )[0]
-
-
-def divergence_ce_forward__torch(
-    student, teacher, target, row_weight, divergence, beta, cross_entropy, ignore_index
-):
-    return _forward(
-        "divergence_ce_forward_", student, student, teacher, target, row_weight, divergence, beta, 1.0, False,
-        ignore_index, per_row=True, cross_entropy=cross_entropy,
-    )  # fmt: skip
+divergence_forward_torch, divergence_forward__torch, divergence_ce_forward__torch = entry_points(_forward)
 
 
 def check_stats(op, student, grad_loss, stats):
