@@ -71,6 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
   p.rows = sizes.rows();
   p.hidden = sizes.row();
   p.eps = static_cast<float>(eps);
+  p.inverse_hidden = 1.0f / static_cast<float>(p.hidden);
   p.affine.weight = data(scale);
   p.affine.bias = data(added);
   p.affine.is_float = float_parameters(weight, bias);

@@ -43,6 +43,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   p.rows = row_count(x);
   p.hidden = x.size(-1);
   p.eps = static_cast<float>(eps);
+  p.inverse_hidden = 1.0f / static_cast<float>(p.hidden);
   p.affine = {data(scale), data(added), float_parameters(weight, bias)};
   Vectorised vectorised(p.hidden, x.element_size());
   vectorised.rows(p.x, p.x_rows).rows(p.y, p.y_rows).vector(p.affine.weight).vector(p.affine.bias);
@@ -109,7 +110,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const BackwardPlan plan =
-        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), 2, kLayerNormThreads<4>,
+        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), 2,
+                              is_usual(p) ? kLayerNormThreads<T, 4, true> : kLayerNormThreads<T, 4, false>,
                               device.multiprocessors, device.shared_memory_per_block_optin);
     if (!need_grad_weight && !need_grad_bias) {
       launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);

@@ -57,6 +57,7 @@ inline UsualLayerNorm usual(const LayerNorm& p) {
           p.rows,
           p.hidden,
           p.eps,
+          p.inverse_hidden,
           {p.affine.weight, p.affine.bias, p.affine.is_float}};
 }
 

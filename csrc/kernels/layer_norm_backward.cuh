@@ -51,6 +51,22 @@ inline UsualLayerNormBackward usual(const LayerNormBackward& p) {
           p.float_weight};
 }
 
+// Whether x * rstd - mean * rstd will do for (x - mean) * rstd: its rounding, 2^-24 of mean * rstd, is far
+// below what half types had to leave out of x.
+template <typename T>
+inline constexpr bool kFewerSteps = sizeof(T) == 2;
+
+// xhat of a row.
+template <typename T>
+struct Normalise {
+  float mean, rstd, offset;
+  __device__ __forceinline__ Normalise(float mean, float rstd)
+      : mean(mean), rstd(rstd), offset(-mean * rstd) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    return kFewerSteps<T> ? fmaf(x, rstd, offset) : (x - mean) * rstd;
+  }
+};
+
 // What a row of a norm by mean and variance needs for its gradient: grad_x = rstd * grad_y * w - shift *
 // (x - mean) - base, with shift = c * rstd^2 and base = a * rstd.
 struct alignas(16) RowGradient {
@@ -66,19 +82,28 @@ struct alignas(16) RowGradient {
     float xs[N], gs[N];
     unpack(x, xs);
     unpack(g, gs);
+    const float constant = fmaf(shift, mean, -base);
 #pragma unroll
-    for (int i = 0; i < N; ++i) gs[i] = fmaf(-shift, xs[i] - mean, fmaf(rstd, gs[i] * w[i], -base));
+    for (int i = 0; i < N; ++i) {
+      gs[i] = kFewerSteps<T> ? fmaf(-shift, xs[i], fmaf(rstd, gs[i] * w[i], constant))
+                             : fmaf(-shift, xs[i] - mean, fmaf(rstd, gs[i] * w[i], -base));
+    }
     return pack<T, N>(gs);
   }
 };
 
-// The weight of a thread's V vectors: as floats where there are registers for them, else as it is stored, or
-// looked up each time.
+// The weight of a thread's V vectors: as floats where there are registers for them, else as it is stored, in
+// this thread's slots of shared memory, or looked up each time.
 template <typename T, int N, int V, bool Usual>
 struct HeldWeight {
-  static constexpr bool kFloats = V * N <= 16;
-  Vec<T, N> raw[Usual ? V : 1];
+  static constexpr bool kFloats = V * N <= 16, kShared = Usual && !kFloats;
+  static constexpr int kSharedPerThread = kShared ? V * sizeof(Vec<T, N>) : 0;
+  Vec<T, N> raw[Usual && kFloats ? V : 1];
   float w[kFloats ? V : 1][N];
+  Vec<T, N>* slots;
+
+  __device__ __forceinline__ explicit HeldWeight(void* shared)
+      : slots(static_cast<Vec<T, N>*>(shared) + threadIdx.x) {}
 
   template <typename P>
   __device__ __forceinline__ void fetch(const P& p, const RowPlace& place) {
@@ -86,7 +111,13 @@ struct HeldWeight {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         const int vector = place.lane + j * place.lanes;
-        if (vector < place.vectors) raw[j] = load<T, N>(static_cast<const T*>(p.weight) + vector * N);
+        if (vector >= place.vectors) continue;
+        const T* const from = static_cast<const T*>(p.weight) + vector * N;
+        if constexpr (kShared) {
+          copy_async(&slots[j * blockDim.x], from);  // with the first rows
+        } else {
+          raw[j] = load<T, N>(from);
+        }
       }
     }
   }
@@ -112,8 +143,8 @@ struct HeldWeight {
     if constexpr (kFloats) {
 #pragma unroll
       for (int i = 0; i < N; ++i) out[i] = w[j][i];
-    } else if constexpr (Usual) {
-      unpack(raw[j], out);
+    } else if constexpr (kShared) {
+      unpack(slots[j * blockDim.x], out);
     } else {
       const int64_t column = int64_t{place.lane + j * place.lanes} * N;
       load_parameter<T, N>(p.weight, p.float_weight, 0.0f, 1.0f, column, out);
@@ -121,14 +152,14 @@ struct HeldWeight {
   }
 };
 
-// Threads per block: the sums of two gradients over four vectors take half of the registers that 512 threads
-// would have.
-template <int V>
-inline constexpr int kLayerNormThreads = V == 4 ? 384 : kMaxRowThreads;
+// Threads per block. Four vectors and the sums of two gradients over them take half of the registers that 512
+// threads would have, unless the weight, too, is left in shared memory.
+template <typename T, int V, bool Usual>
+inline constexpr int kLayerNormThreads = V == 4 && !(Usual && sizeof(T) == 2) ? 384 : kMaxRowThreads;
 
 // Usual: one stride per tensor and a weight of the dtype of x.
 template <typename T, int N, int V, int R, bool Usual>
-__global__ void __launch_bounds__(kLayerNormThreads<V>, 1)
+__global__ void __launch_bounds__(kLayerNormThreads<T, V, Usual>, 1)
     layer_norm_backward_kernel(const std::conditional_t<Usual, UsualLayerNormBackward, LayerNormBackward> p,
                                int lanes, int stages) {
   using Vector = Vec<T, N>;
@@ -154,7 +185,7 @@ __global__ void __launch_bounds__(kLayerNormThreads<V>, 1)
   means.fetch(place, first, step, p.rows);
   rstds.fetch(place, first, step, p.rows);
   // The weight too is asked for before the rows.
-  HeldWeight<T, N, V, Usual> weight;
+  HeldWeight<T, N, V, Usual> weight(ring.end(stages));
   weight.fetch(p, place);
   for (int stage = 0; stage < stages; ++stage) fetch(stage, first + stage * step);
   weight.arrive(p, place);
@@ -190,6 +221,7 @@ __global__ void __launch_bounds__(kLayerNormThreads<V>, 1)
       constexpr int kChains = kHold && N >= 4 ? 2 : 1;
       float plain[kChains] = {}, dots[kChains] = {};
       const bool active = first + r * place.groups < p.rows;
+      const Normalise<T> normalise(mean[r], rstd[r]);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         if (!active || place.lane + j * lanes >= place.vectors) continue;
@@ -204,7 +236,7 @@ __global__ void __launch_bounds__(kLayerNormThreads<V>, 1)
         weight.get(p, place, j, w);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float xhat = (xs[k] - mean[r]) * rstd[r], weighted = gs[k] * w[k];
+          const float xhat = normalise(xs[k]), weighted = gs[k] * w[k];
           plain[k % kChains] += weighted;
           dots[k % kChains] = fmaf(weighted, xhat, dots[k % kChains]);
           weight_grad[j][k] = fmaf(gs[k], xhat, weight_grad[j][k]);
@@ -306,17 +338,18 @@ __global__ void __launch_bounds__(256) layer_norm_parameter_grads_kernel(const L
 
 template <typename T, int N, int V, int R>
 void launch_layer_norm_backward_tile(const LayerNormBackward& p, const RowPlan& plan, cudaStream_t stream) {
-  const auto launch = [&](auto kernel, const auto& arguments) {
-    allow_shared(kernel, plan.shared);
-    kernel<<<plan.blocks, plan.threads, plan.shared, stream>>>(arguments, plan.lanes, plan.stages);
+  const auto launch = [&](auto kernel, const auto& arguments, int shared) {
+    allow_shared(kernel, shared);
+    kernel<<<plan.blocks, plan.threads, shared, stream>>>(arguments, plan.lanes, plan.stages);
   };
   if constexpr (N > 1) {
     if (is_usual(p)) {
-      launch(layer_norm_backward_kernel<T, N, V, R, true>, usual(p));
+      const int of_weight = plan.threads * HeldWeight<T, N, V, true>::kSharedPerThread;
+      launch(layer_norm_backward_kernel<T, N, V, R, true>, usual(p), plan.shared + of_weight);
       return;
     }
   }
-  launch(layer_norm_backward_kernel<T, N, V, R, false>, p);
+  launch(layer_norm_backward_kernel<T, N, V, R, false>, p, plan.shared);
 }
 
 template <typename T, int N>

@@ -23,7 +23,7 @@ struct MomentNorm {
   Moments* parts;  // of chunks, where rows are too wide for a block
   RowsOf x_rows, y_rows;
   int64_t rows, hidden;
-  float eps;
+  float eps, inverse_hidden;
   Affine affine;
 };
 
@@ -39,7 +39,7 @@ inline constexpr int64_t kChunkVectors = int64_t{kChunkWidth<N>} * kChunkThreads
 template <typename T, int N, typename P>
 __global__ void __launch_bounds__(kChunkThreads, 2) chunk_moments_kernel(const P p, int parts) {
   constexpr int V = kChunkWidth<N>;
-  __shared__ WarpMoments scratch[32];
+  __shared__ PartMoments scratch[32];
   const int64_t row = blockIdx.x / parts, first = (blockIdx.x % parts) * kChunkVectors<N>;
   const int64_t vectors = min(p.hidden / N - first, kChunkVectors<N>);
   const auto held = [&](int j) { return threadIdx.x + j * kChunkThreads < vectors; };
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2) chunk_moments_kernel(const P
   for (int j = 0; j < V; ++j) {
     if (held(j)) x[j] = load<T, N>(from + (threadIdx.x + j * kChunkThreads) * N);
   }
-  const Moments moments = block_moments(x, held, static_cast<float>(vectors * N), scratch);
+  const Moments moments = block_moments(x, held, 1.0f / static_cast<float>(vectors * N), scratch);
   if (threadIdx.x == 0) p.parts[blockIdx.x] = moments;
 }
 
@@ -63,7 +63,7 @@ inline constexpr int kMomentBlocks = V == 2   ? 3
 template <typename T, int N, int V, Spread kSpread, typename P>
 __global__ void __launch_bounds__(kForwardThreads<V>, kMomentBlocks<V>)
     moment_norm_kernel(const P p, int argument) {
-  __shared__ WarpMoments scratch[32];
+  __shared__ PartMoments scratch[32];
   const int lanes = kSpread == Spread::kGrouped ? 1 << argument : blockDim.x;
   const int lane = kSpread == Spread::kGrouped ? threadIdx.x & (lanes - 1) : threadIdx.x;
   using Index = std::conditional_t<kSpread == Spread::kChunk, int64_t, int>;
@@ -98,16 +98,16 @@ __global__ void __launch_bounds__(kForwardThreads<V>, kMomentBlocks<V>)
 
   Moments moments;
   if constexpr (kSpread == Spread::kGrouped) {
-    moments = lane_moments(x, held, lanes, static_cast<float>(p.hidden));
+    moments = lane_moments(x, held, lanes, p.inverse_hidden);
   } else if constexpr (kSpread == Spread::kBlock) {
-    moments = block_moments(x, held, static_cast<float>(p.hidden), scratch);
+    moments = block_moments(x, held, p.inverse_hidden, scratch);
   } else {
     moments = join_parts(p.parts + row * argument, argument, kChunkVectors<N> * N, p.hidden,
                          reinterpret_cast<float*>(scratch));
   }
 
   if (!active) return;
-  const float rstd = rsqrtf(moments.squares / static_cast<float>(p.hidden) + p.eps);
+  const float rstd = rsqrtf(fmaf(moments.squares, p.inverse_hidden, p.eps));
   if (lane == 0 && first == 0) {
     p.mean[row] = moments.mean;
     p.rstd[row] = rstd;

@@ -1,5 +1,6 @@
-// Mean and variance without cancellation: the squared differences are summed from the mean of those values
-// that they are summed over, and the results of parts are joined by their means and counts.
+// Mean and variance without cancellation: differences and their squares are taken from the mean of some of
+// the values that they are summed over, so that both sums go through one exchange, and the results of parts
+// are joined by their means and counts.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -12,69 +13,101 @@ struct Moments {
   float squares;  // sum of the squared differences from the mean
 };
 
-template <typename T, int N, int V, typename Held>
-__device__ __forceinline__ float sum_held(const Vec<T, N> (&x)[V], const Held& held) {
-  float sum = 0.0f;
+// Of `count` values: sum and squares are those of their differences from shift. What is lost is at most
+// count * (mean - shift)^2 / squares times the rounding of the sums; shift being the mean of n of the values,
+// that is at most count / n, and next to nothing unless those n are what the variance consists of.
+__device__ __forceinline__ Moments shifted_moments(float shift, float sum, float squares,
+                                                   float inverse_count) {
+  const float apart = sum * inverse_count;
+  return {shift + apart, fmaxf(fmaf(-sum, apart, squares), 0.0f)};
+}
+
+template <typename T, int N>
+__device__ __forceinline__ float mean_of(const Vec<T, N>& x) {
+  float value[N], sum = 0.0f;
+  unpack(x, value);
 #pragma unroll
-  for (int j = 0; j < V; ++j) {
-    if (!held(j)) continue;
-    float value[N];
-    unpack(x[j], value);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum += value[i];
-  }
+  for (int i = 0; i < N; ++i) sum = fmaf(value[i], 1.0f / N, sum);
   return sum;
 }
 
-template <typename T, int N, int V, typename Held>
-__device__ __forceinline__ float sum_squares_held(const Vec<T, N> (&x)[V], const Held& held, float mean) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < V; ++j) {
-    if (!held(j)) continue;
-    float value[N];
-    unpack(x[j], value);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum = fmaf(value[i] - mean, value[i] - mean, sum);
-  }
-  return sum;
-}
+// Of differences from a shift, and of their squares.
+struct ShiftedSums {
+  float sum = 0.0f, squares = 0.0f;
 
-// Of `count` values that `lanes` neighbouring threads of a warp hold, a power of two of them.
+  template <typename T, int N>
+  __device__ __forceinline__ void add(const Vec<T, N>& x, float shift) {
+    float value[N];
+    unpack(x, value);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const float apart = value[i] - shift;
+      sum += apart;
+      squares = fmaf(apart, apart, squares);
+    }
+  }
+};
+
+// Of the values that `lanes` neighbouring threads of a warp hold, a power of two of them, with one round of
+// shuffles. The first of the threads holds a vector if any does.
 template <typename T, int N, int V, typename Held>
 __device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const Held& held, int lanes,
-                                                float count) {
-  float mean = sum_held(x, held);
-  for (int offset = lanes / 2; offset > 0; offset /= 2) mean += __shfl_xor_sync(0xffffffffu, mean, offset);
-  mean /= count;
-  float squares = sum_squares_held(x, held, mean);
-  for (int offset = lanes / 2; offset > 0; offset /= 2)
-    squares += __shfl_xor_sync(0xffffffffu, squares, offset);
-  return {mean, squares};
+                                                float inverse_count) {
+  const float shift = __shfl_sync(0xffffffffu, held(0) ? mean_of(x[0]) : 0.0f, 0, lanes);
+  ShiftedSums sums;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (held(j)) sums.add(x[j], shift);
+  }
+  for (int offset = lanes / 2; offset > 0; offset /= 2) {
+    sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, offset);
+    sums.squares += __shfl_xor_sync(0xffffffffu, sums.squares, offset);
+  }
+  return shifted_moments(shift, sums.sum, sums.squares, inverse_count);
 }
 
-struct WarpMoments {
+struct PartMoments {
   float count, mean, squares;
 };
 
-// Of `count` values that a block of whole warps holds, with one exchange: each warp has a mean of its own.
+// What the lanes of a warp add to the moments of all parts together; `first` is the mean of a part that has
+// values.
+struct JoinedSums {
+  float first, sum = 0.0f, squares = 0.0f;
+
+  __device__ __forceinline__ explicit JoinedSums(float first) : first(first) {}
+  __device__ __forceinline__ void add(const PartMoments& part) {
+    const float apart = part.mean - first, weighted = part.count * apart;
+    sum += weighted;
+    squares += fmaf(weighted, apart, part.squares);
+  }
+  __device__ __forceinline__ Moments of_warp(float inverse_count) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      squares += __shfl_xor_sync(0xffffffffu, squares, offset);
+    }
+    return shifted_moments(first, sum, squares, inverse_count);
+  }
+};
+
+// Of the values that a block of whole warps holds, with one exchange: each warp has a mean of its own.
 // scratch is for this call alone.
 template <typename T, int N, int V, typename Held>
-__device__ __forceinline__ Moments block_moments(const Vec<T, N> (&x)[V], const Held& held, float count,
-                                                 WarpMoments (&scratch)[32]) {
+__device__ __forceinline__ Moments block_moments(const Vec<T, N> (&x)[V], const Held& held,
+                                                 float inverse_count, PartMoments (&scratch)[32]) {
   int vectors = 0;
 #pragma unroll
   for (int j = 0; j < V; ++j) vectors += __popc(__ballot_sync(0xffffffffu, held(j)));
   const float own = static_cast<float>(vectors * N);
-  const Moments of_warp = lane_moments(x, held, 32, fmaxf(own, 1.0f));
+  const Moments of_warp = lane_moments(x, held, 32, 1.0f / fmaxf(own, 1.0f));
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
   if (warps == 1) return of_warp;
   if (lane == 0) scratch[threadIdx.x / 32] = {own, of_warp.mean, of_warp.squares};
   __syncthreads();
-  const WarpMoments other = lane < warps ? scratch[lane] : WarpMoments{};
-  const float mean = warp_reduce<Sum>(other.count * other.mean) / count;
-  const float apart = other.mean - mean;
-  return {mean, warp_reduce<Sum>(fmaf(other.count * apart, apart, other.squares))};
+  JoinedSums sums(scratch[0].mean);
+  if (lane < warps) sums.add(scratch[lane]);
+  return sums.of_warp(inverse_count);
 }
 
 // Of a row from those of its `parts` parts, each of `part_size` values but the last one, by all threads of a

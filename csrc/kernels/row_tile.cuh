@@ -38,6 +38,9 @@ struct RowRing {
     return own[(((stage * R + r) * Streams + stream) * V + j) * blockDim.x];
   }
 
+  // The shared memory behind the ring.
+  __device__ __forceinline__ void* end(int stages) const { return &slot(stages, 0, 0, 0) - threadIdx.x; }
+
   // Rows first, first + groups, ... that exist; source(stream, row): where a row of a tensor begins.
   template <typename Source>
   __device__ __forceinline__ void fetch(const RowPlace& place, int stage, int64_t first, int64_t rows,
