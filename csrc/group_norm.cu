@@ -2,13 +2,15 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
 
 #include "common/dispatch.h"
 #include "common/norms.cuh"
+#include "common/residence.h"
 #include "common/torch.h"
-#include "kernels/group_norm_backward.cuh"
+#include "kernels/group_norm_resident.cuh"
 
 namespace liger {
 namespace {
@@ -38,6 +40,18 @@ bool vectorised(const Sizes& sizes, const Tensor& x, std::initializer_list<const
 RowOutput contiguous_output(const Tensor& result) {
   Tensor written = result.is_contiguous() ? result : torch::stable::new_empty(result, result.sizes());
   return {result, std::move(written), {}};
+}
+
+// Whether a forward kept in registers, of up to four vectors per thread, is as fast as one in shared memory.
+bool short_row(int64_t vectors) {
+  return vectors <= 4 * kForwardThreads<4>;
+}
+
+// Rows of whole vectors in shared memory, or blocks == 0.
+Residence residence_of(const Sizes& sizes, int vector, int unit, int streams, int own_bytes_per_unit,
+                       bool whole_vectors, const DeviceAttributes& device) {
+  if (!whole_vectors || unit == 0 || device.capability < 90) return {};
+  return plan_residence(sizes.row() / vector, unit, streams, kGroupNormOwnBytes, own_bytes_per_unit, device);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_groups,
@@ -82,6 +96,15 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
     using T = typename decltype(tag)::type;
     const int64_t n = whole_vectors ? kVec<T> : 1;
     p.affine.vectors = ChannelDivide(sizes.spatial / n, p.hidden / n);
+    const DeviceAttributes& device = device_attributes(x.get_device_index());
+    if (!short_row(p.hidden / n)) {
+      const Residence residence = residence_of(sizes, kVec<T>, 1, 1, 0, whole_vectors, device);
+      if (residence.blocks > 0) {
+        launch_resident(op, group_norm_resident_kernel<T>, residence, p.rows, kGroupNormOwnBytes, device,
+                        current_stream(x), p);
+        return;
+      }
+    }
     const int chunks = moment_norm_chunks<T>(p.hidden, whole_vectors);
     const Tensor parts = empty({p.rows * chunks, 2}, ScalarType::Float, x);
     p.parts = static_cast<Moments*>(parts.mutable_data_ptr());
@@ -123,8 +146,6 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   const Tensor input = torch::stable::contiguous(x), upstream = torch::stable::contiguous(grad_y);
   const std::optional<Tensor> scale = dense_parameter(weight);
   const Tensor row_mean = torch::stable::contiguous(mean), row_scale = torch::stable::contiguous(rstd);
-  const Tensor sums = empty({sizes.samples, 2, sizes.channels}, ScalarType::Float, x);
-  const Tensor gradients = empty({sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
   GroupNormBackward p{};
   p.grad_y = upstream.const_data_ptr();
   p.x = input.const_data_ptr();
@@ -132,8 +153,6 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   p.mean = static_cast<const float*>(row_mean.const_data_ptr());
   p.rstd = static_cast<const float*>(row_scale.const_data_ptr());
   p.grad_x = need_grad_x ? grad_x.data() : nullptr;
-  p.sums = static_cast<float*>(sums.mutable_data_ptr());
-  p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
   p.samples = sizes.samples;
   p.channels = sizes.channels;
   p.spatial = sizes.spatial;
@@ -145,13 +164,30 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_group_norm_backward<T>(p, whole_vectors, stream);
+    const ChannelUnits units = channel_units(sizes.spatial / kVec<T>);
+    const DeviceAttributes& device = device_attributes(x.get_device_index());
+    const Residence residence =
+        residence_of(sizes, kVec<T>, units.vectors, 2, sizeof(float2), whole_vectors && need_grad_x, device);
+    // The samples are the parts, or of each sample the blocks of a group.
+    const int64_t parts = sizes.samples * std::max(residence.blocks, 1);
+    const Tensor sums = empty({parts, 2, sizes.channels}, ScalarType::Float, x);
+    const Tensor gradients = empty(
+        {residence.blocks > 0 ? 0 : sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
+    p.sums = static_cast<float*>(sums.mutable_data_ptr());
+    p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
+    if (residence.blocks > 0) {
+      p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
+      launch_resident(op, group_norm_backward_resident_kernel<T>, residence, sizes.rows(), kGroupNormOwnBytes,
+                      device, stream, p, units);
+    } else {
+      launch_group_norm_backward<T>(p, whole_vectors, stream);
+    }
     check_launch(op);
-    // The samples are the parts; both gradients are there, whichever was asked for.
+    // Both gradients are there, whichever was asked for.
     if (!need_grad_weight && !need_grad_bias) return;
     const Tensor of_weight = need_grad_weight ? grad_weight : torch::stable::empty_like(grad_bias);
     const Tensor of_bias = need_grad_bias ? grad_bias : torch::stable::empty_like(grad_weight);
-    sum_parts<T>(p.sums, static_cast<int>(p.samples), of_weight, &of_bias, false, stream);
+    sum_parts<T>(p.sums, static_cast<int>(parts), of_weight, &of_bias, false, stream);
   });
   check_launch(op);
   grad_x.finish();
