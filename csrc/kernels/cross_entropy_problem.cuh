@@ -4,6 +4,7 @@
 
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
+#include "kernels/span.cuh"
 
 namespace liger::ce {
 
@@ -82,28 +83,6 @@ __device__ __forceinline__ float reference_of(float max) {
 
 // --- the aligned middle of a row, and its edges
 // -------------------------------------------------------------------
-
-// A row is cut into `head` single elements up to the first 16-byte boundary, whole vectors, and `tail` single
-// elements.
-struct Span {
-  int head, vectors, tail;
-
-  __device__ __forceinline__ int edges() const { return head + tail; }
-  __device__ __forceinline__ int edge_column(int edge, int vocab) const {
-    return edge < head ? edge : vocab - tail + (edge - head);
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ Span span_of(const T* row, int vocab) {
-  const int misaligned =
-      static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16) / static_cast<int>(sizeof(T));
-  Span span;
-  span.head = min(vocab, misaligned == 0 ? 0 : kVec<T> - misaligned);
-  span.vectors = (vocab - span.head) / kVec<T>;
-  span.tail = vocab - span.head - span.vectors * kVec<T>;
-  return span;
-}
 
 // N neighbours as floats, through 16-byte loads where the address allows.
 template <typename T, int N>

@@ -1,7 +1,8 @@
 // Softmax over rows, in float, and its gradient y * (grad_y - sum(grad_y * y)).
 //
 // A row that fits is held in the registers of a few lanes, a warp or a block, and read once. A longer one is
-// read twice by its block: the second time from its end, which the caches still have.
+// kept in shared memory (softmax_resident.cuh) or, before compute capability 9.0, read twice by its block:
+// the second time from its end, which the caches still have.
 #pragma once
 
 #include "common/reduce.cuh"
@@ -12,7 +13,7 @@ namespace liger {
 struct Softmax {
   InputRows x, grad_y;  // x: y in the backward; grad_y: backward only
   OutputRows out;       // y or grad_x
-  Extent extent;        // columns in vectors
+  Extent extent;        // columns in elements
 };
 
 inline constexpr int kSoftmaxThreads = 128;  // of blocks that have several rows
@@ -52,24 +53,39 @@ struct RowGroup {
   }
 };
 
-// What one thread holds of a row.
-template <typename T, int N, int kItems>
+// What one thread holds of a row. kPeel: rows start anywhere, all operands at the same distance from a
+// multiple of 16 bytes; the vectors lie at such multiples, and the first and the last one are partly outside.
+template <typename T, int N, int kItems, bool kPeel>
 struct Held {
   Vec<T, N> items[kItems];
+  int columns, before = 0;  // before: elements between the multiple of 16 bytes and the row
 
   template <typename Group>
-  __device__ __forceinline__ Held(const Group& at, const InputRows& x, int64_t columns, float padding) {
+  __device__ __forceinline__ Held(const Group& at, const InputRows& x, int64_t columns, float padding)
+      : columns(at.live ? static_cast<int>(columns) : 0) {
     const T* row = static_cast<const T*>(x.data) + at.row * x.stride;
+    if constexpr (kPeel) before = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
-      const int column = at.lane + k * at.lanes;
-      if (at.live && column < columns) {
-        items[k] = load<T, N>(row + int64_t{column} * N);
-      } else {
+      const int at_element = element_of(at, k);
+      if (whole(at_element)) {
+        items[k] = load<T, N>(row + at_element);
+        continue;
+      }
 #pragma unroll
-        for (int i = 0; i < N; ++i) items[k].v[i] = from_float<T>(padding);
+      for (int i = 0; i < N; ++i) {
+        const bool inside = kPeel && inside_row(at_element + i);
+        items[k].v[i] = inside ? row[at_element + i] : from_float<T>(padding);
       }
     }
+  }
+  template <typename Group>
+  __device__ __forceinline__ int element_of(const Group& at, int k) const {
+    return (at.lane + k * at.lanes) * N - (kPeel ? before : 0);
+  }
+  __device__ __forceinline__ bool inside_row(int element) const { return element >= 0 && element < columns; }
+  __device__ __forceinline__ bool whole(int element) const {
+    return kPeel ? element >= 0 && element + N <= columns : element < columns;
   }
   // The compiler would carry the floats of one pass over to the next, which takes twice the registers of the
   // packed half types: this makes it unpack the item again, and not before an earlier one has been written.
@@ -82,19 +98,25 @@ struct Held {
     return items[k];
   }
   template <typename Group>
-  __device__ __forceinline__ void write(const Group& at, const OutputRows& out, int64_t columns,
-                                        int k) const {
+  __device__ __forceinline__ void write(const Group& at, const OutputRows& out, int k) const {
     T* row = static_cast<T*>(out.data) + at.row * out.stride;
-    const int column = at.lane + k * at.lanes;
-    if (at.live && column < columns) store(row + int64_t{column} * N, items[k]);
+    const int at_element = element_of(at, k);
+    if (whole(at_element)) {
+      store(row + at_element, items[k]);
+    } else if constexpr (kPeel) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (inside_row(at_element + i)) row[at_element + i] = items[k].v[i];
+      }
+    }
   }
 };
 
-template <typename T, int N, int kLanes, int kItems>
+template <typename T, int N, int kLanes, int kItems, bool kPeel>
 __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftmaxThreads)
     softmax_held_kernel(const Softmax p) {
   const RowGroup<kLanes> at(p.extent.rows);
-  Held<T, N, kItems> x(at, p.x, p.extent.columns, -INFINITY);
+  Held<T, N, kItems, kPeel> x(at, p.x, p.extent.columns, -INFINITY);
   float max = -INFINITY, sum = 0.0f, values[N];
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
@@ -105,18 +127,23 @@ __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftma
   max = at.template reduce<Max>(max);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
-    unpack(x.again(k), values);
+    if constexpr (kItems > 1) unpack(x.again(k), values);
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum += softmax_exp<T>(values[i] - max);
+    for (int i = 0; i < N; ++i) {
+      values[i] = softmax_exp<T>(values[i] - max);
+      sum += values[i];
+    }
   }
   const float scale = 1.0f / at.template reduce<Sum>(sum);
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
-    unpack(x.again(k), values);
+    // There are registers for the exponentials of one item; those of more are computed again.
+    if constexpr (kItems > 1) unpack(x.again(k), values);
 #pragma unroll
-    for (int i = 0; i < N; ++i) values[i] = softmax_exp<T>(values[i] - max) * scale;
+    for (int i = 0; i < N; ++i)
+      values[i] = (kItems > 1 ? softmax_exp<T>(values[i] - max) : values[i]) * scale;
     x.items[k] = pack<T, N>(values);
-    x.write(at, p.out, p.extent.columns, k);
+    x.write(at, p.out, k);
   }
 }
 
@@ -140,12 +167,12 @@ __device__ __forceinline__ float dot_product(const Vec<T, N>& a, const Vec<T, N>
   return sum;
 }
 
-template <typename T, int N, int kLanes, int kItems>
+template <typename T, int N, int kLanes, int kItems, bool kPeel>
 __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftmaxThreads)
     softmax_backward_held_kernel(const Softmax p) {
   const RowGroup<kLanes> at(p.extent.rows);
-  Held<T, N, kItems> y(at, p.x, p.extent.columns, 0.0f);
-  Held<T, N, kItems> grad_y(at, p.grad_y, p.extent.columns, 0.0f);
+  Held<T, N, kItems, kPeel> y(at, p.x, p.extent.columns, 0.0f);
+  Held<T, N, kItems, kPeel> grad_y(at, p.grad_y, p.extent.columns, 0.0f);
   float dot = 0.0f;
 #pragma unroll
   for (int k = 0; k < kItems; ++k) dot = dot_product(grad_y.items[k], y.items[k], dot);
@@ -153,7 +180,7 @@ __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftma
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     softmax_grad(grad_y.again(k), y.again(k), dot);
-    y.write(at, p.out, p.extent.columns, k);
+    y.write(at, p.out, k);
   }
 }
 
@@ -165,11 +192,12 @@ __device__ __forceinline__ int64_t last_column(int64_t columns) {
 template <typename T, int N>
 __global__ void __launch_bounds__(kLongThreads) softmax_long_kernel(const Softmax p) {
   const RowGroup<kWholeBlock> at(p.extent.rows);
+  const int64_t columns = p.extent.columns / N;  // in vectors
   const T* x = static_cast<const T*>(p.x.data) + at.row * p.x.stride;
   T* out = static_cast<T*>(p.out.data) + at.row * p.out.stride;
   float max = -INFINITY, sum = 0.0f, values[N];
 #pragma unroll 4
-  for (int64_t column = threadIdx.x; column < p.extent.columns; column += blockDim.x) {
+  for (int64_t column = threadIdx.x; column < columns; column += blockDim.x) {
     unpack(load<T, N>(x + column * N), values);
     float next = max;
 #pragma unroll
@@ -185,7 +213,7 @@ __global__ void __launch_bounds__(kLongThreads) softmax_long_kernel(const Softma
   if (max != whole) sum *= softmax_exp<T>(max - whole);
   const float scale = 1.0f / at.template reduce<Sum>(sum);
 #pragma unroll 4
-  for (int64_t column = last_column(p.extent.columns); column >= 0; column -= blockDim.x) {
+  for (int64_t column = last_column(columns); column >= 0; column -= blockDim.x) {
     unpack(load<T, N>(x + column * N), values);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] = softmax_exp<T>(values[i] - whole) * scale;
@@ -196,57 +224,78 @@ __global__ void __launch_bounds__(kLongThreads) softmax_long_kernel(const Softma
 template <typename T, int N>
 __global__ void __launch_bounds__(kLongThreads) softmax_backward_long_kernel(const Softmax p) {
   const RowGroup<kWholeBlock> at(p.extent.rows);
+  const int64_t columns = p.extent.columns / N;  // in vectors
   const T* y = static_cast<const T*>(p.x.data) + at.row * p.x.stride;
   const T* grad_y = static_cast<const T*>(p.grad_y.data) + at.row * p.grad_y.stride;
   T* out = static_cast<T*>(p.out.data) + at.row * p.out.stride;
   float dot = 0.0f;
 #pragma unroll 2
-  for (int64_t column = threadIdx.x; column < p.extent.columns; column += blockDim.x)
+  for (int64_t column = threadIdx.x; column < columns; column += blockDim.x)
     dot = dot_product(load<T, N>(grad_y + column * N), load<T, N>(y + column * N), dot);
   dot = at.template reduce<Sum>(dot);
 #pragma unroll 2
-  for (int64_t column = last_column(p.extent.columns); column >= 0; column -= blockDim.x) {
+  for (int64_t column = last_column(columns); column >= 0; column -= blockDim.x) {
     Vec<T, N> item = load<T, N>(y + column * N);
     softmax_grad(load<T, N>(grad_y + column * N), item, dot);
     store(out + column * N, item);
   }
 }
 
-template <typename T, int N, int kLanes, int kItems>
+template <typename T, int N, int kLanes, int kItems, bool kPeel>
 void launch_softmax_held(const Softmax& p, int threads, cudaStream_t stream) {
   const int64_t rows_per_block = kLanes == kWholeBlock ? 1 : kSoftmaxThreads / kLanes;
   const unsigned blocks = static_cast<unsigned>((p.extent.rows + rows_per_block - 1) / rows_per_block);
   if (p.grad_y.data == nullptr) {
-    softmax_held_kernel<T, N, kLanes, kItems><<<blocks, threads, 0, stream>>>(p);
+    softmax_held_kernel<T, N, kLanes, kItems, kPeel><<<blocks, threads, 0, stream>>>(p);
   } else if constexpr (kItems <= 4) {  // more of two tensors would not fit
-    softmax_backward_held_kernel<T, N, kLanes, kItems><<<blocks, threads, 0, stream>>>(p);
+    softmax_backward_held_kernel<T, N, kLanes, kItems, kPeel><<<blocks, threads, 0, stream>>>(p);
   }
 }
 
-// Columns in vectors of N.
-template <typename T, int N>
-void launch_softmax(const Softmax& p, cudaStream_t stream) {
-  const int64_t columns = p.extent.columns;
-  const bool backward = p.grad_y.data != nullptr;
-  const auto warps_of = [&](int items) {
-    return static_cast<int>((columns + 32 * items - 1) / (32 * items)) * 32;
-  };
-  if (columns <= 4) {
-    launch_softmax_held<T, N, 4, 1>(p, kSoftmaxThreads, stream);
-  } else if (columns <= 32) {
-    launch_softmax_held<T, N, 32, 1>(p, kSoftmaxThreads, stream);
-  } else if (columns <= 32 * 4) {
-    launch_softmax_held<T, N, 32, 4>(p, kSoftmaxThreads, stream);
-  } else if (columns <= kHeldThreads * 4) {
-    launch_softmax_held<T, N, kWholeBlock, 4>(p, warps_of(4), stream);
-  } else if (columns <= kHeldThreads * 8 && !backward) {
-    launch_softmax_held<T, N, kWholeBlock, 8>(p, warps_of(8), stream);
-  } else if (columns <= kHeldThreads * 16 && !backward) {
-    launch_softmax_held<T, N, kWholeBlock, 16>(p, warps_of(16), stream);
-  } else if (backward) {
-    softmax_backward_long_kernel<T, N><<<static_cast<unsigned>(p.extent.rows), kLongThreads, 0, stream>>>(p);
+// Vectors of N that a row touches at most.
+template <typename T, int N, bool kPeel>
+int64_t touched_vectors(const Softmax& p) {
+  return kPeel ? (p.extent.columns + 2 * N - 2) / N : p.extent.columns / N;
+}
+
+inline constexpr int kShortItems = 4;  // vectors of a thread, of rows of up to 2048
+
+// Rows of up to kShortItems vectors for each of kHeldThreads.
+template <typename T, int N, bool kPeel>
+void launch_softmax_short(const Softmax& p, cudaStream_t stream) {
+  const int64_t vectors = touched_vectors<T, N, kPeel>(p);
+  if (vectors <= 4) {
+    launch_softmax_held<T, N, 4, 1, kPeel>(p, kSoftmaxThreads, stream);
+  } else if (vectors <= 8) {
+    launch_softmax_held<T, N, 8, 1, kPeel>(p, kSoftmaxThreads, stream);
+  } else if (vectors <= 16) {
+    launch_softmax_held<T, N, 16, 1, kPeel>(p, kSoftmaxThreads, stream);
+  } else if (vectors <= 32) {
+    launch_softmax_held<T, N, 32, 1, kPeel>(p, kSoftmaxThreads, stream);
+  } else if (vectors <= 32 * 4) {
+    launch_softmax_held<T, N, 32, 4, kPeel>(p, kSoftmaxThreads, stream);
   } else {
-    softmax_long_kernel<T, N><<<static_cast<unsigned>(p.extent.rows), kLongThreads, 0, stream>>>(p);
+    const int threads = static_cast<int>((vectors + 127) / 128) * 32;
+    launch_softmax_held<T, N, kWholeBlock, kShortItems, kPeel>(p, threads, stream);
+  }
+}
+
+// Longer rows. N > 1: all of them, and all of their operands, are whole vectors.
+template <typename T, int N>
+void launch_softmax_long(const Softmax& p, cudaStream_t stream) {
+  const int64_t vectors = p.extent.columns / N;
+  const unsigned rows = static_cast<unsigned>(p.extent.rows);
+  const auto threads_of = [&](int items) {
+    return static_cast<int>((vectors + 32 * items - 1) / (32 * items)) * 32;
+  };
+  if (p.grad_y.data != nullptr) {
+    softmax_backward_long_kernel<T, N><<<rows, kLongThreads, 0, stream>>>(p);
+  } else if (vectors <= kHeldThreads * 8) {
+    launch_softmax_held<T, N, kWholeBlock, 8, false>(p, threads_of(8), stream);
+  } else if (vectors <= kHeldThreads * 16) {
+    launch_softmax_held<T, N, kWholeBlock, 16, false>(p, threads_of(16), stream);
+  } else {
+    softmax_long_kernel<T, N><<<rows, kLongThreads, 0, stream>>>(p);
   }
 }
 
