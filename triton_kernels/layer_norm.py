@@ -1,7 +1,7 @@
 """LayerNorm. The formulas are those of ``liger/ops/layer_norm.py``, rows and programs those of ``norm_rows.py``.
 
 A row that is larger than a tile is read once for its mean, once for its variance and once to be normalised: squared
-differences from the mean do not cancel, differences of squares would.
+differences from a mean do not cancel, differences of squares would.
 """
 
 import torch
@@ -38,10 +38,34 @@ def _store_normalised(y_rows, x, mean, rstd, weight_ptr, bias_ptr, cols, n_cols,
     tl.store(y_rows + cols[None, :], y.to(y_rows.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _row_sums(a, b):
+    """The sums of the rows of two tiles, in one exchange."""
+    return tl.split(tl.sum(tl.join(a, b), 1))
+
+
+@triton.jit
+def _row_moments(x, x_rows, mask, row_mask, n_cols, FIRST: tl.constexpr):
+    """(mean, sum of squared differences from it) of whole rows. Half types: the differences are taken from the mean of
+    the FIRST values of the row, so both sums go together; what that loses, at most n_cols / FIRST times the rounding of
+    the sums, and next to nothing unless those values are what the variance consists of, is below their own rounding."""
+    if x_rows.dtype.element_ty == tl.float32:
+        mean = tl.sum(x, 1) / n_cols
+        apart = tl.where(mask, x - mean[:, None], 0.0)
+        squares = tl.sum(apart * apart, 1)
+    else:
+        shift = tl.sum(load_float(x_rows, tl.arange(0, FIRST), row_mask), 1) / FIRST
+        apart = tl.where(mask, x - shift[:, None], 0.0)
+        total, squares = _row_sums(apart, apart * apart)
+        mean = shift + total / n_cols
+        squares = tl.maximum(squares - total * (total / n_cols), 0.0)
+    return mean, squares
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def forward_kernel(
     x_ptr, x_stride, weight_ptr, bias_ptr, y_ptr, y_stride, mean_ptr, rstd_ptr, n_rows, n_cols, eps,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr, FIRST: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = (rows < n_rows)[:, None]
@@ -52,9 +76,8 @@ def forward_kernel(
         cols = tl.arange(0, BLOCK_COLS)
         mask = row_mask & (cols < n_cols)[None, :]
         x = load_float(x_rows, cols, mask)
-        mean = tl.sum(x, 1) / n_cols
-        apart = tl.where(mask, x - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(apart * apart, 1) / n_cols + eps)
+        mean, row_squares = _row_moments(x, x_rows, mask, row_mask, n_cols, FIRST)
+        rstd = tl.rsqrt(row_squares / n_cols + eps)
         _store_normalised(y_rows, x, mean, rstd, weight_ptr, bias_ptr, cols, n_cols, mask)
     else:
         sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -128,8 +151,8 @@ def backward_kernel(
             if grad_x_ptr is not None:
                 if weight_ptr is not None:
                     g *= weight
-                a = (tl.sum(g, 1) / n_cols)[:, None]
-                c = (tl.sum(g * xhat, 1) / n_cols)[:, None]
+                plain, products = _row_sums(g, g * xhat)
+                a, c = (plain / n_cols)[:, None], (products / n_cols)[:, None]
                 grad_x = rstd * (g - a - xhat * c)
                 tl.store(grad_x_rows + all_cols[None, :], grad_x.to(grad_x_rows.dtype.element_ty), mask=mask)
         else:
@@ -187,7 +210,8 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5):
     with on_device_of(x):
         forward_kernel[(triton.cdiv(n_rows, block_rows),)](
             x, x_stride, dense_vector(weight), dense_vector(bias), y_rows, y_stride, mean, rstd, n_rows, n_cols, eps,
-            block_rows, block_cols, whole, num_warps=warps_for(block_rows * block_cols),
+            block_rows, block_cols, whole, triton.next_power_of_2(min(n_cols, 8) + 1) // 2,
+            num_warps=warps_for(block_rows * block_cols),
         )  # fmt: skip
     write_back(y, y_rows)
     return y, mean, rstd
