@@ -69,6 +69,15 @@ def test_one_outlier_does_not_cancel(device):
     check_op(liger.layer_norm, reference, [x, *parameters((True, True), 2048, device, torch.float32)])
 
 
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
+@pytest.mark.parametrize("hidden", [40, 2048, 16384])
+def test_a_row_that_starts_with_its_variance(device, dtype, hidden):
+    """Half types take differences from the first values: here those are what the variance consists of."""
+    x = torch.randn(3, hidden, device=device, dtype=dtype)
+    x[:, :8] = 3000
+    check_op(liger.layer_norm, reference, [x, *parameters((True, True), hidden, device, dtype)])
+
+
 @pytest.mark.parametrize("make", [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)])
 def test_strided_input_and_gradient(device, make):
     x, grad = torch.randn(2, 6, 5, 48, device=device)

@@ -38,23 +38,17 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   if (r.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
 
   for (int turn = 0; row < p.rows; row += row_step, turn ^= 1) {
-    // A thread takes the differences from the mean of its own first vector.
-    ShiftedSums sums;
-    float shift = 0.0f;
-    int vectors = 0;
+    RunningMoments<T, N> running;
     for (int i = 0; i < kResidentStages; ++i) {
       slice.wait(i);
       const int stop = min(count, (i + 1) * r.stage);
 #pragma unroll 2
-      for (int v = i * r.stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
-        const Vec<T, N> x = slice.kept[0][v];
-        if (vectors++ == 0) shift = mean_of(x);
-        sums.add(x, shift);
-      }
+      for (int v = i * r.stage + static_cast<int>(threadIdx.x); v < stop; v += step)
+        running.add(slice.kept[0][v]);
     }
     slice.next_row();
-    const float own = static_cast<float>(vectors * N);
-    const Moments of_thread = shifted_moments(shift, sums.sum, sums.squares, 1.0f / fmaxf(own, 1.0f));
+    const float own = running.count();
+    const Moments of_thread = running.result();
     JoinedSums in_warp(__shfl_sync(0xffffffffu, of_thread.mean, 0));
     in_warp.add({own, of_thread.mean, of_thread.squares});
     const float of_warp = warp_reduce<Sum>(own);

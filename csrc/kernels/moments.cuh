@@ -48,12 +48,54 @@ struct ShiftedSums {
   }
 };
 
-// Of the values that `lanes` neighbouring threads of a warp hold, a power of two of them, with one round of
-// shuffles. The first of the threads holds a vector if any does.
+// Of any number of vectors, one after another. Half types: from the mean of the first one; float32: each
+// about its own mean, joined to those before, which loses nothing whatever the first one is.
+template <typename T, int N>
+struct RunningMoments {
+  int vectors = 0;
+  float mean = 0.0f;
+  ShiftedSums sums;
+
+  __device__ __forceinline__ void add(const Vec<T, N>& x) {
+    ++vectors;
+    if constexpr (sizeof(T) == 2) {
+      if (vectors == 1) mean = mean_of(x);
+      sums.add(x, mean);
+    } else {
+      ShiftedSums own;
+      const float own_mean = mean_of(x), apart = own_mean - mean;
+      own.add(x, own_mean);
+      const float share = 1.0f / static_cast<float>(vectors);
+      mean = fmaf(apart, share, mean);
+      sums.squares += fmaf(apart * apart, N * (1.0f - share), own.squares);
+    }
+  }
+  __device__ __forceinline__ float count() const { return static_cast<float>(vectors * N); }
+  __device__ __forceinline__ Moments result() const {
+    if constexpr (sizeof(T) == 4) return {mean, sums.squares};
+    return shifted_moments(mean, sums.sum, sums.squares, 1.0f / fmaxf(count(), 1.0f));
+  }
+};
+
+// Of the values that `lanes` neighbouring threads of a warp hold, a power of two of them. Half types take one
+// round of shuffles, the differences being those from the mean of a vector of the first of the threads, which
+// holds one if any does; float32 takes two, since what that loses is below the rounding of half types only.
 template <typename T, int N, int V, typename Held>
 __device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const Held& held, int lanes,
                                                 float inverse_count) {
-  const float shift = __shfl_sync(0xffffffffu, held(0) ? mean_of(x[0]) : 0.0f, 0, lanes);
+  float shift;
+  if constexpr (sizeof(T) == 2) {
+    shift = __shfl_sync(0xffffffffu, held(0) ? mean_of(x[0]) : 0.0f, 0, lanes);
+  } else {
+    shift = 0.0f;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (held(j)) shift = fmaf(mean_of(x[j]), N, shift);
+    }
+    for (int offset = lanes / 2; offset > 0; offset /= 2)
+      shift += __shfl_xor_sync(0xffffffffu, shift, offset);
+    shift *= inverse_count;
+  }
   ShiftedSums sums;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
