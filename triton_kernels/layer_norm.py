@@ -1,7 +1,7 @@
 """LayerNorm. The formulas are those of ``liger/ops/layer_norm.py``, rows and programs those of ``norm_rows.py``.
 
 A row that is larger than a tile is read once for its mean, once for its variance and once to be normalised: squared
-differences from a mean do not cancel, differences of squares would.
+differences from the mean do not cancel, differences of squares would.
 """
 
 import torch
@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .common import (
     dense_vector,
+    multiprocessors,
     on_device_of,
     output_rows,
     require_dtype,
@@ -38,34 +39,10 @@ def _store_normalised(y_rows, x, mean, rstd, weight_ptr, bias_ptr, cols, n_cols,
     tl.store(y_rows + cols[None, :], y.to(y_rows.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _row_sums(a, b):
-    """The sums of the rows of two tiles, in one exchange."""
-    return tl.split(tl.sum(tl.join(a, b), 1))
-
-
-@triton.jit
-def _row_moments(x, x_rows, mask, row_mask, n_cols, FIRST: tl.constexpr):
-    """(mean, sum of squared differences from it) of whole rows. Half types: the differences are taken from the mean of
-    the FIRST values of the row, so both sums go together; what that loses, at most n_cols / FIRST times the rounding of
-    the sums, and next to nothing unless those values are what the variance consists of, is below their own rounding."""
-    if x_rows.dtype.element_ty == tl.float32:
-        mean = tl.sum(x, 1) / n_cols
-        apart = tl.where(mask, x - mean[:, None], 0.0)
-        squares = tl.sum(apart * apart, 1)
-    else:
-        shift = tl.sum(load_float(x_rows, tl.arange(0, FIRST), row_mask), 1) / FIRST
-        apart = tl.where(mask, x - shift[:, None], 0.0)
-        total, squares = _row_sums(apart, apart * apart)
-        mean = shift + total / n_cols
-        squares = tl.maximum(squares - total * (total / n_cols), 0.0)
-    return mean, squares
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def forward_kernel(
     x_ptr, x_stride, weight_ptr, bias_ptr, y_ptr, y_stride, mean_ptr, rstd_ptr, n_rows, n_cols, eps,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr, FIRST: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = (rows < n_rows)[:, None]
@@ -76,8 +53,9 @@ def forward_kernel(
         cols = tl.arange(0, BLOCK_COLS)
         mask = row_mask & (cols < n_cols)[None, :]
         x = load_float(x_rows, cols, mask)
-        mean, row_squares = _row_moments(x, x_rows, mask, row_mask, n_cols, FIRST)
-        rstd = tl.rsqrt(row_squares / n_cols + eps)
+        mean = tl.sum(x, 1) / n_cols
+        apart = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(apart * apart, 1) / n_cols + eps)
         _store_normalised(y_rows, x, mean, rstd, weight_ptr, bias_ptr, cols, n_cols, mask)
     else:
         sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -101,12 +79,6 @@ def forward_kernel(
     tl.store(rstd_ptr + rows, rstd, mask=rows < n_rows)
 
 
-@triton.jit
-def _add_to_part(part, values, cols, n_cols):
-    so_far = tl.load(part + cols, mask=cols < n_cols, other=0.0)
-    tl.store(part + cols, so_far + tl.sum(values, 0), mask=cols < n_cols)
-
-
 @triton.jit(do_not_specialize=["n_rows"])
 def backward_kernel(
     grad_y_ptr, grad_y_stride, x_ptr, x_stride, weight_ptr, mean_ptr, rstd_ptr, grad_x_ptr, grad_x_stride,
@@ -114,8 +86,8 @@ def backward_kernel(
     NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """partial: per program the gradient of the weight, if it is needed, then that of the bias. STAGES: one more than
-    the tiles that are loaded ahead."""
+    """partial: per program the gradient of the weight, if it is needed, then that of the bias; of whole rows alone.
+    STAGES: one more than the tiles that are loaded ahead."""
     program = tl.program_id(0)
     if partial_ptr is not None:
         weight_part = partial_ptr + program.to(tl.int64) * (NEED_WEIGHT + NEED_BIAS) * n_cols
@@ -151,22 +123,21 @@ def backward_kernel(
             if grad_x_ptr is not None:
                 if weight_ptr is not None:
                     g *= weight
-                plain, products = _row_sums(g, g * xhat)
-                a, c = (plain / n_cols)[:, None], (products / n_cols)[:, None]
+                a = (tl.sum(g, 1) / n_cols)[:, None]
+                c = (tl.sum(g * xhat, 1) / n_cols)[:, None]
                 grad_x = rstd * (g - a - xhat * c)
                 tl.store(grad_x_rows + all_cols[None, :], grad_x.to(grad_x_rows.dtype.element_ty), mask=mask)
         else:
             plain = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
             products = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-            if grad_x_ptr is not None:
-                for start in range(0, n_cols, BLOCK_COLS):
-                    cols = start + tl.arange(0, BLOCK_COLS)
-                    mask = row_mask & (cols < n_cols)[None, :]
-                    g = load_float(grad_y_rows, cols, mask)
-                    if weight_ptr is not None:
-                        g *= _load_parameter(weight_ptr, cols, n_cols)
-                    plain += g
-                    products += g * ((load_float(x_rows, cols, mask) - mean) * rstd)
+            for start in range(0, n_cols, BLOCK_COLS):
+                cols = start + tl.arange(0, BLOCK_COLS)
+                mask = row_mask & (cols < n_cols)[None, :]
+                g = load_float(grad_y_rows, cols, mask)
+                if weight_ptr is not None:
+                    g *= _load_parameter(weight_ptr, cols, n_cols)
+                plain += g
+                products += g * ((load_float(x_rows, cols, mask) - mean) * rstd)
             a = (tl.sum(plain, 1) / n_cols)[:, None]
             c = (tl.sum(products, 1) / n_cols)[:, None]
             for start in range(0, n_cols, BLOCK_COLS):
@@ -174,18 +145,10 @@ def backward_kernel(
                 mask = row_mask & (cols < n_cols)[None, :]
                 g = load_float(grad_y_rows, cols, mask)
                 xhat = (load_float(x_rows, cols, mask) - mean) * rstd
-                # The parts are this program's own; they start at zero.
-                if NEED_WEIGHT:
-                    _add_to_part(weight_part, g * xhat, cols, n_cols)
-                if NEED_BIAS:
-                    _add_to_part(bias_part, g, cols, n_cols)
-                if grad_x_ptr is not None:
-                    if weight_ptr is not None:
-                        g *= _load_parameter(weight_ptr, cols, n_cols)
-                    grad_x = rstd * (g - a - xhat * c)
-                    tl.store(grad_x_rows + cols[None, :], grad_x.to(grad_x_rows.dtype.element_ty), mask=mask)
-            # Another thread may load these partial sums for the next row.
-            tl.debug_barrier()
+                if weight_ptr is not None:
+                    g *= _load_parameter(weight_ptr, cols, n_cols)
+                grad_x = rstd * (g - a - xhat * c)
+                tl.store(grad_x_rows + cols[None, :], grad_x.to(grad_x_rows.dtype.element_ty), mask=mask)
 
     if WHOLE_ROW:
         if NEED_WEIGHT:
@@ -194,7 +157,46 @@ def backward_kernel(
             tl.store(bias_part + all_cols, tl.sum(grad_bias, 0), mask=all_cols < n_cols)
 
 
+@triton.jit(do_not_specialize=["n_rows"])
+def parameter_grads_kernel(
+    grad_y_ptr, grad_y_stride, x_ptr, x_stride, mean_ptr, rstd_ptr, partial_ptr, n_rows, n_cols,
+    NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    """The same partial of long rows: a program has a block of columns and every num_programs(1)-th tile of rows."""
+    part = tl.program_id(1)
+    weight_part = partial_ptr + part.to(tl.int64) * (NEED_WEIGHT + NEED_BIAS) * n_cols
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    grad_weight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    grad_bias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for tile in range(part, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(1)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
+        g = load_float(grad_y_ptr + rows[:, None] * grad_y_stride, cols, mask)
+        if NEED_WEIGHT:
+            mean = tl.load(mean_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+            rstd = tl.load(rstd_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+            grad_weight += g * ((load_float(x_ptr + rows[:, None] * x_stride, cols, mask) - mean) * rstd)
+        if NEED_BIAS:
+            grad_bias += g
+    if NEED_WEIGHT:
+        tl.store(weight_part + cols, tl.sum(grad_weight, 0), mask=cols < n_cols)
+    if NEED_BIAS:
+        tl.store(weight_part + NEED_WEIGHT * n_cols + cols, tl.sum(grad_bias, 0), mask=cols < n_cols)
+
+
 # --- launchers ----------------------------------------------------------------------------------------------------
+
+
+# Longer rows leave no registers for the sums of two gradients: those are a kernel of their own.
+_WITH_PARAMETER_GRADS = 8192
+# Of that kernel: rows and columns of a tile.
+_PARAMETER_TILE = (8, 256)
+
+
+def _registers(x):
+    """At most so many for each thread of a forward, in a launch: with 40 of them a multiprocessor holds one program of
+    1024 threads, with 32 two."""
+    return {"maxnreg": 32} if x.element_size() == 2 and torch.version.hip is None else {}
 
 
 def layer_norm(x, weight=None, bias=None, eps=1e-5):
@@ -210,8 +212,8 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5):
     with on_device_of(x):
         forward_kernel[(triton.cdiv(n_rows, block_rows),)](
             x, x_stride, dense_vector(weight), dense_vector(bias), y_rows, y_stride, mean, rstd, n_rows, n_cols, eps,
-            block_rows, block_cols, whole, triton.next_power_of_2(min(n_cols, 8) + 1) // 2,
-            num_warps=warps_for(block_rows * block_cols),
+            block_rows, block_cols, whole, num_warps=warps_for(block_rows * block_cols),
+            **_registers(x),
         )  # fmt: skip
     write_back(y, y_rows)
     return y, mean, rstd
@@ -233,13 +235,27 @@ def layer_norm_backward(grad_y, x, weight, bias, mean, rstd, need_grad_x, need_g
     grad_y, grad_y_stride = rows_of(grad_y)
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     plan = backward_plan(n_rows, x, inputs=2)
-    partial = plan.partials(len(wanted), x) if wanted else None
+    mean, rstd = mean.contiguous(), rstd.contiguous()
+    together = n_cols <= _WITH_PARAMETER_GRADS
+    partial = None
     with on_device_of(x):
-        backward_kernel[(plan.programs,)](
-            grad_y, grad_y_stride, x, x_stride, dense_vector(weight), mean.contiguous(), rstd.contiguous(),
-            grad_x_rows, grad_x_stride, partial, n_rows, n_cols, need_grad_weight, need_grad_bias, *plan.tile,
-            plan.stages, num_warps=plan.warps,
-        )  # fmt: skip
+        if wanted and together:
+            partial = plan.partials(len(wanted), x)
+        elif wanted:
+            tile_rows, tile_cols = _PARAMETER_TILE
+            columns = triton.cdiv(n_cols, tile_cols)
+            parts = min(triton.cdiv(n_rows, tile_rows), triton.cdiv(8 * multiprocessors(x), columns))
+            partial = x.new_empty(parts, len(wanted), n_cols, dtype=torch.float32)
+            parameter_grads_kernel[(columns, parts)](
+                grad_y, grad_y_stride, x, x_stride, mean, rstd, partial, n_rows, n_cols, need_grad_weight,
+                need_grad_bias, tile_rows, tile_cols, num_warps=4,
+            )  # fmt: skip
+        if need_grad_x or together:
+            backward_kernel[(plan.programs,)](
+                grad_y, grad_y_stride, x, x_stride, dense_vector(weight), mean, rstd, grad_x_rows, grad_x_stride,
+                partial if together else None, n_rows, n_cols, need_grad_weight and together,
+                need_grad_bias and together, *plan.tile, plan.stages, num_warps=plan.warps,
+            )  # fmt: skip
         if wanted:
             sum_partials(partial, wanted)
     if need_grad_x:

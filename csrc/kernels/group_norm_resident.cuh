@@ -33,9 +33,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kResidentStages; ++i) load_stage(i, row);
   }
-  if (r.blocks > 1) cluster_arrive_relaxed();
-  __syncthreads();
-  if (r.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+  start_together(r.blocks);
 
   for (int turn = 0; row < p.rows; row += row_step, turn ^= 1) {
     RunningMoments<T, N> running;
@@ -134,9 +132,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
     for (int i = 0; i < kResidentStages; ++i) load_stage(i, row);
   }
   float mean = p.mean[row], rstd = p.rstd[row];
-  if (r.blocks > 1) cluster_arrive_relaxed();
-  __syncthreads();
-  if (r.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+  start_together(r.blocks);
 
   for (int turn = 0; row < rows; row += row_step, turn ^= 1) {
     const int64_t sample = row / groups, channel = (row - sample * groups) * p.channels_per_group;

@@ -32,7 +32,7 @@ struct ResidentSlice {
   int stage;
   uint32_t phase = 0;
 
-  // The other threads may wait for the barriers after a barrier of the block.
+  // The other threads may wait for the barriers after start_together().
   __device__ __forceinline__ ResidentSlice(const Residence& r, unsigned char* shared, uint64_t* arrived)
       : arrived(arrived), stage(r.stage) {
 #pragma unroll
@@ -60,6 +60,16 @@ struct ResidentSlice {
   __device__ __forceinline__ void next_row() { phase ^= 1; }
 };
 
+// Behind it the barriers are initialised, and every block of the row has started: its shared memory may be
+// written.
+__device__ __forceinline__ void start_together(int blocks) {
+  __syncthreads();
+  if (blocks > 1) {
+    cluster_arrive_relaxed();
+    cluster_wait();
+  }
+}
+
 // What a warp has found out about its part of a row, a few words, to all blocks of the row: by lanes 0 to
 // blocks - 1, each to the block of its number. `slot` lies at the same place in each block, all of which have
 // started.
@@ -81,6 +91,7 @@ __device__ __forceinline__ void meet_blocks(int blocks) {
   if (blocks == 1) {
     __syncthreads();
   } else {
+    __syncwarp();
     cluster_arrive();
     cluster_wait();
   }

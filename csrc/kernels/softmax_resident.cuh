@@ -83,9 +83,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kResidentStages; ++i) load_stage(i, row, part);
   }
-  if (r.blocks > 1) cluster_arrive_relaxed();
-  __syncthreads();
-  if (r.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+  start_together(r.blocks);
 
   for (int turn = 0; row < p.extent.rows; row += row_step, turn ^= 1) {
     Vec<T, 1> edge;
@@ -160,9 +158,7 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kResidentStages; ++i) load_stage(i, row, part);
   }
-  if (r.blocks > 1) cluster_arrive_relaxed();
-  __syncthreads();
-  if (r.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+  start_together(r.blocks);
 
   for (int turn = 0; row < p.extent.rows; row += row_step, turn ^= 1) {
     Vec<T, 1> edge, edge_grad;
