@@ -9,7 +9,6 @@
 
 namespace liger::divergence {
 
-using ce::Span;
 
 inline constexpr int kMaxThreads = 512;
 
@@ -138,7 +137,7 @@ struct LogSum {
 template <typename T, bool kAligned, typename Body>
 __device__ __forceinline__ void over_rows(const T* student, const T* teacher, int vocab, const Body& body) {
   constexpr int N = kAligned ? kVec<T> : 1, kUnroll = 2;
-  const Span span = kAligned ? ce::span_of(student, vocab) : Span{0, vocab, 0};
+  const Span span = kAligned ? span_of(student, vocab) : Span{0, vocab, 0};
   const int step = blockDim.x;
   for (int v = threadIdx.x; v < span.vectors; v += kUnroll * step) {
     Vec<T, N> x[kUnroll], y[kUnroll];

@@ -53,14 +53,14 @@ struct PersistentShape {
 template <typename T>
 struct Slice {
   const T* logits;  // of the row
-  ce::Span span;
+  Span span;
   int begin, count;
   bool live;  // not ignored
 
   __device__ __forceinline__ Slice(const T* row, int vocab, const PersistentPlan& plan, int rank,
                                    int64_t target, int64_t ignore_index)
       : logits(row),
-        span(ce::span_of(logits, vocab)),
+        span(span_of(logits, vocab)),
         begin(min(rank * plan.slice, span.vectors)),
         count(min(begin + plan.slice, span.vectors) - begin),
         live(target != ignore_index) {}
