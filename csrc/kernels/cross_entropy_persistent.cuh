@@ -19,37 +19,25 @@ template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     rows_persistent(const Problem p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int N = kVec<T>, U = Shape::kVectors;
+  constexpr int N = kVec<T>;
   constexpr bool kExtras = false;
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
-  // This lane's first vector of the first piece, and the barriers of this warp.
-  T* const parts = reinterpret_cast<T*>(memory) + (warp * Shape::kPart + lane) * N;
-  uint64_t* const barriers = reinterpret_cast<uint64_t*>(memory + plan.pieces * Shape::kPiece * 16);
-  uint64_t* const arrived = barriers + warp * plan.pieces;
-  auto* slots = reinterpret_cast<Stats<kExtras>*>(barriers + Shape::kWarps * plan.pieces);  // of this row
-  int to_other_slots = Shape::kWarps * plan.blocks;                                         // of the next one
+  KeptParts<T, Shape> parts(memory, plan);
 
   // By one lane.
   const auto load_part = [&](const Slice<T>& s, int k) {
-    const int first = k * Shape::kPiece + warp * Shape::kPart;
-    const int vectors = max(0, min(Shape::kPart, s.count - first));
-    // The barrier of a part without anything completes too, so that all are in the same phase.
-    mbarrier_arrive_expect(&arrived[k], vectors * 16);
-    if (vectors > 0) {
-      bulk_load(parts + k * Shape::kPiece * N, s.logits + s.column(first), vectors * 16, &arrived[k]);
-    }
-  };
-  const auto edge_column = [&](const Slice<T>& s) {
-    return rank == 0 && threadIdx.x < s.span.edges() ? s.span.edge_column(threadIdx.x, p.vocab) : -1;
+    const T* const rows[] = {s.row};
+    parts.load_part(s, rows, k);
   };
   Vec<T, 1> edge = {};
   RowInputs<T> inputs = {};
   const auto load_rest = [&](const Slice<T>& s, int64_t row, int64_t y) {
-    inputs = read_inputs(p, s.logits, row, y);
-    if (edge_column(s) >= 0) edge.v[0] = s.logits[edge_column(s)];
+    inputs = read_inputs(p, s.row, row, y);
+    const int column = s.edge_column(rank, p.vocab);
+    if (column >= 0) edge.v[0] = s.row[column];
   };
   const auto load_all = [&](const Slice<T>& s, int64_t row, int64_t y) {
     if (lane == 0) {
@@ -58,16 +46,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     load_rest(s, row, y);
   };
   const auto slice_of = [&](int64_t row, int64_t y) {
-    return Slice<T>(static_cast<const T*>(p.logits) + row * p.row_stride, p.vocab, plan, rank, y,
-                    p.targets.ignore_index);
+    return Slice<T>(static_cast<const T*>(p.logits) + row * p.row_stride, p.vocab, plan, rank,
+                    y != p.targets.ignore_index);
   };
   const auto target_of = [&](int64_t row) { return row < p.rows ? p.targets[row] : p.targets.ignore_index; };
 
-  if (lane == 0) {
-    for (int k = 0; k < plan.pieces; ++k) mbarrier_init(&arrived[k]);
-    mbarrier_init_fence();
-  }
-  __syncwarp();
   if (plan.blocks > 1) cluster_arrive_relaxed();
   int64_t row = blockIdx.x / plan.blocks;
   int64_t y = target_of(row), y_next = target_of(row + row_step);
@@ -77,7 +60,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   __syncwarp();
   if (plan.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
 
-  uint32_t phase = 0;
   for (; row < p.rows; row += row_step) {
     const Slice<T> next = slice_of(row + row_step, y_next);
     const int64_t y_after = target_of(row + 2 * row_step);
@@ -85,28 +67,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (now.live) {
       Stats<kExtras> stats = no_stats<kExtras>();
       for (int k = 0; k < plan.pieces; ++k) {
-        mbarrier_wait(&arrived[k], phase);
-        const int first = k * Shape::kPiece + warp * Shape::kPart, count = now.count - first;
-        const int column = now.column(first + lane);
-        const T* const kept = parts + k * Shape::kPiece * N;
-        if (count >= Shape::kPart) {
-          Vec<T, N> raw[U];
+        parts.wait(k);
+        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
+          Vec<T, N> raw[count];
 #pragma unroll
-          for (int u = 0; u < U; ++u) raw[u] = load<T, N>(kept + u * 32 * N);
+          for (int u = 0; u < count; ++u) raw[u] = load<T, N>(part + u * 32 * N);
           accumulate_all(stats, raw, column, 32 * N, p);
-        } else {
-#pragma unroll 1
-          for (int u = 0; u * 32 + lane < count; ++u) {
-            accumulate(stats, load<T, N>(kept + u * 32 * N), column + u * 32 * N, p);
-          }
-        }
+        });
       }
-      phase ^= 1;
-      const int at_edge = edge_column(now);
+      parts.next_row();
+      const int at_edge = now.edge_column(rank, p.vocab);
       if (at_edge >= 0) accumulate(stats, edge, at_edge, p);
-      merge_row(stats, slots, rank, plan.blocks);
-      slots += to_other_slots;
-      to_other_slots = -to_other_slots;
+      merge_row(stats, parts.slots, rank, plan.blocks);
+      parts.swap_slots();
 
       const Row facts = row_of<kExtras>(p, inputs, row);
       if (rank == 0 && threadIdx.x == 0) write_results(p, facts, stats);
@@ -114,27 +87,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
                                           facts.token_weight / denominator, stats.max, stats.sum);
       if (at_edge >= 0) out[at_edge] = gradient<kExtras>(edge, at_edge, p, g).v[0];
       if (next.live) load_rest(next, row + row_step, y_next);
-      const bool aligned = aligned_alike(now.logits, out);
+      const bool aligned = aligned_alike(now.row, out);
       const auto put = [&](const Vec<T, N>& raw, int column) {
         const Vec<T, N> d = gradient<kExtras>(raw, column, p, g);
         aligned ? store(out + column, d) : store_elements(out + column, d);
       };
       for (int k = 0; k < plan.pieces; ++k) {
-        const int first = k * Shape::kPiece + warp * Shape::kPart, count = now.count - first;
-        const int column = now.column(first + lane);
-        const T* const kept = parts + k * Shape::kPiece * N;
-        if (count >= Shape::kPart) {
-          Vec<T, N> raw[U];
+        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
+          Vec<T, N> raw[count];
 #pragma unroll
-          for (int u = 0; u < U; ++u) raw[u] = load<T, N>(kept + u * 32 * N);
+          for (int u = 0; u < count; ++u) raw[u] = load<T, N>(part + u * 32 * N);
 #pragma unroll
-          for (int u = 0; u < U; ++u) put(raw[u], column + u * 32 * N);
-        } else {
-#pragma unroll 1
-          for (int u = 0; u * 32 + lane < count; ++u) {
-            put(load<T, N>(kept + u * 32 * N), column + u * 32 * N);
-          }
-        }
+          for (int u = 0; u < count; ++u) put(raw[u], column + u * 32 * N);
+        });
         __syncwarp();  // all lanes have read the part
         if (lane == 0 && next.live) load_part(next, k);
       }

@@ -9,7 +9,6 @@
 
 namespace liger::divergence {
 
-
 inline constexpr int kMaxThreads = 512;
 
 // One class: p of the teacher, q of the student, and their logarithms.

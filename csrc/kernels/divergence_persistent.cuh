@@ -24,46 +24,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     rows_persistent(const Problem p, const Results r, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   using P = Passes<Rule>;
-  constexpr int N = kVec<T>, U = Shape::kVectors;
-  constexpr int kTensor = Shape::kPiece * N, kPieceStep = Shape::kKept * kTensor;  // elements
+  using Parts = KeptParts<T, Shape>;
+  constexpr int N = kVec<T>, kTensor = Parts::kTensor;
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
-  // This lane's first vector of the student in the first piece, and the barriers of this warp.
-  T* const parts = reinterpret_cast<T*>(memory) + (warp * Shape::kPart + lane) * N;
-  uint64_t* const barriers =
-      reinterpret_cast<uint64_t*>(memory + plan.pieces * Shape::kKept * Shape::kPiece * 16);
-  uint64_t* const arrived = barriers + warp * plan.pieces;
-  auto* slots = reinterpret_cast<PairStats*>(barriers + Shape::kWarps * plan.pieces);  // of the next merge
-  int to_other_slots = Shape::kWarps * plan.blocks;                                    // of the one after
-  const auto swap_slots = [&] {
-    slots += to_other_slots;
-    to_other_slots = -to_other_slots;
-  };
+  Parts parts(memory, plan);
 
   const auto teacher_of = [&](int64_t row) { return row_at<T>(p.teacher, p.teacher_stride, row); };
   // By one lane.
   const auto load_part = [&](const Slice<T>& s, const T* teacher, int k) {
-    const int first = k * Shape::kPiece + warp * Shape::kPart;
-    const int bytes = max(0, min(Shape::kPart, s.count - first)) * 16;
-    // The barrier of a part without anything completes too, so that all are in the same phase.
-    mbarrier_arrive_expect(&arrived[k], 2 * bytes);
-    if (bytes > 0) {
-      T* const part = parts + k * kPieceStep;
-      bulk_load(part, s.logits + s.column(first), bytes, &arrived[k]);
-      bulk_load(part + kTensor, teacher + s.column(first), bytes, &arrived[k]);
-    }
-  };
-  const auto edge_column = [&](const Slice<T>& s) {
-    return rank == 0 && threadIdx.x < s.span.edges() ? s.span.edge_column(threadIdx.x, p.vocab) : -1;
+    const T* const rows[] = {s.row, teacher};
+    parts.load_part(s, rows, k);
   };
   Vec<T, 1> student_edge = {}, teacher_edge = {};
   float weight = 0.0f;
   const auto load_rest = [&](const Slice<T>& s, int64_t row) {
     weight = r.weights[row];
-    const int column = edge_column(s);
-    if (column >= 0) student_edge.v[0] = s.logits[column], teacher_edge.v[0] = teacher_of(row)[column];
+    const int column = s.edge_column(rank, p.vocab);
+    if (column >= 0) student_edge.v[0] = s.row[column], teacher_edge.v[0] = teacher_of(row)[column];
   };
   const auto load_all = [&](const Slice<T>& s, int64_t row) {
     if (lane == 0) {
@@ -72,34 +52,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     load_rest(s, row);
   };
   const auto slice_of = [&](int64_t row, int64_t y) {
-    return Slice<T>(row_at<T>(p.student, p.student_stride, row), p.vocab, plan, rank, y,
-                    p.targets.ignore_index);
+    return Slice<T>(row_at<T>(p.student, p.student_stride, row), p.vocab, plan, rank,
+                    y != p.targets.ignore_index);
   };
   const auto target_of = [&](int64_t row) {
     if (row >= p.rows) return p.targets.ignore_index;
     return p.targets.data == nullptr ? ~p.targets.ignore_index : p.targets[row];
   };
-  // body(count, part, column) for this lane's vectors of a piece: all of them at once, or one at a time in
-  // the last part. part is the first one's place, that of the student; the next ones are 32 further.
-  const auto over_piece = [&](const Slice<T>& s, int k, const auto& body) {
-    const int first = k * Shape::kPiece + warp * Shape::kPart, count = s.count - first;
-    T* const part = parts + k * kPieceStep;
-    const int column = s.column(first + lane);
-    if (count >= Shape::kPart) {
-      body(std::integral_constant<int, U>{}, part, column);
-    } else {
-#pragma unroll 1
-      for (int u = 0; u * 32 + lane < count; ++u) {
-        body(std::integral_constant<int, 1>{}, part + u * 32 * N, column + u * 32 * N);
-      }
-    }
-  };
 
-  if (lane == 0) {
-    for (int k = 0; k < plan.pieces; ++k) mbarrier_init(&arrived[k]);
-    mbarrier_init_fence();
-  }
-  __syncwarp();
   if (plan.blocks > 1) cluster_arrive_relaxed();
   int64_t row = blockIdx.x / plan.blocks;
   int64_t y_now = target_of(row), y_next = target_of(row + row_step);
@@ -108,7 +68,6 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   __syncwarp();
   if (plan.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
 
-  uint32_t phase = 0;
   for (; row < p.rows; row += row_step) {
     const int64_t row_next = row + row_step;
     const Slice<T> next = slice_of(row_next, y_next);
@@ -117,8 +76,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (now.live) {
       Running<P::kCross> running;
       for (int k = 0; k < plan.pieces; ++k) {
-        mbarrier_wait(&arrived[k], phase);
-        over_piece(now, k, [&](auto count, const T* part, int) {
+        parts.wait(k);
+        parts.over_piece(now, k, [&](auto count, const T* part, int) {
           Vec<T, N> student[count], teacher[count];
 #pragma unroll
           for (int u = 0; u < count; ++u) {
@@ -128,11 +87,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
           running.add(student, teacher, p.exp2_scale);
         });
       }
-      phase ^= 1;
-      const int at_edge = edge_column(now);
+      parts.next_row();
+      const int at_edge = now.edge_column(rank, p.vocab);
       if (at_edge >= 0) running.add({student_edge}, {teacher_edge}, p.exp2_scale);
-      merge_row<P::kCross>(running.stats, slots, rank, plan.blocks, p.exp2_scale);
-      swap_slots();
+      merge_row<P::kCross>(running.stats, parts.slots, rank, plan.blocks, p.exp2_scale);
+      parts.swap_slots();
       Normaliser of_student, of_teacher;
       const Known known(running.stats, p, &of_student, &of_teacher);
 
@@ -142,7 +101,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       Sums sums = {0.0f, 0.0f};
       if constexpr (P::kTerms) {
         for (int k = 0; k < plan.pieces; ++k) {
-          over_piece(now, k, [&](auto count, T* part, int) {
+          parts.over_piece(now, k, [&](auto count, T* part, int) {
 #pragma unroll
             for (int u = 0; u < count; ++u, part += 32 * N) {
               float s[N], t[N];
@@ -159,8 +118,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
           });
         }
         if (at_edge >= 0) P::terms(edge_s, edge_t, known, p.beta, sums);
-        merge_row(sums, reinterpret_cast<Sums*>(slots), rank, plan.blocks);
-        swap_slots();
+        merge_row(sums, reinterpret_cast<Sums*>(parts.slots), rank, plan.blocks);
+        parts.swap_slots();
       }
 
       Outcome outcome = P::outcome(known, sums, p.beta, weight * p.inverse_temperature);
@@ -176,10 +135,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
         out[at_edge] = from_float<T>(edge_s[0]);
       }
       if (next.live) load_rest(next, row_next);
-      const bool aligned = ce::aligned_alike(now.logits, out);
+      const bool aligned = ce::aligned_alike(now.row, out);
       const T* const teacher_next = teacher_of(row_next);
       for (int k = 0; k < plan.pieces; ++k) {
-        over_piece(now, k, [&](auto count, const T* part, int column) {
+        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
 #pragma unroll
           for (int u = 0; u < count; ++u, part += 32 * N, column += 32 * N) {
             float s[N], t[N];
