@@ -164,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ChannelUnits units = channel_units(sizes.spatial / kVec<T>);
+    const ChannelUnits units = whole_vectors ? channel_units(sizes.spatial / kVec<T>) : ChannelUnits{};
     const DeviceAttributes& device = device_attributes(x.get_device_index());
     const Residence residence =
         residence_of(sizes, kVec<T>, units.vectors, 2, sizeof(float2), whole_vectors && need_grad_x, device);

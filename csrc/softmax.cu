@@ -2,10 +2,13 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
+
+#include "common/cluster_launch.h"
 #include "common/dispatch.h"
-#include "common/residence.h"
+#include "common/integers.h"
 #include "elementwise.h"
-#include "kernels/softmax_resident.cuh"
+#include "kernels/softmax_persistent.cuh"
 
 namespace liger {
 namespace {
@@ -26,6 +29,49 @@ Alignment alignment_of(const Softmax& p, int64_t element_size) {
   return Alignment::kAlike;
 }
 
+// What a block of softmax_kept_kernel has in shared memory beside its row, rounded up.
+constexpr int kOwnSharedMemory = 1 << 10;
+
+// Rows that leave room for a second block on a multiprocessor; false for longer ones. Each block takes 1 KB
+// of a multiprocessor beside what it can use.
+template <typename T, typename Rule>
+bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
+  const int64_t vectors = p.extent.columns / kVec<T>;
+  const int64_t bytes = vectors * 16 * Rule::kTensors;
+  if (bytes > (device.shared_memory_per_block_optin + 1024) / 2 - 1024 - kOwnSharedMemory) return false;
+  const auto kernel = softmax_kept_kernel<T, Rule>;
+  allow_shared_memory(op, reinterpret_cast<const void*>(kernel),
+                      device.shared_memory_per_block_optin - kOwnSharedMemory);
+  // Four vectors for a thread.
+  const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, kKeptThreads);
+  kernel<<<static_cast<unsigned>(p.extent.rows), static_cast<unsigned>(threads), static_cast<size_t>(bytes),
+           stream>>>(p, static_cast<int>(vectors));
+  return true;
+}
+
+// False for rows that no cluster keeps.
+template <typename T, typename Rule, typename Shape>
+bool launch_staying(const char* op, const Softmax& p, int fewest, int most, const DeviceAttributes& device,
+                    cudaStream_t stream) {
+  const PersistentPlan plan =
+      Shape::plan(p.extent.columns / kVec<T>, fewest, most, device.shared_memory_per_block_optin);
+  return plan.pieces > 0 && launch_persistent<Shape>(op, softmax_persistent_kernel<T, Rule, Shape>, plan,
+                                                     p.extent.rows, device, stream, p);
+}
+
+template <typename T, typename Rule>
+bool launch_shared(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
+  // The shapes of cross entropy; two tensors take half as many vectors each.
+  constexpr int kKept = Rule::kTensors;
+  using Stats = typename Rule::Stats;
+  using Short = PersistentShape<kKept == 1 ? 1024 : 512, 2, Stats, kKept>;
+  using Long = PersistentShape<512, 4 / kKept, Stats, kKept>;
+  // 39 clusters of three fill the device less than 30 of four.
+  return launch_kept<T, Rule>(op, p, device, stream) ||
+         launch_staying<T, Rule, Short>(op, p, 1, 2, device, stream) ||
+         launch_staying<T, Rule, Long>(op, p, 4, kPortableCluster, device, stream);
+}
+
 template <typename T>
 void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
   constexpr int N = kVec<T>;
@@ -40,14 +86,10 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
     return;
   }
   if (alignment != Alignment::kAny && device.capability >= 90) {
-    const bool backward = p.grad_y.data != nullptr;
-    const Residence r =
-        plan_residence(p.extent.columns / N, 1, backward ? 2 : 1, kSoftmaxOwnBytes, 0, device);
-    if (r.blocks > 0) {
-      launch_resident(op, backward ? softmax_backward_resident_kernel<T> : softmax_resident_kernel<T>, r,
-                      p.extent.rows, kSoftmaxOwnBytes, device, stream, p);
-      return;
-    }
+    const bool launched = p.grad_y.data == nullptr
+                              ? launch_shared<T, SoftmaxForward<T>>(op, p, device, stream)
+                              : launch_shared<T, SoftmaxBackward<T>>(op, p, device, stream);
+    if (launched) return;
   }
   if (alignment == Alignment::kWhole) {
     launch_softmax_long<T, N>(p, stream);

@@ -124,6 +124,16 @@ __device__ __forceinline__ void store_streaming(T* p, const Vec<T, N>& x) {
   static_assert(sizeof(Vec<T, N>) == 16);
   __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&x));
 }
+// store() to global memory as one access, for kernels where it would be taken apart, into as much as single
+// elements.
+template <typename T, int N>
+__device__ __forceinline__ void store_whole(T* p, const Vec<T, N>& x) {
+  if constexpr (sizeof(Vec<T, N>) == 16) {
+    __stwb(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&x));
+  } else {
+    store(p, x);
+  }
+}
 // N consecutive elements as floats, in 16-byte accesses where N fills them.
 template <int N, typename T>
 __device__ __forceinline__ void load_floats(const T* p, float (&out)[N]) {

@@ -2,13 +2,12 @@
 // numbers.
 #pragma once
 
+#include "common/exp2.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 #include "kernels/span.cuh"
 
 namespace liger::ce {
-
-inline constexpr float kLog2e = 1.4426950408889634f;
 
 // What a row needs beyond maximum, sum and target. Kernels compiled without extras serve every call that has
 // none.
@@ -53,12 +52,6 @@ struct Problem {
 
 // --- numbers
 // ------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // Two-byte logits carry 3 digits: an absolute error of 1e-7 in tanh is far below their rounding.
 template <typename T>

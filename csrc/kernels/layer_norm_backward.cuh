@@ -51,42 +51,30 @@ inline UsualLayerNormBackward usual(const LayerNormBackward& p) {
           p.float_weight};
 }
 
-// Whether x * rstd - mean * rstd will do for (x - mean) * rstd: its rounding, 2^-24 of mean * rstd, is far
-// below what half types had to leave out of x.
-template <typename T>
-inline constexpr bool kFewerSteps = sizeof(T) == 2;
-
-// xhat of a row.
-template <typename T>
-struct Normalise {
-  float mean, rstd, offset;
-  __device__ __forceinline__ Normalise(float mean, float rstd)
-      : mean(mean), rstd(rstd), offset(-mean * rstd) {}
-  __device__ __forceinline__ float operator()(float x) const {
-    return kFewerSteps<T> ? fmaf(x, rstd, offset) : (x - mean) * rstd;
-  }
-};
-
-// What a row of a norm by mean and variance needs for its gradient: grad_x = rstd * grad_y * w - shift *
-// (x - mean) - base, with shift = c * rstd^2 and base = a * rstd.
+// What a row of a norm by mean and variance needs for its gradient: grad_x = rstd * (grad_y * w - base) -
+// shift * (x - mean), with shift = c * rstd^2 and base = a. Rows of one element, and rows whose elements are
+// all alike and have the same grad_y * w, get 0 exactly.
 struct alignas(16) RowGradient {
   float mean, rstd, shift, base;
 
   // From sum(grad_y * w) and sum(grad_y * w * xhat).
   __device__ __forceinline__ RowGradient(float mean, float rstd, float sum, float dot, float inverse_count)
-      : mean(mean), rstd(rstd), shift(dot * inverse_count * rstd * rstd), base(sum * inverse_count * rstd) {}
+      : mean(mean), rstd(rstd), shift(dot * inverse_count * rstd * rstd), base(sum * inverse_count) {}
 
-  template <typename T, int N>
+  // kExactProducts: grad_y * w has no more digits than a float, being that of half types.
+  template <bool kExactProducts = false, typename T, int N>
   __device__ __forceinline__ Vec<T, N> operator()(const Vec<T, N>& x, const Vec<T, N>& g,
                                                   const float (&w)[N]) const {
     float xs[N], gs[N];
     unpack(x, xs);
     unpack(g, gs);
-    const float constant = fmaf(shift, mean, -base);
+    // The rounding of shift * mean is far below what half types had to leave out of x.
+    const float constant = shift * mean;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      gs[i] = kFewerSteps<T> ? fmaf(-shift, xs[i], fmaf(rstd, gs[i] * w[i], constant))
-                             : fmaf(-shift, xs[i] - mean, fmaf(rstd, gs[i] * w[i], -base));
+      const float across = kExactProducts ? fmaf(gs[i], w[i], -base) : __fsub_rn(__fmul_rn(gs[i], w[i]), base);
+      const float along = sizeof(T) == 2 ? fmaf(-shift, xs[i], constant) : -shift * (xs[i] - mean);
+      gs[i] = fmaf(rstd, across, along);
     }
     return pack<T, N>(gs);
   }
@@ -221,7 +209,6 @@ __global__ void __launch_bounds__(kLayerNormThreads<T, V, Usual>, 1)
       constexpr int kChains = kHold && N >= 4 ? 2 : 1;
       float plain[kChains] = {}, dots[kChains] = {};
       const bool active = first + r * place.groups < p.rows;
-      const Normalise<T> normalise(mean[r], rstd[r]);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         if (!active || place.lane + j * lanes >= place.vectors) continue;
@@ -236,15 +223,16 @@ __global__ void __launch_bounds__(kLayerNormThreads<T, V, Usual>, 1)
         weight.get(p, place, j, w);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float xhat = normalise(xs[k]), weighted = gs[k] * w[k];
-          plain[k % kChains] += weighted;
-          dots[k % kChains] = fmaf(weighted, xhat, dots[k % kChains]);
-          weight_grad[j][k] = fmaf(gs[k], xhat, weight_grad[j][k]);
+          // rstd is left out as long as it can be: one step less, and no less exact.
+          const float apart = gs[k] * (xs[k] - mean[r]);
+          plain[k % kChains] = fmaf(gs[k], w[k], plain[k % kChains]);
+          dots[k % kChains] = fmaf(apart, w[k], dots[k % kChains]);
+          weight_grad[j][k] = fmaf(apart, rstd[r], weight_grad[j][k]);
           bias_grad[j][k] += gs[k];
         }
       }
       sums[2 * r] = kChains == 2 ? plain[0] + plain[kChains - 1] : plain[0];
-      sums[2 * r + 1] = kChains == 2 ? dots[0] + dots[kChains - 1] : dots[0];
+      sums[2 * r + 1] = (kChains == 2 ? dots[0] + dots[kChains - 1] : dots[0]) * rstd[r];
     }
     if constexpr (kHold) fetch(stage, first + stages * step);
     if (need_x) {
@@ -261,7 +249,9 @@ __global__ void __launch_bounds__(kLayerNormThreads<T, V, Usual>, 1)
           if (vector >= place.vectors) continue;
           float w[N];
           weight.get(p, place, j, w);
-          store(grad_x + vector * N, gradient(value(r, 0, j), value(r, 1, j), w));
+          constexpr bool kExactProducts = Usual && sizeof(T) == 2;
+          store(grad_x + vector * N,
+                gradient.template operator()<kExactProducts>(value(r, 0, j), value(r, 1, j), w));
         }
       }
     }
@@ -308,7 +298,7 @@ __global__ void __launch_bounds__(kMaxRowThreads) layer_norm_backward_wide_kerne
   for (int64_t column = begin; column < p.hidden; column += step) {
     float w[N];
     load_parameter<T, N>(p.weight, p.float_weight, 0.0f, 1.0f, column, w);
-    store(grad_x + column, gradient(load<T, N>(x + column), load<T, N>(g + column), w));
+    store_whole(grad_x + column, gradient(load<T, N>(x + column), load<T, N>(g + column), w));
   }
 }
 

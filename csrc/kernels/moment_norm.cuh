@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(kForwardThreads<V>, kMomentBlocks<V>)
 #pragma unroll
     for (int i = 0; i < N; ++i) value[i] = (value[i] - moments.mean) * rstd;
     affine.apply(p.affine, j, row, first + lane + j * lanes, value);
-    store(y + (lane + j * lanes) * N, pack<T, N>(value));
+    T* const to = y + (lane + j * lanes) * N;
+    kSpread == Spread::kChunk ? store_whole(to, pack<T, N>(value)) : store(to, pack<T, N>(value));
   }
 }
 

@@ -1,12 +1,13 @@
 // Softmax over rows, in float, and its gradient y * (grad_y - sum(grad_y * y)).
 //
 // A row that fits is held in the registers of a few lanes, a warp or a block, and read once. A longer one is
-// kept in shared memory (softmax_resident.cuh) or, before compute capability 9.0, read twice by its block:
-// the second time from its end, which the caches still have.
+// kept in shared memory (softmax_kept.cuh, softmax_persistent.cuh) or, before compute capability 9.0, read
+// twice by its block: the second time from its end, which the caches still have.
 #pragma once
 
 #include "common/reduce.cuh"
 #include "kernels/elementwise.cuh"
+#include "kernels/softmax_stats.cuh"
 
 namespace liger {
 
@@ -20,11 +21,6 @@ inline constexpr int kSoftmaxThreads = 128;  // of blocks that have several rows
 inline constexpr int kHeldThreads = 512;     // at most, of blocks that hold one: half the register file
 inline constexpr int kLongThreads = 1024;    // of blocks that read theirs twice
 inline constexpr int kWholeBlock = 0;
-
-template <typename T>
-__device__ __forceinline__ float softmax_exp(float x) {
-  return sizeof(T) == 4 ? expf(x) : __expf(x);
-}
 
 // The threads that share a row: kLanes neighbours, a power of two up to 32, or the whole block. Groups past
 // the last row go on with no elements, because their lanes take part in shuffles.
@@ -102,7 +98,7 @@ struct Held {
     T* row = static_cast<T*>(out.data) + at.row * out.stride;
     const int at_element = element_of(at, k);
     if (whole(at_element)) {
-      store(row + at_element, items[k]);
+      kPeel ? store_whole(row + at_element, items[k]) : store(row + at_element, items[k]);
     } else if constexpr (kPeel) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -117,54 +113,44 @@ __global__ void __launch_bounds__(kLanes == kWholeBlock ? kHeldThreads : kSoftma
     softmax_held_kernel(const Softmax p) {
   const RowGroup<kLanes> at(p.extent.rows);
   Held<T, N, kItems, kPeel> x(at, p.x, p.extent.columns, -INFINITY);
-  float max = -INFINITY, sum = 0.0f, values[N];
+  SoftmaxStats<T> stats;
+  float max = -INFINITY, values[N];
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     unpack(x.items[k], values);
 #pragma unroll
     for (int i = 0; i < N; ++i) max = fmaxf(max, values[i]);
   }
-  max = at.template reduce<Max>(max);
+  // The threads of a block sum from maxima of their own, so that they meet only once.
+  if constexpr (kLanes != kWholeBlock) max = warp_reduce<Max, kLanes>(max);
+  stats.raise(max);
+  const float shift = stats.reference();
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     if constexpr (kItems > 1) unpack(x.again(k), values);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      values[i] = softmax_exp<T>(values[i] - max);
-      sum += values[i];
+      values[i] = softmax_exp<T>(values[i] - shift);
+      stats.sum += values[i];
     }
   }
-  const float scale = 1.0f / at.template reduce<Sum>(sum);
+  if constexpr (kLanes == kWholeBlock) {
+    __shared__ SoftmaxStats<T> slots[kHeldThreads / 32];
+    merge_block(stats, slots);
+  } else {
+    stats.sum = warp_reduce<Sum, kLanes>(stats.sum);
+  }
+  const float scale = 1.0f / stats.sum;
 #pragma unroll
   for (int k = 0; k < kItems; ++k) {
     // There are registers for the exponentials of one item; those of more are computed again.
     if constexpr (kItems > 1) unpack(x.again(k), values);
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      values[i] = (kItems > 1 ? softmax_exp<T>(values[i] - max) : values[i]) * scale;
+      values[i] = (kItems > 1 ? softmax_exp<T>(values[i] - stats.max) : values[i]) * scale;
     x.items[k] = pack<T, N>(values);
     x.write(at, p.out, k);
   }
-}
-
-template <typename T, int N>
-__device__ __forceinline__ void softmax_grad(const Vec<T, N>& grad_y, Vec<T, N>& y, float dot) {
-  float g[N], v[N];
-  unpack(grad_y, g);
-  unpack(y, v);
-#pragma unroll
-  for (int i = 0; i < N; ++i) v[i] *= g[i] - dot;
-  y = pack<T, N>(v);
-}
-
-template <typename T, int N>
-__device__ __forceinline__ float dot_product(const Vec<T, N>& a, const Vec<T, N>& b, float sum) {
-  float u[N], v[N];
-  unpack(a, u);
-  unpack(b, v);
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum = fmaf(u[i], v[i], sum);
-  return sum;
 }
 
 template <typename T, int N, int kLanes, int kItems, bool kPeel>
@@ -217,7 +203,7 @@ __global__ void __launch_bounds__(kLongThreads) softmax_long_kernel(const Softma
     unpack(load<T, N>(x + column * N), values);
 #pragma unroll
     for (int i = 0; i < N; ++i) values[i] = softmax_exp<T>(values[i] - whole) * scale;
-    store(out + column * N, pack<T, N>(values));
+    store_whole(out + column * N, pack<T, N>(values));
   }
 }
 
@@ -237,7 +223,7 @@ __global__ void __launch_bounds__(kLongThreads) softmax_backward_long_kernel(con
   for (int64_t column = last_column(columns); column >= 0; column -= blockDim.x) {
     Vec<T, N> item = load<T, N>(y + column * N);
     softmax_grad(load<T, N>(grad_y + column * N), item, dot);
-    store(out + column * N, item);
+    store_whole(out + column * N, item);
   }
 }
 
@@ -285,15 +271,11 @@ template <typename T, int N>
 void launch_softmax_long(const Softmax& p, cudaStream_t stream) {
   const int64_t vectors = p.extent.columns / N;
   const unsigned rows = static_cast<unsigned>(p.extent.rows);
-  const auto threads_of = [&](int items) {
-    return static_cast<int>((vectors + 32 * items - 1) / (32 * items)) * 32;
-  };
   if (p.grad_y.data != nullptr) {
     softmax_backward_long_kernel<T, N><<<rows, kLongThreads, 0, stream>>>(p);
   } else if (vectors <= kHeldThreads * 8) {
-    launch_softmax_held<T, N, kWholeBlock, 8, false>(p, threads_of(8), stream);
-  } else if (vectors <= kHeldThreads * 16) {
-    launch_softmax_held<T, N, kWholeBlock, 16, false>(p, threads_of(16), stream);
+    const int threads = static_cast<int>((vectors + 255) / 256) * 32;
+    launch_softmax_held<T, N, kWholeBlock, 8, false>(p, threads, stream);
   } else {
     softmax_long_kernel<T, N><<<rows, kLongThreads, 0, stream>>>(p);
   }
