@@ -78,6 +78,24 @@ def test_a_row_that_starts_with_its_variance(device, dtype, hidden):
     check_op(liger.layer_norm, reference, [x, *parameters((True, True), hidden, device, dtype)])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 8, 64, 4096, 16384])
+def test_rows_of_equal_elements(device, dtype, hidden):
+    """No element differs from the mean, and no rounding may make one differ: rstd would multiply it by 316."""
+    x, grad = (
+        torch.randint(-40, 40, (9, 1), device=device).to(dtype).expand(9, hidden) / 8 for _ in range(2)
+    )
+    weight, bias = (
+        torch.full((hidden,), 3.0, device=device, dtype=dtype),
+        torch.randn(hidden, device=device).to(dtype),
+    )
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    y = liger.layer_norm(*leaves)
+    grad_x, grad_weight, _ = torch.autograd.grad(y, leaves, grad)
+    assert torch.equal(y, bias.expand_as(y))
+    assert not grad_x.any() and not grad_weight.any()
+
+
 @pytest.mark.parametrize("make", [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)])
 def test_strided_input_and_gradient(device, make):
     x, grad = torch.randn(2, 6, 5, 48, device=device)

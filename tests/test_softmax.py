@@ -23,6 +23,32 @@ def test_against_float64(device, shape, dtype):
     check_op(liger.softmax, plain, [torch.randn(shape, device=device, dtype=dtype) * 3], intermediate=8.0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows, row_bytes", [(600, 40016), (300, 140002), (150, 300002), (80, 600002), (9, 2000004)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows(device, dtype, rows, row_bytes):
+    """More rows than fit the device at a time, each kept by a block or a cluster; and longer ones."""
+    columns = row_bytes // dtype.itemsize
+    x, grad = (torch.randn(rows, columns, device=device) for _ in range(2))
+    x, grad = (3 * x).to(dtype).requires_grad_(), grad.to(dtype)
+    y = liger.softmax(x)
+    (grad_x,) = torch.autograd.grad(y, x, grad)
+    probability, upstream = y.detach().double(), grad.double()
+    exact = {
+        "y": (y.double(), x.detach().double().softmax(-1)),
+        "grad_x": (
+            grad_x.double(),
+            probability * (upstream - (probability * upstream).sum(-1, keepdim=True)),
+        ),
+    }
+    for name, (got, wanted) in exact.items():
+        # Relative to the largest of a row: that is where the digits of its sum show.
+        error = (got - wanted).abs().amax(-1) / wanted.abs().amax(-1)
+        assert error.max() < (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps, name
+
+
 def test_rows_add_up_to_one(device):
     x = torch.randn(5, 70000, device=device) * 10
     sums = liger.softmax(x).double().sum(-1)
