@@ -44,8 +44,8 @@ Residence residence(int64_t row_vectors, int shared_memory_optin, int max_thread
 
 // False where no cluster of so many blocks holds a row.
 template <typename T, typename Shape>
-bool launch_staying(const char* op, const ce::Problem& p, int64_t row_vectors, int fewest, int most,
-                    const DeviceAttributes& device, cudaStream_t stream) {
+bool launch_shape(const char* op, const ce::Problem& p, int64_t row_vectors, int fewest, int most,
+                  const DeviceAttributes& device, cudaStream_t stream) {
   const PersistentPlan plan = Shape::plan(row_vectors, fewest, most, device.shared_memory_per_block_optin);
   return plan.pieces > 0 &&
          launch_persistent<Shape>(op, ce::rows_persistent<T, Shape>, plan, p.rows, device, stream, p);
@@ -74,8 +74,8 @@ void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream
       using Short = PersistentShape<1024, 2, ce::Stats<false>>;
       using Long = PersistentShape<512, 4, ce::Stats<false>>;
       if (row_vectors * 16 >= kPersistent &&
-          (launch_staying<T, Short>(op, p, row_vectors, 1, 2, attributes, stream) ||
-           launch_staying<T, Long>(op, p, row_vectors, 4, ce::kMaxCluster, attributes, stream))) {
+          (launch_shape<T, Short>(op, p, row_vectors, 1, 2, attributes, stream) ||
+           launch_shape<T, Long>(op, p, row_vectors, 4, ce::kMaxCluster, attributes, stream))) {
         return;
       }
     }

@@ -227,7 +227,7 @@ void Chunk::exponentials() const {
 
   const CUtensorMap input = matrix_map(at_.input, chunk_.rows, hidden, hidden);
   const sm90::Maps maps{{input, input}, weight_map(batch_)};
-  Exponentials job{rows(),           vocab,      hidden,  ce::kLog2e * batch_.inverse_temperature,
+  Exponentials job{rows(),           vocab,      hidden,  kLog2e * batch_.inverse_temperature,
                    at_.target_logit, at_.parts,  panels_, batch_.need_gradient(),
                    at_.repair,       Phase::kAll};
   launch_product(maps, job, batch_.device, batch_.stream);

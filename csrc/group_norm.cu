@@ -48,10 +48,17 @@ bool short_row(int64_t vectors) {
 }
 
 // Rows of whole vectors in shared memory, or blocks == 0.
-Residence residence_of(const Sizes& sizes, int vector, int unit, int streams, int own_bytes_per_unit,
-                       bool whole_vectors, const DeviceAttributes& device) {
+Residence residence_of(const Sizes& sizes, int vector, int unit, int streams, int bytes_per_unit,
+                       int slot_bytes, bool whole_vectors, const DeviceAttributes& device) {
   if (!whole_vectors || unit == 0 || device.capability < 90) return {};
-  return plan_residence(sizes.row() / vector, unit, streams, kGroupNormOwnBytes, own_bytes_per_unit, device);
+  return plan_residence(sizes.row() / vector, unit, streams, bytes_per_unit, slot_bytes, device);
+}
+
+template <typename Kernel, typename... Arguments>
+void launch_resident(const char* op, Kernel kernel, const Residence& r, int64_t rows,
+                     const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
+  require(launch_staying(op, kernel, r, r.threads, r.shared, rows, device, stream, arguments...), op,
+          ": no cluster of ", r.blocks, " blocks fits this device");
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_groups,
@@ -98,10 +105,10 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
     p.affine.vectors = ChannelDivide(sizes.spatial / n, p.hidden / n);
     const DeviceAttributes& device = device_attributes(x.get_device_index());
     if (!short_row(p.hidden / n)) {
-      const Residence residence = residence_of(sizes, kVec<T>, 1, 1, 0, whole_vectors, device);
+      const Residence residence =
+          residence_of(sizes, kVec<T>, 1, 1, 0, sizeof(PartMoments), whole_vectors, device);
       if (residence.blocks > 0) {
-        launch_resident(op, group_norm_resident_kernel<T>, residence, p.rows, kGroupNormOwnBytes, device,
-                        current_stream(x), p);
+        launch_resident(op, group_norm_resident_kernel<T>, residence, p.rows, device, current_stream(x), p);
         return;
       }
     }
@@ -166,8 +173,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     using T = typename decltype(tag)::type;
     const ChannelUnits units = whole_vectors ? channel_units(sizes.spatial / kVec<T>) : ChannelUnits{};
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    const Residence residence =
-        residence_of(sizes, kVec<T>, units.vectors, 2, sizeof(float2), whole_vectors && need_grad_x, device);
+    const Residence residence = residence_of(sizes, kVec<T>, units.vectors, 2, sizeof(float2), sizeof(float2),
+                                             whole_vectors && need_grad_x, device);
     // The samples are the parts, or of each sample the blocks of a group.
     const int64_t parts = sizes.samples * std::max(residence.blocks, 1);
     const Tensor sums = empty({parts, 2, sizes.channels}, ScalarType::Float, x);
@@ -177,8 +184,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
     if (residence.blocks > 0) {
       p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
-      launch_resident(op, group_norm_backward_resident_kernel<T>, residence, sizes.rows(), kGroupNormOwnBytes,
-                      device, stream, p, units);
+      launch_resident(op, group_norm_backward_resident_kernel<T>, residence, sizes.rows(), device, stream, p,
+                      units);
     } else {
       launch_group_norm_backward<T>(p, whole_vectors, stream);
     }

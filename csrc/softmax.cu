@@ -51,8 +51,8 @@ bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& devic
 
 // False for rows that no cluster keeps.
 template <typename T, typename Rule, typename Shape>
-bool launch_staying(const char* op, const Softmax& p, int fewest, int most, const DeviceAttributes& device,
-                    cudaStream_t stream) {
+bool launch_shape(const char* op, const Softmax& p, int fewest, int most, const DeviceAttributes& device,
+                  cudaStream_t stream) {
   const PersistentPlan plan =
       Shape::plan(p.extent.columns / kVec<T>, fewest, most, device.shared_memory_per_block_optin);
   return plan.pieces > 0 && launch_persistent<Shape>(op, softmax_persistent_kernel<T, Rule, Shape>, plan,
@@ -68,8 +68,8 @@ bool launch_shared(const char* op, const Softmax& p, const DeviceAttributes& dev
   using Long = PersistentShape<512, 4 / kKept, Stats, kKept>;
   // 39 clusters of three fill the device less than 30 of four.
   return launch_kept<T, Rule>(op, p, device, stream) ||
-         launch_staying<T, Rule, Short>(op, p, 1, 2, device, stream) ||
-         launch_staying<T, Rule, Long>(op, p, 4, kPortableCluster, device, stream);
+         launch_shape<T, Rule, Short>(op, p, 1, 2, device, stream) ||
+         launch_shape<T, Rule, Long>(op, p, 4, kPortableCluster, device, stream);
 }
 
 template <typename T>

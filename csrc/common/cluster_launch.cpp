@@ -37,10 +37,10 @@ int ask(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
 int held_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
                   const DeviceAttributes& device) {
   // The attributes of a device are at one address for as long as the process lives.
-  using Key = std::tuple<const void*, const DeviceAttributes*, unsigned, size_t>;
+  using Key = std::tuple<const void*, const DeviceAttributes*, unsigned, unsigned, size_t>;
   static std::mutex mutex;
   static std::map<Key, int> known;
-  const Key key{kernel, &device, config.attrs->val.clusterDim.x, config.dynamicSmemBytes};
+  const Key key{kernel, &device, config.attrs->val.clusterDim.x, config.blockDim.x, config.dynamicSmemBytes};
   const std::lock_guard lock(mutex);
   const auto found = known.find(key);
   if (found != known.end()) return found->second;

@@ -39,19 +39,27 @@ inline cudaLaunchConfig_t in_clusters(int blocks, int threads, int shared_bytes,
 int held_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
                   const DeviceAttributes& device);
 
-// Runs kernel(arguments..., plan) in as many clusters as the device holds at a time, at most one for each
-// row. Shape: PersistentShape. False where it holds none.
-template <typename Shape, typename Plan, typename... Parameters, typename... Arguments>
-bool launch_persistent(const char* op, void (*kernel)(Parameters...), const Plan& plan, int64_t rows,
-                       const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
+// Runs kernel(arguments..., plan) in as many clusters of plan.blocks blocks as the device holds at a time, at
+// most one for each row. False where it holds none.
+template <typename Plan, typename... Parameters, typename... Arguments>
+bool launch_staying(const char* op, void (*kernel)(Parameters...), const Plan& plan, int threads,
+                    int shared_bytes, int64_t rows, const DeviceAttributes& device, cudaStream_t stream,
+                    const Arguments&... arguments) {
   cudaLaunchAttribute cluster{};
-  cudaLaunchConfig_t config = in_clusters(plan.blocks, Shape::kThreads,
-                                          Shape::shared_bytes(plan.pieces, plan.blocks), stream, cluster);
+  cudaLaunchConfig_t config = in_clusters(plan.blocks, threads, shared_bytes, stream, cluster);
   const int held = held_clusters(op, reinterpret_cast<const void*>(kernel), config, device);
   if (held == 0) return false;
   config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(rows, held) * plan.blocks);
   check_cuda(cudaLaunchKernelEx(&config, kernel, arguments..., plan), op);
   return true;
+}
+
+// The same of a PersistentPlan of this Shape.
+template <typename Shape, typename Plan, typename... Parameters, typename... Arguments>
+bool launch_persistent(const char* op, void (*kernel)(Parameters...), const Plan& plan, int64_t rows,
+                       const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
+  return launch_staying(op, kernel, plan, Shape::kThreads, Shape::shared_bytes(plan.pieces, plan.blocks),
+                        rows, device, stream, arguments...);
 }
 
 }  // namespace liger

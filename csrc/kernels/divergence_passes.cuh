@@ -48,8 +48,8 @@ template <Cross kCross>
 __device__ __forceinline__ void raise(PairStats& s, float student_max, float teacher_max, float scale) {
   const float student_by = reference(student_max, scale) - reference(s.student_max, scale);
   const float teacher_by = reference(teacher_max, scale) - reference(s.teacher_max, scale);
-  const float student_factor = s.student_max == -INFINITY ? 1.0f : ce::exp2_fast(-student_by);
-  const float teacher_factor = s.teacher_max == -INFINITY ? 1.0f : ce::exp2_fast(-teacher_by);
+  const float student_factor = s.student_max == -INFINITY ? 1.0f : exp2_fast(-student_by);
+  const float teacher_factor = s.teacher_max == -INFINITY ? 1.0f : exp2_fast(-teacher_by);
   // A weight that has become 0 adds nothing, whatever it was multiplied by.
   if constexpr (kCross == Cross::kOfStudent) {
     const float moved = (s.cross + (teacher_by - student_by) * s.student_sum) * student_factor;
@@ -175,7 +175,7 @@ struct Running {
       exponents(s, scale, student_from);
       exponents(t, scale, teacher_from);
 #pragma unroll
-      for (int i = 0; i < N; ++i) of_s[i] = ce::exp2_fast(s[i]), of_t[i] = ce::exp2_fast(t[i]);
+      for (int i = 0; i < N; ++i) of_s[i] = exp2_fast(s[i]), of_t[i] = exp2_fast(t[i]);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         if constexpr (kCross == Cross::kOfStudent) {
@@ -252,7 +252,7 @@ struct Passes<ForwardKl> {
     exponents(s, k.scale, k.student_from);
     exponents(t, k.scale, k.teacher_from);
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = fmaf(o.a, ce::exp2_fast(s[i]), o.b * ce::exp2_fast(t[i]));
+    for (int i = 0; i < N; ++i) s[i] = fmaf(o.a, exp2_fast(s[i]), o.b * exp2_fast(t[i]));
   }
 };
 
@@ -274,7 +274,7 @@ struct Passes<ReverseKl> {
     exponents(t, k.scale, k.teacher_from);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_s = ce::exp2_fast(s[i]);
+      const float of_s = exp2_fast(s[i]);
       s[i] = of_s == 0.0f ? 0.0f : of_s * fmaf(o.a, (s[i] - t[i]) - o.b, o.c);
     }
   }
@@ -297,8 +297,8 @@ struct Passes<Tvd> {
     const float ratio = k.teacher_factor / k.student_factor;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_s = ce::exp2_fast(fmaf(s[i], k.scale, -k.student_from));
-      const float of_t = ce::exp2_fast(fmaf(t[i], k.scale, -k.teacher_from));
+      const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
+      const float of_t = exp2_fast(fmaf(t[i], k.scale, -k.teacher_from));
       sums.value += fabsf(fmaf(-ratio, of_t, of_s));
       sums.slope += of_sign(s[i], t[i], k.equal, of_s, -of_s, 0.0f);
     }
@@ -316,7 +316,7 @@ struct Passes<Tvd> {
                                                   const Outcome& o) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_s = ce::exp2_fast(fmaf(s[i], k.scale, -k.student_from));
+      const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
       s[i] = of_s * of_sign(s[i], t[i], k.equal, o.a, o.b, o.c);
     }
   }
@@ -339,8 +339,8 @@ struct Passes<Jsd> {
       const float of_student = fmaxf(fmaf(s[i], k.scale, -k.student_from), kLeast);
       const float of_teacher = fmaxf(fmaf(t[i], k.scale, -k.teacher_from), kLeast);
       const float log_r = (of_teacher - of_student) + k.log_ratio;
-      const float share = beta * ce::exp2_fast(log_r), mixture = share + (1.0f - beta);
-      const float l = log2_fast(mixture), e = ce::exp2_fast(of_student);
+      const float share = beta * exp2_fast(log_r), mixture = share + (1.0f - beta);
+      const float l = log2_fast(mixture), e = exp2_fast(of_student);
       sums.value = fmaf(e, fmaf(share, log_r, -mixture * l), sums.value);
       sums.slope = fmaf(e, l, sums.slope);
       t[i] = l;
@@ -359,7 +359,7 @@ struct Passes<Jsd> {
                                                   const Outcome& o) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_s = ce::exp2_fast(fmaf(s[i], k.scale, -k.student_from));
+      const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
       s[i] = of_s * fmaf(o.a, l[i] - o.b, o.c);
     }
   }

@@ -207,7 +207,7 @@ struct Exponentials {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
-      from[h] = (r < chunk.rows ? reference[r] : 0.0f) * ce::kLog2e;
+      from[h] = (r < chunk.rows ? reference[r] : 0.0f) * kLog2e;
     }
     __nv_bfloat16* const rows = wanted ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
     const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
@@ -220,7 +220,7 @@ struct Exponentials {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& x = z[4 * j + i];
-          x = ce::exp2_fast(fmaf(x, factor, -from[i / 2]));
+          x = exp2_fast(fmaf(x, factor, -from[i / 2]));
           sum[i / 2] += x;
         }
       }

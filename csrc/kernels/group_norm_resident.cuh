@@ -7,23 +7,18 @@
 
 namespace liger {
 
-// Static shared memory of the kernels below, rounded up.
-inline constexpr int kGroupNormOwnBytes = 4096;
-
 // x, x_rows, y, y_rows, hidden and so on as in moment_norm.cuh. affine.vectors: vectors of a channel.
 template <typename T>
-__global__ void __launch_bounds__(kResidentThreads, 2)
+__global__ void __launch_bounds__(kResidentThreads, 1)
     group_norm_resident_kernel(const GroupNorm p, const Residence r) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ PartMoments slots[2][kResidentWarps * kResidentBlocks];
-  __shared__ uint64_t arrived[kResidentStages];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int rank = blockIdx.x % r.blocks, step = blockDim.x;
   const int64_t row_step = gridDim.x / r.blocks;
   const int begin = rank * r.slice, count = max(0, min(r.slice, static_cast<int>(p.hidden / N) - begin));
-  ResidentSlice<T, 1> slice(r, shared, arrived);
+  ResidentSlice<T, 1> slice(r, shared, 0);
   const auto load_stage = [&](int i, int64_t row) {
     const T* const from[] = {static_cast<const T*>(p.x) + row * p.hidden + int64_t{begin} * N};
     slice.load(i, count, from);
@@ -51,10 +46,11 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
     in_warp.add({own, of_thread.mean, of_thread.squares});
     const float of_warp = warp_reduce<Sum>(own);
     const Moments part = in_warp.of_warp(1.0f / fmaxf(of_warp, 1.0f));
-    tell_blocks(PartMoments{of_warp, part.mean, part.squares}, &slots[turn][rank * warps + warp], r.blocks);
+    PartMoments* const slots = slice.template slots<PartMoments>() + turn * warps * r.blocks;
+    tell_blocks(PartMoments{of_warp, part.mean, part.squares}, &slots[rank * warps + warp], r.blocks);
     meet_blocks(r.blocks);
-    JoinedSums joined(slots[turn][0].mean);
-    for (int i = lane; i < warps * r.blocks; i += 32) joined.add(slots[turn][i]);
+    JoinedSums joined(slots[0].mean);
+    for (int i = lane; i < warps * r.blocks; i += 32) joined.add(slots[i]);
     const Moments moments = joined.of_warp(p.inverse_hidden);
 
     const float rstd = rsqrtf(fmaf(moments.squares, p.inverse_hidden, p.eps));
@@ -102,14 +98,12 @@ inline ChannelUnits channel_units(int64_t channel_vectors) {
 // Also writes p.sums: (samples x blocks of a row, 2, channels), the parts of the gradients of the parameters.
 // Dynamic shared memory: the slices of x and grad_y, then two floats for each unit of a slice.
 template <typename T>
-__global__ void __launch_bounds__(kResidentThreads, 2)
+__global__ void __launch_bounds__(kResidentThreads, 1)
     group_norm_backward_resident_kernel(const GroupNormBackward p, const ChannelUnits units,
                                         const Residence r) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ float2 slots[2][kResidentBlocks];
-  __shared__ uint64_t arrived[kResidentStages];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int rank = blockIdx.x % r.blocks, step = blockDim.x;
   const int64_t row_step = gridDim.x / r.blocks;
@@ -117,10 +111,11 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
                 rows = p.samples * p.channels / p.channels_per_group;
   const int groups = static_cast<int>(p.channels / p.channels_per_group);
   const int begin = rank * r.slice, count = max(0, min(r.slice, static_cast<int>(hidden / N) - begin));
-  const int first_unit = begin / units.vectors, own_units = count / units.vectors;
+  const int first_unit = begin / units.vectors, own_units = count / units.vectors,
+            most_units = r.slice / units.vectors;
   const float inverse_hidden = 1.0f / static_cast<float>(hidden);
   float2* const unit_sums = reinterpret_cast<float2*>(shared + 2 * r.slice * 16);
-  ResidentSlice<T, 2> slice(r, shared, arrived);
+  ResidentSlice<T, 2> slice(r, shared, most_units * static_cast<int>(sizeof(float2)));
   const auto load_stage = [&](int i, int64_t row) {
     const int64_t at = row * hidden + int64_t{begin} * N;
     const T* const from[] = {static_cast<const T*>(p.x) + at, static_cast<const T*>(p.grad_y) + at};
@@ -182,12 +177,13 @@ __global__ void __launch_bounds__(kResidentThreads, 2)
     }
     total = {warp_reduce<Sum>(total.x), warp_reduce<Sum>(total.y)};
     if (r.blocks > 1) {
-      if (warp == 0) tell_blocks(total, &slots[turn][rank], r.blocks);
+      float2* const slots = slice.template slots<float2>() + turn * r.blocks;
+      if (warp == 0) tell_blocks(total, &slots[rank], r.blocks);
       meet_blocks(r.blocks);
       total = {};
       for (int block = 0; block < r.blocks; ++block) {
-        total.x += slots[turn][block].x;
-        total.y += slots[turn][block].y;
+        total.x += slots[block].x;
+        total.y += slots[block].y;
       }
     }
     const RowGradient gradient(mean, rstd, total.y, total.x, inverse_hidden);

@@ -72,7 +72,8 @@ struct alignas(16) RowGradient {
     const float constant = shift * mean;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float across = kExactProducts ? fmaf(gs[i], w[i], -base) : __fsub_rn(__fmul_rn(gs[i], w[i]), base);
+      const float across =
+          kExactProducts ? fmaf(gs[i], w[i], -base) : __fsub_rn(__fmul_rn(gs[i], w[i]), base);
       const float along = sizeof(T) == 2 ? fmaf(-shift, xs[i], constant) : -shift * (xs[i] - mean);
       gs[i] = fmaf(rstd, across, along);
     }

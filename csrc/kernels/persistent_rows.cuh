@@ -76,10 +76,10 @@ struct Slice {
 template <typename T, typename Shape>
 struct KeptParts {
   static constexpr int N = kVec<T>, kTensor = Shape::kPiece * N, kPieceStep = Shape::kKept * kTensor;
-  T* first;                      // this lane's first vector of the first piece
-  uint64_t* arrived;             // a barrier for each piece
-  typename Shape::Slot* slots;   // of the next merge
-  int to_other_slots;            // of the one after
+  T* first;                     // this lane's first vector of the first piece
+  uint64_t* arrived;            // a barrier for each piece
+  typename Shape::Slot* slots;  // of the next merge
+  int to_other_slots;           // of the one after
   uint32_t phase = 0;
 
   __device__ __forceinline__ KeptParts(unsigned char* memory, const PersistentPlan& plan) {

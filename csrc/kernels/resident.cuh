@@ -8,18 +8,18 @@
 
 namespace liger {
 
-inline constexpr int kResidentStages = 4;     // of a slice: what arrives, and is replaced, at once
-inline constexpr int kResidentThreads = 512;  // of a block at most, with 64 registers each
+inline constexpr int kResidentStages = 4;      // of a slice: what arrives, and is replaced, at once
+inline constexpr int kResidentThreads = 1024;  // of a block at most, with 64 registers each
 inline constexpr int kResidentWarps = kResidentThreads / 32;
-inline constexpr int kResidentBlocks = 8;  // of a cluster: the most that every device with clusters promises
 
+// Dynamic shared memory of a block: its slices, what the kernel has for each unit of them, the barriers of
+// the stages, and two sets of slots for what the warps of a row leave for each other.
 struct Residence {
-  int blocks;    // of a row, a cluster; 0 where rows are too long
-  int slice;     // vectors of a row that a block keeps
-  int stage;     // vectors
-  int resident;  // blocks on a multiprocessor
+  int blocks;  // of a row, a cluster; 0 where rows are too long
+  int slice;   // vectors of a row that a block keeps
+  int stage;   // vectors
   int threads;
-  int shared;  // bytes of dynamic shared memory
+  int shared;  // bytes
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -32,9 +32,10 @@ struct ResidentSlice {
   int stage;
   uint32_t phase = 0;
 
-  // The other threads may wait for the barriers after start_together().
-  __device__ __forceinline__ ResidentSlice(const Residence& r, unsigned char* shared, uint64_t* arrived)
-      : arrived(arrived), stage(r.stage) {
+  // unit_bytes: what lies between the slices and the barriers. The other threads may wait for these after
+  // start_together().
+  __device__ __forceinline__ ResidentSlice(const Residence& r, unsigned char* shared, int unit_bytes)
+      : arrived(reinterpret_cast<uint64_t*>(shared + kStreams * r.slice * 16 + unit_bytes)), stage(r.stage) {
 #pragma unroll
     for (int s = 0; s < kStreams; ++s) kept[s] = reinterpret_cast<const Vector*>(shared) + s * r.slice;
     if (threadIdx.x == 0) {
@@ -54,6 +55,10 @@ struct ResidentSlice {
       bulk_load(const_cast<Vector*>(kept[s]) + first, from[s] + int64_t{first} * kVec<T>, vectors * 16,
                 &arrived[i]);
     }
+  }
+  template <typename Slot>
+  __device__ __forceinline__ Slot* slots() const {
+    return reinterpret_cast<Slot*>(arrived + kResidentStages);
   }
   __device__ __forceinline__ void wait(int i) const { mbarrier_wait(&arrived[i], phase); }
   // After all stages of a row have been waited for.

@@ -1,6 +1,6 @@
-// Softmax and its gradient of rows that a block keeps in shared memory (sm_90 and later): every element is read
-// once. One block for a row, two or more of them on a multiprocessor, so that one computes while others load
-// and store. Rows may start anywhere, those of all operands equally far from a 16-byte boundary.
+// Softmax and its gradient of rows that a block keeps in shared memory (sm_90 and later): every element is
+// read once. One block for a row, two or more of them on a multiprocessor, so that one computes while others
+// load and store. Rows may start anywhere, those of all operands equally far from a 16-byte boundary.
 #pragma once
 
 #include "kernels/softmax.cuh"

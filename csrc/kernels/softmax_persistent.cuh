@@ -1,6 +1,6 @@
-// Softmax and its gradient of rows of which a multiprocessor keeps only one or a part of one (sm_90 and later):
-// by blocks that stay, as in cross_entropy_persistent.cuh. A warp has a part of its own of every piece of a row,
-// and has the same part of the next row come to its place when it has stored its results.
+// Softmax and its gradient of rows of which a multiprocessor keeps only one or a part of one (sm_90 and
+// later): by blocks that stay, as in cross_entropy_persistent.cuh. A warp has a part of its own of every
+// piece of a row, and has the same part of the next row come to its place when it has stored its results.
 #pragma once
 
 #include "kernels/persistent_rows.cuh"
@@ -8,8 +8,8 @@
 
 namespace liger {
 
-// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. Rows as those
-// of softmax_kept_kernel.
+// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. Rows as
+// those of softmax_kept_kernel.
 template <typename T, typename Rule, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     softmax_persistent_kernel(const Softmax p, const PersistentPlan plan) {
