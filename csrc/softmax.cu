@@ -75,13 +75,15 @@ bool launch_shared(const char* op, const Softmax& p, const DeviceAttributes& dev
 template <typename T>
 void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
   constexpr int N = kVec<T>;
-  constexpr int64_t kShort = kShortItems * kHeldThreads;
+  constexpr int64_t kMostShort = kShortItems * kHeldThreads;
+  // Beyond, too few blocks with their rows in registers fit a multiprocessor.
+  const int64_t most_short = device.capability >= 90 ? kMostShort / 2 : kMostShort;
   const Alignment alignment = alignment_of(p, sizeof(T));
-  if (alignment == Alignment::kWhole && touched_vectors<T, N, false>(p) <= kShort) {
+  if (alignment == Alignment::kWhole && touched_vectors<T, N, false>(p) <= most_short) {
     launch_softmax_short<T, N, false>(p, stream);
     return;
   }
-  if (alignment == Alignment::kAlike && touched_vectors<T, N, true>(p) <= kShort) {
+  if (alignment == Alignment::kAlike && touched_vectors<T, N, true>(p) <= most_short) {
     launch_softmax_short<T, N, true>(p, stream);
     return;
   }
@@ -93,7 +95,7 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
   }
   if (alignment == Alignment::kWhole) {
     launch_softmax_long<T, N>(p, stream);
-  } else if (p.extent.columns <= kShort) {
+  } else if (p.extent.columns <= kMostShort) {
     launch_softmax_short<T, 1, false>(p, stream);
   } else {
     launch_softmax_long<T, 1>(p, stream);

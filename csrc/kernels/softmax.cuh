@@ -244,7 +244,7 @@ int64_t touched_vectors(const Softmax& p) {
   return kPeel ? (p.extent.columns + 2 * N - 2) / N : p.extent.columns / N;
 }
 
-inline constexpr int kShortItems = 4;  // vectors of a thread, of rows of up to 2048
+inline constexpr int kShortItems = 4;  // vectors of a thread
 
 // Rows of up to kShortItems vectors for each of kHeldThreads.
 template <typename T, int N, bool kPeel>
