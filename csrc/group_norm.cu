@@ -57,8 +57,15 @@ Residence residence_of(const Sizes& sizes, int vector, int unit, int streams, in
 template <typename Kernel, typename... Arguments>
 void launch_resident(const char* op, Kernel kernel, const Residence& r, int64_t rows,
                      const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
-  require(launch_staying(op, kernel, r, r.threads, r.shared, rows, device, stream, arguments...), op,
-          ": no cluster of ", r.blocks, " blocks fits this device");
+  if (r.stay) {
+    require(launch_staying(op, kernel, r, r.threads, r.shared, rows, device, stream, arguments...), op,
+            ": no cluster of ", r.blocks, " blocks fits this device");
+    return;
+  }
+  // Blocks that come and go overlap each other's phases by themselves.
+  allow_shared_memory(op, reinterpret_cast<const void*>(kernel), device.shared_memory_per_block_optin);
+  kernel<<<static_cast<unsigned>(rows), static_cast<unsigned>(r.threads), static_cast<size_t>(r.shared),
+           stream>>>(arguments..., r);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_groups,

@@ -27,6 +27,7 @@ inline Residence plan_residence(int64_t row_vectors, int unit, int streams, int 
         (device.shared_memory_per_block_optin + 1024) / (bytes + meeting_bytes(kResidentWarps) + 1024);
     if (fit < fewest_resident) return r;
     r.blocks = blocks;
+    r.stay = fewest_resident == 1;
     r.slice = static_cast<int>(units * unit);
     r.stage = ceil_div(r.slice, kResidentStages);
     // As many threads as have 64 registers, busy for whole rounds of a stage.

@@ -68,8 +68,9 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
         for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - moments.mean, scale, affine.y);
         store(y + int64_t{v} * N, pack<T, N>(values));
       }
+      if (row + row_step >= p.rows) continue;
       __syncthreads();  // all threads have read the stage
-      if (threadIdx.x == 0 && row + row_step < p.rows) load_stage(i, row + row_step);
+      if (threadIdx.x == 0) load_stage(i, row + row_step);
     }
   }
 #endif
@@ -214,8 +215,9 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
         for (int k = 0; k < N; ++k) w[k] = weight[0];
         store(grad_x + int64_t{v} * N, gradient(slice.kept[0][v], slice.kept[1][v], w));
       }
+      if (!more) continue;
       __syncthreads();  // all threads have read the stage
-      if (threadIdx.x == 0 && more) load_stage(i, row + row_step);
+      if (threadIdx.x == 0) load_stage(i, row + row_step);
     }
   }
 #endif

@@ -1,6 +1,7 @@
 // Rows in shared memory, for kernels that need the whole of a row before they can write any of it: a block,
-// or a cluster of blocks, keeps a row, so that it is read once. Blocks stay: while a row is written, stage by
-// stage, the next one arrives in its place. Compute capability 9.0 and later.
+// or a cluster of blocks, keeps a row, so that it is read once. Where a multiprocessor has room for one block
+// alone, blocks stay: while a row is written, stage by stage, the next one arrives in its place. Compute
+// capability 9.0 and later.
 #pragma once
 
 #include "common/cluster.cuh"
@@ -16,6 +17,7 @@ inline constexpr int kResidentWarps = kResidentThreads / 32;
 // the stages, and two sets of slots for what the warps of a row leave for each other.
 struct Residence {
   int blocks;  // of a row, a cluster; 0 where rows are too long
+  bool stay;   // whether blocks take row after row
   int slice;   // vectors of a row that a block keeps
   int stage;   // vectors
   int threads;
