@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kExpandThreads)
 #pragma unroll
     for (int i = 0; i < kExpandRows; ++i) {
       const int64_t row = last - (i * slots + slot);
-      if (inside && row >= 0) store(column + row * stride, values[i]);
+      if (inside && row >= 0) store_whole(column + row * stride, values[i]);
     }
   }
 }

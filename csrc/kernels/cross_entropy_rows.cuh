@@ -30,7 +30,7 @@ __device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blo
   for (int v = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); v < span.vectors;
        v += step) {
     T* const at = body + static_cast<int64_t>(v) * kVec<T>;
-    kStreaming ? store_streaming(at, zeros) : store(at, zeros);
+    kStreaming ? store_streaming(at, zeros) : store_whole(at, zeros);
   }
   if (rank == 0 && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
 }

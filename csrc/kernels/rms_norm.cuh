@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kWideThreads) rms_norm_wide_kernel(const RmsNo
     Vec<T, N> value = load<T, N>(x + column);
     if (p.residual) {
       value = add_vectors(value, load<T, N>(residual + column));
-      store(new_residual + column, value);
+      store_whole(new_residual + column, value);
     }
     sum += sum_squares(value);
   }
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kWideThreads) rms_norm_wide_kernel(const RmsNo
   for (int64_t column = begin; column < p.hidden; column += step) {
     float w[N];
     load_weight<T, N>(p.weight, p.float_weight, p.offset, column, w);
-    store(y + column, scale_vector(load<T, N>(stored + column), w, rstd, p.casting.round_scaled));
+    store_whole(y + column, scale_vector(load<T, N>(stored + column), w, rstd, p.casting.round_scaled));
   }
 }
 

@@ -239,8 +239,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) rms_norm_backward_wide_kernel(
     load_weight<T, N>(p.weight, p.float_weight, p.offset, column, w);
     Vec<T, N> extra{};
     if (p.grad_residual) extra = load<T, N>(residual + column);
-    store(grad_x + column, grad_vector(load<T, N>(x + column), load<T, N>(g + column), w, extra,
-                                       p.grad_residual != nullptr, rstd, shift));
+    store_whole(grad_x + column, grad_vector(load<T, N>(x + column), load<T, N>(g + column), w, extra,
+                                             p.grad_residual != nullptr, rstd, shift));
   }
 }
 
