@@ -7,6 +7,12 @@ namespace {
 
 using flce90::Bf16;
 
+ce::Problem problem_of(const FusedLinearCe& call) {
+  ce::Problem problem = call.options.problem;
+  call.results.attach(problem, 0);
+  return problem;
+}
+
 Tensor bytes(int64_t count, const Tensor& like) {
   return empty({count}, ScalarType::Byte, like);
 }
@@ -26,32 +32,32 @@ Bf16* row_at(const Tensor& matrix, int64_t row) {
 }  // namespace
 
 std::optional<Sm90Plan> plan_sm90(const FusedLinearCe& call) {
-  ce::Problem problem = call.options.problem;
-  call.results.attach(problem, 0);
-  if (call.input.scalar_type() != ScalarType::BFloat16 || call.bias || problem.extras != 0) {
+  const unsigned extras = problem_of(call).extras, observed = extras & (ce::kArgmax | ce::kEntropy);
+  if (call.input.scalar_type() != ScalarType::BFloat16 || call.bias || extras != observed) {
     return std::nullopt;
   }
   return flce90::plan_on_device(
       {call.input.size(0), call.input.size(1), call.weight.size(0), call.need_grad_input,
-       call.need_grad_weight, call.exact_accumulation, call.memory_budget, 0},
+       call.need_grad_weight, call.exact_accumulation, call.memory_budget, 0, 1, observed != 0},
       call.device);
 }
 
 FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Sm90Plan& plan) {
   const Tensor input = flce90::dense(call.input);
+  const ce::Problem problem = problem_of(call);
   flce90::Batch batch{input,
                       flce90::dense(call.weight),
                       call.need_grad_input,
                       call.need_grad_weight,
+                      problem.extras != 0,
                       1.0f,
-                      call.options.problem,
+                      problem,
                       {},
                       call.device,
                       call.stream};
   const int64_t rows = batch.rows(), hidden = batch.hidden(), vocab = batch.vocab();
   batch.problem.rows = rows;
   batch.problem.denominator = static_cast<const float*>(call.used_denominator.const_data_ptr());
-  call.results.attach(batch.problem, 0);
   const Tensor lists = bytes(flce90::list_bytes(rows), input);
   flce90::list_rows(batch, static_cast<int32_t*>(lists.mutable_data_ptr()));
 

@@ -25,7 +25,7 @@ struct FusedLinearCeGradients {
 };
 
 // How this engine would do it, or nothing where it cannot: it takes bfloat16 and the plain rule, with class
-// and token weights and z-loss, on compute capability 9.0.
+// and token weights and z-loss, entropies and most probable classes, on compute capability 9.0.
 std::optional<Sm90Plan> plan_sm90(const FusedLinearCe& call);
 FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Sm90Plan& plan);
 

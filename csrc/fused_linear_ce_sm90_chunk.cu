@@ -105,7 +105,9 @@ int64_t places_bytes(const Batch& batch, const Sm90Chunk& chunk, bool apart) {
   return Scratch::bytes_for({apart ? chunk.rows * batch.hidden() * 2 : 0, padded(chunk) * 4,
                              padded(chunk) * 4, chunk.rows * sums_per_row(batch) * 4,
                              padded(chunk) / sm90::kTileM * 4, chunk.rows * int64_t{sizeof(OneHot)},
-                             chunk.parts > 1 ? chunk.parts * chunk.rows * batch.hidden() * 4 : 0});
+                             chunk.parts > 1 ? chunk.parts * chunk.rows * batch.hidden() * 4 : 0,
+                             batch.observed ? chunk.rows * sums_per_row(batch) * 4 : 0,
+                             batch.observed ? chunk.rows * int64_t{sizeof(*Observed::best)} : 0});
 }
 
 Places take_places(const Batch& batch, const Sm90Chunk& chunk, Bf16* rows, Scratch& scratch) {
@@ -117,6 +119,10 @@ Places take_places(const Batch& batch, const Sm90Chunk& chunk, Bf16* rows, Scrat
   p.repair = scratch.take<int>(padded(chunk) / sm90::kTileM);
   p.one_hot = scratch.take<OneHot>(chunk.rows);
   p.partial = chunk.parts > 1 ? scratch.take<float>(chunk.parts * chunk.rows * batch.hidden()) : nullptr;
+  if (batch.observed) {
+    p.observed.spread = scratch.take<float>(chunk.rows * sums_per_row(batch));
+    p.observed.best = scratch.take<unsigned long long>(chunk.rows);
+  }
   return p;
 }
 
@@ -224,12 +230,22 @@ void Chunk::exponentials() const {
   }
   gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(gather_rows);
   check_launch(kOp);
+  batch_.observed ? multiply_logits<true>() : multiply_logits<false>();
+}
 
+template <bool kObserve>
+void Chunk::multiply_logits() const {
+  const int hidden = static_cast<int>(batch_.hidden()), vocab = static_cast<int>(batch_.vocab());
+  if constexpr (kObserve) {
+    check_cuda(cudaMemsetAsync(at_.observed.best, 0, chunk_.rows * sizeof(*at_.observed.best), batch_.stream),
+               kOp);
+  }
   const CUtensorMap input = matrix_map(at_.input, chunk_.rows, hidden, hidden);
   const sm90::Maps maps{{input, input}, weight_map(batch_)};
-  Exponentials job{rows(),           vocab,      hidden,  kLog2e * batch_.inverse_temperature,
-                   at_.target_logit, at_.parts,  panels_, batch_.need_gradient(),
-                   at_.repair,       Phase::kAll};
+  Exponentials<kObserve> job{
+      rows(),           vocab,       hidden,      kLog2e * batch_.inverse_temperature,
+      at_.target_logit, at_.parts,   panels_,     batch_.need_gradient(),
+      at_.repair,       Phase::kAll, at_.observed};
   launch_product(maps, job, batch_.device, batch_.stream);
   job.phase = Phase::kMaxima;
   launch_product(maps, job, batch_.device, batch_.stream);
@@ -257,8 +273,11 @@ void Chunk::apply_rule(bool gradient) const {
                   static_cast<int>(batch_.hidden()),
                   at_.scale,
                   owners(),
-                  at_.one_hot};
-  flce90::apply_rule<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(rule);
+                  at_.one_hot,
+                  at_.observed};
+  const bool observe = batch_.problem.entropy != nullptr || batch_.problem.predicted != nullptr;
+  const auto kernel = observe ? flce90::apply_rule<true> : flce90::apply_rule<false>;
+  kernel<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(rule);
   check_launch(kOp);
 }
 

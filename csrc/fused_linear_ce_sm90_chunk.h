@@ -17,6 +17,7 @@ using Bf16 = __nv_bfloat16;
 struct Batch {
   Tensor input, weight;  // (rows, hidden), (vocab, hidden)
   bool need_grad_input, need_grad_weight;
+  bool observed;  // entropies and most probable classes are asked for
   float inverse_temperature;
   ce::Problem problem;    // of these rows; logits are not set
   compact::RowList list;  // of these rows
@@ -38,6 +39,7 @@ struct Places {
   int* repair;
   OneHot* one_hot;
   float* partial;
+  Observed observed;  // null where nothing is
 };
 
 // How many bytes take_places() takes. The rows need some of them if they are `apart` from their gradient.
@@ -68,8 +70,8 @@ class Chunk {
   }
 
   void exponentials() const;
-  // Results from the sums of exponentials. With gradient also the scales that the products need; then the
-  // rows are scaled for the weight gradient, so that this comes once.
+  // Results from the sums of exponentials, those that the problem has pointers for. With gradient also the
+  // scales that the products need; then the rows are scaled for the weight gradient, so that this comes once.
   void apply_rule(bool gradient) const;
   void multiply() const;
 
@@ -77,6 +79,8 @@ class Chunk {
   ChunkRows rows() const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
   Owners owners() const;
+  template <bool kObserve>
+  void multiply_logits() const;
   void multiply_input() const;
   void multiply_weight() const;
 

@@ -1,10 +1,12 @@
 // A chunk of a linear layer's logits in two steps, by the products of compute capability 9.0: first the
-// log-probabilities of the targets, then, when their gradient is known, those of the layer. For liger.losses,
-// which computes the one from the other in between.
+// log-probabilities of the targets (and entropies and most probable classes, as metrics), then, when their
+// gradient is known, those of the layer. For liger.losses, which computes the one from the other in between.
 //
 // The ops are no public ones: what they write are parts of tensors that their caller has laid out as plan()
 // says, and a second step follows every first one before the next chunk.
 #include <torch/csrc/stable/library.h>
+
+#include <tuple>
 
 #include "cross_entropy.h"
 #include "fused_linear_ce_sm90_chunk.h"
@@ -15,8 +17,8 @@ namespace {
 using flce90::Bf16;
 
 constexpr const char* kOp = "fused_linear_loss";
-// What plan() gives: four numbers, then five for each chunk.
-constexpr size_t kHeader = 4, kPerChunk = 5;
+// What plan() gives: five numbers, then five for each chunk.
+constexpr size_t kHeader = 5, kPerChunk = 5;
 
 // The memory of a chunk besides its rows: lists, owners, readers, and what take_places() takes.
 int64_t scratch_bytes(const flce90::Batch& batch, const Sm90Chunk& chunk) {
@@ -26,11 +28,12 @@ int64_t scratch_bytes(const flce90::Batch& batch, const Sm90Chunk& chunk) {
 }
 
 flce90::Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad_input, bool need_grad_weight,
-                       double temperature) {
+                       bool observed, double temperature) {
   return {flce90::dense(input),
           flce90::dense(weight),
           need_grad_input,
           need_grad_weight,
+          observed,
           static_cast<float>(1.0 / temperature),
           {},
           {},
@@ -38,20 +41,22 @@ flce90::Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad
           current_stream(input)};
 }
 
-// hosted_rows, panel_bytes, units_bytes, slack; then of each chunk the first row, rows, parts, whether its
-// rows are to be apart from their gradient, and the bytes of scratch. Empty where this engine cannot do it.
+// hosted_rows, panel_bytes, units_bytes, slack, whether entropies and most probable classes are observed;
+// then of each chunk the first row, rows, parts, whether its rows are to be apart from their gradient, and
+// the bytes of scratch. Empty where this engine cannot do it.
 std::vector<int64_t> plan(const Tensor& input, const Tensor& weight, int64_t group_rows,
-                          bool exact_accumulation, int64_t memory_budget, bool need_grad_input,
+                          bool exact_accumulation, int64_t memory_budget, bool observed, bool need_grad_input,
                           bool need_grad_weight) {
   if (input.scalar_type() != ScalarType::BFloat16) return {};
   const DeviceGuard guard(input.get_device_index());
-  const flce90::Batch batch = batch_of(input, weight, need_grad_input, need_grad_weight, 1.0);
+  const flce90::Batch batch = batch_of(input, weight, need_grad_input, need_grad_weight, observed, 1.0);
   const std::optional<Sm90Plan> plan =
       flce90::plan_on_device({batch.rows(), batch.hidden(), batch.vocab(), need_grad_input, need_grad_weight,
-                              exact_accumulation, memory_budget, 0, group_rows},
+                              exact_accumulation, memory_budget, 0, group_rows, observed},
                              batch.device);
   if (!plan) return {};
-  std::vector<int64_t> result = {plan->hosted_rows, plan->panel_bytes, plan->units_bytes, plan->slack};
+  std::vector<int64_t> result = {plan->hosted_rows, plan->panel_bytes, plan->units_bytes, plan->slack,
+                                 observed};
   for (size_t i = 0; i < plan->chunks.size(); ++i) {
     const Sm90Chunk& chunk = plan->chunks[i];
     const int64_t apart = flce90::Chunk::rows_apart(batch, *plan, i);
@@ -60,13 +65,17 @@ std::vector<int64_t> plan(const Tensor& input, const Tensor& weight, int64_t gro
   return result;
 }
 
+// Log-probabilities, entropies and most probable classes; the last two without elements where not observed.
+using Found = std::tuple<Tensor, Tensor, Tensor>;
+
 // Both steps see a chunk the same way.
 class Step {
  public:
   Step(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
        double temperature, const std::vector<int64_t>& numbers, int64_t index, const Tensor& grad_weight,
        const Tensor& extra, const Tensor& rows, const Tensor& scratch, const Tensor& grad_input)
-      : batch_(batch_of(input, weight, grad_input.numel() > 0, grad_weight.numel() > 0, temperature)),
+      : batch_(batch_of(input, weight, grad_input.numel() > 0, grad_weight.numel() > 0, numbers[4] != 0,
+                        temperature)),
         target_(torch::stable::contiguous(target)),
         plan_{{}, numbers[0], numbers[1], numbers[2], numbers[3]} {
     for (size_t i = kHeader; i < numbers.size(); i += kPerChunk) {
@@ -92,13 +101,23 @@ class Step {
   }
   Step(const Step&) = delete;  // the chunk refers to the batch and the plan
 
-  Tensor logprobs() {
-    const Tensor result = empty({batch_.rows()}, ScalarType::Float, batch_.input);
-    batch_.problem.logprobs = static_cast<float*>(result.mutable_data_ptr());
+  Found logprobs() {
+    const auto per_row = [&](bool wanted, ScalarType dtype) {
+      return empty({wanted ? batch_.rows() : 0}, dtype, batch_.input);
+    };
+    const Tensor logprobs = per_row(true, ScalarType::Float);
+    const Tensor entropy = per_row(batch_.observed, ScalarType::Float);
+    const Tensor predicted = per_row(batch_.observed, ScalarType::Long);
+    ce::Problem& problem = batch_.problem;
+    problem.logprobs = static_cast<float*>(logprobs.mutable_data_ptr());
+    if (batch_.observed) {
+      problem.entropy = static_cast<float*>(entropy.mutable_data_ptr());
+      problem.predicted = static_cast<int64_t*>(predicted.mutable_data_ptr());
+    }
     flce90::list_rows(batch_, lists_);
     chunk_->exponentials();
     chunk_->apply_rule(false);
-    return result;
+    return {logprobs, entropy, predicted};
   }
 
   // of_logprob: (rows,), float32
@@ -119,9 +138,9 @@ class Step {
   std::optional<flce90::Chunk> chunk_;
 };
 
-Tensor logprobs(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
-                double temperature, std::vector<int64_t> numbers, int64_t index, const Tensor& grad_weight,
-                const Tensor& extra, const Tensor& rows, const Tensor& scratch, const Tensor& grad_input) {
+Found logprobs(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
+               double temperature, std::vector<int64_t> numbers, int64_t index, const Tensor& grad_weight,
+               const Tensor& extra, const Tensor& rows, const Tensor& scratch, const Tensor& grad_input) {
   const DeviceGuard guard(input.get_device_index());
   return Step(input, weight, target, ignore_index, temperature, numbers, index, grad_weight, extra, rows,
               scratch, grad_input)
@@ -147,12 +166,12 @@ void gradients(const Tensor& minus_of_logprob, const Tensor& input, const Tensor
 STABLE_TORCH_LIBRARY(liger_sm90, m) {
   m.def(
       "plan(Tensor input, Tensor weight, int group_rows, bool exact_accumulation, int memory_budget, bool "
-      "need_grad_input, bool need_grad_weight) -> int[]");
+      "observed, bool need_grad_input, bool need_grad_weight) -> int[]");
   // input, target, rows, grad_input: of the chunk; what is not needed has no elements
   m.def(
       "logprobs(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int[] plan, "
       "int index, Tensor(a!) grad_weight, Tensor(b!) extra, Tensor(c!) rows, Tensor(d!) scratch, Tensor(e!) "
-      "grad_input) -> Tensor");
+      "grad_input) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
   m.def(
       "gradients(Tensor minus_of_logprob, Tensor input, Tensor weight, Tensor target, int ignore_index, "
       "float "

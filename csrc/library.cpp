@@ -337,7 +337,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // csrc/planner_sm90.h
   m.def(
       "plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool "
-      "exact_accumulation, int? memory_budget=None, int clusters=66)"
+      "exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False)"
       " -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes,"
       " int units_bytes, int slack)");
 }
@@ -378,7 +378,8 @@ lay_out_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_s
 std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, int64_t,
            int64_t>
 plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
-                    bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters) {
+                    bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
+                    bool observed) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   // Throws where the sizes or the budget make no sense.
   plan_chunks({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
@@ -386,8 +387,8 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
     throw std::invalid_argument("plan_chunks_sm90: clusters must be positive, got " +
                                 std::to_string(clusters));
   }
-  const std::optional<Sm90Plan> plan = plan_sm90(
-      {rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters});
+  const std::optional<Sm90Plan> plan = plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight,
+                                                  exact_accumulation, budget, clusters, 1, observed});
   if (!plan) return {};
   std::vector<int64_t> first, count, parts;
   for (const Sm90Chunk& chunk : plan->chunks) {

@@ -61,8 +61,10 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   }
   const int64_t panels = p.vocab / kPanel;
   const int64_t host = p.need_grad_weight ? p.hidden : 0, slack = host > 0 ? kSlack : 0;
-  // Exponentials, their sums, and the one-hot parts of rows and classes.
-  const int64_t row_bytes = (panels + slack) * kPanel * 2 + 4 * ceil_div(p.vocab, kTileN) + 8;
+  // Exponentials, their sums, and the one-hot parts of rows and classes. What is observed are as many sums
+  // again, and a key.
+  const int64_t beside_exponentials = 4 * ceil_div(p.vocab, kTileN) + 8;
+  const int64_t row_bytes = (panels + slack) * kPanel * 2 + (p.observed ? 2 : 1) * beside_exponentials;
   const int64_t budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
   Sm90Plan plan{};
   plan.slack = slack;

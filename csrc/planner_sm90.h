@@ -15,6 +15,7 @@ struct Sm90Problem {
   int64_t memory_budget;    // bytes beside the gradients: exponentials, their sums, and units
   int64_t clusters;         // pairs of blocks that the device runs at a time
   int64_t group_rows = 1;   // chunks are multiples of it
+  bool observed = false;    // entropies and most probable classes are asked for
 };
 
 struct Sm90Chunk {

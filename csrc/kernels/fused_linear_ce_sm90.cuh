@@ -155,6 +155,23 @@ __device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __n
 // logits of a row, which become its reference; kRepair: all of it again, from there.
 enum class Phase { kAll, kMaxima, kRepair };
 
+// What the exponentials of a row can tell beside their sum, for metrics.
+struct Observed {
+  float* spread;             // (rows, tiles of columns): the sums of e * log2(e)
+  unsigned long long* best;  // of the rows: the largest key of its logits; zero at first
+};
+// Keys are in the order of logits, and those of equal logits in the opposite order of their columns. So the
+// largest one is the same in whatever order tiles come.
+__device__ __forceinline__ unsigned long long key_of(float logit, int column) {
+  const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are equal
+  const uint32_t rising = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+  return static_cast<unsigned long long>(rising) << 32 | static_cast<uint32_t>(~column);
+}
+__device__ __forceinline__ int column_of_key(unsigned long long key) {
+  return static_cast<int>(~static_cast<uint32_t>(key));
+}
+
+template <bool kObserve>
 struct Exponentials {
   struct Early {};
   __device__ __forceinline__ void fetch(const Tile&, int, int, const sm90::Desk&) const {}
@@ -167,9 +184,10 @@ struct Exponentials {
   const float* reference;  // of the rows of the chunk, over the temperature
   float* parts;            // (rows, tiles of columns): the sums, or the maxima of the logits
   Panels out;
-  bool wanted;  // or only the sums are
-  int* repair;  // per tile of rows, set where a sum is too large
-  Phase phase;  // other than kAll: for such tiles only
+  bool wanted;        // or only the sums are
+  int* repair;        // per tile of rows, set where a sum is too large
+  Phase phase;        // other than kAll: for such tiles only
+  Observed observed;  // with kObserve
 
   __device__ __forceinline__ int columns() const { return ceil_div(vocab, sm90::kTileN); }
   __device__ __forceinline__ int row_pairs() const {
@@ -200,10 +218,12 @@ struct Exponentials {
         const bool inside = tile.n0 + i / 4 * 8 < vocab;
         if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
       }
-      write_parts<Max>(max, tile, row, lane);
+      write_parts<Max>(parts, max, tile, row, lane);
       return;
     }
-    float from[2], sum[2] = {0.0f, 0.0f};
+    float from[2], sum[2] = {0.0f, 0.0f}, spread[2] = {0.0f, 0.0f};
+    float best[2] = {-INFINITY, -INFINITY};
+    int best_column[2] = {0, 0};  // from this lane's first one on
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
@@ -220,8 +240,15 @@ struct Exponentials {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float& x = z[4 * j + i];
-          x = exp2_fast(fmaf(x, factor, -from[i / 2]));
-          sum[i / 2] += x;
+          const int h = i / 2;
+          if constexpr (kObserve) {
+            if (x > best[h]) best[h] = x, best_column[h] = 8 * j + i % 2;
+          }
+          const float y = fmaf(x, factor, -from[h]);
+          x = exp2_fast(y);
+          sum[h] += x;
+          // 0 * -inf is no matter: without a bias, logits are infinite only where operands are.
+          if constexpr (kObserve) spread[h] = fmaf(x, y, spread[h]);
         }
       }
       if (!wanted) continue;
@@ -232,7 +259,11 @@ struct Exponentials {
       __syncwarp();
       if (lane == 0) sm90::bulk_store(rows + half * panel, desk.memory, 16 * sm90::kPanel * 2);
     }
-    write_parts<Sum>(sum, tile, row, lane);
+    write_parts<Sum>(parts, sum, tile, row, lane);
+    if constexpr (kObserve) {
+      write_parts<Sum>(observed.spread, spread, tile, row, lane);
+      raise_best(best, best_column, tile, row, lane);
+    }
     const bool too_large = !(sum[0] < kFarthest) || !(sum[1] < kFarthest);
     if (phase == Phase::kAll && too_large) repair[tile.m0 / sm90::kTileM] = 1;
   }
@@ -240,13 +271,25 @@ struct Exponentials {
  private:
   // Of the quad of lanes that share a row, which all get the result.
   template <class Reduction>
-  __device__ __forceinline__ void write_parts(float (&part)[2], const Tile& tile, int row, int lane) const {
+  __device__ __forceinline__ void write_parts(float* out_parts, float (&part)[2], const Tile& tile, int row,
+                                              int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       part[h] = warp_reduce<Reduction, 4>(part[h]);
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (lane % 4 == 0 && r < chunk.rows)
-        parts[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = part[h];
+        out_parts[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = part[h];
+    }
+  }
+  __device__ __forceinline__ void raise_best(const float (&best)[2], const int (&column)[2], const Tile& tile,
+                                             int row, int lane) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      unsigned long long key = key_of(best[h], tile.n0 + lane % 4 * 2 + column[h]);
+#pragma unroll
+      for (int offset = 2; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+      const int r = tile.m0 + row + lane / 4 + 8 * h;
+      if (lane % 4 == 0 && r < chunk.rows) atomicMax(observed.best + r, key);
     }
   }
 };

@@ -114,8 +114,10 @@ struct Rule {
   float* scale;  // where repaired, the reference before
   Owners owners;
   OneHot* one_hot;
+  Observed observed;  // with kObserve
 };
 
+template <bool kObserve>
 __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x;
@@ -125,7 +127,16 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   float sum = 0.0f;
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads) sum += p.sums[int64_t{row} * p.columns + i];
   sum = block_reduce<Sum>(sum, scratch);
-  const ce::Stats<false> stats = {reference, sum};
+  ce::Stats<kObserve> stats = ce::no_stats<kObserve>();
+  stats.max = reference;
+  stats.sum = sum;
+  if constexpr (kObserve) {
+    float spread = 0.0f;
+    for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
+      spread += p.observed.spread[int64_t{row} * p.columns + i];
+    stats.spread = block_reduce<Sum>(spread, scratch) / ce::kLog2e;
+    stats.best_column = column_of_key(p.observed.best[row]);
+  }
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
   if (p.problem.token_weight != nullptr) r.token_weight = p.problem.token_weight[r.index];
   const int64_t target = p.problem.targets[r.index];

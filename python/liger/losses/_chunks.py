@@ -11,7 +11,7 @@ from ..backend import FAMILIES
 from ..ops._linear_chunks import HeadGradients, planned_rows
 
 # What the engine's plan begins with, and has for each chunk: csrc/fused_linear_loss_sm90.cu.
-_HEADER, _PER_CHUNK = 4, 5
+_HEADER, _PER_CHUNK = 5, 5
 # The classes of a panel, which the plan counts in.
 _PANEL = 128
 
@@ -21,8 +21,11 @@ def _budget(memory_budget):
 
 
 def chunks_of(input, head, groups, group_rows, wanted, exact, memory_budget, use_entropy, observed):
-    """The chunks, or None where not even the logits of one group fit the budget."""
-    engine = Sm90Chunks.plan(input, head, group_rows, wanted, exact, memory_budget, use_entropy)
+    """The chunks, or None where not even the logits of one group fit the budget.
+
+    use_entropy: entropies are read, and their gradient will come; observed: they and argmaxes are read.
+    """
+    engine = Sm90Chunks.plan(input, head, group_rows, wanted, exact, memory_budget, use_entropy, observed)
     if engine is not None:
         return engine
     if group_rows == 1:
@@ -33,9 +36,8 @@ def chunks_of(input, head, groups, group_rows, wanted, exact, memory_budget, use
     if step == 0:
         return None
     chunks = -(-groups // step)
-    return PortableChunks(
-        input, head, groups, group_rows, -(-groups // max(chunks, 1)), wanted, exact, use_entropy, observed
-    )
+    step, with_entropy = -(-groups // max(chunks, 1)), use_entropy or observed
+    return PortableChunks(input, head, groups, group_rows, step, wanted, exact, with_entropy, observed)
 
 
 class PortableChunks:
@@ -46,11 +48,11 @@ class PortableChunks:
         grad_input: as the input; without elements where it is not wanted.
     """
 
-    def __init__(self, input, head, groups, group_rows, step, wanted, exact, use_entropy, observed):
+    def __init__(self, input, head, groups, group_rows, step, wanted, exact, with_entropy, observed):
         self.slices = [
             slice(i, min(i + step, groups)) for i in range(0, groups if input.shape[0] else 0, max(step, 1))
         ]
-        self._head, self._asked = head, (use_entropy, observed)
+        self._head, self._asked = head, (with_entropy, observed)
         self._gradients = HeadGradients(input, head.weight, head.bias, wanted, len(self.slices), exact)
         self._memory = self._gradients.new_logits(step * group_rows)
         self.grad_input = self._gradients.input
@@ -74,24 +76,24 @@ class PortableChunks:
 
 
 class Sm90Chunks:
-    """The same for bfloat16 on compute capability 9.0, without bias, softcap and entropies."""
+    """The same for bfloat16 on compute capability 9.0, without bias, softcap and a gradient by entropies."""
 
     @classmethod
-    def plan(cls, input, head, group_rows, wanted, exact, memory_budget, use_entropy):
+    def plan(cls, input, head, group_rows, wanted, exact, memory_budget, use_entropy, observed):
         """The chunks, or None where the engine cannot or should not do them."""
         if not input.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
         if head.bias is not None or head.softcap is not None or use_entropy:
             return None
         numbers = torch.ops.liger_sm90.plan.default(
-            input, head.weight, group_rows, exact, _budget(memory_budget), *wanted[:2]
+            input, head.weight, group_rows, exact, _budget(memory_budget), observed, *wanted[:2]
         )
         return cls(input, head, group_rows, wanted, numbers) if numbers else None
 
     def __init__(self, input, head, group_rows, wanted, numbers):
         (vocab, hidden), self._head, self._numbers = head.weight.shape, head, numbers
         need_input, need_weight, _ = wanted
-        _, panel_bytes, _, slack = numbers[:_HEADER]
+        _, panel_bytes, _, slack, _ = numbers[:_HEADER]
         rest = numbers[_HEADER:]
         self._numbers_of = [rest[i : i + _PER_CHUNK] for i in range(0, len(rest), _PER_CHUNK)]
         self.slices = [
@@ -102,7 +104,6 @@ class Sm90Chunks:
         self._grad_weight = input.new_empty((panels * _PANEL, hidden) if need_weight else 0)
         self._extra = input.new_empty(panels * panel_bytes, dtype=torch.uint8)
         self._scratch = input.new_empty(max(n[-1] for n in self._numbers_of), dtype=torch.uint8)
-        self._nothing = input.new_empty(0, dtype=torch.float32), input.new_empty(0, dtype=torch.int64)
         self._next = 0
 
     def _rows(self, grad_x):
@@ -125,7 +126,7 @@ class Sm90Chunks:
             self._grad_weight, self._extra, self._rows(grad_x), self._scratch, grad_x,
         )  # fmt: skip
         self._next += 1
-        return torch.ops.liger_sm90.logprobs.default(*self._arguments), *self._nothing
+        return torch.ops.liger_sm90.logprobs.default(*self._arguments)
 
     def add(self, of_logprob, of_entropy):
         # The kernels know the logits over the temperature only.

@@ -108,7 +108,7 @@ def _forward(
     chunks = None
     if any(wanted):
         chunks = chunks_of(
-            input, head, groups, parts * length, wanted, exact, memory_budget, with_entropy, observed
+            input, head, groups, parts * length, wanted, exact, memory_budget, use_entropy, observed
         )
     if chunks is None:
         logprobs, entropy, argmax = fused_linear_logprobs_forward(
