@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from cross_entropy_reference import random_layer, reference
 from torch.nn.functional import linear
@@ -13,6 +14,19 @@ BFLOAT16 = torch.bfloat16
 # A summed loss, relative; results of single rows, relative to the largest; a gradient, as the norm of its error
 # relative to its own: each is rounded to bfloat16 from two factors that were.
 LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
+OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
+
+
+def engine_device():
+    """The device, where the engine is built and runs; elsewhere the test is skipped."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a device of compute capability 9.0")
+    if "90a" not in pytest.importorskip("liger._C").build_info()["cuda_archs"]:
+        pytest.skip("built without kernels for 90a")
+    possible, why = liger.backend.supported("cuda", "fused_linear_ce")
+    if not possible:
+        pytest.skip(why)
+    return torch.device("cuda")
 
 
 def clusters():
@@ -30,11 +44,11 @@ class Shape:
     budget: int = 512 * MIB
     accum_dtype: torch.dtype | None = None
 
-    def plan(self, need_grad_input=True, need_grad_weight=True):
+    def plan(self, need_grad_input=True, need_grad_weight=True, observed=False):
         """(rows of the chunks, parts of the chunks, hosted rows, units_bytes), provided that the engine runs at all."""
         _, rows, parts, hosted, _, units_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
-            self.accum_dtype != BFLOAT16, self.budget, clusters(),
+            self.accum_dtype != BFLOAT16, self.budget, clusters(), observed,
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
         return rows, parts, hosted, units_bytes
@@ -75,11 +89,12 @@ SHAPES = {
 def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=False, **chosen):
     """(output, gradients in float64) by this engine, or by the generic one."""
     summed = chosen.get("reduction", "mean") != "none"
+    observed = not OBSERVED.keys().isdisjoint(chosen)
     if summed or not any(trained):
-        shape.plan(*trained)
+        shape.plan(*trained, observed)
     else:
         # The gradients of losses per row come from a second pass, over their sum.
-        shape.plan(False, False)
+        shape.plan(False, False, observed)
         shape.plan(*trained)
     x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
     output = liger.fused_linear_ce(
@@ -138,6 +153,20 @@ def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, *
         assert (error.abs() <= allowed).all(), f"gradient of {name}: an element is worse than any by cuBLAS"
         if name == "input":
             assert not actual[ignored].any()
+
+
+def assert_observed(x, weight, target, entropy, predicted, temperature=1.0):
+    """Entropies and most probable classes against float64: as exact as the logits, sums of products in float32."""
+    logits = linear(x.double(), weight.double()) / temperature
+    error = ROWS * logits.abs().max().item()
+    live = target != -100
+    assert (entropy[~live] == 0).all() and (predicted[~live] == -1).all()
+    logp = logits.log_softmax(-1)
+    expected = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(entropy[live].double(), expected[live], rtol=0, atol=error)
+    assert ((predicted >= 0) & (predicted < weight.shape[0]))[live].all()
+    below = logits.max(-1).values - logits.gather(1, predicted.clamp_min(0).unsqueeze(1)).squeeze(1)
+    assert (below[live] <= error).all()
 
 
 def assert_same_bits(runs):

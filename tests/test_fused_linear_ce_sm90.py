@@ -18,6 +18,7 @@ from sm90_engine import (
     SUMS_BF16,
     assert_same_bits,
     check,
+    engine_device,
     exact,
     run,
 )
@@ -33,15 +34,9 @@ KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one ch
 
 @pytest.fixture
 def gpu():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a device of compute capability 9.0")
-    if "90a" not in pytest.importorskip("liger._C").build_info()["cuda_archs"]:
-        pytest.skip("built without kernels for 90a")
-    possible, why = liger.backend.supported("cuda", "fused_linear_ce")
-    if not possible:
-        pytest.skip(why)
+    device = engine_device()
     with liger.use_backend("cuda"):
-        yield torch.device("cuda")
+        yield device
 
 
 def test_the_shapes_are_what_they_are_named(gpu):

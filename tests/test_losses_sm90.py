@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from losses_cases import leaf
+from sm90_engine import assert_observed, engine_device
 from test_losses_op import EVERY, call
 
 import liger
@@ -21,12 +22,9 @@ NAMES = [name for name in EVERY if name != "grpo"] + ["token"]
 
 @pytest.fixture
 def gpu():
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a device of compute capability 9.0")
-    if "90a" not in pytest.importorskip("liger._C").build_info()["cuda_archs"]:
-        pytest.skip("built without kernels for 90a")
+    device = engine_device()
     with liger.use_backend("cuda"):
-        yield torch.device("cuda")
+        yield device
 
 
 @pytest.fixture
@@ -92,6 +90,38 @@ def test_against_float64(gpu, plans, name, temperature, ignored, budget):
     assert all(relative(a, b) < 3.4e-3 for a, b in zip(ours[1:], exact[1:], strict=True))
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", NAMES)
+def test_observed_tokens(gpu, plans, name, temperature, budget):
+    hidden, weight, target = make()
+    seen = []
+    options = {"temperature": temperature, "memory_budget": BUDGETS[budget]}
+    ours = run(module_of(name, observe=seen.append, **options), hidden, weight, target)
+    assert plans[0] is not None and (len(plans[0].slices) > 1) == (budget == "chunks")
+    ((_, entropy, argmax),) = seen
+    assert entropy.shape == argmax.shape == target.shape
+    assert_observed(
+        hidden.flatten(0, 1), weight, target.flatten(), entropy.flatten(), argmax.flatten(), temperature
+    )
+    exact = run_in_float64(module_of(name, **options), hidden, weight, target)
+    assert relative(ours[0], exact[0]) < 2e-5
+    assert all(relative(a, b) < 3.4e-3 for a, b in zip(ours[1:], exact[1:], strict=True))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_observed_tokens_far_from_their_targets(gpu, plans, budget):
+    hidden, weight, target = make(spread=30.0)
+    seen = []
+    module = losses.FusedLinearGRPOLoss(
+        beta=0.0, memory_budget=BUDGETS[budget], temperature=0.7, observe=seen.append
+    )
+    module(hidden, leaf(weight), target, None, torch.linspace(-1, 2, len(target), device="cuda"))
+    assert plans[0] is not None
+    ((_, entropy, argmax),) = seen
+    assert_observed(hidden.flatten(0, 1), weight, target.flatten(), entropy.flatten(), argmax.flatten(), 0.7)
+
+
 def test_targets_far_below_the_largest_logit(gpu, plans):
     """Sums of exponentials from the target's leave the range of floats, and are made again."""
     hidden, weight, target = make(spread=30.0)
@@ -131,16 +161,23 @@ def test_where_the_engine_is_not_used(gpu, plans):
         run(module_of("dpo", **changed), hidden, weight, target)
     run(module_of("dpo"), hidden.half(), weight.half(), target)
     run(module_of("dpo"), hidden[:2], weight, target[:2])
-    assert plans == [None] * 4
+    # An entropy that is differentiated.
+    with_bonus = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1, observe=lambda tokens: None)
+    run(with_bonus, hidden, weight, target)
+    assert plans == [None] * 5
 
 
-def test_cuda_graph_and_no_synchronisation(gpu):
+@pytest.mark.parametrize("observed", [False, True])
+def test_cuda_graph_and_no_synchronisation(gpu, observed):
     hidden, weight, target = make()
-    module = module_of("token", memory_budget=BUDGETS["chunks"])
+    seen = []
+    module = module_of("token", memory_budget=BUDGETS["chunks"], observe=seen.append if observed else None)
     leaves = leaf(hidden), leaf(weight)
 
     def step():
-        return torch.autograd.grad(call_at_level(module, *leaves, target), leaves)
+        seen.clear()
+        grads = torch.autograd.grad(call_at_level(module, *leaves, target), leaves)
+        return [*grads, *(t for tokens in seen for t in tokens)]
 
     expected = step()
     torch.cuda.synchronize()

@@ -259,6 +259,23 @@ def test_sm90_stays_in_the_budget():
             assert parts == 1 or 8 * (4 * parts * rows * hidden) <= budget, problem
 
 
+def test_sm90_observed_sums_are_within_the_budget():
+    """Up to a tile of rows; so some chunks are smaller."""
+    smaller = 0
+    for problem, plain in TAKEN:
+        vocab, budget = problem[2], problem[6]
+        chunks, hosted, panel_bytes, units_bytes, slack = plan_sm90(*problem, True)
+        if not chunks:
+            assert problem[4] and not problem[5], problem
+            continue
+        panels, sums = vocab // PANEL + slack, 2 * (4 * ceil_div(vocab, 256) + 8)
+        rows = max(chunks[0][1] - hosted, max((count for _, count, _ in chunks[1:]), default=0))
+        tile = (panels * PANEL * 2 + sums) * TILE
+        assert panels * panel_bytes + rows * sums <= max(budget, panels * units_bytes) + tile, problem
+        smaller += chunks != plain[0]
+    assert smaller > 50
+
+
 def test_sm90_parts_are_for_the_input_gradient():
     for problem, (chunks, *_) in TAKEN:
         if not problem[3]:

@@ -1,0 +1,234 @@
+"""Entropies and most probable classes from the engine of compute capability 9.0, in fused_linear_ce."""
+
+import math
+
+import pytest
+import torch
+from sm90_engine import (
+    BESIDE,
+    BFLOAT16,
+    GRADIENT,
+    LOSS,
+    OBSERVED,
+    ROWS,
+    SHAPES,
+    SUMS,
+    SUMS_BF16,
+    assert_close_to_exact,
+    assert_observed,
+    assert_same_bits,
+    engine_device,
+    exact,
+    run,
+)
+from torch.nn.functional import linear
+
+import liger
+
+pytestmark = pytest.mark.gpu
+
+KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one chunk", "sums", "bf16 allowed"])
+
+
+@pytest.fixture
+def gpu():
+    device = engine_device()
+    with liger.use_backend("cuda"):
+        yield device
+
+
+def observe(shape, x, weight, target, trained=(True, True), **chosen):
+    output, grads = run(shape, x, weight, target, trained, **OBSERVED, **chosen)
+    assert_observed(x, weight, target, output.entropy, output.predicted_tokens)
+    live = target != -100
+    accuracy = (output.predicted_tokens == target)[live].double().mean()
+    torch.testing.assert_close(output.token_accuracy.double(), accuracy, equal_nan=True, rtol=1e-6, atol=0)
+    return output, grads
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_kind_of_plan(gpu, name):
+    shape = SHAPES[name]
+    x, weight, target = shape.layer(gpu)
+    right = linear(x.double(), weight.double()).argmax(-1)
+    target[::3] = torch.where(target[::3] >= 0, right[::3], target[::3])
+    output, _ = observe(shape, x, weight, target)
+    assert 0.2 < output.token_accuracy < 0.6
+
+
+@pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@KINDS
+def test_only_what_is_trained(gpu, shape, reduction, trained):
+    x, weight, target = shape.layer(gpu)
+    upstream = torch.ones(shape.rows, device=gpu) if reduction == "none" else None
+    observe(shape, x, weight, target, trained, reduction=reduction, upstream=upstream)
+
+
+@KINDS
+def test_with_every_option_the_rest_is_as_exact_as_before(gpu, shape):
+    chosen = {
+        "ce_weight": torch.rand(shape.vocab, device=gpu) + 0.1,
+        "token_weight": torch.rand(shape.rows, device=gpu) + 0.1,
+        "lse_square_scale": 1e-2,
+    }
+    x, weight, target = shape.layer(gpu)
+    output, grads = observe(shape, x, weight, target, **chosen)
+    values, expected = exact(x, weight, target, **chosen)
+    assert_close_to_exact(output.loss, values["loss"].detach(), LOSS, "loss")
+    assert_close_to_exact(output.logprobs, values["logprobs"].detach(), ROWS, "logprobs")
+    for actual, wanted in zip(grads, expected, strict=True):
+        assert (actual.double() - wanted).norm() <= GRADIENT * wanted.norm()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_rest_has_the_same_bits(gpu, name):
+    shape = SHAPES[name]
+    assert shape.plan() == shape.plan(observed=True)
+    layer = shape.layer(gpu)
+    plain, grads = run(shape, *layer)
+    observed, observed_grads = run(shape, *layer, **OBSERVED)
+    same = ("loss", "z_loss", "logprobs")
+    assert_same_bits(
+        [[getattr(o, name) for name in same], g] for o, g in ((plain, grads), (observed, observed_grads))
+    )
+
+
+@pytest.mark.parametrize("name", ["entropy", "predicted_tokens", "token_accuracy"])
+@KINDS
+def test_one_alone(gpu, shape, name):
+    layer = shape.layer(gpu)
+    everything, _ = run(shape, *layer, **OBSERVED)
+    alone, _ = run(shape, *layer, **{f"return_{name}": True})
+    assert torch.equal(getattr(alone, name), getattr(everything, name))
+    assert sum(getattr(alone, other.removeprefix("return_")) is not None for other in OBSERVED) == 1
+
+
+# --- ties ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("period", [1, 2, 8, 128])
+@pytest.mark.parametrize("scale", [1.0, 60.0])
+@KINDS
+def test_of_equal_logits_the_first_is_the_most_probable(gpu, shape, scale, period):
+    """Classes come in groups of the same weight: neighbours of a lane, of a quad, of a tile, of tiles far apart."""
+    x, weight, target = shape.layer(gpu, scale=scale)
+    if period == 1:
+        weight = weight[:1].expand_as(weight).contiguous()
+    elif period == 128:
+        weight = weight[:128].repeat(shape.vocab // 128, 1)
+    else:
+        weight = weight[::period].repeat_interleave(period, 0)
+    output, _ = observe(shape, x, weight, target)
+    predicted = output.predicted_tokens[target >= 0]
+    if period == 1:
+        assert (predicted == 0).all()
+    elif period == 128:
+        assert (predicted < 128).all() and predicted.unique().numel() > 64
+    else:
+        assert (predicted % period == 0).all() and predicted.unique().numel() > 64
+
+
+@KINDS
+def test_zeros_are_equal_and_their_entropy_is_the_largest(gpu, shape):
+    x, weight, target = shape.layer(gpu)
+    weight = torch.where(weight > 0, 0.0, -0.0).to(BFLOAT16)
+    output, _ = run(shape, x, weight, target, **OBSERVED)
+    entropy, predicted = (t[target >= 0] for t in (output.entropy, output.predicted_tokens))
+    assert (predicted == 0).all()
+    torch.testing.assert_close(entropy, torch.full_like(entropy, math.log(shape.vocab)))
+
+
+# --- the range of logits, ignored rows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.01, 1.0])
+@KINDS
+def test_sums_beyond_their_range_are_repaired(gpu, shape, share):
+    x, weight, target = shape.layer(gpu, ignored=0.1)
+    x[: round(share * shape.rows)] *= 60
+    logits = linear(x.double(), weight.double())
+    below = logits.max(-1).values - logits.gather(1, target.clamp_min(0).unsqueeze(1)).squeeze(1)
+    assert (below[target >= 0] > 42).any()
+    observe(shape, x, weight, target)
+
+
+@pytest.mark.parametrize("pick", [torch.argmin, torch.argmax])
+@KINDS
+def test_the_smallest_and_the_largest_logit_as_target(gpu, shape, pick):
+    x, weight, _ = shape.layer(gpu, scale=2.0)
+    target = pick(linear(x.double(), weight.double()), -1)
+    output, _ = observe(shape, x, weight, target)
+    assert output.token_accuracy == (1 if pick is torch.argmax else 0)
+
+
+@KINDS
+def test_all_rows_ignored(gpu, shape):
+    output, _ = observe(shape, *shape.layer(gpu, ignored=1.0))
+    assert output.token_accuracy.isnan()
+
+
+@pytest.mark.parametrize("ignored", [0.5, 0.99])
+@KINDS
+def test_ignored_rows(gpu, shape, ignored):
+    x, weight, target = shape.layer(gpu, ignored)
+    runs = []
+    for fill in (0.0, torch.inf):
+        x[target == -100] = fill
+        runs.append(run(shape, x, weight, target, **OBSERVED))
+    assert_same_bits(runs)
+    x[target == -100] = 0.0
+    observe(shape, x, weight, target)
+
+
+# --- how it runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_same_bits_twice(gpu, name):
+    shape = SHAPES[name]
+    layer = shape.layer(gpu)
+    runs = []
+    for fill in (0.0, torch.nan):
+        garbage = torch.full((1 << 26,), fill, device=gpu)  # whatever the memory held before
+        del garbage
+        runs.append(run(shape, *layer, **OBSERVED))
+    assert_same_bits(runs)
+
+
+@KINDS
+def test_a_graph_fits_other_inputs(gpu, shape):
+    static = shape.layer(gpu)
+
+    def step():
+        return run(shape, *static, **OBSERVED)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for ignored, scale in ((0.0, 1.0), (0.9, 30.0), (0.2, 0.5)):
+        for tensor, value in zip(static, shape.layer(gpu, ignored, scale), strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        assert_same_bits([captured, step()])
+
+
+def test_log_probabilities_with_entropies(gpu):
+    """fused_linear_logprobs goes the same way, and its entropies keep their gradient."""
+    x, weight, target = BESIDE.layer(gpu)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        found = liger.fused_linear_logprobs(x, weight, target, return_entropy=True, return_argmax=True)
+        torch.cuda.synchronize()
+    assert_observed(x, weight, target, found.entropy, found.argmax)
+    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if names:
+        assert any("sm90::product" in name for name in names)
+    leaf = x.clone().requires_grad_()
+    entropy = liger.fused_linear_logprobs(leaf, weight, target, return_entropy=True).entropy
+    (grad,) = torch.autograd.grad(entropy.sum(), leaf)
+    assert grad.dtype == BFLOAT16 and grad.isfinite().all() and grad[target >= 0].any()
