@@ -242,10 +242,9 @@ void Chunk::multiply_logits() const {
   }
   const CUtensorMap input = matrix_map(at_.input, chunk_.rows, hidden, hidden);
   const sm90::Maps maps{{input, input}, weight_map(batch_)};
-  Exponentials<kObserve> job{
-      rows(),           vocab,       hidden,      kLog2e * batch_.inverse_temperature,
-      at_.target_logit, at_.parts,   panels_,     batch_.need_gradient(),
-      at_.repair,       Phase::kAll, at_.observed};
+  Exponentials<kObserve> job{rows(),           vocab,       hidden,      kLog2e * batch_.inverse_temperature,
+                             at_.target_logit, at_.parts,   panels_,     batch_.need_gradient(),
+                             at_.repair,       Phase::kAll, at_.observed};
   launch_product(maps, job, batch_.device, batch_.stream);
   job.phase = Phase::kMaxima;
   launch_product(maps, job, batch_.device, batch_.stream);

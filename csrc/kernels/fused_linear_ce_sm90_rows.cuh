@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
     float spread = 0.0f;
     for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
       spread += p.observed.spread[int64_t{row} * p.columns + i];
-    stats.spread = block_reduce<Sum>(spread, scratch) / ce::kLog2e;
+    stats.spread = block_reduce<Sum>(spread, scratch) / kLog2e;
     stats.best_column = column_of_key(p.observed.best[row]);
   }
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
