@@ -16,7 +16,7 @@ constexpr int kLargeCluster = 10;
 template <typename T, typename Rule, typename Shape>
 bool launch(const char* op, const divergence::Problem& p, const divergence::Results& r, int64_t row_vectors,
             int most_blocks, const DeviceAttributes& device, cudaStream_t stream) {
-  const PersistentPlan plan = Shape::plan(row_vectors, 1, most_blocks, device.shared_memory_per_block_optin);
+  const EvenPlan plan = Shape::plan(row_vectors, most_blocks, device.shared_memory_per_block_optin);
   return plan.pieces > 0 && launch_persistent<Shape>(op, divergence::rows_persistent<T, Rule, Shape>, plan,
                                                      p.rows, device, stream, p, r);
 }
@@ -38,9 +38,9 @@ bool launch_divergence_persistent(const char* op, const std::string& divergence,
       using Rule = decltype(rule);
       constexpr int kKept = divergence::kept_vectors<T, Rule>();
       // So many blocks on a multiprocessor, each with a row of its own, or a part of one.
-      using Three = PersistentShape<256, 2, divergence::PairStats, kKept, 3>;
-      using Two = PersistentShape<256, 2, divergence::PairStats, kKept, 2>;
-      using One = PersistentShape<512, 2, divergence::PairStats, kKept, 1>;
+      using Three = EvenShape<256, 2, divergence::PairStats, kKept, 3>;
+      using Two = EvenShape<256, 4, divergence::PairStats, kKept, 2>;
+      using One = EvenShape<512, 2, divergence::PairStats, kKept, 1>;
       launched = launch<T, Rule, Three>(op, p, r, row_vectors, 2, device, stream) ||
                  launch<T, Rule, Two>(op, p, r, row_vectors, kKept > 2 ? kLargeCluster : kPortableCluster,
                                       device, stream) ||

@@ -89,6 +89,47 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
+// The same for what other blocks of the cluster have sent.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Stores kWords words at the place that local, an address in this block's shared memory, has in the block of
+// that rank, and counts their bytes at its barrier. Who has waited for them there sees them: no fence, which
+// for a barrier of the cluster is one of the whole device and waits for all that the thread has stored.
+template <int kWords>
+__device__ __forceinline__ void cluster_send(void* local, uint64_t* barrier, uint32_t rank,
+                                             const uint32_t* words) {
+  uint32_t remote, counter;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(counter)
+               : "r"(shared_address(barrier)), "r"(rank));
+#pragma unroll
+  for (int i = 0; i < kWords / 4; ++i) {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::
+            "r"(remote + 16 * i),
+        "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3]), "r"(counter)
+        : "memory");
+  }
+#pragma unroll
+  for (int i = kWords / 4 * 4; i < kWords; ++i) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                     remote + 4 * i),
+                 "r"(words[i]), "r"(counter)
+                 : "memory");
+  }
+}
+
 // Between what this thread has done with shared memory and what bulk copies do with it next.
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -6,7 +6,8 @@
 // by factors of whole rows. With y the exponents so made, e = 2^y and E their sums:
 //
 //   KL(p, q)   sum(p * log2(p / q)) = sum(e_p * (y_p - y_q)) / E_p - log2(E_p / E_q): one pass over the rows
-//   tvd        a second pass, since its terms need the sums of both
+//   tvd        a second pass, since its terms need the sums of both, which keeps the student's exponentials,
+//              with the sign of q - p, in the place of the logits
 //   jsd        a second pass, which keeps the logarithms of the mixture in the place of the teacher's logits
 #pragma once
 
@@ -22,7 +23,7 @@ enum class Cross { kNone, kOfStudent, kOfTeacher };
 
 // Of two rows, or of parts of them: largest logits, sums of 2^(z * scale - reference(largest)), and the sum
 // of e * (y - y of the other row). Plain data, since it lives in shared memory too.
-struct PairStats {
+struct alignas(16) PairStats {
   float student_max, student_sum, teacher_max, teacher_sum, cross;
 };
 
@@ -76,10 +77,17 @@ __device__ __forceinline__ void merge(PairStats& a, PairStats b, float scale) {
   a.cross += b.cross;
 }
 
+// The largest of a warp, of which none is nan: as integers of the same order, by one instruction where an
+// exchange between lanes takes five steps.
+__device__ __forceinline__ float warp_largest(float x) {
+  const auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+  return __int_as_float(ordered(__reduce_max_sync(0xffffffffu, ordered(__float_as_int(x)))));
+}
+
 // Every lane gets the same bits: maximum and addition commute.
 template <Cross kCross>
 __device__ __forceinline__ void merge_warp(PairStats& s, float scale) {
-  raise<kCross>(s, warp_reduce<Max>(s.student_max), warp_reduce<Max>(s.teacher_max), scale);
+  raise<kCross>(s, warp_largest(s.student_max), warp_largest(s.teacher_max), scale);
   s.student_sum = warp_reduce<Sum>(s.student_sum);
   s.teacher_sum = warp_reduce<Sum>(s.teacher_sum);
   if constexpr (kCross != Cross::kNone) s.cross = warp_reduce<Sum>(s.cross);
@@ -89,35 +97,59 @@ __device__ __forceinline__ PairStats no_stats() {
   return {-INFINITY, 0.0f, -INFINITY, 0.0f, 0.0f};
 }
 
-// Gives what a warp has, in all of its lanes, to all threads of the blocks of a row. slots: one for each warp
-// of these, as for ce::merge_row().
-template <typename S>
-__device__ __forceinline__ void share(const S& s, S* slots, int rank, int blocks) {
-  if (blocks > 1) {
-    share_in_cluster(s, slots, rank, blocks);
-  } else {
-    if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = s;
+// Where the warps of the blocks of a row leave what they have, in two sets of slots, used in turn: whoever is
+// past a meeting knows that the slots of the one before have been read everywhere.
+struct Meeting {
+  PairStats* slots;    // two for each warp of these, at the same place in each block
+  uint64_t* barriers;  // of the two sets; initialised in all of these blocks
+  void* result;        // of this block: what its first warp tells the others
+  int rank, blocks;
+  int warp;
+  uint32_t turn = 0;
+
+  // Gives every thread what reduce(slots, count) returns to all lanes of the first warp of its block, given
+  // what each warp has in all of its lanes. Other warps do nothing meanwhile, so that those of another block
+  // can. kWords: of S, less padding.
+  template <int kWords, typename S, typename Reduce>
+  __device__ __forceinline__ auto meet(const S& s, const Reduce& reduce) {
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const uint32_t set = turn % 2, phase = turn / 2 % 2;
+    S* const left = reinterpret_cast<S*>(slots + set * warps * blocks);
+    ++turn;
+    if (lane < blocks) {
+      cluster_send<kWords>(&left[rank * warps + warp], &barriers[set], lane,
+                           reinterpret_cast<const uint32_t*>(&s));
+    }
+    __syncwarp();
+    using Result = decltype(reduce(left, 0));
+    auto* const told = static_cast<Result*>(result);
+    if (warp == 0) {
+      if (lane == 0) mbarrier_arrive_expect(&barriers[set], warps * blocks * kWords * 4);
+      mbarrier_wait_cluster(&barriers[set], phase);
+      const Result r = reduce(left, warps * blocks);
+      if (lane == 0) *told = r;
+    }
     __syncthreads();
+    return *told;
   }
-}
+};
 
 template <Cross kCross>
-__device__ __forceinline__ void merge_row(PairStats& s, PairStats* slots, int rank, int blocks, float scale) {
+__device__ __forceinline__ PairStats merge_slots(const PairStats* slots, int count, float scale) {
+  const int lane = threadIdx.x % 32;
+  PairStats s = lane < count ? slots[lane] : no_stats();
+  for (int i = lane + 32; i < count; i += 32) merge<kCross>(s, slots[i], scale);
   merge_warp<kCross>(s, scale);
-  share(s, slots, rank, blocks);
-  const int count = blocks * static_cast<int>(blockDim.x / 32);
-  s = no_stats();
-  for (int i = threadIdx.x % 32; i < count; i += 32) merge<kCross>(s, slots[i], scale);
-  merge_warp<kCross>(s, scale);
+  return s;
 }
 
-__device__ __forceinline__ void merge_row(Sums& s, Sums* slots, int rank, int blocks) {
-  s = {warp_reduce<Sum>(s.value), warp_reduce<Sum>(s.slope)};
-  share(s, slots, rank, blocks);
-  const int count = blocks * static_cast<int>(blockDim.x / 32);
-  s = {0.0f, 0.0f};
+__device__ __forceinline__ Sums merge_warp(const Sums& s) {
+  return {warp_reduce<Sum>(s.value), warp_reduce<Sum>(s.slope)};
+}
+__device__ __forceinline__ Sums merge_slots(const Sums* slots, int count) {
+  Sums s = {0.0f, 0.0f};
   for (int i = threadIdx.x % 32; i < count; i += 32) s.value += slots[i].value, s.slope += slots[i].slope;
-  s = {warp_reduce<Sum>(s.value), warp_reduce<Sum>(s.slope)};
+  return merge_warp(s);
 }
 
 // Half types two at a time, without a conversion.
@@ -192,7 +224,7 @@ struct Running {
 };
 
 // What all threads know of a row after the first pass.
-struct Known {
+struct alignas(16) Known {
   float scale;
   float student_from, teacher_from;      // references of the exponents
   float student_factor, teacher_factor;  // what makes exponentials probabilities
@@ -226,20 +258,25 @@ struct Outcome {
   float a, b, c;
 };
 
+// What terms() leaves for the gradient, in float32.
+enum class Keeps { kNothing, kForStudent, kForTeacher };
+
 // How a divergence is computed by passes over rows that stay:
 //   kCross    what the first pass adds beside the sums
 //   kTerms    whether a second pass adds terms()
-//   kKeeps    whether terms() replaces the logits of the teacher by what the gradient needs instead
+//   kKeeps    what terms() replaces by what the gradient needs instead: nothing, both tensors' logits by what
+//             becomes of s, or those of the teacher by what becomes of t
 //   outcome   from what the passes have added; weight is that of the row, over the temperature
 //   add       so many exponentials of the student to the gradient of each class
-//   gradient  of a vector of logits; teacher may be what was kept
+//   gradient  of a vector of logits, or of what was kept; it is left in s
 template <typename Rule>
 struct Passes;
 
 template <>
 struct Passes<ForwardKl> {
   static constexpr Cross kCross = Cross::kOfTeacher;
-  static constexpr bool kTerms = false, kKeeps = false;
+  static constexpr bool kTerms = false;
+  static constexpr Keeps kKeeps = Keeps::kNothing;
 
   static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums&, float, float weight) {
     return {kLn2 * (k.cross * k.teacher_factor + k.log_ratio), -1.0f, weight * k.student_factor,
@@ -259,12 +296,14 @@ struct Passes<ForwardKl> {
 template <>
 struct Passes<ReverseKl> {
   static constexpr Cross kCross = Cross::kOfStudent;
-  static constexpr bool kTerms = false, kKeeps = false;
+  static constexpr bool kTerms = false;
+  static constexpr Keeps kKeeps = Keeps::kNothing;
 
   // q * (log(q / p) - loss), in which the logarithms of the sums cancel.
   static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums&, float, float weight) {
     const float mean = k.cross * k.student_factor, loss = kLn2 * (mean - k.log_ratio);
-    return {loss, loss + 1.0f, weight * k.student_factor * kLn2, mean, 0.0f};
+    const float factor = weight * k.student_factor * kLn2;
+    return {loss, loss + 1.0f, factor, 0.0f, -factor * mean};
   }
   static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
   template <int N>
@@ -275,7 +314,7 @@ struct Passes<ReverseKl> {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float of_s = exp2_fast(s[i]);
-      s[i] = of_s == 0.0f ? 0.0f : of_s * fmaf(o.a, (s[i] - t[i]) - o.b, o.c);
+      s[i] = of_s == 0.0f ? 0.0f : of_s * fmaf(o.a, s[i] - t[i], o.c);
     }
   }
 };
@@ -283,49 +322,44 @@ struct Passes<ReverseKl> {
 template <>
 struct Passes<Tvd> {
   static constexpr Cross kCross = Cross::kNone;
-  static constexpr bool kTerms = true, kKeeps = false;
+  static constexpr bool kTerms = true;
+  static constexpr Keeps kKeeps = Keeps::kForStudent;
 
-  // The logits tell which probability is larger, so that the gradient needs no exponential of the teacher.
-  static __device__ __forceinline__ float of_sign(float s, float t, float equal, float more, float less,
-                                                  float same) {
-    const float difference = s - t;
-    return difference > equal ? more : difference < equal ? less : same;
-  }
+  // The logits tell which probability is larger. Where both are the same either sign is as good.
   template <int N>
-  static __device__ __forceinline__ void terms(float (&s)[N], float (&t)[N], const Known& k, float,
+  static __device__ __forceinline__ void terms(float (&s)[N], const float (&t)[N], const Known& k, float,
                                                Sums& sums) {
     const float ratio = k.teacher_factor / k.student_factor;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
       const float of_t = exp2_fast(fmaf(t[i], k.scale, -k.teacher_from));
+      const float with_sign = copysignf(of_s, (s[i] - t[i]) - k.equal);
       sums.value += fabsf(fmaf(-ratio, of_t, of_s));
-      sums.slope += of_sign(s[i], t[i], k.equal, of_s, -of_s, 0.0f);
+      sums.slope += with_sign;
+      s[i] = with_sign;
     }
   }
+  // Rows without any difference have no gradient.
   static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums& sums, float, float weight) {
-    const float slope = 0.5f * k.student_factor * sums.slope, factor = weight * k.student_factor;
-    return {0.5f * k.student_factor * sums.value, slope, factor * (0.5f - slope), factor * (-0.5f - slope),
-            -factor * slope};
+    const float half = sums.value == 0.0f ? 0.0f : 0.5f, slope = half * k.student_factor * sums.slope;
+    const float factor = weight * k.student_factor;
+    return {0.5f * k.student_factor * sums.value, slope, factor * half, 0.0f, -factor * slope};
   }
-  static __device__ __forceinline__ void add(Outcome& o, float exponentials) {
-    o.a += exponentials, o.b += exponentials, o.c += exponentials;
-  }
+  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
   template <int N>
-  static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const Known& k,
+  static __device__ __forceinline__ void gradient(float (&s)[N], const float (&)[N], const Known&,
                                                   const Outcome& o) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
-      s[i] = of_s * of_sign(s[i], t[i], k.equal, o.a, o.b, o.c);
-    }
+    for (int i = 0; i < N; ++i) s[i] = fmaf(o.c, fabsf(s[i]), o.a * s[i]);
   }
 };
 
 template <>
 struct Passes<Jsd> {
   static constexpr Cross kCross = Cross::kNone;
-  static constexpr bool kTerms = true, kKeeps = true;
+  static constexpr bool kTerms = true;
+  static constexpr Keeps kKeeps = Keeps::kForTeacher;
   // Exponents are no smaller, so that p / q is finite; 2^-100 of the largest probability adds nothing.
   static constexpr float kLeast = -100.0f;
 
@@ -350,8 +384,8 @@ struct Passes<Jsd> {
   static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums& sums, float beta,
                                                     float weight) {
     const float mean = k.student_factor * sums.slope, factor = -(1.0f - beta) * kLn2;
-    return {kLn2 * k.student_factor * sums.value, factor * mean, weight * factor * k.student_factor, mean,
-            0.0f};
+    const float coefficient = weight * factor * k.student_factor;
+    return {kLn2 * k.student_factor * sums.value, factor * mean, coefficient, 0.0f, -coefficient * mean};
   }
   static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
   template <int N>
@@ -360,7 +394,7 @@ struct Passes<Jsd> {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
-      s[i] = of_s * fmaf(o.a, l[i] - o.b, o.c);
+      s[i] = of_s * fmaf(o.a, l[i], o.c);
     }
   }
 };

@@ -17,26 +17,81 @@ constexpr int kept_vectors() {
   return std::is_same_v<Rule, Jsd> && sizeof(T) == 2 ? 3 : 2;
 }
 
-// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. The rows of
+#if __CUDA_ARCH__ >= 900
+// Floats of one vector of logits, in that place of shared memory and, where they take two, in the next one.
+// step: elements from place to place.
+template <typename T, int N>
+__device__ __forceinline__ void keep(T* place, int step, const float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) store_shared(place + i / 4 * step, x[i], x[i + 1], x[i + 2], x[i + 3]);
+}
+template <typename T, int N>
+__device__ __forceinline__ void load_kept(const T* place, int step, float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i += 4) {
+    const auto four = load<float, 4>(reinterpret_cast<const float*>(place + i / 4 * step));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x[i + j] = four.v[j];
+  }
+}
+
+// What the gradient of a vector is made of.
+template <Keeps kKeeps, typename T, int N>
+__device__ __forceinline__ void load_pair(const T* place, int step, float (&s)[N], float (&t)[N]) {
+  if constexpr (kKeeps == Keeps::kForStudent) {
+    load_kept(place, step, s);
+  } else {
+    unpack(load<T, N>(place), s);
+    if constexpr (kKeeps == Keeps::kForTeacher) {
+      load_kept(place + step, step, t);
+    } else {
+      unpack(load<T, N>(place + step), t);
+    }
+  }
+}
+#endif
+
+// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: EvenShape. The rows of
 // student and teacher are equally far from a 16-byte boundary.
 template <typename T, typename Rule, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
-    rows_persistent(const Problem p, const Results r, const PersistentPlan plan) {
+    rows_persistent(const Problem p, const Results r, const EvenPlan plan) {
 #if __CUDA_ARCH__ >= 900
   using P = Passes<Rule>;
-  using Parts = KeptParts<T, Shape>;
-  constexpr int N = kVec<T>, kTensor = Parts::kTensor;
+  constexpr int N = kVec<T>, U = Shape::kVectors;
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = threadIdx.x % 32;
+  // By an exchange the compiler sees that all lanes have the same warp: copies then need no loop over lanes.
+  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
-  Parts parts(memory, plan);
+  // What this warp has of the student, then of the teacher, then what is kept beside them; in elements.
+  const int step = plan.own * N;
+  T* const parts = reinterpret_cast<T*>(memory) + warp * Shape::kKept * step;
+  auto* const slots = reinterpret_cast<PairStats*>(memory + Shape::kWarps * Shape::kKept * plan.own * 16);
+  auto* const result = slots + 2 * Shape::kWarps * plan.blocks;
+  static_assert(sizeof(Known) <= sizeof(typename Shape::Slot));
+  auto* const barriers = reinterpret_cast<uint64_t*>(result + 1);
+  Meeting meeting{slots, barriers, result, rank, plan.blocks, warp};
+  uint64_t* const arrived = barriers + 2 + warp * plan.pieces;
 
   const auto teacher_of = [&](int64_t row) { return row_at<T>(p.teacher, p.teacher_stride, row); };
+  // The first vector of this warp's part of a piece, and how many it has.
+  const auto part_of = [&](const Slice<T>& s, int k) {
+    const int size = min(Shape::kPart, plan.own - k * Shape::kPart);
+    const int first = k * Shape::kPiece + warp * size;
+    return make_int2(first, min(size, s.count - first));
+  };
   // By one lane.
   const auto load_part = [&](const Slice<T>& s, const T* teacher, int k) {
-    const T* const rows[] = {s.row, teacher};
-    parts.load_part(s, rows, k);
+    const auto [first, count] = part_of(s, k);
+    const int bytes = max(count, 0) * 16;
+    // The barrier of a part without anything completes too, so that all are in the same phase.
+    mbarrier_arrive_expect(&arrived[k], 2 * bytes);
+    if (bytes > 0) {
+      T* const part = parts + k * Shape::kPart * N;
+      bulk_load(part, s.row + s.column(first), bytes, &arrived[k]);
+      bulk_load(part + step, teacher + s.column(first), bytes, &arrived[k]);
+    }
   };
   Vec<T, 1> student_edge = {}, teacher_edge = {};
   float weight = 0.0f;
@@ -59,15 +114,45 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (row >= p.rows) return p.targets.ignore_index;
     return p.targets.data == nullptr ? ~p.targets.ignore_index : p.targets[row];
   };
+  // body(count, part, column) for this lane's vectors of a piece: all of them at once, or two and then single
+  // ones in the last part. part is the first one's place, that of the student; the next ones are 32 further.
+  const auto over_piece = [&](const Slice<T>& s, int k, const auto& body) {
+    const auto [first, count] = part_of(s, k);
+    T* const part = parts + (k * Shape::kPart + lane) * N;
+    const int column = s.column(first + lane);
+    if (count == Shape::kPart) {
+      body(std::integral_constant<int, U>{}, part, column);
+      return;
+    }
+    int done = 0;
+    if constexpr (U > 2) {
+      static_assert(U == 4);
+      if (count >= 64) {
+        body(std::integral_constant<int, 2>{}, part, column);
+        done = 64;
+      }
+    }
+#pragma unroll 1
+    for (; done + lane < count; done += 32) {
+      body(std::integral_constant<int, 1>{}, part + done * N, column + done * N);
+    }
+  };
 
-  if (plan.blocks > 1) cluster_arrive_relaxed();
+  if (lane == 0) {
+    for (int k = 0; k < plan.pieces; ++k) mbarrier_init(&arrived[k]);
+    if (warp == 0) mbarrier_init(&barriers[0]), mbarrier_init(&barriers[1]);
+    mbarrier_init_fence();
+  }
+  __syncwarp();
+  cluster_arrive_relaxed();
   int64_t row = blockIdx.x / plan.blocks;
   int64_t y_now = target_of(row), y_next = target_of(row + row_step);
   Slice<T> now = slice_of(row, y_now);
   if (now.live) load_all(now, row);
   __syncwarp();
-  if (plan.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+  cluster_wait();  // every block has started: its shared memory may be written
 
+  uint32_t phase = 0;
   for (; row < p.rows; row += row_step) {
     const int64_t row_next = row + row_step;
     const Slice<T> next = slice_of(row_next, y_next);
@@ -76,24 +161,25 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (now.live) {
       Running<P::kCross> running;
       for (int k = 0; k < plan.pieces; ++k) {
-        parts.wait(k);
-        parts.over_piece(now, k, [&](auto count, const T* part, int) {
+        mbarrier_wait(&arrived[k], phase);
+        over_piece(now, k, [&](auto count, const T* part, int) {
           Vec<T, N> student[count], teacher[count];
 #pragma unroll
           for (int u = 0; u < count; ++u) {
             student[u] = load<T, N>(part + u * 32 * N);
-            teacher[u] = load<T, N>(part + u * 32 * N + kTensor);
+            teacher[u] = load<T, N>(part + u * 32 * N + step);
           }
           running.add(student, teacher, p.exp2_scale);
         });
       }
-      parts.next_row();
+      phase ^= 1;
       const int at_edge = now.edge_column(rank, p.vocab);
       if (at_edge >= 0) running.add({student_edge}, {teacher_edge}, p.exp2_scale);
-      merge_row<P::kCross>(running.stats, parts.slots, rank, plan.blocks, p.exp2_scale);
-      parts.swap_slots();
-      Normaliser of_student, of_teacher;
-      const Known known(running.stats, p, &of_student, &of_teacher);
+      merge_warp<P::kCross>(running.stats, p.exp2_scale);
+      Normaliser of_student = {}, of_teacher = {};  // where they are written
+      const Known known = meeting.meet<5>(running.stats, [&](const PairStats* of_warps, int count) {
+        return Known(merge_slots<P::kCross>(of_warps, count, p.exp2_scale), p, &of_student, &of_teacher);
+      });
 
       float edge_s[1], edge_t[1];
       unpack(student_edge, edge_s);
@@ -101,25 +187,23 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       Sums sums = {0.0f, 0.0f};
       if constexpr (P::kTerms) {
         for (int k = 0; k < plan.pieces; ++k) {
-          parts.over_piece(now, k, [&](auto count, T* part, int) {
+          over_piece(now, k, [&](auto count, T* part, int) {
 #pragma unroll
             for (int u = 0; u < count; ++u, part += 32 * N) {
               float s[N], t[N];
               unpack(load<T, N>(part), s);
-              unpack(load<T, N>(part + kTensor), t);
+              unpack(load<T, N>(part + step), t);
               P::terms(s, t, known, p.beta, sums);
-              if constexpr (P::kKeeps) {
-#pragma unroll
-                for (int i = 0; i < N; i += 4) {
-                  store_shared(part + (1 + i / 4) * kTensor, t[i], t[i + 1], t[i + 2], t[i + 3]);
-                }
-              }
+              if constexpr (P::kKeeps == Keeps::kForStudent) keep(part, step, s);
+              if constexpr (P::kKeeps == Keeps::kForTeacher) keep(part + step, step, t);
             }
           });
         }
+        // The copies that come to the place of what was kept write by other means; reads are waited for.
+        if constexpr (P::kKeeps != Keeps::kNothing) async_fence();
         if (at_edge >= 0) P::terms(edge_s, edge_t, known, p.beta, sums);
-        merge_row(sums, reinterpret_cast<Sums*>(parts.slots), rank, plan.blocks);
-        parts.swap_slots();
+        sums = meeting.meet<2>(merge_warp(sums),
+                               [](const Sums* of_warps, int count) { return merge_slots(of_warps, count); });
       }
 
       Outcome outcome = P::outcome(known, sums, p.beta, weight * p.inverse_temperature);
@@ -138,34 +222,37 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       const bool aligned = ce::aligned_alike(now.row, out);
       const T* const teacher_next = teacher_of(row_next);
       for (int k = 0; k < plan.pieces; ++k) {
-        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
+        over_piece(now, k, [&](auto count, const T* part, int column) {
+          // Of the whole warp; a negative difference is a large one.
+          const bool plain = aligned && static_cast<unsigned>(target - column + lane * N) >=
+                                            static_cast<unsigned>(count * 32 * N);
+          if (plain) {
+            constexpr int kBatch = count < 2 ? 1 : 2;  // gradients that are made side by side
 #pragma unroll
-          for (int u = 0; u < count; ++u, part += 32 * N, column += 32 * N) {
-            float s[N], t[N];
-            unpack(load<T, N>(part), s);
-            if constexpr (P::kKeeps) {
+            for (int u = 0; u < count; u += kBatch) {
+              float s[kBatch][N], t[kBatch][N];
 #pragma unroll
-              for (int i = 0; i < N; i += 4) {
-                const auto kept =
-                    load<float, 4>(reinterpret_cast<const float*>(part + (1 + i / 4) * kTensor));
+              for (int i = 0; i < kBatch; ++i)
+                load_pair<P::kKeeps>(part + (u + i) * 32 * N, step, s[i], t[i]);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) t[i + j] = kept.v[j];
+              for (int i = 0; i < kBatch; ++i) {
+                P::gradient(s[i], t[i], known, outcome);
+                store_streaming(out + column + (u + i) * 32 * N, pack<T>(s[i]));
               }
-            } else {
-              unpack(load<T, N>(part + kTensor), t);
             }
-            P::gradient(s, t, known, outcome);
-            // A negative difference is a large one.
-            if (static_cast<unsigned>(target - column) < static_cast<unsigned>(N)) {
+          } else {
+#pragma unroll 1
+            for (int u = 0; u < count; ++u, part += 32 * N, column += 32 * N) {
+              float s[N], t[N];
+              load_pair<P::kKeeps>(part, step, s, t);
+              P::gradient(s, t, known, outcome);
 #pragma unroll
               for (int i = 0; i < N; ++i) s[i] -= column + i == target ? at_target : 0.0f;
+              const Vec<T, N> d = pack<T>(s);
+              aligned ? store_streaming(out + column, d) : ce::store_elements(out + column, d);
             }
-            const Vec<T, N> d = pack<T>(s);
-            aligned ? store_streaming(out + column, d) : ce::store_elements(out + column, d);
           }
         });
-        // What was kept was written by other means than the copies that come to its place.
-        if constexpr (P::kKeeps) async_fence();
         __syncwarp();  // all lanes have read the part
         if (lane == 0 && next.live) load_part(next, teacher_next, k);
       }

@@ -4,6 +4,9 @@
 // A block, or a cluster of blocks where one cannot hold a row, has a slice of each row, in pieces. A warp has
 // a part of its own in every piece, with a barrier: one bulk copy, or one for each tensor whose rows are read
 // together, brings it, and nobody else reads it.
+//
+//   PersistentShape   every piece has the same parts, so that some warps have nothing in the last one
+//   EvenShape         all warps share what is left over whole pieces, and the memory ends with it
 #pragma once
 
 #include "common/cluster.cuh"
@@ -20,31 +23,62 @@ struct PersistentPlan {
 };
 
 // Of an instance: threads of a block, the vectors of a piece for each of them, what a warp leaves for the
-// others when they meet, how many vectors are kept for one of a row, and how many blocks share a
-// multiprocessor.
-template <int kThreads_, int kVectors_, typename Slot_, int kKept_ = 1, int kResident_ = 1>
+// others when they meet, and how many vectors are kept for one of a row.
+template <int kThreads_, int kVectors_, typename Slot_, int kKept_ = 1>
 struct PersistentShape {
-  static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
-  static constexpr int kKept = kKept_, kResident = kResident_;
+  static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32, kKept = kKept_;
   static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
   static constexpr int kPieceBytes = kKept * kPiece * 16 + kWarps * static_cast<int>(sizeof(uint64_t));
   using Slot = Slot_;
 
   // Dynamic shared memory: pieces, their barriers, and two sets of slots for what warps leave.
-  static constexpr int shared_bytes(int pieces, int blocks) {
-    return pieces * kPieceBytes + 2 * kWarps * blocks * static_cast<int>(sizeof(Slot));
+  static constexpr int shared_bytes(const PersistentPlan& plan) {
+    return plan.pieces * kPieceBytes + 2 * kWarps * plan.blocks * static_cast<int>(sizeof(Slot));
   }
 
-  // The fewest blocks, from so many to so many, whose shared memory holds a row. Each block takes 1 KB of a
-  // multiprocessor beside what it can use.
+  // The fewest blocks, from so many to so many, whose shared memory holds a row.
   static PersistentPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
-    const int available = (shared_memory_optin + 1024) / kResident - 1024;
     for (int blocks = fewest; blocks <= most; ++blocks) {
       const int64_t slice = ceil_div(row_vectors, blocks), pieces = ceil_div(slice, kPiece);
-      if (pieces > (available - shared_bytes(0, blocks)) / kPieceBytes) continue;
+      if (pieces > (shared_memory_optin - shared_bytes({blocks, 0, 0})) / kPieceBytes) continue;
       return {blocks, static_cast<int>(slice), static_cast<int>(pieces)};
     }
     return {0, 0, 0};
+  }
+};
+
+struct EvenPlan : PersistentPlan {
+  int own;  // vectors of a row that a warp has, at most
+};
+
+// The same where a warp has as much of the last piece as any other, of blocks of which kResident share a
+// multiprocessor.
+template <int kThreads_, int kVectors_, typename Slot_, int kKept_, int kResident_>
+struct EvenShape {
+  static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
+  static constexpr int kKept = kKept_, kResident = kResident_;
+  static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
+  using Slot = Slot_;
+
+  // Dynamic shared memory: what warps have, two sets of slots for what they leave, one for what comes of it,
+  // the barriers of these sets, and those of the parts.
+  static constexpr int shared_bytes(const EvenPlan& plan) {
+    constexpr int kBarrier = sizeof(uint64_t), kSlot = sizeof(Slot);
+    return kWarps * (plan.own * kKept * 16 + 2 * plan.blocks * kSlot + plan.pieces * kBarrier) + kSlot +
+           2 * kBarrier;
+  }
+
+  // Each block takes 1 KB of a multiprocessor beside what it can use.
+  static EvenPlan plan(int64_t row_vectors, int most, int shared_memory_optin) {
+    const int available = (shared_memory_optin + 1024) / kResident - 1024;
+    for (int blocks = 1; blocks <= most; ++blocks) {
+      const int64_t slice = ceil_div(row_vectors, blocks);
+      if (slice * kKept * 16 > available) continue;
+      const int vectors = static_cast<int>(slice), whole = vectors / kPiece, left = vectors % kPiece;
+      const EvenPlan plan{{blocks, vectors, whole + (left > 0)}, whole * kPart + ceil_div(left, kWarps)};
+      if (shared_bytes(plan) <= available) return plan;
+    }
+    return {{0, 0, 0}, 0};
   }
 };
 

@@ -11,7 +11,7 @@ namespace liger {
 // grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. Rows as
 // those of softmax_kept_kernel.
 template <typename T, typename Rule, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
+__global__ void __launch_bounds__(Shape::kThreads, 1)
     softmax_persistent_kernel(const Softmax p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>, kTensors = Rule::kTensors;
