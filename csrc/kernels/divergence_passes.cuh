@@ -102,7 +102,7 @@ __device__ __forceinline__ PairStats no_stats() {
 struct Meeting {
   PairStats* slots;    // two for each warp of these, at the same place in each block
   uint64_t* barriers;  // of the two sets; initialised in all of these blocks
-  void* result;        // of this block: what its first warp tells the others
+  PairStats* results;  // two of this block: what its first warp tells the others
   int rank, blocks;
   int warp;
   uint32_t turn = 0;
@@ -115,17 +115,24 @@ struct Meeting {
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const uint32_t set = turn % 2, phase = turn / 2 % 2;
     S* const left = reinterpret_cast<S*>(slots + set * warps * blocks);
+    S* const own = &left[rank * warps + warp];
     ++turn;
-    if (lane < blocks) {
-      cluster_send<kWords>(&left[rank * warps + warp], &barriers[set], lane,
-                           reinterpret_cast<const uint32_t*>(&s));
+    if (blocks == 1) {
+      if (lane == 0) *own = s;
+      __syncthreads();
+    } else {
+      if (lane < blocks)
+        cluster_send<kWords>(own, &barriers[set], lane, reinterpret_cast<const uint32_t*>(&s));
+      __syncwarp();
     }
-    __syncwarp();
     using Result = decltype(reduce(left, 0));
-    auto* const told = static_cast<Result*>(result);
+    static_assert(sizeof(Result) <= sizeof(PairStats));
+    auto* const told = reinterpret_cast<Result*>(results + set);
     if (warp == 0) {
-      if (lane == 0) mbarrier_arrive_expect(&barriers[set], warps * blocks * kWords * 4);
-      mbarrier_wait_cluster(&barriers[set], phase);
+      if (blocks > 1) {
+        if (lane == 0) mbarrier_arrive_expect(&barriers[set], warps * blocks * kWords * 4);
+        mbarrier_wait_cluster(&barriers[set], phase);
+      }
       const Result r = reduce(left, warps * blocks);
       if (lane == 0) *told = r;
     }
@@ -302,8 +309,7 @@ struct Passes<ReverseKl> {
   // q * (log(q / p) - loss), in which the logarithms of the sums cancel.
   static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums&, float, float weight) {
     const float mean = k.cross * k.student_factor, loss = kLn2 * (mean - k.log_ratio);
-    const float factor = weight * k.student_factor * kLn2;
-    return {loss, loss + 1.0f, factor, 0.0f, -factor * mean};
+    return {loss, loss + 1.0f, weight * k.student_factor * kLn2, mean, 0.0f};
   }
   static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
   template <int N>
@@ -314,7 +320,7 @@ struct Passes<ReverseKl> {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float of_s = exp2_fast(s[i]);
-      s[i] = of_s == 0.0f ? 0.0f : of_s * fmaf(o.a, s[i] - t[i], o.c);
+      s[i] = of_s == 0.0f ? 0.0f : of_s * fmaf(o.a, (s[i] - t[i]) - o.b, o.c);
     }
   }
 };

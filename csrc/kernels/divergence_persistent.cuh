@@ -68,10 +68,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   const int step = plan.own * N;
   T* const parts = reinterpret_cast<T*>(memory) + warp * Shape::kKept * step;
   auto* const slots = reinterpret_cast<PairStats*>(memory + Shape::kWarps * Shape::kKept * plan.own * 16);
-  auto* const result = slots + 2 * Shape::kWarps * plan.blocks;
-  static_assert(sizeof(Known) <= sizeof(typename Shape::Slot));
-  auto* const barriers = reinterpret_cast<uint64_t*>(result + 1);
-  Meeting meeting{slots, barriers, result, rank, plan.blocks, warp};
+  auto* const results = slots + 2 * Shape::kWarps * plan.blocks;
+  auto* const barriers = reinterpret_cast<uint64_t*>(results + 2);
+  Meeting meeting{slots, barriers, results, rank, plan.blocks, warp};
   uint64_t* const arrived = barriers + 2 + warp * plan.pieces;
 
   const auto teacher_of = [&](int64_t row) { return row_at<T>(p.teacher, p.teacher_stride, row); };

@@ -190,15 +190,28 @@ __global__ void __launch_bounds__(kResidentThreads, 1)
     const RowGradient gradient(mean, rstd, total.y, total.x, inverse_hidden);
     const int per_channel = static_cast<int>(units.channel.divisor);
     float* const part = p.sums + (sample * r.blocks + rank) * 2 * p.channels + channel;
-    for (int c = threadIdx.x; c < p.channels_per_group; c += step) {
-      float dot = 0.0f, sum = 0.0f;
+    // The units of a channel that are here: a few by one thread, many by a warp.
+    const auto add_units = [&](int c, int first, int by) {
+      float2 sums{};
       const int stop = min((c + 1) * per_channel - first_unit, own_units);
-      for (int unit = max(c * per_channel - first_unit, 0); unit < stop; ++unit) {
-        dot += unit_sums[unit].x;
-        sum += unit_sums[unit].y;
+      for (int unit = max(c * per_channel - first_unit, 0) + first; unit < stop; unit += by) {
+        sums.x += unit_sums[unit].x;
+        sums.y += unit_sums[unit].y;
       }
-      part[c] = dot;
-      part[p.channels + c] = sum;
+      return sums;
+    };
+    const auto write = [&](int c, float2 sums) {
+      part[c] = sums.x;
+      part[p.channels + c] = sums.y;
+    };
+    if (per_channel <= 4) {
+      for (int c = threadIdx.x; c < p.channels_per_group; c += step) write(c, add_units(c, 0, 1));
+    } else {
+      for (int c = warp; c < p.channels_per_group; c += warps) {
+        const float2 sums = add_units(c, lane, 32);
+        const float2 all = {warp_reduce<Sum>(sums.x), warp_reduce<Sum>(sums.y)};
+        if (lane == 0) write(c, all);
+      }
     }
     const bool more = row + row_step < rows;
     if (more) mean = p.mean[row + row_step], rstd = p.rstd[row + row_step];

@@ -60,18 +60,18 @@ struct EvenShape {
   static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
   using Slot = Slot_;
 
-  // Dynamic shared memory: what warps have, two sets of slots for what they leave, one for what comes of it,
-  // the barriers of these sets, and those of the parts.
+  // Dynamic shared memory: what warps have, two sets of slots for what they leave, a slot of each for what
+  // comes of it, the barriers of these sets, and those of the parts.
   static constexpr int shared_bytes(const EvenPlan& plan) {
     constexpr int kBarrier = sizeof(uint64_t), kSlot = sizeof(Slot);
-    return kWarps * (plan.own * kKept * 16 + 2 * plan.blocks * kSlot + plan.pieces * kBarrier) + kSlot +
-           2 * kBarrier;
+    return kWarps * (plan.own * kKept * 16 + 2 * plan.blocks * kSlot + plan.pieces * kBarrier) +
+           2 * (kSlot + kBarrier);
   }
 
-  // Each block takes 1 KB of a multiprocessor beside what it can use.
-  static EvenPlan plan(int64_t row_vectors, int most, int shared_memory_optin) {
+  // As of PersistentShape. Each block takes 1 KB of a multiprocessor beside what it can use.
+  static EvenPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
     const int available = (shared_memory_optin + 1024) / kResident - 1024;
-    for (int blocks = 1; blocks <= most; ++blocks) {
+    for (int blocks = fewest; blocks <= most; ++blocks) {
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * kKept * 16 > available) continue;
       const int vectors = static_cast<int>(slice), whole = vectors / kPiece, left = vectors % kPiece;
