@@ -59,7 +59,8 @@ def environment(options):
     if not commit and sources is not None:
         commit = _output("git", "rev-parse", "HEAD", folder=sources)
         modified = bool(_output("git", "status", "--porcelain", "--untracked-files=no", folder=sources))
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None
+    query = ("--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _output("nvidia-smi", *query) if gpu else None
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
