@@ -21,7 +21,7 @@ from ..ops.cross_entropy import (
     output_like,
     refuse_gradients,
 )
-from ..ops.fused_linear_ce import gradients_in_forward
+from ..ops.fused_linear_ce import differentiable_ce
 from ..ops.rms_norm import accumulate_dtype
 from ._vocab_shards import gather, local_shard, locate, whole
 from ._whole_rows import Rows
@@ -200,7 +200,7 @@ def _(
     )
 
 
-_fused_op = gradients_in_forward(torch.ops.liger_distributed.fused_linear_ce_forward.default, _FUSED)
+_fused_op = differentiable_ce(torch.ops.liger_distributed.fused_linear_ce_forward.default, _FUSED)
 
 
 # --- the op over given logits ---------------------------------------------------------------------------------------

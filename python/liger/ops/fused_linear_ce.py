@@ -12,11 +12,11 @@ import torch
 from ..backend import register_family
 from ..distributed import align_tokens
 from ._autocast import autocast_operands
-from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from ._autograd import wants_grad
 from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
+from ._made_gradients import gradients_in_forward
 from ._rows import row_blocks
-from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like, refuse_gradients
-from .rescale import rescale, rescale_
+from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -146,81 +146,15 @@ def _(
 
 # --- autograd -----------------------------------------------------------------------------------------------------
 
-# Positions among the arguments of fused_linear_ce_forward.
-_DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
-_TENSORS = 7
-_REDUCTION = 11
+# For an op that takes what fused_linear_ce_forward takes, perhaps with more between ``memory_budget`` and the metrics.
+differentiable_ce = partial(
+    gradients_in_forward,
+    refused=("ce_weight", "token_weight", "denominator"),
+    row_weight="token_weight",
+    per_row=("reduction", "none", "sum"),
+)
 
-
-def gradients_in_forward(op, name):
-    """:func:`differentiable` for an op that takes what fused_linear_ce_forward takes, perhaps with more between
-    ``memory_budget`` and the metrics, and gives its loss first and its three gradients last."""
-    setup, backward = partial(_setup, name), partial(_backward, op)
-    return differentiable(op, setup, differentiable_once(name)(backward))
-
-
-def _setup(name, ctx, inputs, output):
-    refuse_gradients(name, ce_weight=inputs[4], token_weight=inputs[5], denominator=inputs[6])
-    wanted = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
-    # A graph that was traced without grad mode, and direct calls, may lack a gradient: then it is computed later.
-    ctx.recompute = inputs[_REDUCTION] == "none" or any(
-        want and not made for want, made in zip(wanted, inputs[-3:], strict=True)
-    )
-    if ctx.recompute:
-        ctx.options = inputs[_TENSORS:-3]
-        ctx.save_for_backward(*inputs[:_TENSORS])
-    else:
-        made = zip(output[-3:], wanted, strict=True)
-        ctx.save_for_backward(*(grad if want else None for grad, want in made))
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _recomputed(op, ctx, grad_loss, needed):
-    """The gradients of ``(grad_loss * loss).sum()``, from a second pass over the logits."""
-    tensors = list(ctx.saved_tensors)
-    names = [a.name for a in op._schema.arguments[_TENSORS:]]
-    # No metric is wanted again.
-    options = [
-        False if name.startswith("return_") else value
-        for name, value in zip(names, ctx.options, strict=False)
-    ]
-    reduction = _REDUCTION - _TENSORS
-    per_token = options[reduction] == "none"
-    if per_token:
-        options[reduction] = "sum"
-        token_weight = tensors[5]
-        tensors[5] = grad_loss.contiguous() if token_weight is None else grad_loss * token_weight
-    grads = op(*tensors, *options, *needed)[-3:]
-    return grads if per_token else _rescaled(grads, grad_loss, needed)
-
-
-def _rescaled(grads, factor, needed):
-    return [rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)]
-
-
-def _backward(op, ctx, grad_loss, *_grad_others):
-    result = [None] * len(op._schema.arguments)
-    if grad_loss is None:
-        return tuple(result)
-    needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    if ctx.recompute:
-        grads = _recomputed(op, ctx, grad_loss, needed)
-    else:
-        grads = ctx.saved_tensors
-        if may_write_saved(*grads):
-            # They belong to this node alone and die with it: scaled in place, they need no second buffer.
-            for grad, need in zip(grads, needed, strict=True):
-                if need:
-                    rescale_(grad, grad_loss)
-        else:
-            grads = _rescaled(grads, grad_loss, needed)
-    for position, grad, need in zip(_DIFFERENTIABLE, grads, needed, strict=True):
-        result[position] = grad if need else None
-    return tuple(result)
-
-
-fused_linear_ce_forward = gradients_in_forward(
+fused_linear_ce_forward = differentiable_ce(
     torch.ops.liger.fused_linear_ce_forward.default, "fused_linear_ce"
 )
 

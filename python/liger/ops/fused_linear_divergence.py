@@ -11,13 +11,13 @@ import torch
 from ..backend import register_portable
 from ..distributed import unflatten_tokens
 from ._autocast import autocast_operands
-from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from ._autograd import wants_grad
 from ._distillation_rows import RowWeights, Targets, Terms, distil_rows
 from ._linear_chunks import HeadGradients, row_chunks
+from ._made_gradients import gradients_in_forward
 from ._products import write_linear
 from .cross_entropy import denominator_tensor, refuse_gradients
 from .divergence import flatten_pair, of_beta, row_weights
-from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
 # --- kernel -------------------------------------------------------------------------------------------------------
@@ -122,63 +122,15 @@ def _(
 
 # --- autograd -----------------------------------------------------------------------------------------------------
 
-_op = torch.ops.liger.fused_linear_divergence_forward.default
-_ARGUMENTS = [argument.name for argument in _op._schema.arguments]
-_DIFFERENTIABLE = tuple(map(_ARGUMENTS.index, ("input", "weight", "bias")))
-# Tensors come first.
-_TENSORS, _ROW_WEIGHT, _PER_ROW = map(_ARGUMENTS.index, ("divergence", "row_weight", "per_row"))
 _NAME = "fused_linear_divergence"
 
-
-def _setup(ctx, inputs, output):
-    frozen = ("teacher", "teacher_weight", "teacher_bias", "row_weight")
-    refuse_gradients(_NAME, **{name: inputs[_ARGUMENTS.index(name)] for name in frozen})
-    wanted = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
-    # A graph that was traced without grad mode, and direct calls, may lack a gradient: then it is computed later.
-    ctx.recompute = inputs[_PER_ROW] or any(
-        want and not made for want, made in zip(wanted, inputs[-3:], strict=True)
-    )
-    if ctx.recompute:
-        ctx.options = inputs[_TENSORS:-3]
-        ctx.save_for_backward(*inputs[:_TENSORS])
-    else:
-        made = zip(output[-3:], wanted, strict=True)
-        ctx.save_for_backward(*(grad if want else None for grad, want in made))
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _recomputed(ctx, grad_loss, needed):
-    """The gradients of ``(grad_loss * loss).sum()``, from a second pass over the logits."""
-    tensors, options = list(ctx.saved_tensors), list(ctx.options)
-    options[_PER_ROW - _TENSORS] = False
-    row_weight = tensors[_ROW_WEIGHT]
-    tensors[_ROW_WEIGHT] = grad_loss if row_weight is None else row_weight * grad_loss
-    return _op(*tensors, *options, *needed)[-3:]
-
-
-@differentiable_once(_NAME)
-def _backward(ctx, grad_loss, *_grad_others):
-    result = [None] * len(_ARGUMENTS)
-    if grad_loss is None:
-        return tuple(result)
-    needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
-    if ctx.recompute:
-        grads = _recomputed(ctx, grad_loss, needed)
-    else:
-        grads = ctx.saved_tensors
-        if may_write_saved(*grads):
-            for grad, need in zip(grads, needed, strict=True):
-                if need:
-                    rescale_(grad, grad_loss)
-        else:
-            grads = [rescale(g, grad_loss) if need else None for g, need in zip(grads, needed, strict=True)]
-    for position, grad, need in zip(_DIFFERENTIABLE, grads, needed, strict=True):
-        result[position] = grad if need else None
-    return tuple(result)
-
-
-_forward_op = differentiable(_op, _setup, _backward)
+_forward_op = gradients_in_forward(
+    torch.ops.liger.fused_linear_divergence_forward.default,
+    _NAME,
+    refused=("teacher", "teacher_weight", "teacher_bias", "row_weight"),
+    row_weight="row_weight",
+    per_row=("per_row", True, False),
+)
 
 
 def fused_linear_distillation(

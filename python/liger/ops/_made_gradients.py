@@ -1,0 +1,78 @@
+"""Autograd for losses of a linear layer's output whose gradients are made by the forward."""
+
+from ._autograd import differentiable, differentiable_once, may_write_saved
+from .cross_entropy import refuse_gradients
+from .rescale import rescale, rescale_
+
+
+def gradients_in_forward(op, name, *, refused, row_weight, per_row):
+    """:func:`differentiable` for an op whose first result is a loss and whose last three are the gradients, of
+    ``input``, ``weight`` and ``bias``, that its last three arguments ask for.
+
+    ``refused`` names the tensors that have no gradient, ``row_weight`` the tensor that is a factor of each row's loss.
+    ``per_row`` is an argument, its value where the loss is one number for each row, and that where it is their sum:
+    gradients of the former wait for the backward, which computes the logits a second time.
+    """
+    arguments = [argument.name for argument in op._schema.arguments]
+    types = [str(argument.type) for argument in op._schema.arguments]
+    tensors = next(i for i, kind in enumerate(types) if "Tensor" not in kind)
+    places = tuple(map(arguments.index, ("input", "weight", "bias")))
+    refused = {name: arguments.index(name) for name in refused}
+    row_weight = arguments.index(row_weight)
+    switch, of_rows, of_sum = per_row
+    switch = arguments.index(switch)
+    metrics = [i for i, argument in enumerate(arguments) if argument.startswith("return_")]
+
+    def setup(ctx, inputs, output):
+        refuse_gradients(name, **{of: inputs[i] for of, i in refused.items()})
+        wanted = [inputs[i] is not None and inputs[i].requires_grad for i in places]
+        # A graph that was traced without grad mode, and direct calls, may lack a gradient: then it is computed later.
+        ctx.recompute = inputs[switch] == of_rows or any(
+            want and not made for want, made in zip(wanted, inputs[-3:], strict=True)
+        )
+        if ctx.recompute:
+            ctx.options = inputs[tensors:-3]
+            ctx.save_for_backward(*inputs[:tensors])
+        else:
+            made = zip(output[-3:], wanted, strict=True)
+            ctx.save_for_backward(*(grad if want else None for grad, want in made))
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+
+    def recomputed(ctx, grad_loss, needed):
+        """The gradients of ``(grad_loss * loss).sum()``, from a second pass over the logits."""
+        again = [*ctx.saved_tensors, *ctx.options]
+        for i in metrics:
+            again[i] = False
+        if again[switch] != of_rows:
+            return rescaled(op(*again, *needed)[-3:], grad_loss, needed)
+        again[switch] = of_sum
+        weights = again[row_weight]
+        again[row_weight] = grad_loss.contiguous() if weights is None else grad_loss * weights
+        return op(*again, *needed)[-3:]
+
+    def rescaled(grads, factor, needed):
+        return [rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)]
+
+    @differentiable_once(name)
+    def backward(ctx, grad_loss, *_grad_others):
+        result = [None] * len(arguments)
+        if grad_loss is None:
+            return tuple(result)
+        needed = [ctx.needs_input_grad[i] for i in places]
+        if ctx.recompute:
+            grads = recomputed(ctx, grad_loss, needed)
+        else:
+            grads = ctx.saved_tensors
+            if may_write_saved(*grads):
+                # They belong to this node alone and die with it: scaled in place, they need no second buffer.
+                for grad, need in zip(grads, needed, strict=True):
+                    if need:
+                        rescale_(grad, grad_loss)
+            else:
+                grads = rescaled(grads, grad_loss, needed)
+        for place, grad, need in zip(places, grads, needed, strict=True):
+            result[place] = grad if need else None
+        return tuple(result)
+
+    return differentiable(op, setup, backward)
