@@ -99,7 +99,7 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Sm9
     work.apply_rule(true);
     work.multiply();
   }
-  if (call.need_grad_input) flce90::spread_rows(batch, row_at(grad_input, 0));
+  if (call.need_grad_input) flce90::spread_rows(batch, batch.list.position, rows, row_at(grad_input, 0));
   return {grad_input, call.need_grad_weight ? first_rows(weight_memory, vocab) : weight_memory};
 }
 

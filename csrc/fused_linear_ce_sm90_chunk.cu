@@ -148,9 +148,8 @@ void list_rows(Batch& batch, int32_t* memory) {
   check_launch(kOp);
 }
 
-void spread_rows(const Batch& batch, Bf16* grad_input) {
-  compact::launch_expand_rows<Bf16>(grad_input, batch.hidden(), batch.list.position, batch.rows(),
-                                    batch.hidden(), batch.stream);
+void spread_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input) {
+  compact::launch_expand_rows<Bf16>(grad_input, batch.hidden(), position, rows, batch.hidden(), batch.stream);
   check_launch(kOp);
 }
 

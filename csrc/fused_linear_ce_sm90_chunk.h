@@ -101,8 +101,8 @@ void list_rows(Batch& batch, int32_t* memory);
 inline int64_t list_bytes(int64_t rows) {
   return (2 * rows + 1) * int64_t{sizeof(int32_t)};
 }
-// The gradients of the listed rows, side by side, go to where they belong.
-void spread_rows(const Batch& batch, Bf16* grad_input);
+// The gradients of the listed ones among some rows, side by side, go to where they belong.
+void spread_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input);
 
 // How the engine would do it, or nothing where it cannot.
 std::optional<Sm90Plan> plan_on_device(Sm90Problem problem, int device);

@@ -4,9 +4,14 @@
 //
 // The ops are no public ones: what they write are parts of tensors that their caller has laid out as plan()
 // says, and a second step follows every first one before the next chunk.
+//
+// A chunk has some of the rows of every part of the batch: one range of them, or two for pairs, whose chosen
+// and rejected sequences are the halves of the batch. Kernels find them by the list of its valid rows. Only
+// the gradients of several ranges lie side by side, chunk after chunk, until place_rows(): the rows
+// themselves lie there before, and the products want them in one piece.
 #include <torch/csrc/stable/library.h>
 
-#include <tuple>
+#include <algorithm>
 
 #include "cross_entropy.h"
 #include "fused_linear_ce_sm90_chunk.h"
@@ -20,9 +25,9 @@ constexpr const char* kOp = "fused_linear_loss";
 // What plan() gives: five numbers, then five for each chunk.
 constexpr size_t kHeader = 5, kPerChunk = 5;
 
-// The memory of a chunk besides its rows: lists, owners, readers, and what take_places() takes.
+// The memory of a chunk besides its rows: its list, owners, readers, and what take_places() takes.
 int64_t scratch_bytes(const flce90::Batch& batch, const Sm90Chunk& chunk) {
-  return Scratch::bytes_for({flce90::list_bytes(chunk.rows), batch.vocab() * int64_t{sizeof(flce90::OneHot)},
+  return Scratch::bytes_for({(chunk.rows + 1) * int64_t{sizeof(int32_t)}, batch.vocab() * int64_t{sizeof(flce90::OneHot)},
                              batch.vocab() / sm90::kPanel * int64_t{sizeof(int)},
                              flce90::places_bytes(batch, chunk, false)});
 }
@@ -65,31 +70,38 @@ std::vector<int64_t> plan(const Tensor& input, const Tensor& weight, int64_t gro
   return result;
 }
 
-// Log-probabilities, entropies and most probable classes; the last two without elements where not observed.
-using Found = std::tuple<Tensor, Tensor, Tensor>;
+// (rows,), of the whole batch: log-probabilities, entropies and most probable classes; the last two without
+// elements where not observed. Those of ignored rows are left alone.
+struct Found {
+  const Tensor &logprobs, &entropy, &predicted;
+};
 
 // Both steps see a chunk the same way.
 class Step {
  public:
   Step(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
-       double temperature, const std::vector<int64_t>& numbers, int64_t index, const Tensor& grad_weight,
-       const Tensor& extra, const Tensor& rows, const Tensor& scratch, const Tensor& grad_input)
+       double temperature, const std::vector<int64_t>& numbers, int64_t index, int64_t ranges,
+       const Tensor& position, const Tensor& grad_weight, const Tensor& extra, const Tensor& rows,
+       const Tensor& scratch, const Tensor& grad_input)
       : batch_(batch_of(input, weight, grad_input.numel() > 0, grad_weight.numel() > 0, numbers[4] != 0,
                         temperature)),
-        target_(torch::stable::contiguous(target)),
-        plan_{{}, numbers[0], numbers[1], numbers[2], numbers[3]} {
+        plan_{{}, numbers[0], numbers[1], numbers[2], numbers[3]},
+        ranges_(ranges) {
     for (size_t i = kHeader; i < numbers.size(); i += kPerChunk) {
       plan_.chunks.push_back({numbers[i], numbers[i + 1], numbers[i + 2]});
     }
+    require(ranges == 1 || ranges == 2, kOp, ": a chunk of ", ranges, " ranges, expected 1 or 2");
     ce::Problem& problem = batch_.problem;
     problem.rows = batch_.rows();
     problem.vocab = static_cast<int>(batch_.vocab());
-    problem.targets = {target_.const_data_ptr(), target_.scalar_type() == ScalarType::Int, ignore_index};
-    // The rows of this chunk are the whole batch.
-    const Sm90Chunk chunk{0, batch_.rows(), plan_.chunks[index].parts};
+    problem.targets = {target.const_data_ptr(), target.scalar_type() == ScalarType::Int, ignore_index};
+    first_ = plan_.chunks[index].first;
+    // The list is of this chunk alone.
+    const Sm90Chunk chunk{0, plan_.chunks[index].rows, plan_.chunks[index].parts};
+    rows_ = chunk.rows;
     Scratch memory(scratch, 0);
-    lists_ = memory.take<int32_t>(2 * batch_.rows() + 1);
-    batch_.list = {lists_, lists_ + batch_.rows(), lists_ + 2 * batch_.rows()};
+    int32_t* const list = memory.take<int32_t>(rows_ + 1);
+    batch_.list = {list, static_cast<int32_t*>(position.mutable_data_ptr()), list + rows_};
     const flce90::WeightSum sum{static_cast<Bf16*>(grad_weight.mutable_data_ptr()),
                                 static_cast<unsigned char*>(extra.mutable_data_ptr()),
                                 memory.take<flce90::OneHot>(batch_.vocab()),
@@ -101,64 +113,86 @@ class Step {
   }
   Step(const Step&) = delete;  // the chunk refers to the batch and the plan
 
-  Found logprobs() {
-    const auto per_row = [&](bool wanted, ScalarType dtype) {
-      return empty({wanted ? batch_.rows() : 0}, dtype, batch_.input);
-    };
-    const Tensor logprobs = per_row(true, ScalarType::Float);
-    const Tensor entropy = per_row(batch_.observed, ScalarType::Float);
-    const Tensor predicted = per_row(batch_.observed, ScalarType::Long);
+  void logprobs(const Found& found) {
     ce::Problem& problem = batch_.problem;
-    problem.logprobs = static_cast<float*>(logprobs.mutable_data_ptr());
+    problem.logprobs = static_cast<float*>(found.logprobs.mutable_data_ptr());
     if (batch_.observed) {
-      problem.entropy = static_cast<float*>(entropy.mutable_data_ptr());
-      problem.predicted = static_cast<int64_t*>(predicted.mutable_data_ptr());
+      problem.entropy = static_cast<float*>(found.entropy.mutable_data_ptr());
+      problem.predicted = static_cast<int64_t*>(found.predicted.mutable_data_ptr());
     }
-    flce90::list_rows(batch_, lists_);
+    // Of one range, the gradients go to where they belong chunk by chunk.
+    const compact::RowRanges which{first_ / ranges_, rows_ / ranges_, (batch_.rows() - rows_) / ranges_,
+                                   ranges_ > 1 ? static_cast<int>(first_) : 0};
+    compact::launch_list_rows(problem.targets, rows_, batch_.list, nullptr, batch_.stream, which);
+    check_launch(kOp);
     chunk_->exponentials();
     chunk_->apply_rule(false);
-    return {logprobs, entropy, predicted};
   }
 
-  // of_logprob: (rows,), float32
+  // minus_of_logprob: (rows,), of the whole batch
   void gradients(const Tensor& minus_of_logprob, const Tensor& grad_input) {
     batch_.problem.token_weight = static_cast<const float*>(minus_of_logprob.const_data_ptr());
     chunk_->apply_rule(true);
     chunk_->multiply();
-    if (batch_.need_grad_input) {
-      flce90::spread_rows(batch_, static_cast<Bf16*>(grad_input.mutable_data_ptr()));
+    if (batch_.need_grad_input && ranges_ == 1) {
+      flce90::spread_rows(batch_, batch_.list.position + first_, rows_,
+                          static_cast<Bf16*>(grad_input.mutable_data_ptr()));
     }
   }
 
  private:
   flce90::Batch batch_;
-  Tensor target_;
   Sm90Plan plan_;
-  int32_t* lists_ = nullptr;
+  const int64_t ranges_;
+  int64_t first_ = 0, rows_ = 0;  // of the chunk, among those of all chunks
   std::optional<flce90::Chunk> chunk_;
 };
 
-Found logprobs(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
-               double temperature, std::vector<int64_t> numbers, int64_t index, const Tensor& grad_weight,
-               const Tensor& extra, const Tensor& rows, const Tensor& scratch, const Tensor& grad_input) {
+void logprobs(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
+              double temperature, std::vector<int64_t> numbers, int64_t index, int64_t ranges,
+              const Tensor& position, const Tensor& grad_weight, const Tensor& extra, const Tensor& rows,
+              const Tensor& scratch, const Tensor& grad_input, const Tensor& found, const Tensor& entropy,
+              const Tensor& predicted) {
   const DeviceGuard guard(input.get_device_index());
-  return Step(input, weight, target, ignore_index, temperature, numbers, index, grad_weight, extra, rows,
-              scratch, grad_input)
-      .logprobs();
+  Step(input, weight, target, ignore_index, temperature, numbers, index, ranges, position, grad_weight, extra,
+       rows, scratch, grad_input)
+      .logprobs({found, entropy, predicted});
 }
 
 void gradients(const Tensor& minus_of_logprob, const Tensor& input, const Tensor& weight,
                const Tensor& target, int64_t ignore_index, double temperature, std::vector<int64_t> numbers,
-               int64_t index, const Tensor& grad_weight, const Tensor& extra, const Tensor& rows,
-               const Tensor& scratch, const Tensor& grad_input) {
+               int64_t index, int64_t ranges, const Tensor& position, const Tensor& grad_weight,
+               const Tensor& extra, const Tensor& rows, const Tensor& scratch, const Tensor& grad_input) {
   require(minus_of_logprob.scalar_type() == ScalarType::Float && minus_of_logprob.is_contiguous() &&
               minus_of_logprob.numel() == input.size(0),
           kOp, ": the gradient of the log-probabilities has shape ", shape_text(minus_of_logprob),
           ", expected one contiguous float32 per row");
   const DeviceGuard guard(input.get_device_index());
-  Step(input, weight, target, ignore_index, temperature, numbers, index, grad_weight, extra, rows, scratch,
-       grad_input)
+  Step(input, weight, target, ignore_index, temperature, numbers, index, ranges, position, grad_weight, extra,
+       rows, scratch, grad_input)
       .gradients(minus_of_logprob, grad_input);
+}
+
+// rows[i] becomes rows[position[i]], or zeros where that is negative, by way of other memory: as many columns
+// at a time as it has room for.
+void place_rows(const Tensor& position, const Tensor& memory, const Tensor& rows) {
+  const DeviceGuard guard(rows.get_device_index());
+  const int64_t count = rows.size(0), hidden = rows.size(1);
+  constexpr int64_t kVector = kVec<Bf16>;
+  const int64_t bytes = memory.numel() * static_cast<int64_t>(memory.element_size());
+  const int64_t fitting = bytes / (count * int64_t{sizeof(Bf16)}) / kVector * kVector;
+  require(fitting > 0, kOp, ": ", bytes, " bytes are too few to move ", count, " rows");
+  const int64_t columns = round_up(ceil_div(hidden, ceil_div(hidden, fitting)), kVector);
+  const auto* const at = static_cast<const int32_t*>(position.const_data_ptr());
+  Bf16* const aside = static_cast<Bf16*>(memory.mutable_data_ptr());
+  const cudaStream_t stream = current_stream(rows);
+  for (int64_t first = 0; first < hidden; first += columns) {
+    const int64_t width = std::min(columns, hidden - first);
+    Bf16* const x = static_cast<Bf16*>(rows.mutable_data_ptr()) + first;
+    compact::launch_place_rows<Bf16>(x, hidden, nullptr, count, width, aside, width, stream);
+    compact::launch_place_rows<Bf16>(aside, width, at, count, width, x, hidden, stream);
+    check_launch(kOp);
+  }
 }
 
 }  // namespace
@@ -167,22 +201,27 @@ STABLE_TORCH_LIBRARY(liger_sm90, m) {
   m.def(
       "plan(Tensor input, Tensor weight, int group_rows, bool exact_accumulation, int memory_budget, bool "
       "observed, bool need_grad_input, bool need_grad_weight) -> int[]");
-  // input, target, rows, grad_input: of the chunk; what is not needed has no elements
+  // A matrix as the others want input and weight: itself, or a copy.
+  m.def("dense(Tensor(a) matrix) -> Tensor(a)");
+  // rows, grad_input: of the chunk; all else of the batch. What is not needed has no elements.
   m.def(
       "logprobs(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int[] plan, "
-      "int index, Tensor(a!) grad_weight, Tensor(b!) extra, Tensor(c!) rows, Tensor(d!) scratch, Tensor(e!) "
-      "grad_input) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
+      "int index, int ranges, Tensor(a!) position, Tensor(b!) grad_weight, Tensor(c!) extra, Tensor(d!) rows, "
+      "Tensor(e!) scratch, Tensor(f!) grad_input, Tensor(g!) logprobs, Tensor(h!) entropy, Tensor(i!) argmax) "
+      "-> ()");
   m.def(
-      "gradients(Tensor minus_of_logprob, Tensor input, Tensor weight, Tensor target, int ignore_index, "
-      "float "
-      "temperature, int[] plan, int index, Tensor(a!) grad_weight, Tensor(b!) extra, Tensor(c!) rows, "
-      "Tensor(d!) scratch, Tensor(e!) grad_input) -> ()");
+      "gradients(Tensor minus_of_logprob, Tensor input, Tensor weight, Tensor target, int ignore_index, float "
+      "temperature, int[] plan, int index, int ranges, Tensor position, Tensor(b!) grad_weight, Tensor(c!) "
+      "extra, Tensor(d!) rows, Tensor(e!) scratch, Tensor(f!) grad_input) -> ()");
+  m.def("place_rows(Tensor position, Tensor(a!) memory, Tensor(b!) rows) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(liger_sm90, CUDA, m) {
   m.impl("plan", TORCH_BOX(&plan));
+  m.impl("dense", TORCH_BOX(&flce90::dense));
   m.impl("logprobs", TORCH_BOX(&logprobs));
   m.impl("gradients", TORCH_BOX(&gradients));
+  m.impl("place_rows", TORCH_BOX(&place_rows));
 }
 
 }  // namespace liger

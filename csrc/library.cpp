@@ -333,11 +333,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows,"
       " int[] chunk_offsets)");
   // How the engine of compute capability 9.0 cuts them, on a device that runs so many clusters of two blocks
-  // at a time (66: 132 multiprocessors); no chunks where the generic engine takes over. See Sm90Plan in
-  // csrc/planner_sm90.h
+  // at a time (66: 132 multiprocessors), and between groups of so many rows; no chunks where the generic
+  // engine takes over. See Sm90Plan in csrc/planner_sm90.h
   m.def(
       "plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool "
-      "exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False)"
+      "exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False, int group_rows=1)"
       " -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes,"
       " int units_bytes, int slack)");
 }
@@ -379,7 +379,7 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int
            int64_t>
 plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
                     bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
-                    bool observed) {
+                    bool observed, int64_t group_rows) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   // Throws where the sizes or the budget make no sense.
   plan_chunks({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
@@ -387,8 +387,13 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
     throw std::invalid_argument("plan_chunks_sm90: clusters must be positive, got " +
                                 std::to_string(clusters));
   }
-  const std::optional<Sm90Plan> plan = plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight,
-                                                  exact_accumulation, budget, clusters, 1, observed});
+  if (group_rows <= 0) {
+    throw std::invalid_argument("plan_chunks_sm90: group_rows must be positive, got " +
+                                std::to_string(group_rows));
+  }
+  const std::optional<Sm90Plan> plan =
+      plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
+                 group_rows, observed});
   if (!plan) return {};
   std::vector<int64_t> first, count, parts;
   for (const Sm90Chunk& chunk : plan->chunks) {

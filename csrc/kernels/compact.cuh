@@ -20,15 +20,29 @@ inline constexpr int kExpandRows = 8;  // per thread and round
 
 struct RowList {
   int32_t* index;     // (rows): the valid rows; not written beyond their number
-  int32_t* position;  // (rows): where in index a row is, -1 for an ignored one
+  int32_t* position;  // (rows of the batch): where in index a row is, -1 for an ignored one
   int32_t* count;     // how many rows are valid
+};
+
+// Which rows of a batch a list is of, in its order: all of them,
+struct AllRows {
+  __device__ __forceinline__ int64_t row(int64_t i) const { return i; }
+  __device__ __forceinline__ int32_t position(int at) const { return at; }
+};
+// or those from `first` on, the others after `length` of them behind a gap. Positions count from an offset.
+struct RowRanges {
+  int64_t first, length, gap;
+  int offset;
+  __device__ __forceinline__ int64_t row(int64_t i) const { return first + i + (i < length ? 0 : gap); }
+  __device__ __forceinline__ int32_t position(int at) const { return offset + at; }
 };
 
 // One block; 16384 rows are one round. reported: null, or two numbers in host memory that the device can
 // write: the count, and the rows before the first ignored one.
-template <typename Index>
+template <typename Index, typename Which>
 __global__ void __launch_bounds__(kListThreads)
-    list_rows(const Index* targets, int64_t ignore_index, int64_t rows, RowList list, int32_t* reported) {
+    list_rows(const Index* targets, int64_t ignore_index, int64_t rows, RowList list, int32_t* reported,
+              const Which which) {
   __shared__ int warp_totals[2][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int before = 0;  // valid rows of earlier rounds
@@ -40,7 +54,7 @@ __global__ void __launch_bounds__(kListThreads)
 #pragma unroll
     for (int i = 0; i < kListRows; ++i) {
       const int64_t row = begin + 32 * i;
-      target[i] = row < rows ? targets[row] : 0;
+      target[i] = row < rows ? targets[which.row(row)] : 0;
     }
     unsigned valid[kListRows];
     int total = 0;
@@ -64,9 +78,9 @@ __global__ void __launch_bounds__(kListThreads)
       const int64_t row = begin + 32 * i;
       const bool is_valid = valid[i] >> lane & 1;
       const int at = place + __popc(valid[i] & ((1u << lane) - 1));
-      if (is_valid) list.index[at] = static_cast<int32_t>(row);
+      if (is_valid) list.index[at] = static_cast<int32_t>(which.row(row));
       if (row < rows) {
-        list.position[row] = is_valid ? at : -1;
+        list.position[which.row(row)] = is_valid ? which.position(at) : -1;
         const bool first_ignored = !is_valid && at == row;
         if (first_ignored && reported != nullptr) reported[1] = at;
       }
@@ -116,6 +130,21 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll 4
   for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
     store(to + int64_t{v} * N, is_valid ? load<T, N>(from + int64_t{v} * N) : zero_vector<T, N>());
+  }
+}
+
+// out[i] = x[position[i]], zeros where that is negative; without positions x[i]. grid: rows of out.
+template <typename T, int N>
+__global__ void __launch_bounds__(kRowThreads)
+    place_rows(const T* x, int64_t x_stride, const int32_t* position, int vectors, T* out,
+               int64_t out_stride) {
+  const int64_t i = blockIdx.x;
+  const int64_t source = position == nullptr ? i : position[i];
+  const T* from = x + source * x_stride;
+  T* to = out + i * out_stride;
+#pragma unroll 4
+  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
+    store(to + int64_t{v} * N, source >= 0 ? load<T, N>(from + int64_t{v} * N) : zero_vector<T, N>());
   }
 }
 
@@ -206,11 +235,16 @@ inline unsigned blocks_of(int64_t rows) {
   return static_cast<unsigned>((rows + kRowThreads - 1) / kRowThreads);
 }
 
+template <typename Which>
+void launch_list_rows(const ce::Targets& targets, int64_t rows, const RowList& list, int32_t* reported,
+                      cudaStream_t stream, const Which& which) {
+  with_targets(targets, [&](auto* typed) {
+    list_rows<<<1, kListThreads, 0, stream>>>(typed, targets.ignore_index, rows, list, reported, which);
+  });
+}
 inline void launch_list_rows(const ce::Targets& targets, int64_t rows, const RowList& list, int32_t* reported,
                              cudaStream_t stream) {
-  with_targets(targets, [&](auto* typed) {
-    list_rows<<<1, kListThreads, 0, stream>>>(typed, targets.ignore_index, rows, list, reported);
-  });
+  launch_list_rows(targets, rows, list, reported, stream, AllRows{});
 }
 
 // targets_out has the type of the targets.
@@ -234,6 +268,17 @@ void launch_gather_rows(const T* x, int64_t x_stride, const RowList& list, int64
     const int64_t vectors = columns / n;
     gather_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
         x, x_stride, list, first, static_cast<int>(vectors), out, out_stride);
+  });
+}
+
+template <typename T>
+void launch_place_rows(const T* x, int64_t x_stride, const int32_t* position, int64_t rows, int64_t columns,
+                       T* out, int64_t out_stride, cudaStream_t stream) {
+  if (rows == 0 || columns == 0) return;
+  with_vectors(x, x_stride, out, out_stride, columns, [&](auto n) {
+    const int64_t vectors = columns / n;
+    place_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
+        x, x_stride, position, static_cast<int>(vectors), out, out_stride);
   });
 }
 

@@ -5,39 +5,58 @@ compute capability 9.0 (:class:`Sm90Chunks`), where the logits become log-probab
 and the sum of the weight gradient lies in the memory of the result.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ..backend import FAMILIES
-from ..ops._linear_chunks import HeadGradients, planned_rows
+from ..ops._linear_chunks import Head, HeadGradients, planned_rows
 
 # What the engine's plan begins with, and has for each chunk: csrc/fused_linear_loss_sm90.cu.
 _HEADER, _PER_CHUNK = 5, 5
 # The classes of a panel, which the plan counts in.
 _PANEL = 128
+# Gradients of pairs are put in their places by way of memory that has room for so many bytes of each row.
+_LEAST_BYTES_ASIDE = 64
 
 
-def _budget(memory_budget):
-    return torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
+class Layout(NamedTuple):
+    """The rows of a batch: of each part all groups, so that those of a group lie in as many places."""
+
+    parts: int
+    groups: int
+    length: int
+
+    def cut(self, rows, groups=slice(None)):
+        """(parts, groups, length, ...) a view of these groups of (rows, ...)."""
+        return rows.view(*self, *rows.shape[1:])[:, groups]
 
 
-def chunks_of(input, head, groups, group_rows, wanted, exact, memory_budget, use_entropy, observed):
-    """The chunks, or None where not even the logits of one group fit the budget.
+class Call(NamedTuple):
+    """What a chunk is made of; wanted: the gradients of input, weight and bias."""
 
-    use_entropy: entropies are read, and their gradient will come; observed: they and argmaxes are read.
-    """
-    engine = Sm90Chunks.plan(input, head, group_rows, wanted, exact, memory_budget, use_entropy, observed)
-    if engine is not None:
-        return engine
-    if group_rows == 1:
-        step = planned_rows(input, head.weight, wanted[1], exact, memory_budget)[0]
-    else:
-        row_bytes = head.weight.shape[0] * input.element_size()
-        step = _budget(memory_budget) // max(row_bytes * group_rows, 1)
-    if step == 0:
-        return None
-    chunks = -(-groups // step)
-    step, with_entropy = -(-groups // max(chunks, 1)), use_entropy or observed
-    return PortableChunks(input, head, groups, group_rows, step, wanted, exact, with_entropy, observed)
+    input: torch.Tensor
+    target: torch.Tensor
+    head: Head
+    layout: Layout
+    wanted: tuple[bool, bool, bool]
+    exact: bool
+    memory_budget: int | None
+    use_entropy: bool  # entropies are read, and their gradient will come
+    observed: bool  # entropies and most probable classes are read
+
+    @property
+    def group_rows(self):
+        return self.layout.parts * self.layout.length
+
+    @property
+    def budget(self):
+        return torch.ops.liger.default_memory_budget() if self.memory_budget is None else self.memory_budget
+
+
+def chunks_of(call):
+    """The chunks, or None where not even the logits of one group fit the budget."""
+    return Sm90Chunks.plan(call) or PortableChunks.plan(call)
 
 
 class PortableChunks:
@@ -45,30 +64,61 @@ class PortableChunks:
 
     Attributes:
         slices: the groups of each chunk.
-        grad_input: as the input; without elements where it is not wanted.
     """
 
-    def __init__(self, input, head, groups, group_rows, step, wanted, exact, with_entropy, observed):
-        self.slices = [
-            slice(i, min(i + step, groups)) for i in range(0, groups if input.shape[0] else 0, max(step, 1))
-        ]
-        self._head, self._asked = head, (with_entropy, observed)
-        self._gradients = HeadGradients(input, head.weight, head.bias, wanted, len(self.slices), exact)
-        self._memory = self._gradients.new_logits(step * group_rows)
-        self.grad_input = self._gradients.input
+    @classmethod
+    def plan(cls, call):
+        """The chunks, or None where not even the logits of one group fit the budget."""
+        weight, groups = call.head.weight, call.layout.groups
+        if call.group_rows == 1:
+            step = planned_rows(call.input, weight, call.wanted[1], call.exact, call.memory_budget)[0]
+        else:
+            row_bytes = weight.shape[0] * call.input.element_size()
+            step = call.budget // max(row_bytes * call.group_rows, 1)
+        if step == 0:
+            return None
+        chunks = -(-groups // step)
+        return cls(call, -(-groups // max(chunks, 1)))
 
-    def read(self, x, target, grad_x):
-        """(log-probabilities, entropies, most probable classes) of the rows x of the next chunk, whose gradient will go
-        to ``grad_x``; without elements where they are not asked for."""
-        self._x, self._target, self._grad_x, self._logits = x, target, grad_x, self._memory[: x.shape[0]]
-        self._head.write_logits(x, self._logits)
-        self._found = self._head.statistics(self._logits, target, *self._asked)
-        return self._found.logprobs, self._found.entropy, self._found.argmax
+    def __init__(self, call, step):
+        self._call, head = call, call.head
+        groups = call.layout.groups if call.input.shape[0] else 0
+        self.slices = [slice(i, min(i + step, groups)) for i in range(0, groups, max(step, 1))]
+        self._gradients = HeadGradients(
+            call.input, head.weight, head.bias, call.wanted, len(self.slices), call.exact
+        )
+        self._memory = self._gradients.new_logits(step * call.group_rows)
+        self._in_order = call.layout.parts == 1 or len(self.slices) <= 1
+
+    def read(self, groups, logprobs, entropy, argmax):
+        """Writes the log-probabilities of the groups of the next chunk, their entropies and their most probable classes
+        to the rows of the batch; the last two have no elements where they are not asked for."""
+        call, cut = self._call, self._call.layout.cut
+        x = cut(call.input, groups)
+        # Parts of a chunk lie apart: a copy has them side by side.
+        self._x = x.flatten(0, 2) if self._in_order else torch.cat([part.flatten(0, 1) for part in x])
+        self._groups, self._target = groups, cut(call.target, groups).flatten()
+        self._logits = self._memory[: self._x.shape[0]]
+        call.head.write_logits(self._x, self._logits)
+        self._found = call.head.statistics(
+            self._logits, self._target, entropy.numel() > 0, argmax.numel() > 0
+        )
+        for result, rows in zip((logprobs, entropy, argmax), self._found, strict=False):
+            if result.numel():
+                place = cut(result, groups)
+                place.copy_(rows.view(place.shape))
 
     def add(self, of_logprob, of_entropy):
-        """The gradient by what was read: one number per row, or None."""
-        self._head.write_gradient(self._logits, self._target, self._found, of_logprob, of_entropy)
-        self._gradients.add(self._x, self._logits, self._grad_x)
+        """The gradient by what was read, (parts, groups, length); that by the entropies may be None."""
+        of_logprob, of_entropy = (g if g is None else g.reshape(-1) for g in (of_logprob, of_entropy))
+        self._call.head.write_gradient(self._logits, self._target, self._found, of_logprob, of_entropy)
+        place = grad_x = self._gradients.input
+        if self._call.wanted[0]:
+            place = self._call.layout.cut(place, self._groups)
+            grad_x = place.flatten(0, 2) if self._in_order else self._x
+        self._gradients.add(self._x, self._logits, grad_x)
+        if self._call.wanted[0] and not self._in_order:
+            place.copy_(grad_x.view(place.shape))
 
     def finish(self):
         """(gradient of the input, of the weight, of the bias)"""
@@ -76,64 +126,80 @@ class PortableChunks:
 
 
 class Sm90Chunks:
-    """The same for bfloat16 on compute capability 9.0, without bias, softcap and a gradient by entropies."""
+    """The same for bfloat16 on compute capability 9.0, without bias, softcap and a gradient by entropies.
+
+    Rows are read from where they lie. Where chunks have two ranges of them, gradients lie side by side, chunk after
+    chunk, until :meth:`finish`: the products want rows in one piece, and theirs is the only memory for them.
+    """
 
     @classmethod
-    def plan(cls, input, head, group_rows, wanted, exact, memory_budget, use_entropy, observed):
+    def plan(cls, call):
         """The chunks, or None where the engine cannot or should not do them."""
-        if not input.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
+        head = call.head
+        if not call.input.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
-        if head.bias is not None or head.softcap is not None or use_entropy:
+        if head.bias is not None or head.softcap is not None or call.use_entropy:
             return None
         numbers = torch.ops.liger_sm90.plan.default(
-            input, head.weight, group_rows, exact, _budget(memory_budget), observed, *wanted[:2]
+            call.input, head.weight, call.group_rows, call.exact, call.budget, call.observed, *call.wanted[:2]
         )
-        return cls(input, head, group_rows, wanted, numbers) if numbers else None
+        return cls(call, numbers) if numbers else None
 
-    def __init__(self, input, head, group_rows, wanted, numbers):
-        (vocab, hidden), self._head, self._numbers = head.weight.shape, head, numbers
-        need_input, need_weight, _ = wanted
+    def __init__(self, call, numbers):
+        self._layout, self._temperature, self._numbers = call.layout, call.head.temperature, numbers
+        input, weight, (need_input, need_weight, _) = call.input, call.head.weight, call.wanted
+        (rows, hidden), vocab = input.shape, weight.shape[0]
         _, panel_bytes, _, slack, _ = numbers[:_HEADER]
         rest = numbers[_HEADER:]
         self._numbers_of = [rest[i : i + _PER_CHUNK] for i in range(0, len(rest), _PER_CHUNK)]
         self.slices = [
-            slice(first // group_rows, (first + rows) // group_rows) for first, rows, *_ in self._numbers_of
+            slice(first // call.group_rows, (first + count) // call.group_rows)
+            for first, count, *_ in self._numbers_of
         ]
+        # One chunk has the whole batch, in order.
+        self._ranges = call.layout.parts if len(self.slices) > 1 else 1
         panels = vocab // _PANEL + slack
-        self.grad_input = input.new_empty(input.shape if need_input else 0)
+        aside = _LEAST_BYTES_ASIDE * rows if self._ranges > 1 and need_input else 0
+        self._grad_input = input.new_empty((rows, hidden) if need_input else 0)
         self._grad_weight = input.new_empty((panels * _PANEL, hidden) if need_weight else 0)
-        self._extra = input.new_empty(panels * panel_bytes, dtype=torch.uint8)
+        self._extra = input.new_empty(max(panels * panel_bytes, aside), dtype=torch.uint8)
         self._scratch = input.new_empty(max(n[-1] for n in self._numbers_of), dtype=torch.uint8)
-        self._next = 0
+        self._position = input.new_empty(rows, dtype=torch.int32)
+        self._minus = input.new_empty(rows, dtype=torch.float32)
+        dense = torch.ops.liger_sm90.dense.default
+        self._operands = dense(input), dense(weight), call.target.contiguous()
+        self._options = call.head.ignore_index, self._temperature, numbers
+        self._next, self._vocab = 0, vocab
 
-    def _rows(self, grad_x):
+    def _rows(self):
         """Memory for the rows of the next chunk: that of their gradient or, where rows are needed for longer, of one
-        that comes later."""
-        first, rows, _, apart, _ = self._numbers_of[self._next]
+        that comes later. And where their gradient goes."""
+        first, count, _, apart, _ = self._numbers_of[self._next]
+        grad_rows = self._grad_input[first : first + count]
         if not apart:
-            return grad_x
-        later = self.grad_input[first + rows : first + 2 * rows]
-        in_order = grad_x.numel() > 0 and grad_x.data_ptr() == self.grad_input[first:].data_ptr()
-        return (
-            later
-            if in_order and later.shape[0] == rows
-            else grad_x.new_empty(rows, self._head.weight.shape[1])
-        )
+            return grad_rows, grad_rows
+        later = self._grad_input[first + count : first + 2 * count]
+        if later.shape[0] < count:
+            later = self._grad_input.new_empty(count, self._operands[0].shape[1])
+        return later, grad_rows
 
-    def read(self, x, target, grad_x):
+    def read(self, groups, logprobs, entropy, argmax):
+        rows, grad_rows = self._rows()
         self._arguments = (
-            x, self._head.weight, target, self._head.ignore_index, self._head.temperature, self._numbers, self._next,
-            self._grad_weight, self._extra, self._rows(grad_x), self._scratch, grad_x,
+            *self._operands, *self._options, self._next, self._ranges, self._position, self._grad_weight, self._extra,
+            rows, self._scratch, grad_rows,
         )  # fmt: skip
+        self._groups = groups
         self._next += 1
-        return torch.ops.liger_sm90.logprobs.default(*self._arguments)
+        torch.ops.liger_sm90.logprobs.default(*self._arguments, logprobs, entropy, argmax)
 
     def add(self, of_logprob, of_entropy):
         # The kernels know the logits over the temperature only.
-        minus = of_logprob.mul(-1.0 / self._head.temperature)
-        torch.ops.liger_sm90.gradients.default(minus, *self._arguments)
+        torch.mul(of_logprob, -1.0 / self._temperature, out=self._layout.cut(self._minus, self._groups))
+        torch.ops.liger_sm90.gradients.default(self._minus, *self._arguments)
         del self._arguments
 
     def finish(self):
-        vocab = self._head.weight.shape[0]
-        return self.grad_input, self._grad_weight[:vocab], self._grad_weight.new_empty(0)
+        if self._ranges > 1 and self._grad_input.numel():
+            torch.ops.liger_sm90.place_rows.default(self._position, self._extra, self._grad_input)
+        return self._grad_input, self._grad_weight[: self._vocab], self._grad_weight.new_empty(0)

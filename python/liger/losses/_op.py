@@ -26,7 +26,7 @@ from ..ops._linear_chunks import Head, check_head
 from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ..ops.rescale import rescale, rescale_
 from ..ops.rms_norm import accumulate_dtype
-from ._chunks import chunks_of
+from ._chunks import Call, Layout, chunks_of
 
 _OP = "fused_linear_loss"
 _functions = weakref.WeakValueDictionary()
@@ -67,8 +67,8 @@ def _autograd_as_outside():
 class _Function:
     """A registered function with the tensors of a call."""
 
-    def __init__(self, name, names, given, shared, shape, use_entropy):
-        self.evaluate, self.shape, self.use_entropy = _functions[name].evaluate, shape, use_entropy
+    def __init__(self, name, names, given, shared, layout, use_entropy):
+        self.evaluate, self.layout, self.use_entropy = _functions[name].evaluate, layout, use_entropy
         self.given = dict(zip(names[: len(given)], given, strict=True))
         self.shared = dict(zip(names[len(given) :], shared, strict=True))
 
@@ -76,22 +76,19 @@ class _Function:
         given = {name: t[:, groups] for name, t in self.given.items()}
         return self.evaluate(logprobs, entropy, given, self.shared).sum()
 
-    def _shaped(self, rows):
-        parts, _, length = self.shape
-        return rows.view(parts, rows.shape[0] // max(parts * length, 1), length)
-
     def value(self, logprobs, entropy):
-        entropy = self._shaped(entropy) if self.use_entropy else None
-        return self._call(self._shaped(logprobs), entropy, slice(None))
+        entropy = self.layout.cut(entropy) if self.use_entropy else None
+        return self._call(self.layout.cut(logprobs), entropy, slice(None))
 
-    def differentiate(self, logprobs, entropy, groups):
-        """(value, its gradient by log-probability, by entropy or None), one number per row."""
-        wanted = [self._shaped(t).detach() for t in (logprobs, entropy)[: 1 + self.use_entropy]]
+    def differentiate(self, logprobs, entropy, groups=slice(None)):
+        """(value of these groups, its gradient by their log-probabilities, by entropies or None), each (parts, groups,
+        length)."""
+        wanted = [self.layout.cut(t, groups).detach() for t in (logprobs, entropy)[: 1 + self.use_entropy]]
         with _autograd_as_outside():
             wanted = [t.requires_grad_() for t in wanted]
             value = self._call(wanted[0], wanted[1] if self.use_entropy else None, groups)
             grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
-        return value.detach(), grads[0].reshape(-1), grads[1].reshape(-1) if self.use_entropy else None
+        return value.detach(), grads[0], grads[1] if self.use_entropy else None
 
 
 def _forward(
@@ -102,13 +99,13 @@ def _forward(
     wanted = need_grad_input, need_grad_weight, need_grad_bias
     with_entropy = use_entropy or observed
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
-    length = rows // max(parts * groups, 1)
-    function = _Function(function, names, given, shared, (parts, groups, length), use_entropy)
+    layout = Layout(parts, groups, rows // max(parts * groups, 1))
+    function = _Function(function, names, given, shared, layout, use_entropy)
     head = Head(weight, bias, temperature, ignore_index, softcap)
     chunks = None
     if any(wanted):
         chunks = chunks_of(
-            input, head, groups, parts * length, wanted, exact, memory_budget, use_entropy, observed
+            Call(input, target, head, layout, wanted, exact, memory_budget, use_entropy, observed)
         )
     if chunks is None:
         logprobs, entropy, argmax = fused_linear_logprobs_forward(
@@ -117,10 +114,9 @@ def _forward(
         if not any(wanted):
             loss = function.value(logprobs, entropy)
             return loss, logprobs, entropy, argmax, *(input.new_empty(0) for _ in wanted)
-        loss, of_logprob, of_entropy = function.differentiate(logprobs, entropy, slice(None))
+        loss, *of_rows = function.differentiate(logprobs, entropy)
         grads = fused_linear_logprobs_backward(
-            of_logprob,
-            of_entropy,
+            *(g if g is None else g.reshape(-1) for g in of_rows),
             input,
             weight,
             target,
@@ -133,32 +129,16 @@ def _forward(
         return loss, logprobs, entropy, argmax, *grads
 
     wide = accumulate_dtype(input.dtype)
-    logprobs = input.new_empty(rows, dtype=wide)
-    entropy = input.new_empty(rows if with_entropy else 0, dtype=wide)
-    argmax = target.new_empty(rows if observed else 0, dtype=torch.int64)
+    # What ignored rows have; chunks may leave them out.
+    logprobs = input.new_zeros(rows, dtype=wide)
+    entropy = input.new_zeros(rows if with_entropy else 0, dtype=wide)
+    argmax = target.new_full((rows if observed else 0,), -1, dtype=torch.int64)
     loss = input.new_zeros((), dtype=wide)
-    in_order = parts == 1 or len(chunks.slices) <= 1
-
-    def cut(tensor, chunk):
-        return tensor.unflatten(0, (parts, groups, length))[:, chunk] if tensor.numel() else tensor
-
-    for chunk in chunks.slices:
-        # Parts of a chunk lie apart: they are brought side by side for the products, and back.
-        x, y = cut(input, chunk).flatten(0, 2), cut(target, chunk).flatten()
-        place = grad_x = cut(chunks.grad_input, chunk)
-        if need_grad_input:
-            grad_x = place.flatten(0, 2) if in_order else torch.empty_like(x)
-        found, spread, predicted = chunks.read(x, y, grad_x)
-        value, of_logprob, of_entropy = function.differentiate(found, spread, chunk)
+    for groups in chunks.slices:
+        chunks.read(groups, logprobs, entropy, argmax)
+        value, of_logprob, of_entropy = function.differentiate(logprobs, entropy, groups)
         chunks.add(of_logprob, of_entropy)
         loss += value
-        cut(logprobs, chunk).copy_(found.view(parts, -1, length))
-        if with_entropy:
-            cut(entropy, chunk).copy_(spread.view(parts, -1, length))
-        if observed:
-            cut(argmax, chunk).copy_(predicted.view(parts, -1, length))
-        if need_grad_input and not in_order:
-            place.copy_(grad_x.view(place.shape))
     return loss, logprobs, entropy, argmax, *chunks.finish()
 
 

@@ -107,12 +107,12 @@ class HeadGradients:
         return memory.view(rows, stride)[:, :classes]
 
     def add(self, x, dlogits, grad_x):
-        """A chunk: rows of x, the gradient of their logits, and where the gradient of x goes."""
+        """A chunk: rows of x, the gradient of their logits, and where the gradient of x goes, maybe x itself."""
         need_input, need_weight, need_bias = self.wanted
-        if need_input:
-            product(dlogits, self.head_weight, grad_x)
         if need_weight:
             product(dlogits.t(), x, self.sum, add=self.chunks_added > 0)
+        if need_input:
+            product(dlogits, self.head_weight, grad_x)
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
         self.chunks_added += 1
