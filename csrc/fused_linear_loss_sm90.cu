@@ -27,15 +27,15 @@ constexpr size_t kHeader = 5, kPerChunk = 5;
 
 // The memory of a chunk besides its rows: its list, owners, readers, and what take_places() takes.
 int64_t scratch_bytes(const flce90::Batch& batch, const Sm90Chunk& chunk) {
-  return Scratch::bytes_for({(chunk.rows + 1) * int64_t{sizeof(int32_t)}, batch.vocab() * int64_t{sizeof(flce90::OneHot)},
-                             batch.vocab() / sm90::kPanel * int64_t{sizeof(int)},
-                             flce90::places_bytes(batch, chunk, false)});
+  return Scratch::bytes_for(
+      {(chunk.rows + 1) * int64_t{sizeof(int32_t)}, batch.vocab() * int64_t{sizeof(flce90::OneHot)},
+       batch.vocab() / sm90::kPanel * int64_t{sizeof(int)}, flce90::places_bytes(batch, chunk, false)});
 }
 
 flce90::Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad_input, bool need_grad_weight,
                        bool observed, double temperature) {
-  return {flce90::dense(input),
-          flce90::dense(weight),
+  return {input,
+          weight,
           need_grad_input,
           need_grad_weight,
           observed,
@@ -46,9 +46,9 @@ flce90::Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad
           current_stream(input)};
 }
 
-// hosted_rows, panel_bytes, units_bytes, slack, whether entropies and most probable classes are observed;
-// then of each chunk the first row, rows, parts, whether its rows are to be apart from their gradient, and
-// the bytes of scratch. Empty where this engine cannot do it.
+// For matrices of these sizes: hosted_rows, panel_bytes, units_bytes, slack, whether entropies and most
+// probable classes are observed; then of each chunk the first row, rows, parts, whether its rows are to be
+// apart from their gradient, and the bytes of scratch. Empty where this engine cannot do it.
 std::vector<int64_t> plan(const Tensor& input, const Tensor& weight, int64_t group_rows,
                           bool exact_accumulation, int64_t memory_budget, bool observed, bool need_grad_input,
                           bool need_grad_weight) {
@@ -76,7 +76,7 @@ struct Found {
   const Tensor &logprobs, &entropy, &predicted;
 };
 
-// Both steps see a chunk the same way.
+// Both steps see a chunk the same way. input and weight are as dense() gives them, target is contiguous.
 class Step {
  public:
   Step(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
@@ -205,14 +205,14 @@ STABLE_TORCH_LIBRARY(liger_sm90, m) {
   m.def("dense(Tensor(a) matrix) -> Tensor(a)");
   // rows, grad_input: of the chunk; all else of the batch. What is not needed has no elements.
   m.def(
-      "logprobs(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int[] plan, "
-      "int index, int ranges, Tensor(a!) position, Tensor(b!) grad_weight, Tensor(c!) extra, Tensor(d!) rows, "
-      "Tensor(e!) scratch, Tensor(f!) grad_input, Tensor(g!) logprobs, Tensor(h!) entropy, Tensor(i!) argmax) "
-      "-> ()");
+      "logprobs(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int[] plan,"
+      " int index, int ranges, Tensor(a!) position, Tensor(b!) grad_weight, Tensor(c!) extra,"
+      " Tensor(d!) rows, Tensor(e!) scratch, Tensor(f!) grad_input, Tensor(g!) logprobs, Tensor(h!) entropy,"
+      " Tensor(i!) argmax) -> ()");
   m.def(
-      "gradients(Tensor minus_of_logprob, Tensor input, Tensor weight, Tensor target, int ignore_index, float "
-      "temperature, int[] plan, int index, int ranges, Tensor position, Tensor(b!) grad_weight, Tensor(c!) "
-      "extra, Tensor(d!) rows, Tensor(e!) scratch, Tensor(f!) grad_input) -> ()");
+      "gradients(Tensor minus_of_logprob, Tensor input, Tensor weight, Tensor target, int ignore_index,"
+      " float temperature, int[] plan, int index, int ranges, Tensor position, Tensor(b!) grad_weight,"
+      " Tensor(c!) extra, Tensor(d!) rows, Tensor(e!) scratch, Tensor(f!) grad_input) -> ()");
   m.def("place_rows(Tensor position, Tensor(a!) memory, Tensor(b!) rows) -> ()");
 }
 

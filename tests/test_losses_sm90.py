@@ -18,6 +18,16 @@ HIDDEN, VOCAB, LENGTH = 256, 1408, 96
 # Logits of a part of the batch at a time; the units are sequences and pairs of 96 rows.
 BUDGETS = {"whole": None, "chunks": 1100 << 10}
 NAMES = [name for name in EVERY if name != "grpo"] + ["token"]
+MIB = 1 << 20
+# Sequences, their length, hidden size, classes, budget; each in several chunks.
+PAIRS = {
+    "odd lengths": (10, 77, 256, 1408, 1100 << 10),
+    "wider": (8, 203, 512, 2048, 3 * MIB),
+    # The product of the input gradient is in parts.
+    "parts": (6, 150, 256, 8192, 8 * MIB),
+    # Gradients go to their places some columns at a time.
+    "few classes": (32, 128, 256, 256, 400 << 10),
+}
 
 
 @pytest.fixture
@@ -167,11 +177,118 @@ def test_where_the_engine_is_not_used(gpu, plans):
     assert plans == [None] * 5
 
 
+def make_pairs(sequences, length, hidden_size, vocab, skipped=()):
+    """A quarter of the tokens does not count, nor does any of the skipped sequences."""
+    hidden = torch.randn(sequences, length, hidden_size, device="cuda").bfloat16()
+    weight = (torch.randn(vocab, hidden_size, device="cuda") / hidden_size**0.5).bfloat16()
+    target = torch.randint(vocab, (sequences, length), device="cuda")
+    target[torch.rand(target.shape, device="cuda") < 0.25] = -100
+    target[list(skipped)] = -100
+    return hidden, weight, target
+
+
+@pytest.mark.parametrize("shape", PAIRS)
+@pytest.mark.parametrize("name", ["dpo", "orpo", "simpo"])
+def test_pairs_in_several_chunks(gpu, plans, name, shape):
+    *sizes, budget = PAIRS[shape]
+    half = sizes[0] // 2
+    # Both answers of a pair without a token that counts, one that was chosen, one that was rejected. (What the odds of
+    # the empty answer are depends on the dtype.)
+    alone = () if name == "orpo" else (0, half + 1)
+    hidden, weight, target = make_pairs(*sizes, skipped=(2, half + 2, *alone))
+    module = module_of(name, memory_budget=budget)
+    ours = run(module, hidden, weight, target)
+    assert len(plans[0].slices) > 2
+    exact = run_in_float64(module, hidden, weight, target)
+    assert relative(ours[0], exact[0]) < 2e-5
+    assert all(relative(a, b) < 3.4e-3 for a, b in zip(ours[1:], exact[1:], strict=True))
+    assert not ours[1][target == -100].any()
+    # Row by row: none in the place of another, however small its gradient is.
+    errors = (ours[1].double() - exact[1]).norm(dim=-1) / exact[1].norm(dim=-1).clamp_min(1e-30)
+    assert errors[exact[1].count_nonzero(-1) > 0].max() < 2e-2
+
+
+def test_pairs_by_torchs_products(gpu, plans):
+    """Which a bias of zeros is left to; they round the logits to bfloat16."""
+    *sizes, budget = PAIRS["odd lengths"]
+    hidden, weight, target = make_pairs(*sizes, skipped=(1,))
+    module, zeros = module_of("dpo", memory_budget=budget), torch.zeros(sizes[-1], device=gpu).bfloat16()
+
+    def with_bias(module, hidden, weight, target):
+        return call(module, hidden, weight, target, zeros, level=-math.log(VOCAB))
+
+    ours = run(module, hidden, weight, target)
+    others = run(module, hidden, weight, target, with_bias)
+    assert plans[0] is not None and plans[1] is None
+    assert all(relative(a, b.double()) < 3e-2 for a, b in zip(ours, others, strict=True))
+
+
+STRIDED = {
+    "rows apart": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    "rows not on 16 bytes": lambda x: torch.nn.functional.pad(x, (0, 3))[..., : x.shape[-1]],
+    "columns apart": lambda x: torch.stack([x, x], -1)[..., 0],
+    "positions first": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("strides", STRIDED)
+@pytest.mark.parametrize("name", ["dpo", "kto", "token"])
+def test_hidden_states_with_strides(gpu, plans, name, strides):
+    *sizes, budget = PAIRS["odd lengths"]
+    hidden, weight, target = make_pairs(*sizes, skipped=(1,))
+    module, weight = module_of(name, memory_budget=budget), leaf(weight)
+    results = []
+    for x in (hidden, STRIDED[strides](hidden)):
+        x = x.detach().requires_grad_()
+        loss = call_at_level(module, x, weight, target)
+        results.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
+    assert not x.is_contiguous() and all(len(plan.slices) > 1 for plan in plans)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_targets_of_either_type(gpu):
+    *sizes, budget = PAIRS["odd lengths"]
+    hidden, weight, target = make_pairs(*sizes, skipped=(1,))
+    module = module_of("dpo", memory_budget=budget)
+    both = (run(module, hidden, weight, t) for t in (target, target.int()))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("room", [64, 200, 512, 4096])
+def test_rows_go_to_their_places(gpu, room):
+    """By way of memory that has room for so many bytes of each row."""
+    rows, hidden = 1003, 256
+    x = torch.randn(rows, hidden, device=gpu).bfloat16()
+    position = torch.randperm(rows, device=gpu, dtype=torch.int32)
+    position[torch.rand(rows, device=gpu) < 0.25] = -1
+    expected = torch.where(position.unsqueeze(1) >= 0, x[position.clamp_min(0)], 0)
+    memory = torch.full((rows * room,), 255, dtype=torch.uint8, device=gpu)
+    torch.ops.liger_sm90.place_rows(position, memory, x)
+    assert torch.equal(x, expected)
+
+
+@pytest.mark.parametrize("name", ["token", "kto", "orpo", "dpo"])
+def test_peak_memory(gpu, plans, name):
+    """What benchmarks/ asks for: both gradients are 1066 MiB of it."""
+    hidden = torch.randn(8, 1024, 4096, dtype=torch.bfloat16, device=gpu).requires_grad_()
+    weight = torch.randn(128256, 4096, dtype=torch.bfloat16, device=gpu).mul_(1 / 64).requires_grad_()
+    target = torch.randint(128256, (8, 1024), device=gpu)
+    target[:, :100] = -100
+    module = module_of(name)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call_at_level(module, hidden, weight, target).backward()
+    used = torch.cuda.max_memory_allocated() - before
+    assert len(plans[0].slices) == 3
+    assert 1066 * MIB < used <= 1600 * MIB
+
+
 @pytest.mark.parametrize("observed", [False, True])
-def test_cuda_graph_and_no_synchronisation(gpu, observed):
+@pytest.mark.parametrize("name", ["token", "dpo"])
+def test_cuda_graph_and_no_synchronisation(gpu, name, observed):
     hidden, weight, target = make()
     seen = []
-    module = module_of("token", memory_budget=BUDGETS["chunks"], observe=seen.append if observed else None)
+    module = module_of(name, memory_budget=BUDGETS["chunks"], observe=seen.append if observed else None)
     leaves = leaf(hidden), leaf(weight)
 
     def step():
