@@ -39,13 +39,14 @@ def gpu():
 
 @pytest.fixture
 def plans(monkeypatch):
-    """What the engine was asked for and answered: chunks, or None."""
+    """What the engine was asked for and answered: the groups of each chunk, or None."""
     seen = []
     real = _chunks.Sm90Chunks.plan.__func__
 
     def plan(cls, *arguments):
-        seen.append(real(cls, *arguments))
-        return seen[-1]
+        chunks = real(cls, *arguments)
+        seen.append(chunks and chunks.slices)
+        return chunks
 
     monkeypatch.setattr(_chunks.Sm90Chunks, "plan", classmethod(plan))
     return seen
@@ -93,7 +94,7 @@ def test_against_float64(gpu, plans, name, temperature, ignored, budget):
     hidden, weight, target = make(ignored=ignored)
     module = module_of(name, temperature=temperature, memory_budget=BUDGETS[budget])
     ours = run(module, hidden, weight, target)
-    assert plans[0] is not None and (len(plans[0].slices) > 1) == (budget == "chunks")
+    assert plans[0] is not None and (len(plans[0]) > 1) == (budget == "chunks")
     exact = run_in_float64(module, hidden, weight, target)
     assert relative(ours[0], exact[0]) < 2e-5
     # One rounding to bfloat16 is 1.7e-3; scales and sums of chunks in 16 bits add as much at most.
@@ -108,7 +109,7 @@ def test_observed_tokens(gpu, plans, name, temperature, budget):
     seen = []
     options = {"temperature": temperature, "memory_budget": BUDGETS[budget]}
     ours = run(module_of(name, observe=seen.append, **options), hidden, weight, target)
-    assert plans[0] is not None and (len(plans[0].slices) > 1) == (budget == "chunks")
+    assert plans[0] is not None and (len(plans[0]) > 1) == (budget == "chunks")
     ((_, entropy, argmax),) = seen
     assert entropy.shape == argmax.shape == target.shape
     assert_observed(
@@ -198,7 +199,7 @@ def test_pairs_in_several_chunks(gpu, plans, name, shape):
     hidden, weight, target = make_pairs(*sizes, skipped=(2, half + 2, *alone))
     module = module_of(name, memory_budget=budget)
     ours = run(module, hidden, weight, target)
-    assert len(plans[0].slices) > 2
+    assert len(plans[0]) > 2
     exact = run_in_float64(module, hidden, weight, target)
     assert relative(ours[0], exact[0]) < 2e-5
     assert all(relative(a, b) < 3.4e-3 for a, b in zip(ours[1:], exact[1:], strict=True))
@@ -242,7 +243,7 @@ def test_hidden_states_with_strides(gpu, plans, name, strides):
         x = x.detach().requires_grad_()
         loss = call_at_level(module, x, weight, target)
         results.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
-    assert not x.is_contiguous() and all(len(plan.slices) > 1 for plan in plans)
+    assert not x.is_contiguous() and all(len(plan) > 1 for plan in plans)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -279,7 +280,7 @@ def test_peak_memory(gpu, plans, name):
     torch.cuda.reset_peak_memory_stats()
     call_at_level(module, hidden, weight, target).backward()
     used = torch.cuda.max_memory_allocated() - before
-    assert len(plans[0].slices) == 3
+    assert len(plans[0]) == 3
     assert 1066 * MIB < used <= 1600 * MIB
 
 
