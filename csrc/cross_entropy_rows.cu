@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <climits>
 
-#include "common/cluster_launch.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
+#include "common/placement.h"
 #include "cross_entropy.h"
 #include "kernels/cross_entropy_persistent.cuh"
 
@@ -42,13 +42,23 @@ Residence residence(int64_t row_vectors, int shared_memory_optin, int max_thread
   return {0, 0, 0};
 }
 
-// False where no cluster of so many blocks holds a row.
-template <typename T, typename Shape>
-bool launch_shape(const char* op, const ce::Problem& p, int64_t row_vectors, int fewest, int most,
-                  const DeviceAttributes& device, cudaStream_t stream) {
-  const PersistentPlan plan = Shape::plan(row_vectors, fewest, most, device.shared_memory_per_block_optin);
-  return plan.pieces > 0 &&
-         launch_persistent<Shape>(op, ce::rows_persistent<T, Shape>, plan, p.rows, device, stream, p);
+// False where no cluster holds a row.
+template <typename T>
+bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors,
+                       const DeviceAttributes& device, cudaStream_t stream) {
+  using Stats = ce::Stats<false>;
+  // Three blocks on a multiprocessor keep one row and a half where a block alone would keep one; two fill
+  // the device more where clusters of three and more would be needed.
+  using Three = PersistentShape<256, 2, Stats, 1, 3>;
+  using Short = PersistentShape<1024, 2, Stats, 1, 1>;
+  using Two = PersistentShape<256, 4, Stats, 1, 2>;
+  using Long = PersistentShape<512, 4, Stats, 1, 1>;
+  Placement<ce::Problem> placement(op, row_vectors, device);
+  placement.template consider<Three>(ce::rows_persistent<T, Three>, 1, 2);
+  placement.template consider<Short>(ce::rows_persistent<T, Short>, 1, 2);
+  placement.template consider<Two>(ce::rows_persistent<T, Two>);
+  placement.template consider<Long>(ce::rows_persistent<T, Long>);
+  return placement.launch(p.rows, stream, p);
 }
 
 template <typename T, bool kExtras>
@@ -70,12 +80,7 @@ void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream
   const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
   if (p.gradient != nullptr && attributes.capability >= 90) {
     if constexpr (!kExtras) {
-      // 39 clusters of three fill the device less than 30 of four.
-      using Short = PersistentShape<1024, 2, ce::Stats<false>>;
-      using Long = PersistentShape<512, 4, ce::Stats<false>>;
-      if (row_vectors * 16 >= kPersistent &&
-          (launch_shape<T, Short>(op, p, row_vectors, 1, 2, attributes, stream) ||
-           launch_shape<T, Long>(op, p, row_vectors, 4, ce::kMaxCluster, attributes, stream))) {
+      if (row_vectors * 16 >= kPersistent && launch_persistent<T>(op, p, row_vectors, attributes, stream)) {
         return;
       }
     }

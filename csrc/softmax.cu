@@ -4,9 +4,9 @@
 
 #include <algorithm>
 
-#include "common/cluster_launch.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
+#include "common/placement.h"
 #include "elementwise.h"
 #include "kernels/softmax_persistent.cuh"
 
@@ -50,26 +50,27 @@ bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& devic
 }
 
 // False for rows that no cluster keeps.
-template <typename T, typename Rule, typename Shape>
-bool launch_shape(const char* op, const Softmax& p, int fewest, int most, const DeviceAttributes& device,
-                  cudaStream_t stream) {
-  const PersistentPlan plan =
-      Shape::plan(p.extent.columns / kVec<T>, fewest, most, device.shared_memory_per_block_optin);
-  return plan.pieces > 0 && launch_persistent<Shape>(op, softmax_persistent_kernel<T, Rule, Shape>, plan,
-                                                     p.extent.rows, device, stream, p);
+template <typename T, typename Rule>
+bool launch_persistent(const char* op, const Softmax& p, const DeviceAttributes& device,
+                       cudaStream_t stream) {
+  // The shapes of cross entropy; two tensors take half as many vectors each.
+  constexpr int kKept = Rule::kTensors;
+  using Stats = typename Rule::Stats;
+  using Three = PersistentShape<256, 2, Stats, kKept, 3>;
+  using Short = PersistentShape<kKept == 1 ? 1024 : 512, 2, Stats, kKept, 1>;
+  using Two = PersistentShape<256, 4 / kKept, Stats, kKept, 2>;
+  using Long = PersistentShape<512, 4 / kKept, Stats, kKept, 1>;
+  Placement<Softmax> placement(op, p.extent.columns / kVec<T>, device);
+  placement.template consider<Three>(softmax_persistent_kernel<T, Rule, Three>, 1, 2);
+  placement.template consider<Short>(softmax_persistent_kernel<T, Rule, Short>, 1, 2);
+  placement.template consider<Two>(softmax_persistent_kernel<T, Rule, Two>);
+  placement.template consider<Long>(softmax_persistent_kernel<T, Rule, Long>);
+  return placement.launch(p.extent.rows, stream, p);
 }
 
 template <typename T, typename Rule>
 bool launch_shared(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
-  // The shapes of cross entropy; two tensors take half as many vectors each.
-  constexpr int kKept = Rule::kTensors;
-  using Stats = typename Rule::Stats;
-  using Short = PersistentShape<kKept == 1 ? 1024 : 512, 2, Stats, kKept>;
-  using Long = PersistentShape<512, 4 / kKept, Stats, kKept>;
-  // 39 clusters of three fill the device less than 30 of four.
-  return launch_kept<T, Rule>(op, p, device, stream) ||
-         launch_shape<T, Rule, Short>(op, p, 1, 2, device, stream) ||
-         launch_shape<T, Rule, Long>(op, p, 4, kPortableCluster, device, stream);
+  return launch_kept<T, Rule>(op, p, device, stream) || launch_persistent<T, Rule>(op, p, device, stream);
 }
 
 template <typename T>

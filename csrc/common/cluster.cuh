@@ -104,7 +104,8 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, uint32_
 
 // Stores kWords words at the place that local, an address in this block's shared memory, has in the block of
 // that rank, and counts their bytes at its barrier. Who has waited for them there sees them: no fence, which
-// for a barrier of the cluster is one of the whole device and waits for all that the thread has stored.
+// for a barrier of the cluster is one of the whole device and waits for all that the thread has stored. local: a
+// multiple of 16 bytes for four words and more, of 8 for two.
 template <int kWords>
 __device__ __forceinline__ void cluster_send(void* local, uint64_t* barrier, uint32_t rank,
                                              const uint32_t* words) {
@@ -121,8 +122,16 @@ __device__ __forceinline__ void cluster_send(void* local, uint64_t* barrier, uin
         "r"(words[4 * i]), "r"(words[4 * i + 1]), "r"(words[4 * i + 2]), "r"(words[4 * i + 3]), "r"(counter)
         : "memory");
   }
-#pragma unroll
-  for (int i = kWords / 4 * 4; i < kWords; ++i) {
+  if constexpr (kWords % 4 >= 2) {
+    constexpr int i = kWords / 4 * 4;
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(
+            remote + 4 * i),
+        "r"(words[i]), "r"(words[i + 1]), "r"(counter)
+        : "memory");
+  }
+  if constexpr (kWords % 2 == 1) {
+    constexpr int i = kWords - 1;
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
                      remote + 4 * i),
                  "r"(words[i]), "r"(counter)

@@ -54,12 +54,4 @@ bool launch_staying(const char* op, void (*kernel)(Parameters...), const Plan& p
   return true;
 }
 
-// The same of the plan of a Shape, both in kernels/persistent_rows.cuh.
-template <typename Shape, typename Plan, typename... Parameters, typename... Arguments>
-bool launch_persistent(const char* op, void (*kernel)(Parameters...), const Plan& plan, int64_t rows,
-                       const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
-  return launch_staying(op, kernel, plan, Shape::kThreads, Shape::shared_bytes(plan), rows, device, stream,
-                        arguments...);
-}
-
 }  // namespace liger

@@ -16,33 +16,26 @@ namespace liger::ce {
 
 // grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape.
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     rows_persistent(const Problem p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   constexpr bool kExtras = false;
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
   KeptParts<T, Shape> parts(memory, plan);
+  typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
 
-  // By one lane.
-  const auto load_part = [&](const Slice<T>& s, int k) {
-    const T* const rows[] = {s.row};
-    parts.load_part(s, rows, k);
-  };
   Vec<T, 1> edge = {};
-  RowInputs<T> inputs = {};
+  RowInputs<T> inputs = {};  // of the first warp
   const auto load_rest = [&](const Slice<T>& s, int64_t row, int64_t y) {
-    inputs = read_inputs(p, s.row, row, y);
+    if (parts.warp == 0) inputs = read_inputs(p, s.row, row, y);
     const int column = s.edge_column(rank, p.vocab);
     if (column >= 0) edge.v[0] = s.row[column];
   };
   const auto load_all = [&](const Slice<T>& s, int64_t row, int64_t y) {
-    if (lane == 0) {
-      for (int k = 0; k < plan.pieces; ++k) load_part(s, k);
-    }
+    parts.load_row(s, {s.row});
     load_rest(s, row, y);
   };
   const auto slice_of = [&](int64_t row, int64_t y) {
@@ -51,14 +44,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   };
   const auto target_of = [&](int64_t row) { return row < p.rows ? p.targets[row] : p.targets.ignore_index; };
 
-  if (plan.blocks > 1) cluster_arrive_relaxed();
+  meeting.announce();
   int64_t row = blockIdx.x / plan.blocks;
   int64_t y = target_of(row), y_next = target_of(row + row_step);
   Slice<T> now = slice_of(row, y);
   if (now.live) load_all(now, row, y);
   const float denominator = *p.denominator;
-  __syncwarp();
-  if (plan.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+  meeting.start();
 
   for (; row < p.rows; row += row_step) {
     const Slice<T> next = slice_of(row + row_step, y_next);
@@ -66,7 +58,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     T* const out = static_cast<T*>(p.gradient) + row * p.gradient_stride;
     if (now.live) {
       Stats<kExtras> stats = no_stats<kExtras>();
-      for (int k = 0; k < plan.pieces; ++k) {
+      for (int k = 0; k < parts.pieces; ++k) {
         parts.wait(k);
         parts.over_piece(now, k, [&](auto count, const T* part, int column) {
           Vec<T, N> raw[count];
@@ -78,13 +70,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       parts.next_row();
       const int at_edge = now.edge_column(rank, p.vocab);
       if (at_edge >= 0) accumulate(stats, edge, at_edge, p);
-      merge_row(stats, parts.slots, rank, plan.blocks);
-      parts.swap_slots();
-
-      const Row facts = row_of<kExtras>(p, inputs, row);
+      merge_warp(stats);
+      Row facts = {};
+      const Gradient g = meeting.template meet<2>(stats, [&](const Stats<kExtras>* of_warps, int count) {
+        merge_slots(stats, of_warps, count);
+        facts = row_of<kExtras>(p, inputs, row);
+        return gradient_weights(p, facts, stats.max + logf(stats.sum), facts.token_weight / denominator,
+                                stats.max, stats.sum);
+      });
       if (rank == 0 && threadIdx.x == 0) write_results(p, facts, stats);
-      const Gradient g = gradient_weights(p, facts, stats.max + logf(stats.sum),
-                                          facts.token_weight / denominator, stats.max, stats.sum);
       if (at_edge >= 0) out[at_edge] = gradient<kExtras>(edge, at_edge, p, g).v[0];
       if (next.live) load_rest(next, row + row_step, y_next);
       const bool aligned = aligned_alike(now.row, out);
@@ -92,7 +86,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
         const Vec<T, N> d = gradient<kExtras>(raw, column, p, g);
         aligned ? store(out + column, d) : store_elements(out + column, d);
       };
-      for (int k = 0; k < plan.pieces; ++k) {
+      for (int k = 0; k < parts.pieces; ++k) {
         parts.over_piece(now, k, [&](auto count, const T* part, int column) {
           Vec<T, N> raw[count];
 #pragma unroll
@@ -101,7 +95,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
           for (int u = 0; u < count; ++u) put(raw[u], column + u * 32 * N);
         });
         __syncwarp();  // all lanes have read the part
-        if (lane == 0 && next.live) load_part(next, k);
+        if (parts.lane == 0 && next.live) parts.load_part(next, {next.row}, k);
       }
     } else {
       if (next.live) load_all(next, row + row_step, y_next);

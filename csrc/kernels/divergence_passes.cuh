@@ -97,50 +97,6 @@ __device__ __forceinline__ PairStats no_stats() {
   return {-INFINITY, 0.0f, -INFINITY, 0.0f, 0.0f};
 }
 
-// Where the warps of the blocks of a row leave what they have, in two sets of slots, used in turn: whoever is
-// past a meeting knows that the slots of the one before have been read everywhere.
-struct Meeting {
-  PairStats* slots;    // two for each warp of these, at the same place in each block
-  uint64_t* barriers;  // of the two sets; initialised in all of these blocks
-  PairStats* results;  // two of this block: what its first warp tells the others
-  int rank, blocks;
-  int warp;
-  uint32_t turn = 0;
-
-  // Gives every thread what reduce(slots, count) returns to all lanes of the first warp of its block, given
-  // what each warp has in all of its lanes. Other warps do nothing meanwhile, so that those of another block
-  // can. kWords: of S, less padding.
-  template <int kWords, typename S, typename Reduce>
-  __device__ __forceinline__ auto meet(const S& s, const Reduce& reduce) {
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const uint32_t set = turn % 2, phase = turn / 2 % 2;
-    S* const left = reinterpret_cast<S*>(slots + set * warps * blocks);
-    S* const own = &left[rank * warps + warp];
-    ++turn;
-    if (blocks == 1) {
-      if (lane == 0) *own = s;
-      __syncthreads();
-    } else {
-      if (lane < blocks)
-        cluster_send<kWords>(own, &barriers[set], lane, reinterpret_cast<const uint32_t*>(&s));
-      __syncwarp();
-    }
-    using Result = decltype(reduce(left, 0));
-    static_assert(sizeof(Result) <= sizeof(PairStats));
-    auto* const told = reinterpret_cast<Result*>(results + set);
-    if (warp == 0) {
-      if (blocks > 1) {
-        if (lane == 0) mbarrier_arrive_expect(&barriers[set], warps * blocks * kWords * 4);
-        mbarrier_wait_cluster(&barriers[set], phase);
-      }
-      const Result r = reduce(left, warps * blocks);
-      if (lane == 0) *told = r;
-    }
-    __syncthreads();
-    return *told;
-  }
-};
-
 template <Cross kCross>
 __device__ __forceinline__ PairStats merge_slots(const PairStats* slots, int count, float scale) {
   const int lane = threadIdx.x % 32;

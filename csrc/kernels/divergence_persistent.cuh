@@ -51,47 +51,23 @@ __device__ __forceinline__ void load_pair(const T* place, int step, float (&s)[N
 }
 #endif
 
-// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: EvenShape. The rows of
+// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. The rows of
 // student and teacher are equally far from a 16-byte boundary.
 template <typename T, typename Rule, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
-    rows_persistent(const Problem p, const Results r, const EvenPlan plan) {
+    rows_persistent(const Problem p, const Results r, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   using P = Passes<Rule>;
-  constexpr int N = kVec<T>, U = Shape::kVectors;
+  constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char memory[];
-  // By an exchange the compiler sees that all lanes have the same warp: copies then need no loop over lanes.
-  const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
-  // What this warp has of the student, then of the teacher, then what is kept beside them; in elements.
-  const int step = plan.own * N;
-  T* const parts = reinterpret_cast<T*>(memory) + warp * Shape::kKept * step;
-  auto* const slots = reinterpret_cast<PairStats*>(memory + Shape::kWarps * Shape::kKept * plan.own * 16);
-  auto* const results = slots + 2 * Shape::kWarps * plan.blocks;
-  auto* const barriers = reinterpret_cast<uint64_t*>(results + 2);
-  Meeting meeting{slots, barriers, results, rank, plan.blocks, warp};
-  uint64_t* const arrived = barriers + 2 + warp * plan.pieces;
+  // Of the student, then of the teacher, then what is kept beside them.
+  KeptParts<T, Shape> parts(memory, plan);
+  typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
+  const int lane = parts.lane, step = parts.step();
 
   const auto teacher_of = [&](int64_t row) { return row_at<T>(p.teacher, p.teacher_stride, row); };
-  // The first vector of this warp's part of a piece, and how many it has.
-  const auto part_of = [&](const Slice<T>& s, int k) {
-    const int size = min(Shape::kPart, plan.own - k * Shape::kPart);
-    const int first = k * Shape::kPiece + warp * size;
-    return make_int2(first, min(size, s.count - first));
-  };
-  // By one lane.
-  const auto load_part = [&](const Slice<T>& s, const T* teacher, int k) {
-    const auto [first, count] = part_of(s, k);
-    const int bytes = max(count, 0) * 16;
-    // The barrier of a part without anything completes too, so that all are in the same phase.
-    mbarrier_arrive_expect(&arrived[k], 2 * bytes);
-    if (bytes > 0) {
-      T* const part = parts + k * Shape::kPart * N;
-      bulk_load(part, s.row + s.column(first), bytes, &arrived[k]);
-      bulk_load(part + step, teacher + s.column(first), bytes, &arrived[k]);
-    }
-  };
   Vec<T, 1> student_edge = {}, teacher_edge = {};
   float weight = 0.0f;
   const auto load_rest = [&](const Slice<T>& s, int64_t row) {
@@ -100,9 +76,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (column >= 0) student_edge.v[0] = s.row[column], teacher_edge.v[0] = teacher_of(row)[column];
   };
   const auto load_all = [&](const Slice<T>& s, int64_t row) {
-    if (lane == 0) {
-      for (int k = 0; k < plan.pieces; ++k) load_part(s, teacher_of(row), k);
-    }
+    parts.load_row(s, {s.row, teacher_of(row)});
     load_rest(s, row);
   };
   const auto slice_of = [&](int64_t row, int64_t y) {
@@ -113,45 +87,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (row >= p.rows) return p.targets.ignore_index;
     return p.targets.data == nullptr ? ~p.targets.ignore_index : p.targets[row];
   };
-  // body(count, part, column) for this lane's vectors of a piece: all of them at once, or two and then single
-  // ones in the last part. part is the first one's place, that of the student; the next ones are 32 further.
-  const auto over_piece = [&](const Slice<T>& s, int k, const auto& body) {
-    const auto [first, count] = part_of(s, k);
-    T* const part = parts + (k * Shape::kPart + lane) * N;
-    const int column = s.column(first + lane);
-    if (count == Shape::kPart) {
-      body(std::integral_constant<int, U>{}, part, column);
-      return;
-    }
-    int done = 0;
-    if constexpr (U > 2) {
-      static_assert(U == 4);
-      if (count >= 64) {
-        body(std::integral_constant<int, 2>{}, part, column);
-        done = 64;
-      }
-    }
-#pragma unroll 1
-    for (; done + lane < count; done += 32) {
-      body(std::integral_constant<int, 1>{}, part + done * N, column + done * N);
-    }
-  };
 
-  if (lane == 0) {
-    for (int k = 0; k < plan.pieces; ++k) mbarrier_init(&arrived[k]);
-    if (warp == 0) mbarrier_init(&barriers[0]), mbarrier_init(&barriers[1]);
-    mbarrier_init_fence();
-  }
-  __syncwarp();
-  cluster_arrive_relaxed();
+  meeting.announce();
   int64_t row = blockIdx.x / plan.blocks;
   int64_t y_now = target_of(row), y_next = target_of(row + row_step);
   Slice<T> now = slice_of(row, y_now);
   if (now.live) load_all(now, row);
-  __syncwarp();
-  cluster_wait();  // every block has started: its shared memory may be written
+  meeting.start();
 
-  uint32_t phase = 0;
   for (; row < p.rows; row += row_step) {
     const int64_t row_next = row + row_step;
     const Slice<T> next = slice_of(row_next, y_next);
@@ -159,9 +102,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     T* const out = static_cast<T*>(r.gradient) + row * r.gradient_stride;
     if (now.live) {
       Running<P::kCross> running;
-      for (int k = 0; k < plan.pieces; ++k) {
-        mbarrier_wait(&arrived[k], phase);
-        over_piece(now, k, [&](auto count, const T* part, int) {
+      for (int k = 0; k < parts.pieces; ++k) {
+        parts.wait(k);
+        parts.over_piece(now, k, [&](auto count, const T* part, int) {
           Vec<T, N> student[count], teacher[count];
 #pragma unroll
           for (int u = 0; u < count; ++u) {
@@ -171,12 +114,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
           running.add(student, teacher, p.exp2_scale);
         });
       }
-      phase ^= 1;
+      parts.next_row();
       const int at_edge = now.edge_column(rank, p.vocab);
       if (at_edge >= 0) running.add({student_edge}, {teacher_edge}, p.exp2_scale);
       merge_warp<P::kCross>(running.stats, p.exp2_scale);
       Normaliser of_student = {}, of_teacher = {};  // where they are written
-      const Known known = meeting.meet<5>(running.stats, [&](const PairStats* of_warps, int count) {
+      const Known known = meeting.template meet<5>(running.stats, [&](const PairStats* of_warps, int count) {
         return Known(merge_slots<P::kCross>(of_warps, count, p.exp2_scale), p, &of_student, &of_teacher);
       });
 
@@ -185,8 +128,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       unpack(teacher_edge, edge_t);
       Sums sums = {0.0f, 0.0f};
       if constexpr (P::kTerms) {
-        for (int k = 0; k < plan.pieces; ++k) {
-          over_piece(now, k, [&](auto count, T* part, int) {
+        for (int k = 0; k < parts.pieces; ++k) {
+          parts.over_piece(now, k, [&](auto count, T* part, int) {
 #pragma unroll
             for (int u = 0; u < count; ++u, part += 32 * N) {
               float s[N], t[N];
@@ -201,7 +144,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
         // The copies that come to the place of what was kept write by other means; reads are waited for.
         if constexpr (P::kKeeps != Keeps::kNothing) async_fence();
         if (at_edge >= 0) P::terms(edge_s, edge_t, known, p.beta, sums);
-        sums = meeting.meet<2>(merge_warp(sums),
+        sums = meeting.template meet<2>(merge_warp(sums),
                                [](const Sums* of_warps, int count) { return merge_slots(of_warps, count); });
       }
 
@@ -220,8 +163,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       if (next.live) load_rest(next, row_next);
       const bool aligned = ce::aligned_alike(now.row, out);
       const T* const teacher_next = teacher_of(row_next);
-      for (int k = 0; k < plan.pieces; ++k) {
-        over_piece(now, k, [&](auto count, const T* part, int column) {
+      for (int k = 0; k < parts.pieces; ++k) {
+        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
           // Of the whole warp; a negative difference is a large one.
           const bool plain = aligned && static_cast<unsigned>(target - column + lane * N) >=
                                             static_cast<unsigned>(count * 32 * N);
@@ -253,7 +196,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
           }
         });
         __syncwarp();  // all lanes have read the part
-        if (lane == 0 && next.live) load_part(next, teacher_next, k);
+        if (lane == 0 && next.live) parts.load_part(next, {next.row, teacher_next}, k);
       }
     } else {
       if (next.live) load_all(next, row_next);

@@ -3,14 +3,12 @@
 //
 // A block, or a cluster of blocks where one cannot hold a row, has a slice of each row, in pieces. A warp has
 // a part of its own in every piece, with a barrier: one bulk copy, or one for each tensor whose rows are read
-// together, brings it, and nobody else reads it.
-//
-//   PersistentShape   every piece has the same parts, so that some warps have nothing in the last one
-//   EvenShape         all warps share what is left over whole pieces, and the memory ends with it
+// together, brings it, and nobody else reads it. In whole pieces a lane has kVectors vectors; what is left
+// over them all warps share, and the memory ends with it.
 #pragma once
 
-#include "common/cluster.cuh"
 #include "common/integers.h"
+#include "kernels/meeting.cuh"
 #include "kernels/span.cuh"
 
 namespace liger {
@@ -19,66 +17,43 @@ namespace liger {
 struct PersistentPlan {
   int blocks;  // of a row
   int slice;   // vectors of a row that a block has
-  int pieces;  // of shared memory that they take
+  int own;     // vectors of a row that a warp has, at most
+  int pieces;  // of a slice
 };
 
 // Of an instance: threads of a block, the vectors of a piece for each of them, what a warp leaves for the
-// others when they meet, and how many vectors are kept for one of a row.
-template <int kThreads_, int kVectors_, typename Slot_, int kKept_ = 1>
-struct PersistentShape {
-  static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32, kKept = kKept_;
-  static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
-  static constexpr int kPieceBytes = kKept * kPiece * 16 + kWarps * static_cast<int>(sizeof(uint64_t));
-  using Slot = Slot_;
-
-  // Dynamic shared memory: pieces, their barriers, and two sets of slots for what warps leave.
-  static constexpr int shared_bytes(const PersistentPlan& plan) {
-    return plan.pieces * kPieceBytes + 2 * kWarps * plan.blocks * static_cast<int>(sizeof(Slot));
-  }
-
-  // The fewest blocks, from so many to so many, whose shared memory holds a row.
-  static PersistentPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
-    for (int blocks = fewest; blocks <= most; ++blocks) {
-      const int64_t slice = ceil_div(row_vectors, blocks), pieces = ceil_div(slice, kPiece);
-      if (pieces > (shared_memory_optin - shared_bytes({blocks, 0, 0})) / kPieceBytes) continue;
-      return {blocks, static_cast<int>(slice), static_cast<int>(pieces)};
-    }
-    return {0, 0, 0};
-  }
-};
-
-struct EvenPlan : PersistentPlan {
-  int own;  // vectors of a row that a warp has, at most
-};
-
-// The same where a warp has as much of the last piece as any other, of blocks of which kResident share a
+// others when they meet, how many vectors are kept for one of a row, and how many blocks share a
 // multiprocessor.
 template <int kThreads_, int kVectors_, typename Slot_, int kKept_, int kResident_>
-struct EvenShape {
+struct PersistentShape {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
   static constexpr int kKept = kKept_, kResident = kResident_;
   static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
-  using Slot = Slot_;
+  using Meeting = liger::Meeting<Slot_, kWarps>;
 
-  // Dynamic shared memory: what warps have, two sets of slots for what they leave, a slot of each for what
-  // comes of it, the barriers of these sets, and those of the parts.
-  static constexpr int shared_bytes(const EvenPlan& plan) {
-    constexpr int kBarrier = sizeof(uint64_t), kSlot = sizeof(Slot);
-    return kWarps * (plan.own * kKept * 16 + 2 * plan.blocks * kSlot + plan.pieces * kBarrier) +
-           2 * (kSlot + kBarrier);
+  // Dynamic shared memory: what warps have, their meetings, and the barriers of the parts.
+  static constexpr int kept_bytes(const PersistentPlan& plan) { return kWarps * plan.own * kKept * 16; }
+  static constexpr int shared_bytes(const PersistentPlan& plan) {
+    return kept_bytes(plan) + Meeting::bytes(plan.blocks) +
+           kWarps * plan.pieces * static_cast<int>(sizeof(uint64_t));
   }
 
-  // As of PersistentShape. Each block takes 1 KB of a multiprocessor beside what it can use.
-  static EvenPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
+  // The fewest blocks, from so many to so many, whose shared memory holds a row. Each takes 1 KB of a
+  // multiprocessor beside what it can use.
+  static constexpr PersistentPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
     const int available = (shared_memory_optin + 1024) / kResident - 1024;
     for (int blocks = fewest; blocks <= most; ++blocks) {
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * kKept * 16 > available) continue;
       const int vectors = static_cast<int>(slice), whole = vectors / kPiece, left = vectors % kPiece;
-      const EvenPlan plan{{blocks, vectors, whole + (left > 0)}, whole * kPart + ceil_div(left, kWarps)};
-      if (shared_bytes(plan) <= available) return plan;
+      const int share = ceil_div(left, kWarps);
+      // Where there is room, what is left is shared in steps of all lanes: fewer warps then take one.
+      for (const int last : {round_up(share, 32), share}) {
+        const PersistentPlan plan{blocks, vectors, whole * kPart + last, whole + (left > 0)};
+        if (shared_bytes(plan) <= available) return plan;
+      }
     }
-    return {{0, 0, 0}, 0};
+    return {0, 0, 0, 0};
   }
 };
 
@@ -106,67 +81,90 @@ struct Slice {
   }
 };
 
-// The parts of all pieces that a warp keeps. In a piece the Shape::kKept tensors lie one behind the other.
+// The parts of all pieces that a warp keeps: those of the first tensor, then those of the next, and so on for
+// Shape::kKept of them.
 template <typename T, typename Shape>
 struct KeptParts {
-  static constexpr int N = kVec<T>, kTensor = Shape::kPiece * N, kPieceStep = Shape::kKept * kTensor;
-  T* first;                     // this lane's first vector of the first piece
-  uint64_t* arrived;            // a barrier for each piece
-  typename Shape::Slot* slots;  // of the next merge
-  int to_other_slots;           // of the one after
+  static constexpr int N = kVec<T>;
+  T* first;           // this warp's first vector
+  uint64_t* arrived;  // a barrier for each piece
+  int own, pieces, lane, warp;
   uint32_t phase = 0;
 
-  __device__ __forceinline__ KeptParts(unsigned char* memory, const PersistentPlan& plan) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    first = reinterpret_cast<T*>(memory) + (warp * Shape::kPart + lane) * N;
-    uint64_t* const barriers =
-        reinterpret_cast<uint64_t*>(memory + plan.pieces * Shape::kKept * Shape::kPiece * 16);
-    arrived = barriers + warp * plan.pieces;
-    slots = reinterpret_cast<typename Shape::Slot*>(barriers + Shape::kWarps * plan.pieces);
-    to_other_slots = Shape::kWarps * plan.blocks;
+  // memory: Shape::shared_bytes(plan).
+  __device__ __forceinline__ KeptParts(unsigned char* memory, const PersistentPlan& plan)
+      : own(plan.own), pieces(plan.pieces), lane(threadIdx.x % 32) {
+    // By an exchange the compiler sees that all lanes have the same warp: copies need no loop over lanes.
+    warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    first = reinterpret_cast<T*>(memory) + warp * Shape::kKept * step();
+    const int barriers = Shape::kept_bytes(plan) + Shape::Meeting::bytes(plan.blocks);
+    arrived = reinterpret_cast<uint64_t*>(memory + barriers) + warp * pieces;
     if (lane == 0) {
-      for (int k = 0; k < plan.pieces; ++k) mbarrier_init(&arrived[k]);
+      for (int k = 0; k < pieces; ++k) mbarrier_init(&arrived[k]);
       mbarrier_init_fence();
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void swap_slots() {
-    slots += to_other_slots;
-    to_other_slots = -to_other_slots;
-  }
+  // Elements from a vector of a tensor to what is kept of the next one.
+  __device__ __forceinline__ int step() const { return own * N; }
+
   // By one lane: this warp's part of piece k, of rows that are equally far from a 16-byte boundary.
   template <int kTensors>
   __device__ __forceinline__ void load_part(const Slice<T>& s, const T* const (&rows)[kTensors],
                                             int k) const {
-    const int vector = k * Shape::kPiece + threadIdx.x / 32 * Shape::kPart;
-    const int bytes = max(0, min(Shape::kPart, s.count - vector)) * 16;
+    const auto [begin, count] = part_of(s, k);
+    const int bytes = max(count, 0) * 16;
     // The barrier of a part without anything completes too, so that all are in the same phase.
     mbarrier_arrive_expect(&arrived[k], kTensors * bytes);
     if (bytes == 0) return;
+    T* const part = first + k * Shape::kPart * N;
+    const int column = s.column(begin);
 #pragma unroll
-    for (int t = 0; t < kTensors; ++t) {
-      bulk_load(first + k * kPieceStep + t * kTensor, rows[t] + s.column(vector), bytes, &arrived[k]);
+    for (int t = 0; t < kTensors; ++t) bulk_load(part + t * step(), rows[t] + column, bytes, &arrived[k]);
+  }
+  // By the whole warp: its parts of all pieces.
+  template <int kTensors>
+  __device__ __forceinline__ void load_row(const Slice<T>& s, const T* const (&rows)[kTensors]) const {
+    if (lane == 0) {
+      for (int k = 0; k < pieces; ++k) load_part(s, rows, k);
     }
   }
   __device__ __forceinline__ void wait(int k) const { mbarrier_wait(&arrived[k], phase); }
   // After all pieces of a row have been waited for.
   __device__ __forceinline__ void next_row() { phase ^= 1; }
-  // body(count, part, column) for this lane's vectors of a piece: all of them at once, or one at a time in
-  // the last part. part is the first one's place, that of the first tensor; the next ones are 32 further.
+
+  // body(count, part, column) for this lane's vectors of a piece: all of them at once, or two and then single
+  // ones in the last part. part is the first one's place, that of the first tensor; the next ones are 32
+  // further.
   template <typename Body>
   __device__ __forceinline__ void over_piece(const Slice<T>& s, int k, const Body& body) const {
-    const int lane = threadIdx.x % 32, vector = k * Shape::kPiece + threadIdx.x / 32 * Shape::kPart;
-    const int count = s.count - vector;
-    T* const part = first + k * kPieceStep;
-    const int column = s.column(vector + lane);
-    if (count >= Shape::kPart) {
+    const auto [begin, count] = part_of(s, k);
+    T* const part = first + (k * Shape::kPart + lane) * N;
+    const int column = s.column(begin + lane);
+    if (count == Shape::kPart) {
       body(std::integral_constant<int, Shape::kVectors>{}, part, column);
-    } else {
-#pragma unroll 1
-      for (int u = 0; u * 32 + lane < count; ++u) {
-        body(std::integral_constant<int, 1>{}, part + u * 32 * N, column + u * 32 * N);
+      return;
+    }
+    int done = 0;
+    if constexpr (Shape::kVectors > 2) {
+      static_assert(Shape::kVectors == 4);
+      if (count >= 64) {
+        body(std::integral_constant<int, 2>{}, part, column);
+        done = 64;
       }
     }
+#pragma unroll 1
+    for (; done + lane < count; done += 32) {
+      body(std::integral_constant<int, 1>{}, part + done * N, column + done * N);
+    }
+  }
+
+ private:
+  // The first vector of this warp's part of a piece, and how many it has: none where that is not positive.
+  __device__ __forceinline__ int2 part_of(const Slice<T>& s, int k) const {
+    const int size = min(Shape::kPart, own - k * Shape::kPart);
+    const int begin = k * Shape::kPiece + warp * size;
+    return make_int2(begin, min(size, s.count - begin));
   }
 };
 #endif

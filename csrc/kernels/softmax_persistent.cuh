@@ -11,45 +11,44 @@ namespace liger {
 // grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. Rows as
 // those of softmax_kept_kernel.
 template <typename T, typename Rule, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, 1)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     softmax_persistent_kernel(const Softmax p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>, kTensors = Rule::kTensors;
   static_assert(Shape::kKept == kTensors);
-  using Parts = KeptParts<T, Shape>;
+  using Stats = typename Rule::Stats;
   extern __shared__ __align__(128) unsigned char memory[];
-  const int lane = threadIdx.x % 32, columns = static_cast<int>(p.extent.columns);
+  const int columns = static_cast<int>(p.extent.columns);
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
-  Parts parts(memory, plan);
+  KeptParts<T, Shape> parts(memory, plan);
+  typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
+  const int step = parts.step();
 
   Vec<T, 1> edge[kTensors] = {};
   const auto slice_of = [&](int64_t row) { return Slice<T>(row_of<T>(p.x, row), columns, plan, rank); };
 
-  if (plan.blocks > 1) cluster_arrive_relaxed();
+  meeting.announce();
   int64_t row = blockIdx.x / plan.blocks;
   Slice<T> now = slice_of(row);
   int at_edge = now.edge_column(rank, columns);
   {
     const RuleRows<T, Rule> rows(p, row);
-    if (lane == 0) {
-      for (int k = 0; k < plan.pieces; ++k) parts.load_part(now, rows.of, k);
-    }
+    parts.load_row(now, rows.of);
     if (at_edge >= 0) load_edge(edge, rows.of, at_edge);
   }
-  __syncwarp();
-  if (plan.blocks > 1) cluster_wait();  // every block has started: its shared memory may be written
+  meeting.start();
 
   for (; row < p.extent.rows; row += row_step) {
-    typename Rule::Stats stats;
-    for (int k = 0; k < plan.pieces; ++k) {
+    Stats stats;
+    for (int k = 0; k < parts.pieces; ++k) {
       parts.wait(k);
       parts.over_piece(now, k, [&](auto count, const T* part, int) {
         Vec<T, N> of[kTensors][count];
 #pragma unroll
         for (int t = 0; t < kTensors; ++t) {
 #pragma unroll
-          for (int u = 0; u < count; ++u) of[t][u] = load<T, N>(part + t * Parts::kTensor + u * 32 * N);
+          for (int u = 0; u < count; ++u) of[t][u] = load<T, N>(part + t * step + u * 32 * N);
         }
         Rule::add(stats, of);
       });
@@ -57,10 +56,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     parts.next_row();
     if (at_edge >= 0) add_edge<Rule>(stats, edge);
     __syncwarp();
-    merge_row(stats, parts.slots, rank, plan.blocks);
-    parts.swap_slots();
+    stats.merge_warp();
+    const Rule result = meeting.template meet<sizeof(Stats) / 4>(stats, [&](const Stats* of_warps, int count) {
+      merge_slots(stats, of_warps, count);
+      return Rule(stats);
+    });
 
-    const Rule result(stats);
     T* const out = static_cast<T*>(p.out.data) + row * p.out.stride;
     if (at_edge >= 0) store(out + at_edge, result(edge));
     const bool more = row + row_step < p.extent.rows;
@@ -68,19 +69,19 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     const RuleRows<T, Rule> rows(p, row + row_step);
     at_edge = more ? next.edge_column(rank, columns) : -1;
     if (at_edge >= 0) load_edge(edge, rows.of, at_edge);
-    for (int k = 0; k < plan.pieces; ++k) {
+    for (int k = 0; k < parts.pieces; ++k) {
       parts.over_piece(now, k, [&](auto count, const T* part, int column) {
         Vec<T, N> of[count][kTensors];
 #pragma unroll
         for (int u = 0; u < count; ++u) {
 #pragma unroll
-          for (int t = 0; t < kTensors; ++t) of[u][t] = load<T, N>(part + t * Parts::kTensor + u * 32 * N);
+          for (int t = 0; t < kTensors; ++t) of[u][t] = load<T, N>(part + t * step + u * 32 * N);
         }
 #pragma unroll
         for (int u = 0; u < count; ++u) store_whole(out + column + u * 32 * N, result(of[u]));
       });
       __syncwarp();  // all lanes have read the part
-      if (lane == 0 && more) parts.load_part(next, rows.of, k);
+      if (parts.lane == 0 && more) parts.load_part(next, rows.of, k);
     }
     now = next;
   }

@@ -1,7 +1,6 @@
 // What the threads of a row of softmax, and of its gradient, find out about it, and how that is merged.
 #pragma once
 
-#include "common/cluster.cuh"
 #include "common/exp2.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
@@ -102,20 +101,5 @@ __device__ __forceinline__ void merge_block(Stats& stats, Stats* slots) {
   __syncthreads();
   merge_slots(stats, slots, blockDim.x / 32);
 }
-
-#if __CUDA_ARCH__ >= 900
-// The same of the blocks of a row. slots: as share_in_cluster() asks. The merge of a row between makes them
-// free for another one.
-template <typename Stats>
-__device__ __forceinline__ void merge_row(Stats& stats, Stats* slots, int rank, int blocks) {
-  if (blocks == 1) {
-    merge_block(stats, slots);
-    return;
-  }
-  stats.merge_warp();
-  share_in_cluster(stats, slots, rank, blocks);
-  merge_slots(stats, slots, blockDim.x / 32 * blocks);
-}
-#endif
 
 }  // namespace liger
