@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "common/cluster_launch.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
 #include "common/placement.h"
@@ -46,18 +47,9 @@ Residence residence(int64_t row_vectors, int shared_memory_optin, int max_thread
 template <typename T>
 bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors,
                        const DeviceAttributes& device, cudaStream_t stream) {
-  using Stats = ce::Stats<false>;
-  // Three blocks on a multiprocessor keep one row and a half where a block alone would keep one; two fill
-  // the device more where clusters of three and more would be needed.
-  using Three = PersistentShape<256, 2, Stats, 1, 3>;
-  using Short = PersistentShape<1024, 2, Stats, 1, 1>;
-  using Two = PersistentShape<256, 4, Stats, 1, 2>;
-  using Long = PersistentShape<512, 4, Stats, 1, 1>;
   Placement<ce::Problem> placement(op, row_vectors, device);
-  placement.template consider<Three>(ce::rows_persistent<T, Three>, 1, 2);
-  placement.template consider<Short>(ce::rows_persistent<T, Short>, 1, 2);
-  placement.template consider<Two>(ce::rows_persistent<T, Two>);
-  placement.template consider<Long>(ce::rows_persistent<T, Long>);
+  placement.template consider_long_rows<ce::Stats<false>, 1>(
+      [](auto shape) { return ce::rows_persistent<T, decltype(shape)>; });
   return placement.launch(p.rows, stream, p);
 }
 

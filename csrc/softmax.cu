@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "common/cluster_launch.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
 #include "common/placement.h"
@@ -53,18 +54,9 @@ bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& devic
 template <typename T, typename Rule>
 bool launch_persistent(const char* op, const Softmax& p, const DeviceAttributes& device,
                        cudaStream_t stream) {
-  // The shapes of cross entropy; two tensors take half as many vectors each.
-  constexpr int kKept = Rule::kTensors;
-  using Stats = typename Rule::Stats;
-  using Three = PersistentShape<256, 2, Stats, kKept, 3>;
-  using Short = PersistentShape<kKept == 1 ? 1024 : 512, 2, Stats, kKept, 1>;
-  using Two = PersistentShape<256, 4 / kKept, Stats, kKept, 2>;
-  using Long = PersistentShape<512, 4 / kKept, Stats, kKept, 1>;
   Placement<Softmax> placement(op, p.extent.columns / kVec<T>, device);
-  placement.template consider<Three>(softmax_persistent_kernel<T, Rule, Three>, 1, 2);
-  placement.template consider<Short>(softmax_persistent_kernel<T, Rule, Short>, 1, 2);
-  placement.template consider<Two>(softmax_persistent_kernel<T, Rule, Two>);
-  placement.template consider<Long>(softmax_persistent_kernel<T, Rule, Long>);
+  placement.template consider_long_rows<typename Rule::Stats, Rule::kTensors>(
+      [](auto shape) { return softmax_persistent_kernel<T, Rule, decltype(shape)>; });
   return placement.launch(p.extent.rows, stream, p);
 }
 

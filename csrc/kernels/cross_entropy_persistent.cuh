@@ -58,16 +58,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     T* const out = static_cast<T*>(p.gradient) + row * p.gradient_stride;
     if (now.live) {
       Stats<kExtras> stats = no_stats<kExtras>();
-      for (int k = 0; k < parts.pieces; ++k) {
-        parts.wait(k);
-        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
-          Vec<T, N> raw[count];
+      parts.first_pass(now, [&](auto count, const T* part, int column) {
+        Vec<T, N> raw[count];
 #pragma unroll
-          for (int u = 0; u < count; ++u) raw[u] = load<T, N>(part + u * 32 * N);
-          accumulate_all(stats, raw, column, 32 * N, p);
-        });
-      }
-      parts.next_row();
+        for (int u = 0; u < count; ++u) raw[u] = load<T, N>(part + u * 32 * N);
+        accumulate_all(stats, raw, column, 32 * N, p);
+      });
       const int at_edge = now.edge_column(rank, p.vocab);
       if (at_edge >= 0) accumulate(stats, edge, at_edge, p);
       merge_warp(stats);
@@ -82,21 +78,27 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       if (at_edge >= 0) out[at_edge] = gradient<kExtras>(edge, at_edge, p, g).v[0];
       if (next.live) load_rest(next, row + row_step, y_next);
       const bool aligned = aligned_alike(now.row, out);
-      const auto put = [&](const Vec<T, N>& raw, int column) {
-        const Vec<T, N> d = gradient<kExtras>(raw, column, p, g);
-        aligned ? store(out + column, d) : store_elements(out + column, d);
-      };
-      for (int k = 0; k < parts.pieces; ++k) {
-        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
+      parts.last_pass(now, next, {next.row}, [&](auto count, const T* part, int column) {
+        // Of the whole warp; a negative difference is a large one.
+        const bool plain = aligned && static_cast<unsigned>(g.target - column + parts.lane * N) >=
+                                          static_cast<unsigned>(count * 32 * N);
+        if (plain) {
           Vec<T, N> raw[count];
 #pragma unroll
           for (int u = 0; u < count; ++u) raw[u] = load<T, N>(part + u * 32 * N);
 #pragma unroll
-          for (int u = 0; u < count; ++u) put(raw[u], column + u * 32 * N);
-        });
-        __syncwarp();  // all lanes have read the part
-        if (parts.lane == 0 && next.live) parts.load_part(next, {next.row}, k);
-      }
+          for (int u = 0; u < count; ++u) {
+            const int at = column + u * 32 * N;
+            store_whole(out + at, gradient<kExtras, false>(raw[u], at, p, g));
+          }
+        } else {
+#pragma unroll 1
+          for (int u = 0; u < count; ++u, part += 32 * N, column += 32 * N) {
+            const Vec<T, N> d = gradient<kExtras>(load<T, N>(part), column, p, g);
+            aligned ? store_whole(out + column, d) : store_elements(out + column, d);
+          }
+        }
+      });
     } else {
       if (next.live) load_all(next, row + row_step, y_next);
       write_zeros(out, p.vocab, rank, plan.blocks);

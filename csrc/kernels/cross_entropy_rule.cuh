@@ -220,7 +220,8 @@ __device__ __forceinline__ Gradient gradient_weights(const Problem& p, const Row
   return g;
 }
 
-template <bool kExtras, typename T, int N>
+// kTarget: whether the target may be among these classes.
+template <bool kExtras, bool kTarget = true, typename T, int N>
 __device__ __forceinline__ Vec<T, N> gradient(const Vec<T, N>& raw, int column, const Problem& p,
                                               const Gradient& g) {
   float z[N], d[N];
@@ -237,7 +238,7 @@ __device__ __forceinline__ Vec<T, N> gradient(const Vec<T, N>& raw, int column, 
     }
   }
   const unsigned at = static_cast<unsigned>(g.target - column);
-  if (at < N) {
+  if (kTarget && at < N) {
 #pragma unroll
     for (int i = 0; i < N; ++i) d[i] -= at == static_cast<unsigned>(i) ? g.hard : 0.0f;
   }

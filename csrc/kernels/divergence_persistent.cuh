@@ -102,19 +102,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     T* const out = static_cast<T*>(r.gradient) + row * r.gradient_stride;
     if (now.live) {
       Running<P::kCross> running;
-      for (int k = 0; k < parts.pieces; ++k) {
-        parts.wait(k);
-        parts.over_piece(now, k, [&](auto count, const T* part, int) {
-          Vec<T, N> student[count], teacher[count];
+      parts.first_pass(now, [&](auto count, const T* part, int) {
+        Vec<T, N> student[count], teacher[count];
 #pragma unroll
-          for (int u = 0; u < count; ++u) {
-            student[u] = load<T, N>(part + u * 32 * N);
-            teacher[u] = load<T, N>(part + u * 32 * N + step);
-          }
-          running.add(student, teacher, p.exp2_scale);
-        });
-      }
-      parts.next_row();
+        for (int u = 0; u < count; ++u) {
+          student[u] = load<T, N>(part + u * 32 * N);
+          teacher[u] = load<T, N>(part + u * 32 * N + step);
+        }
+        running.add(student, teacher, p.exp2_scale);
+      });
       const int at_edge = now.edge_column(rank, p.vocab);
       if (at_edge >= 0) running.add({student_edge}, {teacher_edge}, p.exp2_scale);
       merge_warp<P::kCross>(running.stats, p.exp2_scale);
@@ -128,19 +124,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       unpack(teacher_edge, edge_t);
       Sums sums = {0.0f, 0.0f};
       if constexpr (P::kTerms) {
-        for (int k = 0; k < parts.pieces; ++k) {
-          parts.over_piece(now, k, [&](auto count, T* part, int) {
+        parts.pass(now, [&](auto count, T* part, int) {
 #pragma unroll
-            for (int u = 0; u < count; ++u, part += 32 * N) {
-              float s[N], t[N];
-              unpack(load<T, N>(part), s);
-              unpack(load<T, N>(part + step), t);
-              P::terms(s, t, known, p.beta, sums);
-              if constexpr (P::kKeeps == Keeps::kForStudent) keep(part, step, s);
-              if constexpr (P::kKeeps == Keeps::kForTeacher) keep(part + step, step, t);
-            }
-          });
-        }
+          for (int u = 0; u < count; ++u, part += 32 * N) {
+            float s[N], t[N];
+            unpack(load<T, N>(part), s);
+            unpack(load<T, N>(part + step), t);
+            P::terms(s, t, known, p.beta, sums);
+            if constexpr (P::kKeeps == Keeps::kForStudent) keep(part, step, s);
+            if constexpr (P::kKeeps == Keeps::kForTeacher) keep(part + step, step, t);
+          }
+        });
         // The copies that come to the place of what was kept write by other means; reads are waited for.
         if constexpr (P::kKeeps != Keeps::kNothing) async_fence();
         if (at_edge >= 0) P::terms(edge_s, edge_t, known, p.beta, sums);
@@ -162,42 +156,37 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       }
       if (next.live) load_rest(next, row_next);
       const bool aligned = ce::aligned_alike(now.row, out);
-      const T* const teacher_next = teacher_of(row_next);
-      for (int k = 0; k < parts.pieces; ++k) {
-        parts.over_piece(now, k, [&](auto count, const T* part, int column) {
-          // Of the whole warp; a negative difference is a large one.
-          const bool plain = aligned && static_cast<unsigned>(target - column + lane * N) >=
-                                            static_cast<unsigned>(count * 32 * N);
-          if (plain) {
-            constexpr int kBatch = count < 2 ? 1 : 2;  // gradients that are made side by side
+      const T* const rows_next[] = {next.row, teacher_of(row_next)};
+      parts.last_pass(now, next, rows_next, [&](auto count, const T* part, int column) {
+        // Of the whole warp; a negative difference is a large one.
+        const bool plain = aligned && static_cast<unsigned>(target - column + lane * N) >=
+                                          static_cast<unsigned>(count * 32 * N);
+        if (plain) {
+          constexpr int kBatch = count < 2 ? 1 : 2;  // gradients that are made side by side
 #pragma unroll
-            for (int u = 0; u < count; u += kBatch) {
-              float s[kBatch][N], t[kBatch][N];
+          for (int u = 0; u < count; u += kBatch) {
+            float s[kBatch][N], t[kBatch][N];
 #pragma unroll
-              for (int i = 0; i < kBatch; ++i)
-                load_pair<P::kKeeps>(part + (u + i) * 32 * N, step, s[i], t[i]);
+            for (int i = 0; i < kBatch; ++i) load_pair<P::kKeeps>(part + (u + i) * 32 * N, step, s[i], t[i]);
 #pragma unroll
-              for (int i = 0; i < kBatch; ++i) {
-                P::gradient(s[i], t[i], known, outcome);
-                store_streaming(out + column + (u + i) * 32 * N, pack<T>(s[i]));
-              }
-            }
-          } else {
-#pragma unroll 1
-            for (int u = 0; u < count; ++u, part += 32 * N, column += 32 * N) {
-              float s[N], t[N];
-              load_pair<P::kKeeps>(part, step, s, t);
-              P::gradient(s, t, known, outcome);
-#pragma unroll
-              for (int i = 0; i < N; ++i) s[i] -= column + i == target ? at_target : 0.0f;
-              const Vec<T, N> d = pack<T>(s);
-              aligned ? store_streaming(out + column, d) : ce::store_elements(out + column, d);
+            for (int i = 0; i < kBatch; ++i) {
+              P::gradient(s[i], t[i], known, outcome);
+              store_streaming(out + column + (u + i) * 32 * N, pack<T>(s[i]));
             }
           }
-        });
-        __syncwarp();  // all lanes have read the part
-        if (lane == 0 && next.live) parts.load_part(next, {next.row, teacher_next}, k);
-      }
+        } else {
+#pragma unroll 1
+          for (int u = 0; u < count; ++u, part += 32 * N, column += 32 * N) {
+            float s[N], t[N];
+            load_pair<P::kKeeps>(part, step, s, t);
+            P::gradient(s, t, known, outcome);
+#pragma unroll
+            for (int i = 0; i < N; ++i) s[i] -= column + i == target ? at_target : 0.0f;
+            const Vec<T, N> d = pack<T>(s);
+            aligned ? store_streaming(out + column, d) : ce::store_elements(out + column, d);
+          }
+        }
+      });
     } else {
       if (next.live) load_all(next, row_next);
       ce::write_zeros<T, true>(out, p.vocab, rank, plan.blocks);

@@ -64,7 +64,7 @@ struct Slice {
   const T* row;
   Span span;
   int begin, count;
-  bool live;  // not ignored
+  bool live;  // to be read
 
   __device__ __forceinline__ Slice(const T* row, int columns, const PersistentPlan& plan, int rank,
                                    bool live = true)
@@ -82,10 +82,12 @@ struct Slice {
 };
 
 // The parts of all pieces that a warp keeps: those of the first tensor, then those of the next, and so on for
-// Shape::kKept of them.
+// Shape::kKept of them. Passes over a row call body(count, part, column) for this lane's vectors of each
+// piece: all of them at once, or two and then single ones in the last part. part is the first one's place,
+// that of the first tensor; the next ones are 32 further.
 template <typename T, typename Shape>
 struct KeptParts {
-  static constexpr int N = kVec<T>;
+  static constexpr int N = kVec<T>, kPart = Shape::kPart, kPiece = Shape::kPiece;
   T* first;           // this warp's first vector
   uint64_t* arrived;  // a barrier for each piece
   int own, pieces, lane, warp;
@@ -108,7 +110,40 @@ struct KeptParts {
   // Elements from a vector of a tensor to what is kept of the next one.
   __device__ __forceinline__ int step() const { return own * N; }
 
-  // By one lane: this warp's part of piece k, of rows that are equally far from a 16-byte boundary.
+  // Starts the copies of rows that are equally far from a 16-byte boundary.
+  template <int kTensors>
+  __device__ __forceinline__ void load_row(const Slice<T>& s, const T* const (&rows)[kTensors]) const {
+    if (lane == 0) {
+      for (int k = 0; k < pieces; ++k) load_part(s, rows, k);
+    }
+  }
+  // The first pass, which waits for the copies.
+  template <typename Body>
+  __device__ __forceinline__ void first_pass(const Slice<T>& s, const Body& body) {
+    over_pieces(s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body, [](int) {});
+    phase ^= 1;
+  }
+  template <typename Body>
+  __device__ __forceinline__ void pass(const Slice<T>& s, const Body& body) const {
+    over_pieces(s, [](int) {}, body, [](int) {});
+  }
+  // The last one: the parts of the next rows come to the places of those that all lanes are done with.
+  template <int kTensors, typename Body>
+  __device__ __forceinline__ void last_pass(const Slice<T>& s, const Slice<T>& next,
+                                            const T* const (&rows)[kTensors], const Body& body) const {
+    over_pieces(s, [](int) {}, body, [&](int k) {
+      __syncwarp();
+      if (lane == 0 && next.live) load_part(next, rows, k);
+    });
+  }
+
+ private:
+  // The first vector of this warp's part of a piece, and how many it has: none where that is not positive.
+  __device__ __forceinline__ int2 part_of(const Slice<T>& s, int k) const {
+    const int size = min(kPart, own - k * kPart), begin = k * kPiece + warp * size;
+    return make_int2(begin, min(size, s.count - begin));
+  }
+  // By one lane.
   template <int kTensors>
   __device__ __forceinline__ void load_part(const Slice<T>& s, const T* const (&rows)[kTensors],
                                             int k) const {
@@ -117,54 +152,43 @@ struct KeptParts {
     // The barrier of a part without anything completes too, so that all are in the same phase.
     mbarrier_arrive_expect(&arrived[k], kTensors * bytes);
     if (bytes == 0) return;
-    T* const part = first + k * Shape::kPart * N;
+    T* const part = first + k * kPart * N;
     const int column = s.column(begin);
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) bulk_load(part + t * step(), rows[t] + column, bytes, &arrived[k]);
   }
-  // By the whole warp: its parts of all pieces.
-  template <int kTensors>
-  __device__ __forceinline__ void load_row(const Slice<T>& s, const T* const (&rows)[kTensors]) const {
-    if (lane == 0) {
-      for (int k = 0; k < pieces; ++k) load_part(s, rows, k);
-    }
-  }
-  __device__ __forceinline__ void wait(int k) const { mbarrier_wait(&arrived[k], phase); }
-  // After all pieces of a row have been waited for.
-  __device__ __forceinline__ void next_row() { phase ^= 1; }
-
-  // body(count, part, column) for this lane's vectors of a piece: all of them at once, or two and then single
-  // ones in the last part. part is the first one's place, that of the first tensor; the next ones are 32
-  // further.
-  template <typename Body>
-  __device__ __forceinline__ void over_piece(const Slice<T>& s, int k, const Body& body) const {
-    const auto [begin, count] = part_of(s, k);
-    T* const part = first + (k * Shape::kPart + lane) * N;
-    const int column = s.column(begin + lane);
-    if (count == Shape::kPart) {
+  template <typename Start, typename Body, typename Done>
+  __device__ __forceinline__ void over_pieces(const Slice<T>& s, const Start& start, const Body& body,
+                                              const Done& done) const {
+    // Of so many pieces this warp has a whole part.
+    const int whole = min(own / kPart, (s.count + kPiece - (warp + 1) * kPart) / kPiece);
+    T* part = first + lane * N;
+    int k = 0, column = s.column(warp * kPart + lane);
+#pragma unroll 1
+    for (; k < whole; ++k, part += kPart * N, column += kPiece * N) {
+      start(k);
       body(std::integral_constant<int, Shape::kVectors>{}, part, column);
-      return;
-    }
-    int done = 0;
-    if constexpr (Shape::kVectors > 2) {
-      static_assert(Shape::kVectors == 4);
-      if (count >= 64) {
-        body(std::integral_constant<int, 2>{}, part, column);
-        done = 64;
-      }
+      done(k);
     }
 #pragma unroll 1
-    for (; done + lane < count; done += 32) {
-      body(std::integral_constant<int, 1>{}, part + done * N, column + done * N);
+    for (; k < pieces; ++k, part += kPart * N) {
+      start(k);
+      const auto [begin, count] = part_of(s, k);
+      const int column = s.column(begin + lane);
+      int at = 0;
+      if constexpr (Shape::kVectors > 2) {
+        static_assert(Shape::kVectors == 4);
+        if (count >= 64) {
+          body(std::integral_constant<int, 2>{}, part, column);
+          at = 64;
+        }
+      }
+#pragma unroll 1
+      for (; at + lane < count; at += 32) {
+        body(std::integral_constant<int, 1>{}, part + at * N, column + at * N);
+      }
+      done(k);
     }
-  }
-
- private:
-  // The first vector of this warp's part of a piece, and how many it has: none where that is not positive.
-  __device__ __forceinline__ int2 part_of(const Slice<T>& s, int k) const {
-    const int size = min(Shape::kPart, own - k * Shape::kPart);
-    const int begin = k * Shape::kPiece + warp * size;
-    return make_int2(begin, min(size, s.count - begin));
   }
 };
 #endif

@@ -26,7 +26,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   const int step = parts.step();
 
   Vec<T, 1> edge[kTensors] = {};
-  const auto slice_of = [&](int64_t row) { return Slice<T>(row_of<T>(p.x, row), columns, plan, rank); };
+  const auto slice_of = [&](int64_t row) {
+    return Slice<T>(row_of<T>(p.x, row), columns, plan, rank, row < p.extent.rows);
+  };
 
   meeting.announce();
   int64_t row = blockIdx.x / plan.blocks;
@@ -41,19 +43,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
 
   for (; row < p.extent.rows; row += row_step) {
     Stats stats;
-    for (int k = 0; k < parts.pieces; ++k) {
-      parts.wait(k);
-      parts.over_piece(now, k, [&](auto count, const T* part, int) {
-        Vec<T, N> of[kTensors][count];
+    parts.first_pass(now, [&](auto count, const T* part, int) {
+      Vec<T, N> of[kTensors][count];
 #pragma unroll
-        for (int t = 0; t < kTensors; ++t) {
+      for (int t = 0; t < kTensors; ++t) {
 #pragma unroll
-          for (int u = 0; u < count; ++u) of[t][u] = load<T, N>(part + t * step + u * 32 * N);
-        }
-        Rule::add(stats, of);
-      });
-    }
-    parts.next_row();
+        for (int u = 0; u < count; ++u) of[t][u] = load<T, N>(part + t * step + u * 32 * N);
+      }
+      Rule::add(stats, of);
+    });
     if (at_edge >= 0) add_edge<Rule>(stats, edge);
     __syncwarp();
     stats.merge_warp();
@@ -64,25 +62,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
 
     T* const out = static_cast<T*>(p.out.data) + row * p.out.stride;
     if (at_edge >= 0) store(out + at_edge, result(edge));
-    const bool more = row + row_step < p.extent.rows;
     const Slice<T> next = slice_of(row + row_step);
     const RuleRows<T, Rule> rows(p, row + row_step);
-    at_edge = more ? next.edge_column(rank, columns) : -1;
+    at_edge = next.live ? next.edge_column(rank, columns) : -1;
     if (at_edge >= 0) load_edge(edge, rows.of, at_edge);
-    for (int k = 0; k < parts.pieces; ++k) {
-      parts.over_piece(now, k, [&](auto count, const T* part, int column) {
-        Vec<T, N> of[count][kTensors];
+    parts.last_pass(now, next, rows.of, [&](auto count, const T* part, int column) {
+      Vec<T, N> of[count][kTensors];
 #pragma unroll
-        for (int u = 0; u < count; ++u) {
+      for (int u = 0; u < count; ++u) {
 #pragma unroll
-          for (int t = 0; t < kTensors; ++t) of[u][t] = load<T, N>(part + t * step + u * 32 * N);
-        }
+        for (int t = 0; t < kTensors; ++t) of[u][t] = load<T, N>(part + t * step + u * 32 * N);
+      }
 #pragma unroll
-        for (int u = 0; u < count; ++u) store_whole(out + column + u * 32 * N, result(of[u]));
-      });
-      __syncwarp();  // all lanes have read the part
-      if (parts.lane == 0 && more) parts.load_part(next, rows.of, k);
-    }
+      for (int u = 0; u < count; ++u) store_whole(out + column + u * 32 * N, result(of[u]));
+    });
     now = next;
   }
 #endif
