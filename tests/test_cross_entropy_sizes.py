@@ -102,8 +102,9 @@ def check_rows(values, target, layout, inplace, **chosen):
 
 
 # The bytes of a row at which the cuda backend changes how it keeps it: two rows on a multiprocessor with 228 KB of
-# shared memory, a cluster that comes and goes, blocks that stay: one, 2, 4 and 8 for a row.
-LIMITS = [111616, 131072, 229376, 458752, 917504, 1835008]
+# shared memory, a cluster that comes and goes; blocks that stay: three of them with halves of rows, one with a row,
+# one with a half, clusters of more of which two share a multiprocessor, or none.
+LIMITS = [111616, 131072, 151552, 229376, 458752, 572160, 912384, 1149440, 1835008]
 
 
 @pytest.mark.gpu
@@ -136,7 +137,9 @@ def ignored_in_patterns(target, ignore_index, blocks):
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", [torch.clone, padded])
-@pytest.mark.parametrize("row_bytes, blocks", [(131082, 132), (256518, 66), (513012, 30)])
+@pytest.mark.parametrize(
+    "row_bytes, blocks", [(131082, 198), (200012, 132), (256518, 66), (513012, 50), (950012, 24)]
+)
 def test_more_rows_than_blocks(gpu, row_bytes, blocks, layout, dtype, name, inplace):
     """Each block takes several rows, which follow computed and ignored ones."""
     rows, vocab = 3 * blocks + 5, row_bytes // dtype.itemsize
@@ -148,7 +151,7 @@ def test_more_rows_than_blocks(gpu, row_bytes, blocks, layout, dtype, name, inpl
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("vocab", [60003, 70003, 128259])
+@pytest.mark.parametrize("vocab", [60003, 70003, 90003, 128259, 256003])
 def test_rows_do_not_depend_on_their_batch(gpu, vocab):
     """A row has the same bits in every place of a batch, and in every repetition."""
     logits, target = random_logits(280, vocab, gpu, torch.bfloat16)

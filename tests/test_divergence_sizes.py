@@ -97,9 +97,12 @@ def gpu():
 
 
 # The bytes of a row at which the cuda backend changes how it keeps those of both, with 228 KB of shared memory: at all;
-# with three blocks on a multiprocessor in a block, in two; with two of them in the largest clusters; with one, the
-# last. Twice, for jsd keeps more.
-LIMITS = [8192, 25216, 37888, 50176, 75264, 367360, 444416, 595968, 892928]
+# with three blocks on a multiprocessor in a block, in two, in three, in the largest clusters; with two of them in the
+# largest clusters; with one, the last. First jsd, which keeps more.
+LIMITS = [
+    8192, 25216, 50176, 74880, 192512, 295936, 595968,
+    37888, 75264, 112128, 288768, 444416, 892928,
+]  # fmt: skip
 
 
 @pytest.mark.gpu

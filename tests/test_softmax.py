@@ -23,14 +23,8 @@ def test_against_float64(device, shape, dtype):
     check_op(liger.softmax, plain, [torch.randn(shape, device=device, dtype=dtype) * 3], intermediate=8.0)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "rows, row_bytes", [(600, 40016), (300, 140002), (150, 300002), (80, 600002), (9, 2000004)]
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_rows(device, dtype, rows, row_bytes):
-    """More rows than fit the device at a time, each kept by a block or a cluster; and longer ones."""
-    columns = row_bytes // dtype.itemsize
+def check_both_ways(rows, columns, device, dtype):
+    """y and its gradient against float64; the gradient against that of the y which was computed."""
     x, grad = (torch.randn(rows, columns, device=device) for _ in range(2))
     x, grad = (3 * x).to(dtype).requires_grad_(), grad.to(dtype)
     y = liger.softmax(x)
@@ -46,7 +40,59 @@ def test_long_rows(device, dtype, rows, row_bytes):
     for name, (got, wanted) in exact.items():
         # Relative to the largest of a row: that is where the digits of its sum show.
         error = (got - wanted).abs().amax(-1) / wanted.abs().amax(-1)
-        assert error.max() < (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps, name
+        assert error.max() < (16 if dtype == torch.float32 else 4) * torch.finfo(dtype).eps, (name, columns)
+
+
+# In the backward, twice as many bytes are kept.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "rows, row_bytes",
+    [
+        (600, 40016), (450, 70002), (300, 100002), (450, 140002), (300, 200002), (150, 300002), (120, 500002),
+        (80, 600002), (40, 1000002), (9, 2000004),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows(device, dtype, rows, row_bytes):
+    """More rows than fit the device at a time, each kept by a block or a cluster; and longer ones."""
+    check_both_ways(rows, row_bytes // dtype.itemsize, device, dtype)
+
+
+# The bytes of a row at which the cuda backend changes how it keeps it, with 228 KB of shared memory: two on a
+# multiprocessor, three halves of rows, one, one on two, clusters of more with two blocks on a multiprocessor, with
+# one. First those of the backward, which keeps two tensors.
+LIMITS = [
+    57344, 76032, 115456, 230912, 286720, 457728, 919552,
+    114688, 151552, 229376, 458752, 572160, 912384, 1835008,
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_where_the_kernel_changes(device, limit, dtype):
+    at = limit // dtype.itemsize
+    for columns in (at - 1, at, at + 1, at + 13):
+        check_both_ways(3, columns, device, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [33000, 65536, 90000, 128264, 262144])
+def test_rows_do_not_depend_on_their_batch(device, columns):
+    """A row has the same bits in every place of a batch, and in every repetition."""
+    x, grad = (torch.randn(280, columns, device=device, dtype=torch.bfloat16) for _ in range(2))
+
+    def both(x, grad):
+        x = x.detach().requires_grad_()
+        y = liger.softmax(x)
+        return y.detach(), torch.autograd.grad(y, x, grad)[0]
+
+    place = torch.arange(280, device=device).roll(93)
+    whole, moved = both(x, grad), both(x[place], grad[place])
+    assert torch.equal(moved[0], whole[0][place]) and torch.equal(moved[1], whole[1][place])
+    for _ in range(3):
+        again = both(x, grad)
+        assert torch.equal(again[0], whole[0]) and torch.equal(again[1], whole[1])
 
 
 def test_rows_add_up_to_one(device):

@@ -34,16 +34,15 @@ class Placement {
       const cudaLaunchConfig_t config =
           in_clusters(plan.blocks, Shape::kThreads, shared_bytes, nullptr, cluster);
       const int held = held_clusters(op_, reinterpret_cast<const void*>(kernel), config, device_);
-      const float share =
-          std::min(1.0f, static_cast<float>(held * plan.blocks) / static_cast<float>(room));
+      const float share = std::min(1.0f, static_cast<float>(held * plan.blocks) / static_cast<float>(room));
       if (share <= filled_) continue;
       kernel_ = kernel, plan_ = plan, threads_ = Shape::kThreads, shared_bytes_ = shared_bytes;
       filled_ = share;
     }
   }
 
-  // For rows of which a multiprocessor keeps only one, or a part of one. kernel_of(Shape{}): the instance of a
-  // shape. In this order:
+  // For rows of which a multiprocessor keeps only one, or a part of one. kernel_of(Shape{}): the instance of
+  // a shape. In this order:
   //   three blocks on a multiprocessor, with halves of rows: one row and a half where a block alone has one
   //   one block with a row or a half of it: it leaves no multiprocessor without work
   //   two blocks, clusters of which leave fewer multiprocessors without work than those of
@@ -63,8 +62,8 @@ class Placement {
 
   // False where no kernel considered takes such rows.
   bool launch(int64_t rows, cudaStream_t stream, const Arguments&... arguments) const {
-    return kernel_ != nullptr && launch_staying(op_, kernel_, plan_, threads_, shared_bytes_, rows, device_,
-                                                stream, arguments...);
+    return kernel_ != nullptr &&
+           launch_staying(op_, kernel_, plan_, threads_, shared_bytes_, rows, device_, stream, arguments...);
   }
 
  private:

@@ -1,12 +1,13 @@
 // Rows of logits -> loss and gradient in one read and one write of memory (sm_90 and later), by blocks that
-// stay on the device: for rows of which a multiprocessor keeps only one, so that no second block's copies run
-// while the first computes. Without extras, with which it is slower than rows_resident.
+// stay on the device: for rows of which a multiprocessor keeps only one, or a part of one. Without extras,
+// with which it is slower than rows_resident.
 //
 // A block, or a cluster of blocks where one cannot hold a row, takes row after row. The row lies in shared
 // memory in pieces; a warp has a part of its own in every piece, with a barrier. It alone reads that part for
 // the statistics, turns it into the gradient, stores that, and has the same part of the next row come to its
 // place. So the copies of a row run beside the gradient of the row before, without a warp that only copies,
-// and the warps wait for each other once per row, for its statistics.
+// and the warps wait for each other once per row, for its statistics. The first warp of a block merges these
+// and tells the others what the gradient is made of.
 #pragma once
 
 #include "kernels/cross_entropy_rows.cuh"
@@ -68,9 +69,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       if (at_edge >= 0) accumulate(stats, edge, at_edge, p);
       merge_warp(stats);
       Row facts = {};
+      if (parts.warp == 0) {
+        facts = row_of<kExtras>(p, inputs, row);
+        // Waits for the logit at the target, in the place of which another block may have the gradient once
+        // they have met.
+        facts.z_target = __shfl_sync(0xffffffffu, facts.z_target, 0);
+      }
       const Gradient g = meeting.template meet<2>(stats, [&](const Stats<kExtras>* of_warps, int count) {
         merge_slots(stats, of_warps, count);
-        facts = row_of<kExtras>(p, inputs, row);
         return gradient_weights(p, facts, stats.max + logf(stats.sum), facts.token_weight / denominator,
                                 stats.max, stats.sum);
       });

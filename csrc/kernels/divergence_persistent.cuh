@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
         // The copies that come to the place of what was kept write by other means; reads are waited for.
         if constexpr (P::kKeeps != Keeps::kNothing) async_fence();
         if (at_edge >= 0) P::terms(edge_s, edge_t, known, p.beta, sums);
-        sums = meeting.template meet<2>(merge_warp(sums),
-                               [](const Sums* of_warps, int count) { return merge_slots(of_warps, count); });
+        sums = meeting.template meet<2>(
+            merge_warp(sums), [](const Sums* of_warps, int count) { return merge_slots(of_warps, count); });
       }
 
       Outcome outcome = P::outcome(known, sums, p.beta, weight * p.inverse_temperature);

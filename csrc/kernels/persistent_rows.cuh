@@ -66,8 +66,7 @@ struct Slice {
   int begin, count;
   bool live;  // to be read
 
-  __device__ __forceinline__ Slice(const T* row, int columns, const PersistentPlan& plan, int rank,
-                                   bool live = true)
+  __device__ __forceinline__ Slice(const T* row, int columns, const PersistentPlan& plan, int rank, bool live)
       : row(row),
         span(span_of(row, columns)),
         begin(min(rank * plan.slice, span.vectors)),
@@ -131,10 +130,12 @@ struct KeptParts {
   template <int kTensors, typename Body>
   __device__ __forceinline__ void last_pass(const Slice<T>& s, const Slice<T>& next,
                                             const T* const (&rows)[kTensors], const Body& body) const {
-    over_pieces(s, [](int) {}, body, [&](int k) {
-      __syncwarp();
-      if (lane == 0 && next.live) load_part(next, rows, k);
-    });
+    over_pieces(
+        s, [](int) {}, body,
+        [&](int k) {
+          __syncwarp();
+          if (lane == 0 && next.live) load_part(next, rows, k);
+        });
   }
 
  private:

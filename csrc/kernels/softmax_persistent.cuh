@@ -55,10 +55,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (at_edge >= 0) add_edge<Rule>(stats, edge);
     __syncwarp();
     stats.merge_warp();
-    const Rule result = meeting.template meet<sizeof(Stats) / 4>(stats, [&](const Stats* of_warps, int count) {
-      merge_slots(stats, of_warps, count);
-      return Rule(stats);
-    });
+    const Rule result =
+        meeting.template meet<sizeof(Stats) / 4>(stats, [&](const Stats* of_warps, int count) {
+          merge_slots(stats, of_warps, count);
+          return Rule(stats);
+        });
 
     T* const out = static_cast<T*>(p.out.data) + row * p.out.stride;
     if (at_edge >= 0) store(out + at_edge, result(edge));
