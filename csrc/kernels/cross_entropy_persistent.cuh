@@ -29,9 +29,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
 
   Vec<T, 1> edge = {};
-  RowInputs<T> inputs = {};  // of the first warp
+  RowInputs<T> inputs = {};  // of the first thread
   const auto load_rest = [&](const Slice<T>& s, int64_t row, int64_t y) {
-    if (parts.warp == 0) inputs = read_inputs(p, s.row, row, y);
+    if (threadIdx.x == 0) inputs = read_inputs(p, s.row, row, y);
     const int column = s.edge_column(rank, p.vocab);
     if (column >= 0) edge.v[0] = s.row[column];
   };
