@@ -3,6 +3,7 @@
 // load and store. Rows may start anywhere, those of all operands equally far from a 16-byte boundary.
 #pragma once
 
+#include "common/cluster.cuh"
 #include "kernels/softmax.cuh"
 #include "kernels/span.cuh"
 
