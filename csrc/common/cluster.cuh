@@ -104,8 +104,8 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, uint32_
 
 // Stores kWords words at the place that local, an address in this block's shared memory, has in the block of
 // that rank, and counts their bytes at its barrier. Who has waited for them there sees them: no fence, which
-// for a barrier of the cluster is one of the whole device and waits for all that the thread has stored. local: a
-// multiple of 16 bytes for four words and more, of 8 for two.
+// for a barrier of the cluster is one of the whole device and waits for all that the thread has stored.
+// local: a multiple of 16 bytes for four words and more, of 8 for two.
 template <int kWords>
 __device__ __forceinline__ void cluster_send(void* local, uint64_t* barrier, uint32_t rank,
                                              const uint32_t* words) {
