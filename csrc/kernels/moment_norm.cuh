@@ -126,11 +126,17 @@ __global__ void __launch_bounds__(kForwardThreads<V>, kMomentBlocks<V>)
   }
 }
 
+// Of all but the shortest rows threads have four vectors: two moments take more registers than two vectors
+// leave.
+inline ForwardPlan plan_moment_norm(int64_t rows, int64_t vectors, bool vectorised) {
+  return plan_norm_forward(rows, vectors, vectorised, 64);
+}
+
 // Chunks per row; 0 where a block holds a row, and p.parts is not needed.
 template <typename T>
 int moment_norm_chunks(int64_t hidden, bool vectorised) {
   const int n = vectorised ? kVec<T> : 1;
-  if (plan_norm_forward(1, hidden / n, vectorised).width != 0) return 0;
+  if (plan_moment_norm(1, hidden / n, vectorised).width != 0) return 0;
   const int64_t chunk = vectorised ? kChunkVectors<kVec<T>> : kChunkVectors<1>;
   return static_cast<int>((hidden / n + chunk - 1) / chunk);
 }
@@ -144,7 +150,7 @@ void launch_moment_norm_chunks(const P& p, int chunks, cudaStream_t stream) {
 
 template <typename T, int N, typename P>
 void launch_moment_norm_rows(const P& p, cudaStream_t stream) {
-  const ForwardPlan plan = plan_norm_forward(p.rows, p.hidden / N, N > 1);
+  const ForwardPlan plan = plan_moment_norm(p.rows, p.hidden / N, N > 1);
   const auto launch = [&](auto kernel) {
     kernel<<<static_cast<unsigned>(plan.blocks), plan.threads, 0, stream>>>(p, plan.lanes_log2);
   };
@@ -155,7 +161,8 @@ void launch_moment_norm_rows(const P& p, cudaStream_t stream) {
     plan.grouped ? launch(moment_norm_kernel<T, N, 2, Spread::kGrouped, P>)
                  : launch(moment_norm_kernel<T, N, 2, Spread::kBlock, P>);
   } else if (plan.width == 4) {
-    launch(moment_norm_kernel<T, N, 4, Spread::kBlock, P>);
+    plan.grouped ? launch(moment_norm_kernel<T, N, 4, Spread::kGrouped, P>)
+                 : launch(moment_norm_kernel<T, N, 4, Spread::kBlock, P>);
   } else {
     launch(moment_norm_kernel<T, N, 8, Spread::kBlock, P>);
   }

@@ -239,7 +239,9 @@ void launch_rms_norm_tile(const RmsNorm& p, const ForwardPlan& plan, cudaStream_
 // vectorised: every row of every tensor starts at a multiple of 16 bytes and holds whole vectors.
 template <typename T>
 void launch_rms_norm(const RmsNorm& p, bool vectorised, cudaStream_t stream) {
-  const ForwardPlan plan = plan_norm_forward(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised);
+  constexpr int64_t kMostOfTwo = 512;
+  const ForwardPlan plan =
+      plan_norm_forward(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised, kMostOfTwo);
   if (plan.width == 0) {
     const auto kernel = vectorised ? rms_norm_wide_kernel<T, kVec<T>> : rms_norm_wide_kernel<T, 1>;
     kernel<<<static_cast<unsigned>(p.rows), kWideThreads, 0, stream>>>(p);
