@@ -10,9 +10,9 @@
 namespace liger {
 
 // A slice consists of whole units of `unit` vectors of each of so many streams, with bytes_per_unit of shared
-// memory beside them; slot_bytes: what a warp leaves for the others when they meet. Two or more rows on a
-// multiprocessor, one of which computes while others load and store; of longer rows, the fewest blocks that
-// hold one.
+// memory beside them; slot_bytes: what a warp leaves for the others when they meet. Two or more blocks on a
+// multiprocessor, one of which computes while others load and store; of rows that no cluster keeps so, the
+// fewest blocks that hold one.
 inline Residence plan_residence(int64_t row_vectors, int unit, int streams, int bytes_per_unit,
                                 int slot_bytes, const DeviceAttributes& device) {
   const auto place = [&](int blocks, int fewest_resident) {
@@ -27,7 +27,7 @@ inline Residence plan_residence(int64_t row_vectors, int unit, int streams, int 
         (device.shared_memory_per_block_optin + 1024) / (bytes + meeting_bytes(kResidentWarps) + 1024);
     if (fit < fewest_resident) return r;
     r.blocks = blocks;
-    r.stay = fewest_resident == 1;
+    r.stay = blocks > 1 || fewest_resident == 1;
     r.slice = static_cast<int>(units * unit);
     r.stage = ceil_div(r.slice, kResidentStages);
     // As many threads as have 64 registers, busy for whole rounds of a stage.
@@ -39,9 +39,13 @@ inline Residence plan_residence(int64_t row_vectors, int unit, int streams, int 
     return r;
   };
   if (const Residence r = place(1, 2); r.blocks) return r;
-  // Clusters of other sizes fill the device less.
-  for (int blocks = 1; blocks <= kPortableCluster; blocks *= 2) {
-    if (const Residence r = place(blocks, 1); r.blocks) return r;
+  // Of two streams a block alone is as fast as two pairs of blocks, and it meets nobody.
+  if (const Residence r = place(1, 1); r.blocks && streams > 1) return r;
+  for (const int fewest_resident : {2, 1}) {
+    // Clusters of other sizes fill the device less.
+    for (int blocks = 2; blocks <= kPortableCluster; blocks *= 2) {
+      if (const Residence r = place(blocks, fewest_resident); r.blocks) return r;
+    }
   }
   return {};
 }

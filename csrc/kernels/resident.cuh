@@ -1,6 +1,6 @@
 // Rows in shared memory, for kernels that need the whole of a row before they can write any of it: a block,
-// or a cluster of blocks, keeps a row, so that it is read once. Where a multiprocessor has room for one block
-// alone, blocks stay: while a row is written, stage by stage, the next one arrives in its place. Compute
+// or a cluster of blocks, keeps a row, so that it is read once. Clusters, and blocks that a multiprocessor has
+// room for one of, stay: while a row is written, stage by stage, the next one arrives in its place. Compute
 // capability 9.0 and later.
 #pragma once
 
