@@ -47,9 +47,9 @@ Residence residence(int64_t row_vectors, int shared_memory_optin, int max_thread
 template <typename T>
 bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors,
                        const DeviceAttributes& device, cudaStream_t stream) {
+  using Shape = PersistentShape<512, 4, ce::Stats<false>, 1, 1>;
   Placement<ce::Problem> placement(op, row_vectors, device);
-  placement.template consider_long_rows<ce::Stats<false>, 1>(
-      [](auto shape) { return ce::rows_persistent<T, decltype(shape)>; });
+  placement.template consider<Shape>(ce::rows_persistent<T, Shape>);
   return placement.launch(p.rows, stream, p);
 }
 

@@ -54,10 +54,17 @@ bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& devic
 template <typename T, typename Rule>
 bool launch_persistent(const char* op, const Softmax& p, const DeviceAttributes& device,
                        cudaStream_t stream) {
-  Placement<Softmax> placement(op, p.extent.columns / kVec<T>, device);
-  placement.template consider_long_rows<typename Rule::Stats, Rule::kTensors>(
-      [](auto shape) { return softmax_persistent_kernel<T, Rule, decltype(shape)>; });
-  return placement.launch(p.extent.rows, stream, p);
+  constexpr int kTensors = Rule::kTensors, kVectors = 4 / kTensors;
+  using Two = PersistentShape<256, kVectors, typename Rule::Stats, kTensors, 2>;
+  using One = PersistentShape<512, kVectors, typename Rule::Stats, kTensors, 1>;
+  const auto launch = [&](auto shape) {
+    using Shape = decltype(shape);
+    Placement<Softmax> placement(op, p.extent.columns / kVec<T>, device);
+    placement.template consider<Shape>(softmax_persistent_kernel<T, Rule, Shape>);
+    return placement.launch(p.extent.rows, stream, p);
+  };
+  // Of one tensor two blocks on a multiprocessor are faster even where they leave more of these without work.
+  return (kTensors == 1 && launch(Two{})) || launch(One{});
 }
 
 template <typename T, typename Rule>

@@ -102,9 +102,8 @@ def check_rows(values, target, layout, inplace, **chosen):
 
 
 # The bytes of a row at which the cuda backend changes how it keeps it: two rows on a multiprocessor with 228 KB of
-# shared memory, a cluster that comes and goes; blocks that stay: three of them with halves of rows, one with a row,
-# one with a half, clusters of more of which two share a multiprocessor, or none.
-LIMITS = [111616, 131072, 151552, 229376, 458752, 572160, 912384, 1149440, 1835008]
+# shared memory, a cluster that comes and goes; blocks that stay, alone, in clusters of two, four and eight.
+LIMITS = [111616, 131072, 230912, 461312, 920576, 1835008]
 
 
 @pytest.mark.gpu

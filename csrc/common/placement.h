@@ -41,25 +41,6 @@ class Placement {
     }
   }
 
-  // For rows of which a multiprocessor keeps only one, or a part of one. kernel_of(Shape{}): the instance of
-  // a shape. In this order:
-  //   three blocks on a multiprocessor, with halves of rows: one row and a half where a block alone has one
-  //   one block with a row or a half of it: it leaves no multiprocessor without work
-  //   two blocks, clusters of which leave fewer multiprocessors without work than those of
-  //   one block, which takes the longest rows
-  template <typename Slot, int kKept, typename KernelOf>
-  void consider_long_rows(const KernelOf& kernel_of) {
-    constexpr int kVectors = 4 / kKept;
-    using Three = PersistentShape<256, 2, Slot, kKept, 3>;
-    using Short = PersistentShape<1024 / kKept, 2, Slot, kKept, 1>;
-    using Two = PersistentShape<256, kVectors, Slot, kKept, 2>;
-    using Long = PersistentShape<512, kVectors, Slot, kKept, 1>;
-    consider<Three>(kernel_of(Three{}), 1, 2);
-    consider<Short>(kernel_of(Short{}), 1, 2);
-    consider<Two>(kernel_of(Two{}));
-    consider<Long>(kernel_of(Long{}));
-  }
-
   // False where no kernel considered takes such rows.
   bool launch(int64_t rows, cudaStream_t stream, const Arguments&... arguments) const {
     return kernel_ != nullptr &&
