@@ -35,9 +35,15 @@ FASTER = {
     (9, 0): {
         "rms_norm": "cuda",
         "fused_add_rms_norm": "cuda",
+        "layer_norm": "cuda",
+        "group_norm": "cuda",
         "swiglu": "cuda",
+        "geglu": "cuda",
+        "relu_squared": "cuda",
+        "softmax": "cuda",
         "rope": "cuda",
         "cross_entropy": "cuda",
+        "divergence": "cuda",
         "fused_linear_ce": "cuda",
     },
 }
