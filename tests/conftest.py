@@ -40,6 +40,20 @@ def backend(device):
     return liger.backend._requested[0]
 
 
+@pytest.fixture
+def sm90():
+    """The device, with the engine of compute capability 9.0 in use; where it cannot run, the test is skipped."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a device of compute capability 9.0")
+    if "90a" not in pytest.importorskip("liger._C").build_info()["cuda_archs"]:
+        pytest.skip("built without kernels for 90a")
+    possible, why = liger.backend.supported("cuda", "fused_linear_ce")
+    if not possible:
+        pytest.skip(why)
+    with liger.use_backend("cuda"):
+        yield torch.device("cuda")
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -17,18 +17,6 @@ LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
 OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
 
 
-def engine_device():
-    """The device, where the engine is built and runs; elsewhere the test is skipped."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a device of compute capability 9.0")
-    if "90a" not in pytest.importorskip("liger._C").build_info()["cuda_archs"]:
-        pytest.skip("built without kernels for 90a")
-    possible, why = liger.backend.supported("cuda", "fused_linear_ce")
-    if not possible:
-        pytest.skip(why)
-    return torch.device("cuda")
-
-
 def clusters():
     """Pairs of blocks that run at a time; without a device, those of an H200."""
     if not torch.cuda.is_available():
@@ -67,6 +55,7 @@ SUMS = Shape(1900, 256, 1152, MIB)
 SUMS_BF16 = Shape(5000, 256, 2048, 8 * MIB, BFLOAT16)
 PARTS = Shape(256, 256, 16384)
 PARTS_OF_CHUNKS = Shape(900, 256, 8192, 8 * MIB)
+KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one chunk", "sums", "bf16 allowed"])
 SHAPES = {
     "in the weight gradient": Shape(500, 512, 2048),
     "beside it": BESIDE,

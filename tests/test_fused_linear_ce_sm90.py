@@ -9,6 +9,7 @@ from cross_entropy_reference import options
 from sm90_engine import (
     BESIDE,
     BFLOAT16,
+    KINDS,
     MIB,
     PARTS,
     PARTS_OF_CHUNKS,
@@ -18,28 +19,17 @@ from sm90_engine import (
     SUMS_BF16,
     assert_same_bits,
     check,
-    engine_device,
     exact,
     run,
 )
 from torch.nn.functional import linear
 
-import liger
-
 pytestmark = pytest.mark.gpu
 
 REDUCTIONS = ["mean", "sum", "none"]
-KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one chunk", "sums", "bf16 allowed"])
 
 
-@pytest.fixture
-def gpu():
-    device = engine_device()
-    with liger.use_backend("cuda"):
-        yield device
-
-
-def test_the_shapes_are_what_they_are_named(gpu):
+def test_the_shapes_are_what_they_are_named(sm90):
     def kinds(shape):
         rows, parts, hosted, units_bytes = shape.plan()
         return len(rows) > 1, hosted < rows[0], units_bytes > 0, max(parts) > 1
@@ -69,15 +59,15 @@ def test_the_shapes_are_what_they_are_named(gpu):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_kind_of_plan(gpu, name):
+def test_every_kind_of_plan(sm90, name):
     shape = SHAPES[name]
-    check(shape, *shape.layer(gpu))
+    check(shape, *shape.layer(sm90))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @KINDS
-def test_reductions(gpu, shape, reduction):
-    check(shape, *shape.layer(gpu), reduction=reduction)
+def test_reductions(sm90, shape, reduction):
+    check(shape, *shape.layer(sm90), reduction=reduction)
 
 
 @pytest.mark.parametrize(
@@ -85,36 +75,36 @@ def test_reductions(gpu, shape, reduction):
     ["class weights", "token weights", "ignore_index", "z-loss", "denominator", "z-loss and class weights"],
 )
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_every_option(gpu, name, reduction):
-    chosen = options(name, BESIDE.rows, BESIDE.vocab, gpu, reduction)
-    x, weight, target = BESIDE.layer(gpu)
+def test_every_option(sm90, name, reduction):
+    chosen = options(name, BESIDE.rows, BESIDE.vocab, sm90, reduction)
+    x, weight, target = BESIDE.layer(sm90)
     target[target == -100] = chosen.get("ignore_index", -100)
     check(BESIDE, x, weight, target, **chosen)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @KINDS
-def test_all_options_at_once(gpu, shape, reduction):
+def test_all_options_at_once(sm90, shape, reduction):
     chosen = {
-        "ce_weight": torch.rand(shape.vocab, device=gpu) + 0.1,
-        "token_weight": torch.rand(shape.rows, device=gpu) + 0.1,
+        "ce_weight": torch.rand(shape.vocab, device=sm90) + 0.1,
+        "token_weight": torch.rand(shape.rows, device=sm90) + 0.1,
         "lse_square_scale": 1e-2,
     }
     if reduction != "none":
-        chosen["denominator"] = torch.tensor(123.5, device=gpu)
-    check(shape, *shape.layer(gpu), reduction=reduction, **chosen)
+        chosen["denominator"] = torch.tensor(123.5, device=sm90)
+    check(shape, *shape.layer(sm90), reduction=reduction, **chosen)
 
 
 @pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @KINDS
-def test_only_what_is_trained(gpu, shape, reduction, trained):
-    check(shape, *shape.layer(gpu), trained, reduction=reduction)
+def test_only_what_is_trained(sm90, shape, reduction, trained):
+    check(shape, *shape.layer(sm90), trained, reduction=reduction)
 
 
 @pytest.mark.parametrize("shape", [PARTS, PARTS_OF_CHUNKS], ids=["one chunk", "chunks"])
-def test_parts_of_a_few_valid_rows(gpu, shape):
-    check(shape, *shape.layer(gpu, ignored=0.9))
+def test_parts_of_a_few_valid_rows(sm90, shape):
+    check(shape, *shape.layer(sm90, ignored=0.9))
 
 
 # --- ignored rows -------------------------------------------------------------------------------------------------
@@ -123,12 +113,12 @@ def test_parts_of_a_few_valid_rows(gpu, shape):
 @pytest.mark.parametrize(
     "shape", [SHAPES["in the weight gradient"], BESIDE, PARTS, SUMS], ids=lambda s: str(s.rows)
 )
-def test_the_first_row_of_a_class_is_subtracted_in_float32(gpu, shape):
-    x, weight, _ = shape.layer(gpu, scale=0.25)
-    target = torch.full((shape.rows,), -100, device=gpu)
+def test_the_first_row_of_a_class_is_subtracted_in_float32(sm90, shape):
+    x, weight, _ = shape.layer(sm90, scale=0.25)
+    target = torch.full((shape.rows,), -100, device=sm90)
     count = min(shape.rows, shape.vocab)
     # Logits this small make the target nearly all of the gradient.
-    target[:count] = torch.randperm(shape.vocab, device=gpu)[:count]
+    target[:count] = torch.randperm(shape.vocab, device=sm90)[:count]
     target[0] = -100  # so that the denominator is no power of two
     _, grads = run(shape, x, weight, target)
     _, expected = exact(x, weight, target)
@@ -138,23 +128,23 @@ def test_the_first_row_of_a_class_is_subtracted_in_float32(gpu, shape):
 
 
 @KINDS
-def test_a_class_that_is_every_target(gpu, shape):
-    x, weight, target = shape.layer(gpu)
+def test_a_class_that_is_every_target(sm90, shape):
+    x, weight, target = shape.layer(sm90)
     target[target >= 0] = shape.vocab - 1
     check(shape, x, weight, target)
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.5, 0.99])
 @KINDS
-def test_ignored_rows(gpu, shape, ignored):
-    check(shape, *shape.layer(gpu, ignored))
+def test_ignored_rows(sm90, shape, ignored):
+    check(shape, *shape.layer(sm90, ignored))
 
 
 @pytest.mark.parametrize("place", ["first", "last"])
 @KINDS
-def test_ignored_rows_side_by_side(gpu, shape, place):
+def test_ignored_rows_side_by_side(sm90, shape, place):
     """Whole chunks have nothing to do."""
-    x, weight, target = shape.layer(gpu, ignored=0.0)
+    x, weight, target = shape.layer(sm90, ignored=0.0)
     most = shape.rows * 3 // 4
     target[slice(None, most) if place == "first" else slice(-most, None)] = -100
     check(shape, x, weight, target)
@@ -162,9 +152,9 @@ def test_ignored_rows_side_by_side(gpu, shape, place):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @KINDS
-def test_all_rows_ignored(gpu, shape, reduction):
-    x, weight, target = shape.layer(gpu, ignored=1.0)
-    upstream = torch.ones(shape.rows, device=gpu) if reduction == "none" else None
+def test_all_rows_ignored(sm90, shape, reduction):
+    x, weight, target = shape.layer(sm90, ignored=1.0)
+    upstream = torch.ones(shape.rows, device=sm90) if reduction == "none" else None
     output, grads = run(shape, x, weight, target, upstream=upstream, reduction=reduction)
     assert output.loss.isnan() if reduction == "mean" else not output.loss.any()
     assert not output.logprobs.any()
@@ -173,8 +163,8 @@ def test_all_rows_ignored(gpu, shape, reduction):
 
 
 @KINDS
-def test_ignored_rows_may_hold_anything(gpu, shape):
-    x, weight, target = shape.layer(gpu, ignored=0.5)
+def test_ignored_rows_may_hold_anything(sm90, shape):
+    x, weight, target = shape.layer(sm90, ignored=0.5)
     dirty = x.clone()
     dirty[target == -100] = torch.inf
     assert_same_bits([run(shape, rows, weight, target) for rows in (x, dirty)])
@@ -185,9 +175,9 @@ def test_ignored_rows_may_hold_anything(gpu, shape):
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
 @KINDS
-def test_sums_beyond_their_range_are_repaired(gpu, shape, share):
+def test_sums_beyond_their_range_are_repaired(sm90, shape, share):
     """Targets more than 41 below the largest logit, in a few tiles of rows or in all: their sums pass 2^60."""
-    x, weight, target = shape.layer(gpu, ignored=0.1)
+    x, weight, target = shape.layer(sm90, ignored=0.1)
     x[: round(share * shape.rows)] *= 60
     logits = linear(x.double(), weight.double())
     live = target != -100
@@ -197,9 +187,9 @@ def test_sums_beyond_their_range_are_repaired(gpu, shape, share):
 
 
 @KINDS
-def test_the_smallest_logit_as_target(gpu, shape):
+def test_the_smallest_logit_as_target(sm90, shape):
     """The sums are large, up to the range in which they stay as they are."""
-    x, weight, _ = shape.layer(gpu, scale=2.0)
+    x, weight, _ = shape.layer(sm90, scale=2.0)
     logits = linear(x.double(), weight.double())
     target = logits.argmin(-1)
     below = logits.logsumexp(-1) - logits.min(-1).values
@@ -208,19 +198,19 @@ def test_the_smallest_logit_as_target(gpu, shape):
 
 
 @KINDS
-def test_the_largest_logit_as_target(gpu, shape):
+def test_the_largest_logit_as_target(sm90, shape):
     """Probabilities close to 1: gradients are small differences."""
-    x, weight, _ = shape.layer(gpu, scale=2.0)
+    x, weight, _ = shape.layer(sm90, scale=2.0)
     target = linear(x.double(), weight.double()).argmax(-1)
     # The loss is far smaller than the logits, whose sums in float32 have the error.
     check(shape, x, weight, target, loss_tolerance=2e-5)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_targets_out_of_range_are_nan_as_in_the_generic_engine(gpu, reduction):
-    x, weight, target = BESIDE.layer(gpu)
+def test_targets_out_of_range_are_nan_as_in_the_generic_engine(sm90, reduction):
+    x, weight, target = BESIDE.layer(sm90)
     target[3], target[700] = BESIDE.vocab, -5
-    upstream = torch.ones(BESIDE.rows, device=gpu) if reduction == "none" else None
+    upstream = torch.ones(BESIDE.rows, device=sm90) if reduction == "none" else None
     (ours, grads), (theirs, generic_grads) = (
         run(BESIDE, x, weight, target, upstream=upstream, generic=generic, reduction=reduction)
         for generic in (False, True)
@@ -262,9 +252,9 @@ def wider_rows(extra, offset):
     ids=["strided", "transposed", "wider rows", "odd rows", "misaligned", "offset"],
 )
 @pytest.mark.parametrize("shape", [BESIDE, SUMS], ids=["one chunk", "chunks"])
-def test_any_strides_give_the_same_bits(gpu, shape, form):
-    x, weight, target = shape.layer(gpu)
-    token_weight = torch.rand(shape.rows, device=gpu)
+def test_any_strides_give_the_same_bits(sm90, shape, form):
+    x, weight, target = shape.layer(sm90)
+    token_weight = torch.rand(shape.rows, device=sm90)
     runs = [
         run(shape, x, weight, target, token_weight=token_weight),
         run(shape, form(x), form(weight), strided_like(target), token_weight=strided_like(token_weight)),
@@ -273,20 +263,20 @@ def test_any_strides_give_the_same_bits(gpu, shape, form):
 
 
 @KINDS
-def test_int32_targets(gpu, shape):
-    x, weight, target = shape.layer(gpu)
+def test_int32_targets(sm90, shape):
+    x, weight, target = shape.layer(sm90)
     assert_same_bits([run(shape, x, weight, y) for y in (target, target.int())])
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_same_bits_twice_and_inputs_untouched(gpu, name):
+def test_the_same_bits_twice_and_inputs_untouched(sm90, name):
     shape = SHAPES[name]
-    x, weight, target = shape.layer(gpu)
+    x, weight, target = shape.layer(sm90)
     copies = [t.clone() for t in (x, weight, target)]
     runs = []
     for fill in (0.0, torch.nan):
         # Whatever the memory held before.
-        garbage = torch.full((64 * MIB,), fill, device=gpu)
+        garbage = torch.full((64 * MIB,), fill, device=sm90)
         del garbage
         runs.append(run(shape, x, weight, target))
     assert_same_bits(runs)
@@ -299,9 +289,9 @@ def test_the_same_bits_twice_and_inputs_untouched(gpu, name):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @KINDS
-def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(gpu, shape, reduction):
-    static = shape.layer(gpu, ignored=0.5)
-    upstream = torch.rand(shape.rows, device=gpu) if reduction == "none" else None
+def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(sm90, shape, reduction):
+    static = shape.layer(sm90, ignored=0.5)
+    upstream = torch.rand(shape.rows, device=sm90) if reduction == "none" else None
 
     def step():
         return run(shape, *static, upstream=upstream, reduction=reduction)
@@ -315,16 +305,16 @@ def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(gpu, shape, re
     with torch.cuda.graph(graph):
         captured = step()
     for ignored, scale in ((0.5, 1.0), (0.0, 1.0), (0.99, 0.5), (0.2, 30.0)):
-        for tensor, value in zip(static, shape.layer(gpu, ignored, scale), strict=True):
+        for tensor, value in zip(static, shape.layer(sm90, ignored, scale), strict=True):
             tensor.copy_(value)
         graph.replay()
         assert_same_bits([captured, step()])
 
 
 @pytest.mark.parametrize("generic", [False, True])
-def test_the_kernels_are_those_of_the_engine(gpu, generic):
+def test_the_kernels_are_those_of_the_engine(sm90, generic):
     """A plan says what should run; the profiler, what did."""
-    x, weight, target = SUMS.layer(gpu)
+    x, weight, target = SUMS.layer(sm90)
     run(SUMS, x, weight, target, generic=generic)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as recorded:
@@ -338,9 +328,9 @@ def test_the_kernels_are_those_of_the_engine(gpu, generic):
 
 # Blocks wait for each other. If a block that is waited for cannot start, the process has to be ended.
 @pytest.mark.timeout(120, method="thread")
-def test_calls_at_the_same_time_on_streams_of_their_own(gpu):
+def test_calls_at_the_same_time_on_streams_of_their_own(sm90):
     shapes = [BESIDE, SUMS, PARTS_OF_CHUNKS, SUMS_BF16]
-    layers = [shape.layer(gpu) for shape in shapes]
+    layers = [shape.layer(sm90) for shape in shapes]
     expected = [run(shape, *layer) for shape, layer in zip(shapes, layers, strict=True)]
     torch.cuda.synchronize()
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from losses_cases import leaf
-from sm90_engine import assert_observed, engine_device
+from sm90_engine import assert_observed
 from test_losses_op import EVERY, call
 
 import liger
@@ -28,13 +28,6 @@ PAIRS = {
     # Gradients go to their places some columns at a time.
     "few classes": (32, 128, 256, 256, 400 << 10),
 }
-
-
-@pytest.fixture
-def gpu():
-    device = engine_device()
-    with liger.use_backend("cuda"):
-        yield device
 
 
 @pytest.fixture
@@ -90,7 +83,7 @@ def relative(a, b):
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", NAMES)
-def test_against_float64(gpu, plans, name, temperature, ignored, budget):
+def test_against_float64(sm90, plans, name, temperature, ignored, budget):
     hidden, weight, target = make(ignored=ignored)
     module = module_of(name, temperature=temperature, memory_budget=BUDGETS[budget])
     ours = run(module, hidden, weight, target)
@@ -104,7 +97,7 @@ def test_against_float64(gpu, plans, name, temperature, ignored, budget):
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", NAMES)
-def test_observed_tokens(gpu, plans, name, temperature, budget):
+def test_observed_tokens(sm90, plans, name, temperature, budget):
     hidden, weight, target = make()
     seen = []
     options = {"temperature": temperature, "memory_budget": BUDGETS[budget]}
@@ -121,7 +114,7 @@ def test_observed_tokens(gpu, plans, name, temperature, budget):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_observed_tokens_far_from_their_targets(gpu, plans, budget):
+def test_observed_tokens_far_from_their_targets(sm90, plans, budget):
     hidden, weight, target = make(spread=30.0)
     seen = []
     module = losses.FusedLinearGRPOLoss(
@@ -133,7 +126,7 @@ def test_observed_tokens_far_from_their_targets(gpu, plans, budget):
     assert_observed(hidden.flatten(0, 1), weight, target.flatten(), entropy.flatten(), argmax.flatten(), 0.7)
 
 
-def test_targets_far_below_the_largest_logit(gpu, plans):
+def test_targets_far_below_the_largest_logit(sm90, plans):
     """Sums of exponentials from the target's leave the range of floats, and are made again."""
     hidden, weight, target = make(spread=30.0)
     advantages = torch.linspace(-1, 2, len(target), device="cuda")
@@ -149,7 +142,7 @@ def test_targets_far_below_the_largest_logit(gpu, plans):
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", "token"])
-def test_parts_of_the_gradient(gpu, name):
+def test_parts_of_the_gradient(sm90, name):
     hidden, weight, target = make()
     module = module_of(name, memory_budget=BUDGETS["chunks"])
     both = run(module, hidden, weight, target)[1:]
@@ -160,13 +153,13 @@ def test_parts_of_the_gradient(gpu, name):
         assert relative(alone, both[i].double()) < 3e-3
 
 
-def test_nothing_counts(gpu):
+def test_nothing_counts(sm90):
     hidden, weight, target = make()
     results = run(module_of("token"), hidden, weight, torch.full_like(target, -100))
     assert all(t.count_nonzero() == 0 for t in results)
 
 
-def test_where_the_engine_is_not_used(gpu, plans):
+def test_where_the_engine_is_not_used(sm90, plans):
     hidden, weight, target = make()
     for changed in ({"softcap": 30.0}, {"memory_budget": 2 * 64 * VOCAB}):
         run(module_of("dpo", **changed), hidden, weight, target)
@@ -190,7 +183,7 @@ def make_pairs(sequences, length, hidden_size, vocab, skipped=()):
 
 @pytest.mark.parametrize("shape", PAIRS)
 @pytest.mark.parametrize("name", ["dpo", "orpo", "simpo"])
-def test_pairs_in_several_chunks(gpu, plans, name, shape):
+def test_pairs_in_several_chunks(sm90, plans, name, shape):
     *sizes, budget = PAIRS[shape]
     half = sizes[0] // 2
     # Both answers of a pair without a token that counts, one that was chosen, one that was rejected. (What the odds of
@@ -209,11 +202,11 @@ def test_pairs_in_several_chunks(gpu, plans, name, shape):
     assert errors[exact[1].count_nonzero(-1) > 0].max() < 2e-2
 
 
-def test_pairs_by_torchs_products(gpu, plans):
+def test_pairs_by_torchs_products(sm90, plans):
     """Which a bias of zeros is left to; they round the logits to bfloat16."""
     *sizes, budget = PAIRS["odd lengths"]
     hidden, weight, target = make_pairs(*sizes, skipped=(1,))
-    module, zeros = module_of("dpo", memory_budget=budget), torch.zeros(sizes[-1], device=gpu).bfloat16()
+    module, zeros = module_of("dpo", memory_budget=budget), torch.zeros(sizes[-1], device=sm90).bfloat16()
 
     def with_bias(module, hidden, weight, target):
         return call(module, hidden, weight, target, zeros, level=-math.log(VOCAB))
@@ -234,7 +227,7 @@ STRIDED = {
 
 @pytest.mark.parametrize("strides", STRIDED)
 @pytest.mark.parametrize("name", ["dpo", "kto", "token"])
-def test_hidden_states_with_strides(gpu, plans, name, strides):
+def test_hidden_states_with_strides(sm90, plans, name, strides):
     *sizes, budget = PAIRS["odd lengths"]
     hidden, weight, target = make_pairs(*sizes, skipped=(1,))
     module, weight = module_of(name, memory_budget=budget), leaf(weight)
@@ -247,7 +240,7 @@ def test_hidden_states_with_strides(gpu, plans, name, strides):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_targets_of_either_type(gpu):
+def test_targets_of_either_type(sm90):
     *sizes, budget = PAIRS["odd lengths"]
     hidden, weight, target = make_pairs(*sizes, skipped=(1,))
     module = module_of("dpo", memory_budget=budget)
@@ -256,24 +249,24 @@ def test_targets_of_either_type(gpu):
 
 
 @pytest.mark.parametrize("room", [64, 200, 512, 4096])
-def test_rows_go_to_their_places(gpu, room):
+def test_rows_go_to_their_places(sm90, room):
     """By way of memory that has room for so many bytes of each row."""
     rows, hidden = 1003, 256
-    x = torch.randn(rows, hidden, device=gpu).bfloat16()
-    position = torch.randperm(rows, device=gpu, dtype=torch.int32)
-    position[torch.rand(rows, device=gpu) < 0.25] = -1
+    x = torch.randn(rows, hidden, device=sm90).bfloat16()
+    position = torch.randperm(rows, device=sm90, dtype=torch.int32)
+    position[torch.rand(rows, device=sm90) < 0.25] = -1
     expected = torch.where(position.unsqueeze(1) >= 0, x[position.clamp_min(0)], 0)
-    memory = torch.full((rows * room,), 255, dtype=torch.uint8, device=gpu)
+    memory = torch.full((rows * room,), 255, dtype=torch.uint8, device=sm90)
     torch.ops.liger_sm90.place_rows(position, memory, x)
     assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("name", ["token", "kto", "orpo", "dpo"])
-def test_peak_memory(gpu, plans, name):
+def test_peak_memory(sm90, plans, name):
     """What benchmarks/ asks for: both gradients are 1066 MiB of it."""
-    hidden = torch.randn(8, 1024, 4096, dtype=torch.bfloat16, device=gpu).requires_grad_()
-    weight = torch.randn(128256, 4096, dtype=torch.bfloat16, device=gpu).mul_(1 / 64).requires_grad_()
-    target = torch.randint(128256, (8, 1024), device=gpu)
+    hidden = torch.randn(8, 1024, 4096, dtype=torch.bfloat16, device=sm90).requires_grad_()
+    weight = torch.randn(128256, 4096, dtype=torch.bfloat16, device=sm90).mul_(1 / 64).requires_grad_()
+    target = torch.randint(128256, (8, 1024), device=sm90)
     target[:, :100] = -100
     module = module_of(name)
     before = torch.cuda.memory_allocated()
@@ -286,7 +279,7 @@ def test_peak_memory(gpu, plans, name):
 
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("name", ["token", "dpo"])
-def test_cuda_graph_and_no_synchronisation(gpu, name, observed):
+def test_cuda_graph_and_no_synchronisation(sm90, name, observed):
     hidden, weight, target = make()
     seen = []
     module = module_of(name, memory_budget=BUDGETS["chunks"], observe=seen.append if observed else None)

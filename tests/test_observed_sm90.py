@@ -8,16 +8,14 @@ from sm90_engine import (
     BESIDE,
     BFLOAT16,
     GRADIENT,
+    KINDS,
     LOSS,
     OBSERVED,
     ROWS,
     SHAPES,
-    SUMS,
-    SUMS_BF16,
     assert_close_to_exact,
     assert_observed,
     assert_same_bits,
-    engine_device,
     exact,
     run,
 )
@@ -26,15 +24,6 @@ from torch.nn.functional import linear
 import liger
 
 pytestmark = pytest.mark.gpu
-
-KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one chunk", "sums", "bf16 allowed"])
-
-
-@pytest.fixture
-def gpu():
-    device = engine_device()
-    with liger.use_backend("cuda"):
-        yield device
 
 
 def observe(shape, x, weight, target, trained=(True, True), **chosen):
@@ -47,9 +36,9 @@ def observe(shape, x, weight, target, trained=(True, True), **chosen):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_kind_of_plan(gpu, name):
+def test_every_kind_of_plan(sm90, name):
     shape = SHAPES[name]
-    x, weight, target = shape.layer(gpu)
+    x, weight, target = shape.layer(sm90)
     right = linear(x.double(), weight.double()).argmax(-1)
     target[::3] = torch.where(target[::3] >= 0, right[::3], target[::3])
     output, _ = observe(shape, x, weight, target)
@@ -59,20 +48,20 @@ def test_every_kind_of_plan(gpu, name):
 @pytest.mark.parametrize("trained", [(True, False), (False, True), (False, False)], ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @KINDS
-def test_only_what_is_trained(gpu, shape, reduction, trained):
-    x, weight, target = shape.layer(gpu)
-    upstream = torch.ones(shape.rows, device=gpu) if reduction == "none" else None
+def test_only_what_is_trained(sm90, shape, reduction, trained):
+    x, weight, target = shape.layer(sm90)
+    upstream = torch.ones(shape.rows, device=sm90) if reduction == "none" else None
     observe(shape, x, weight, target, trained, reduction=reduction, upstream=upstream)
 
 
 @KINDS
-def test_with_every_option_the_rest_is_as_exact_as_before(gpu, shape):
+def test_with_every_option_the_rest_is_as_exact_as_before(sm90, shape):
     chosen = {
-        "ce_weight": torch.rand(shape.vocab, device=gpu) + 0.1,
-        "token_weight": torch.rand(shape.rows, device=gpu) + 0.1,
+        "ce_weight": torch.rand(shape.vocab, device=sm90) + 0.1,
+        "token_weight": torch.rand(shape.rows, device=sm90) + 0.1,
         "lse_square_scale": 1e-2,
     }
-    x, weight, target = shape.layer(gpu)
+    x, weight, target = shape.layer(sm90)
     output, grads = observe(shape, x, weight, target, **chosen)
     values, expected = exact(x, weight, target, **chosen)
     assert_close_to_exact(output.loss, values["loss"].detach(), LOSS, "loss")
@@ -82,10 +71,10 @@ def test_with_every_option_the_rest_is_as_exact_as_before(gpu, shape):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_rest_has_the_same_bits(gpu, name):
+def test_the_rest_has_the_same_bits(sm90, name):
     shape = SHAPES[name]
     assert shape.plan() == shape.plan(observed=True)
-    layer = shape.layer(gpu)
+    layer = shape.layer(sm90)
     plain, grads = run(shape, *layer)
     observed, observed_grads = run(shape, *layer, **OBSERVED)
     same = ("loss", "z_loss", "logprobs")
@@ -96,8 +85,8 @@ def test_the_rest_has_the_same_bits(gpu, name):
 
 @pytest.mark.parametrize("name", ["entropy", "predicted_tokens", "token_accuracy"])
 @KINDS
-def test_one_alone(gpu, shape, name):
-    layer = shape.layer(gpu)
+def test_one_alone(sm90, shape, name):
+    layer = shape.layer(sm90)
     everything, _ = run(shape, *layer, **OBSERVED)
     alone, _ = run(shape, *layer, **{f"return_{name}": True})
     assert torch.equal(getattr(alone, name), getattr(everything, name))
@@ -110,9 +99,9 @@ def test_one_alone(gpu, shape, name):
 @pytest.mark.parametrize("period", [1, 2, 8, 128])
 @pytest.mark.parametrize("scale", [1.0, 60.0])
 @KINDS
-def test_of_equal_logits_the_first_is_the_most_probable(gpu, shape, scale, period):
+def test_of_equal_logits_the_first_is_the_most_probable(sm90, shape, scale, period):
     """Classes come in groups of the same weight: neighbours of a lane, of a quad, of a tile, of tiles far apart."""
-    x, weight, target = shape.layer(gpu, scale=scale)
+    x, weight, target = shape.layer(sm90, scale=scale)
     if period == 1:
         weight = weight[:1].expand_as(weight).contiguous()
     elif period == 128:
@@ -130,8 +119,8 @@ def test_of_equal_logits_the_first_is_the_most_probable(gpu, shape, scale, perio
 
 
 @KINDS
-def test_zeros_are_equal_and_their_entropy_is_the_largest(gpu, shape):
-    x, weight, target = shape.layer(gpu)
+def test_zeros_are_equal_and_their_entropy_is_the_largest(sm90, shape):
+    x, weight, target = shape.layer(sm90)
     weight = torch.where(weight > 0, 0.0, -0.0).to(BFLOAT16)
     output, _ = run(shape, x, weight, target, **OBSERVED)
     entropy, predicted = (t[target >= 0] for t in (output.entropy, output.predicted_tokens))
@@ -144,8 +133,8 @@ def test_zeros_are_equal_and_their_entropy_is_the_largest(gpu, shape):
 
 @pytest.mark.parametrize("share", [0.01, 1.0])
 @KINDS
-def test_sums_beyond_their_range_are_repaired(gpu, shape, share):
-    x, weight, target = shape.layer(gpu, ignored=0.1)
+def test_sums_beyond_their_range_are_repaired(sm90, shape, share):
+    x, weight, target = shape.layer(sm90, ignored=0.1)
     x[: round(share * shape.rows)] *= 60
     logits = linear(x.double(), weight.double())
     below = logits.max(-1).values - logits.gather(1, target.clamp_min(0).unsqueeze(1)).squeeze(1)
@@ -155,23 +144,23 @@ def test_sums_beyond_their_range_are_repaired(gpu, shape, share):
 
 @pytest.mark.parametrize("pick", [torch.argmin, torch.argmax])
 @KINDS
-def test_the_smallest_and_the_largest_logit_as_target(gpu, shape, pick):
-    x, weight, _ = shape.layer(gpu, scale=2.0)
+def test_the_smallest_and_the_largest_logit_as_target(sm90, shape, pick):
+    x, weight, _ = shape.layer(sm90, scale=2.0)
     target = pick(linear(x.double(), weight.double()), -1)
     output, _ = observe(shape, x, weight, target)
     assert output.token_accuracy == (1 if pick is torch.argmax else 0)
 
 
 @KINDS
-def test_all_rows_ignored(gpu, shape):
-    output, _ = observe(shape, *shape.layer(gpu, ignored=1.0))
+def test_all_rows_ignored(sm90, shape):
+    output, _ = observe(shape, *shape.layer(sm90, ignored=1.0))
     assert output.token_accuracy.isnan()
 
 
 @pytest.mark.parametrize("ignored", [0.5, 0.99])
 @KINDS
-def test_ignored_rows(gpu, shape, ignored):
-    x, weight, target = shape.layer(gpu, ignored)
+def test_ignored_rows(sm90, shape, ignored):
+    x, weight, target = shape.layer(sm90, ignored)
     runs = []
     for fill in (0.0, torch.inf):
         x[target == -100] = fill
@@ -185,20 +174,20 @@ def test_ignored_rows(gpu, shape, ignored):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_same_bits_twice(gpu, name):
+def test_the_same_bits_twice(sm90, name):
     shape = SHAPES[name]
-    layer = shape.layer(gpu)
+    layer = shape.layer(sm90)
     runs = []
     for fill in (0.0, torch.nan):
-        garbage = torch.full((1 << 26,), fill, device=gpu)  # whatever the memory held before
+        garbage = torch.full((1 << 26,), fill, device=sm90)  # whatever the memory held before
         del garbage
         runs.append(run(shape, *layer, **OBSERVED))
     assert_same_bits(runs)
 
 
 @KINDS
-def test_a_graph_fits_other_inputs(gpu, shape):
-    static = shape.layer(gpu)
+def test_a_graph_fits_other_inputs(sm90, shape):
+    static = shape.layer(sm90)
 
     def step():
         return run(shape, *static, **OBSERVED)
@@ -212,15 +201,15 @@ def test_a_graph_fits_other_inputs(gpu, shape):
     with torch.cuda.graph(graph):
         captured = step()
     for ignored, scale in ((0.0, 1.0), (0.9, 30.0), (0.2, 0.5)):
-        for tensor, value in zip(static, shape.layer(gpu, ignored, scale), strict=True):
+        for tensor, value in zip(static, shape.layer(sm90, ignored, scale), strict=True):
             tensor.copy_(value)
         graph.replay()
         assert_same_bits([captured, step()])
 
 
-def test_log_probabilities_with_entropies(gpu):
+def test_log_probabilities_with_entropies(sm90):
     """fused_linear_logprobs goes the same way, and its entropies keep their gradient."""
-    x, weight, target = BESIDE.layer(gpu)
+    x, weight, target = BESIDE.layer(sm90)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         found = liger.fused_linear_logprobs(x, weight, target, return_entropy=True, return_argmax=True)
         torch.cuda.synchronize()
