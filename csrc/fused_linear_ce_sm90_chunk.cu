@@ -94,9 +94,30 @@ int64_t padded(const Sm90Chunk& chunk) {
 int64_t sums_per_row(const Batch& batch) {
   return ceil_div(batch.vocab(), sm90::kTileN);
 }
-CUtensorMap weight_map(const Batch& batch) {
-  return matrix_map(static_cast<const Bf16*>(batch.weight.const_data_ptr()), batch.vocab(), batch.hidden(),
-                    batch.weight.stride(0));
+const Bf16* elements(const Tensor& matrix) {
+  return static_cast<const Bf16*>(matrix.const_data_ptr());
+}
+CUtensorMap matrix_map(const Tensor& matrix) {
+  return matrix_map(elements(matrix), matrix.size(0), matrix.size(1), matrix.stride(0));
+}
+
+// Every row counts, and as it is.
+__global__ void __launch_bounds__(kRowThreads) count_all_rows(int rows, int* count, float* scale) {
+  const int row = blockIdx.x * kRowThreads + threadIdx.x;
+  if (row == 0) *count = rows;
+  if (row < rows) scale[row] = 1.0f;
+}
+
+// Whether the engine has code for the device; sets how many pairs of blocks that runs at a time.
+bool runs_on(Sm90Problem& problem, int device) {
+#ifndef LIGER_HAS_SM90A
+  return false;
+#else
+  if (device_attributes(device).capability != 90 || problem.rows > INT_MAX / 2 || !has_tensor_maps())
+    return false;
+  problem.clusters = resident_clusters<GradInput>(device);
+  return true;
+#endif
 }
 
 }  // namespace
@@ -154,15 +175,13 @@ void spread_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16
 }
 
 std::optional<Sm90Plan> plan_on_device(Sm90Problem problem, int device) {
-#ifndef LIGER_HAS_SM90A
-  return std::nullopt;
-#else
-  if (device_attributes(device).capability != 90 || problem.rows > INT_MAX / 2 || !has_tensor_maps()) {
-    return std::nullopt;
-  }
-  problem.clusters = resident_clusters<GradInput>(device);
+  if (!runs_on(problem, device)) return std::nullopt;
   return plan_sm90(problem);
-#endif
+}
+
+std::optional<Sm90HeadPlan> plan_head_on_device(Sm90Problem problem, int64_t beside, int device) {
+  if (!runs_on(problem, device)) return std::nullopt;
+  return plan_head_sm90(problem, beside);
 }
 
 Chunk::Chunk(const Batch& batch, const Sm90Plan& plan, size_t index, const Sm90Chunk& chunk,
@@ -240,7 +259,7 @@ void Chunk::multiply_logits() const {
                kOp);
   }
   const CUtensorMap input = matrix_map(at_.input, chunk_.rows, hidden, hidden);
-  const sm90::Maps maps{{input, input}, weight_map(batch_)};
+  const sm90::Maps maps{{input, input}, matrix_map(batch_.weight)};
   Exponentials<kObserve> job{rows(),           vocab,       hidden,      kLog2e * batch_.inverse_temperature,
                              at_.target_logit, at_.parts,   panels_,     batch_.need_gradient(),
                              at_.repair,       Phase::kAll, at_.observed};
@@ -298,7 +317,7 @@ void Chunk::multiply_input() const {
                       batch_.weight.stride(0),
                       grad_input_,
                       at_.partial};
-  launch_product(maps_of(weight_map(batch_)), job, batch_.device, batch_.stream);
+  launch_product(maps_of(matrix_map(batch_.weight)), job, batch_.device, batch_.stream);
   if (chunk_.parts > 1) {
     add_parts<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(job);
     check_launch(kOp);
@@ -330,6 +349,70 @@ void Chunk::multiply_weight() const {
                        in_bands ? kBand : static_cast<int>(hidden / sm90::kTileN)};
   launch_product(maps_of(matrix_map(at_.input, chunk_.rows, hidden, hidden)), job, batch_.device,
                  batch_.stream, hosted_);
+}
+
+int64_t gradient_rows_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t parts) {
+  return Scratch::bytes_for({int64_t{sizeof(int)}, rows * int64_t{sizeof(float)},
+                             std::max(rows, vocab) * int64_t{sizeof(OneHot)},
+                             parts > 1 ? parts * rows * hidden * int64_t{sizeof(float)} : 0});
+}
+
+void multiply_rows(const GradientRows& chunk, Bf16* grad_weight, unsigned char* units, Bf16* grad_input,
+                   const Tensor& scratch) {
+  const int64_t rows = chunk.gradient.size(0), vocab = chunk.gradient.size(1), hidden = chunk.input.size(1);
+  Scratch memory(scratch, 0);
+  int* const count = memory.take<int>(1);
+  float* const scale = memory.take<float>(rows);
+  // Of neither rows nor classes: a place is -1.
+  OneHot* const none = memory.take<OneHot>(std::max(rows, vocab));
+  float* const partial = chunk.parts > 1 ? memory.take<float>(chunk.parts * rows * hidden) : nullptr;
+  check_cuda(cudaMemsetAsync(none, 0xff, std::max(rows, vocab) * sizeof(OneHot), chunk.stream), kOp);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(rows, int64_t{kRowThreads}));
+  count_all_rows<<<blocks, kRowThreads, 0, chunk.stream>>>(static_cast<int>(rows), count, scale);
+  check_launch(kOp);
+
+  // In boxes out of panels, as exponentials are read; here the copy engine swizzles.
+  const CUtensorMap gradient = map_of(elements(chunk.gradient), sm90::kPanel, rows, vocab / sm90::kPanel,
+                                      chunk.gradient.stride(0), sm90::kPanel, CU_TENSOR_MAP_SWIZZLE_128B);
+  const ChunkRows all{count, 0, static_cast<int>(rows)};
+  const int in_first = static_cast<int>(round_up(rows, sm90::kTileM));
+  if (grad_weight != nullptr) {
+    const GradWeight job{
+        all,
+        static_cast<int>(vocab),
+        static_cast<int>(hidden),
+        in_first,
+        none,
+        elements(chunk.input),
+        chunk.input.stride(0),
+        grad_weight,
+        units,
+        sm90::kPanel * hidden / sm90::kTileN,
+        chunk.first,
+        chunk.last,
+        nullptr,
+        0,
+        rows * hidden * 2 > kInputBytesInL2 ? kBand : static_cast<int>(hidden / sm90::kTileN)};
+    launch_product({{gradient, gradient}, matrix_map(chunk.input)}, job, chunk.device, chunk.stream);
+  }
+  if (grad_input != nullptr) {
+    const GradInput job{all,
+                        static_cast<int>(vocab),
+                        static_cast<int>(hidden),
+                        in_first,
+                        static_cast<int>(chunk.parts),
+                        scale,
+                        none,
+                        elements(chunk.weight),
+                        chunk.weight.stride(0),
+                        grad_input,
+                        partial};
+    launch_product({{gradient, gradient}, matrix_map(chunk.weight)}, job, chunk.device, chunk.stream);
+    if (chunk.parts > 1) {
+      add_parts<<<static_cast<unsigned>(rows), kRowThreads, 0, chunk.stream>>>(job);
+      check_launch(kOp);
+    }
+  }
 }
 
 }  // namespace liger::flce90

@@ -94,6 +94,21 @@ class Chunk {
   Panels panels_;
 };
 
+// A chunk whose gradient of the logits lies in rows, and what becomes of it by the same products.
+struct GradientRows {
+  Tensor gradient;       // (rows, vocab)
+  Tensor input, weight;  // (rows, hidden), (vocab, hidden); all three as dense() gives them
+  int64_t parts;         // of the classes, in the product of the input gradient
+  bool first, last;      // of the chunks that the weight gradient is summed over
+  int device;
+  cudaStream_t stream;
+};
+int64_t gradient_rows_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t parts);
+// units: of the sum, vocab * hidden / 256 bytes where there are several chunks. grad_input may be the input.
+// A gradient that is null is not made.
+void multiply_rows(const GradientRows& chunk, Bf16* grad_weight, unsigned char* units, Bf16* grad_input,
+                   const Tensor& scratch);
+
 // The tensor, or a copy that the copy engine can read.
 Tensor dense(const Tensor& tensor);
 // Lists the valid rows of the batch and writes the results of the others.
@@ -106,5 +121,6 @@ void spread_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16
 
 // How the engine would do it, or nothing where it cannot.
 std::optional<Sm90Plan> plan_on_device(Sm90Problem problem, int device);
+std::optional<Sm90HeadPlan> plan_head_on_device(Sm90Problem problem, int64_t beside, int device);
 
 }  // namespace liger::flce90

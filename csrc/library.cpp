@@ -1,20 +1,12 @@
 // Every schema of torch.ops.liger, one line each.
 //
 // Kernels register themselves beside their code: CUDA in csrc/<op>.cu, Triton in triton_kernels/<op>.py,
-// plain torch, fakes and autograd in python/liger/ops/<op>.py. An output that was not asked for is returned
-// as an empty tensor, so that every op has a fixed number of results.
+// plain torch, fakes and autograd in python/liger/ops/<op>.py; the planners' ops in planner_ops.cpp. An
+// output that was not asked for is returned as an empty tensor, so that every op has a fixed number of
+// results.
 #include <torch/csrc/stable/library.h>
 
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <tuple>
-#include <utility>
-#include <vector>
-
 #include "common/checks.h"
-#include "planner.h"
-#include "planner_sm90.h"
 
 STABLE_TORCH_LIBRARY(liger, m) {
   // x (..., H) -> y like x, rstd (...) float32
@@ -340,72 +332,16 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False, int group_rows=1)"
       " -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes,"
       " int units_bytes, int slack)");
+  // The same where the gradient of logits lies in rows; zeros where the generic engine takes over. See
+  // Sm90HeadPlan there
+  m.def(
+      "plan_head_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, int "
+      "beside,"
+      " int? memory_budget=None, int clusters=66) -> (int chunk_rows, int part_rows, int parts,"
+      " int units_bytes)");
 }
 
 namespace liger {
-namespace {
-
-std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size,
-                                    bool need_grad_weight, bool exact_accumulation,
-                                    std::optional<int64_t> memory_budget) {
-  const ChunkPlan plan = plan_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
-                                      memory_budget ? *memory_budget : default_memory_budget()});
-  return {plan.chunk_rows, plan.chunks, plan.logits_bytes, plan.accumulator_bytes};
-}
-
-std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>
-lay_out_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size, bool need_grad_input,
-                  bool need_grad_weight, bool exact_accumulation, std::optional<int64_t> memory_budget,
-                  std::optional<int64_t> valid_rows, std::optional<int64_t> leading_rows) {
-  const ChunkLayout layout =
-      lay_out_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
-                      memory_budget ? *memory_budget : default_memory_budget()},
-                     need_grad_input, valid_rows.value_or(rows), leading_rows.value_or(rows));
-  std::vector<int64_t> chunk_rows, chunk_offsets;
-  for (const Chunk& chunk : layout.chunks) {
-    chunk_rows.push_back(chunk.rows);
-    chunk_offsets.push_back(chunk.offset);
-  }
-  return {static_cast<int64_t>(layout.place),
-          layout.stride,
-          layout.elements,
-          layout.plan.accumulator_bytes,
-          layout.head_rows,
-          std::move(chunk_rows),
-          std::move(chunk_offsets)};
-}
-
-std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, int64_t,
-           int64_t>
-plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
-                    bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
-                    bool observed, int64_t group_rows) {
-  const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
-  // Throws where the sizes or the budget make no sense.
-  plan_chunks({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
-  if (clusters <= 0) {
-    throw std::invalid_argument("plan_chunks_sm90: clusters must be positive, got " +
-                                std::to_string(clusters));
-  }
-  if (group_rows <= 0) {
-    throw std::invalid_argument("plan_chunks_sm90: group_rows must be positive, got " +
-                                std::to_string(group_rows));
-  }
-  const std::optional<Sm90Plan> plan =
-      plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
-                 group_rows, observed});
-  if (!plan) return {};
-  std::vector<int64_t> first, count, parts;
-  for (const Sm90Chunk& chunk : plan->chunks) {
-    first.push_back(chunk.first);
-    count.push_back(chunk.rows);
-    parts.push_back(chunk.parts);
-  }
-  return {std::move(first),  std::move(count),  std::move(parts), plan->hosted_rows,
-          plan->panel_bytes, plan->units_bytes, plan->slack};
-}
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
@@ -420,10 +356,6 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
   m.impl("check_divergence", TORCH_BOX(&check_divergence));
   m.impl("check_fused_linear_divergence", TORCH_BOX(&check_fused_linear_divergence));
-  m.impl("default_memory_budget", TORCH_BOX(&default_memory_budget));
-  m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
-  m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
-  m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));
 }
 
 }  // namespace liger

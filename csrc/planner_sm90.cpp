@@ -14,6 +14,8 @@ constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
 // What a chunk costs beyond its products, as rows whose products take as long (measured, docs/performance):
 // launches, and one more pass over the sum, which the products do not hide entirely.
 constexpr double kLaunchRows = 4, kPassRows = 60;
+// Of each part of a chunk: launches, and the end of a product that does not fill the device (estimated).
+constexpr double kPartRows = 12;
 
 // Panels that are being read while the first sums are written. A pair is enough to keep blocks from waiting
 // for tiles that begin later; two hide that blocks are not equally fast.
@@ -52,13 +54,15 @@ int64_t partial_bytes(const Sm90Problem& p, int64_t rows, int64_t parts) {
   return parts > 1 ? 4 * parts * rows * p.hidden : 0;
 }
 
+bool sizes_fit(const Sm90Problem& p) {
+  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kTileN == 0 &&
+         p.vocab % kPanel == 0;
+}
+
 }  // namespace
 
 std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
-  if (p.rows < kFewestRows || p.hidden <= 0 || p.vocab <= 0 || p.hidden % kTileN != 0 ||
-      p.vocab % kPanel != 0) {
-    return std::nullopt;
-  }
+  if (!sizes_fit(p)) return std::nullopt;
   const int64_t panels = p.vocab / kPanel;
   const int64_t host = p.need_grad_weight ? p.hidden : 0, slack = host > 0 ? kSlack : 0;
   // Exponentials, their sums, and the one-hot parts of rows and classes. What is observed are as many sums
@@ -125,6 +129,43 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
     plan.chunks.push_back(chunk(first, std::min(best_rows, p.rows - first)));
   }
   return plan;
+}
+
+std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside) {
+  if (!sizes_fit(p)) return std::nullopt;
+  const int64_t row_bytes = p.vocab * 2, units_bytes = p.need_grad_weight ? p.vocab * p.hidden / kTileN : 0;
+  // Constants of rows and classes.
+  const int64_t budget = p.memory_budget - 8 * std::max(p.vocab, p.rows);
+  std::optional<Sm90HeadPlan> best;
+  double least = 1e300;
+  const int64_t most = round_up(p.rows, kTileM);
+  for (int64_t rows = kTileM; rows <= most; rows += kTileM) {
+    const int64_t chunk_rows = std::min(rows, p.rows), chunks = ceil_div(p.rows, chunk_rows);
+    const Fill input = p.need_grad_input ? fill(p, chunk_rows) : Fill{1, 1.0};
+    const int64_t units = chunks > 1 ? units_bytes : 0;
+    const int64_t left = budget - units - partial_bytes(p, chunk_rows, input.parts) - chunk_rows * row_bytes;
+    if (left < 0) break;
+    int64_t part_rows = chunk_rows;
+    if (beside > 0) {
+      part_rows = std::min(left / (beside * row_bytes) / kTileM * kTileM, chunk_rows);
+      if (part_rows < std::min(kFewestRows, chunk_rows)) break;
+      // Parts of one size.
+      const int64_t count = ceil_div(chunk_rows, part_rows);
+      part_rows = std::min(round_up(ceil_div(chunk_rows, count), kTileM), chunk_rows);
+    }
+    const double of_input = p.need_grad_input ? static_cast<double>(chunk_rows) / input.share : 0.0;
+    const double of_weight = p.need_grad_weight ? static_cast<double>(chunk_rows) : 0.0;
+    const double in_parts = static_cast<double>(beside * ceil_div(chunk_rows, part_rows)) * kPartRows;
+    const double of_chunk = kLaunchRows + (of_input + of_weight + in_parts) / 3;
+    // The last chunk is as long as what is left.
+    const double last = static_cast<double>(p.rows - (chunks - 1) * chunk_rows) / chunk_rows;
+    const double total = (chunks - 1) * (of_chunk + (p.need_grad_weight ? kPassRows : 0.0)) + last * of_chunk;
+    if (total < least - 1e-9) {
+      least = total;
+      best = Sm90HeadPlan{chunk_rows, part_rows, input.parts, units};
+    }
+  }
+  return best;
 }
 
 }  // namespace liger

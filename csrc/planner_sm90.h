@@ -40,4 +40,16 @@ struct Sm90Plan {
 // groups of more rows than the budget has room for.
 std::optional<Sm90Plan> plan_sm90(const Sm90Problem& problem);
 
+// The same for losses that turn logits into their gradient where they lie, in rows and in memory of their own
+// (head_gradients_sm90.cu): the products by which a chunk becomes gradients are the same.
+struct Sm90HeadPlan {
+  int64_t chunk_rows;
+  int64_t part_rows;    // of a chunk, for which other logits exist beside its own
+  int64_t parts;        // that the input gradient's summed dimension is split into
+  int64_t units_bytes;  // of the sum over chunks, 0 with one chunk
+};
+
+// beside: how many other logits a part has. Nothing as above, or where not even a part of kFewestRows fits.
+std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& problem, int64_t beside);
+
 }  // namespace liger

@@ -314,7 +314,7 @@ def test_sm90_budget_comes_from_the_environment(monkeypatch):
     [
         ({0: -1}, "must not be negative, got rows=-1 hidden=256 vocab=1024"),
         ({6: 0}, "memory_budget: expected a positive number of bytes, got 0"),
-        ({7: 0}, "clusters must be positive, got 0"),
+        ({7: 0}, "clusters is 0, expected at least 1"),
     ],
 )
 def test_sm90_bad_arguments(changed, words):

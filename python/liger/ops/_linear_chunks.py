@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..backend import FAMILIES
 from ._products import product, write_linear
 from ._rows import row_blocks
 from .cross_entropy_stats import cross_entropy_stats_backward_
@@ -126,6 +127,42 @@ class HeadGradients:
         return self.input, self.weight, self.bias.to(self.weight.dtype)
 
 
+class Sm90HeadGradients(HeadGradients):
+    """The same by the products of fused_linear_ce on compute capability 9.0: no other memory for the sum over chunks,
+    which is as exact as one in float32.
+
+    Attributes:
+        chunk_rows, part_rows: rows of a chunk, and of a part of it that has other logits beside its own.
+    """
+
+    @classmethod
+    def plan(cls, x, weight, bias, wanted, memory_budget, beside=0):
+        """The gradients, or None where the engine cannot do it or there are none. ``beside``: how many other logits a
+        part has."""
+        if not any(wanted[:2]) or not x.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
+            return None
+        budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
+        numbers = torch.ops.liger_sm90.head_plan.default(x, weight, beside, budget, *wanted[:2])
+        return cls(x, weight, bias, wanted, numbers) if numbers else None
+
+    def __init__(self, x, weight, bias, wanted, numbers):
+        super().__init__(x, weight, bias, wanted, 1, False)
+        self.chunk_rows, self.part_rows, self._parts, units, scratch = numbers
+        self._chunks = -(-x.shape[0] // self.chunk_rows)
+        self._units, self._scratch = (x.new_empty(size, dtype=torch.uint8) for size in (units, scratch))
+        self._dense_weight = torch.ops.liger_sm90.dense.default(weight)
+
+    def add(self, x, dlogits, grad_x):
+        need_input, _, need_bias = self.wanted
+        self.chunks_added += 1
+        torch.ops.liger_sm90.head_gradients.default(
+            dlogits, x, self._dense_weight, self._parts, self.chunks_added == 1, self.chunks_added == self._chunks,
+            self.weight, self._units, self._scratch, grad_x if need_input else self.input,
+        )  # fmt: skip
+        if need_bias:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+
 def check_head(op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget):
     """Raises RuntimeError for what no head takes: shapes, dtypes, devices, options out of range."""
     if not temperature > 0.0:
@@ -138,6 +175,15 @@ def check_head(op, input, weight, target, bias, temperature, softcap, accum_dtyp
 
 def row_chunks(rows, step):
     return (slice(i, min(i + step, rows)) for i in range(0, rows, max(step, 1)))
+
+
+def head_gradients(x, weight, bias, wanted, exact, memory_budget):
+    """(the gradients of a linear layer, rows of a chunk), in memory of this budget."""
+    gradients = Sm90HeadGradients.plan(x, weight, bias, wanted, memory_budget)
+    if gradients is not None:
+        return gradients, gradients.chunk_rows
+    chunk_rows, chunks = planned_rows(x, weight, wanted[1], exact, memory_budget)
+    return HeadGradients(x, weight, bias, wanted, chunks, exact), chunk_rows
 
 
 def planned_rows(input, weight, need_grad_weight, exact, memory_budget):

@@ -13,7 +13,7 @@ from ..distributed import unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._distillation_rows import RowWeights, Targets, Terms, distil_rows
-from ._linear_chunks import HeadGradients, row_chunks
+from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
 from ._products import write_linear
 from .cross_entropy import denominator_tensor, refuse_gradients
@@ -26,6 +26,15 @@ from .rms_norm import accumulate_dtype
 _PARTS = 3
 # Rows of a tile of the products.
 _TILE = 128
+
+
+def _gradients(input, weight, bias, wanted, exact, memory_budget, apart):
+    """(the gradients of the student's layer, rows of a chunk, rows of a part)"""
+    gradients = Sm90HeadGradients.plan(input, weight, bias, wanted, memory_budget, apart)
+    if gradients is not None:
+        return gradients, gradients.chunk_rows, gradients.part_rows
+    chunk_rows, chunks, part_rows = _plan(input, weight, wanted[1], exact, memory_budget, apart)
+    return HeadGradients(input, weight, bias, wanted, chunks, exact), chunk_rows, part_rows
 
 
 def _plan(input, weight, need_grad_weight, exact, memory_budget, apart):
@@ -66,10 +75,9 @@ def fused_linear_divergence_forward_kernel(
     terms = Terms(divergence, beta, temperature, soft, hard, ignore_index)
     wanted, exact = (need_grad_input, need_grad_weight, need_grad_bias), accum_dtype in (None, torch.float32)
     of_teacher = bool(soft) and teacher_weight is not None
-    chunk_rows, chunks, part_rows = _plan(
-        input, weight, need_grad_weight, exact, memory_budget, of_teacher + terms.hard_apart
+    gradients, chunk_rows, part_rows = _gradients(
+        input, weight, bias, wanted, exact, memory_budget, of_teacher + terms.hard_apart
     )
-    gradients = HeadGradients(input, weight, bias, wanted, chunks, exact)
     memory = gradients.new_logits(chunk_rows + (part_rows if of_teacher else 0))
     row_weight = input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)
     weights = RowWeights((row_weight * soft).expand(rows), (row_weight * hard).expand(rows))

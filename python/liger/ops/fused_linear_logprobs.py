@@ -12,7 +12,7 @@ from ..backend import register_portable
 from ..distributed import align_tokens, unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once
-from ._linear_chunks import Head, HeadGradients, check_head, planned_rows, row_chunks
+from ._linear_chunks import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
 from .cross_entropy import flatten_rows
 from .fused_linear_ce import fused_linear_ce_forward
 from .rms_norm import accumulate_dtype
@@ -74,8 +74,7 @@ def fused_linear_logprobs_backward(
         )[-3:]  # fmt: skip
     head = Head(weight, bias, temperature, ignore_index, softcap)
     exact = accum_dtype in (None, torch.float32)
-    chunk_rows, chunks = planned_rows(input, weight, need_grad_weight, exact, memory_budget)
-    gradients = HeadGradients(input, weight, bias, wanted, chunks, exact)
+    gradients, chunk_rows = head_gradients(input, weight, bias, wanted, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
     for chunk in row_chunks(input.shape[0], chunk_rows):
         logits = memory[: chunk.stop - chunk.start]

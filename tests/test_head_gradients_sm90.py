@@ -1,0 +1,204 @@
+"""Distillation, and log-probabilities with entropies, by the products of compute capability 9.0."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sm90_engine import BFLOAT16, GRADIENT, MIB, engine_device
+
+import liger
+from liger.ops._linear_chunks import Sm90HeadGradients
+
+pytestmark = pytest.mark.gpu
+# rows, hidden, vocab, budget
+SHAPES = {
+    "one chunk": (500, 512, 2048, 512 * MIB),
+    "chunks": (1900, 256, 1152, 3 * MIB),
+    "more rows than tiles": (2500, 512, 4224, 12 * MIB),
+    "parts of the classes": (700, 256, 16384, 48 * MIB),
+    "fewest rows": (257, 256, 256, 512 * MIB),
+}
+FORMS = {
+    "kl": (liger.fused_linear_kl_div, {}),
+    "jsd": (liger.fused_linear_jsd, {"beta": 0.3}),
+    "jsd tempered, hard": (liger.fused_linear_jsd, {"beta": 0.5, "temperature": 2.0}),
+}
+
+
+@pytest.fixture
+def device():
+    return engine_device()
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """What was planned in a test."""
+    made, plan = [], Sm90HeadGradients.plan.__func__
+
+    def recorded(cls, *arguments, **named):
+        made.append(plan(cls, *arguments, **named))
+        return made[-1]
+
+    monkeypatch.setattr(Sm90HeadGradients, "plan", classmethod(recorded))
+    return made
+
+
+def layers(device, rows, hidden, vocab):
+    def matrix(*shape, scale=1.0):
+        return (scale * torch.randn(shape, device=device)).to(BFLOAT16)
+
+    student = matrix(rows, hidden), matrix(vocab, hidden, scale=2 * hidden**-0.5)
+    return *student, matrix(rows, hidden), matrix(vocab, hidden, scale=2 * hidden**-0.5)
+
+
+def exact(name, x, weight, teacher, teacher_weight, bias=None):
+    """(loss, gradients) in float64."""
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    temperature = FORMS[name][1].get("temperature", 1.0)
+    log_q = (F.linear(*leaves, None if bias is None else bias.double()) / temperature).log_softmax(-1)
+    log_p = (F.linear(teacher.double(), teacher_weight.double()) / temperature).log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    if name == "kl":
+        rows = (p * (log_p - log_q)).sum(-1)
+    else:
+        beta = FORMS[name][1]["beta"]
+        log_m = (beta * p + (1 - beta) * q).log()
+        rows = (beta * p * (log_p - log_m) + (1 - beta) * q * (log_q - log_m)).sum(-1)
+    return rows.mean().detach(), torch.autograd.grad(rows.mean(), leaves)
+
+
+def ours(name, x, weight, teacher, teacher_weight, **options):
+    x, weight = (t.detach().requires_grad_() for t in (x, weight))
+    form, chosen = FORMS[name]
+    loss = form(x, weight, teacher, teacher_weight, **chosen, **options)
+    return loss.detach(), torch.autograd.grad(loss, (x, weight))
+
+
+def assert_as_exact_as_torch(found, of_torch, expected):
+    """Gradients as norms of their errors: logits are rounded to bfloat16 by both."""
+    for actual, theirs, wanted in zip(found, of_torch, expected, strict=True):
+        error, allowed = ((g.double() - wanted).norm() / wanted.norm() for g in (actual, theirs))
+        assert error <= max(1.1 * allowed.item(), GRADIENT)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_distillation(device, plans, shape, name):
+    rows, hidden, vocab, budget = SHAPES[shape]
+    values = layers(device, rows, hidden, vocab)
+    loss, grads = ours(name, *values, memory_budget=budget)
+    assert plans[-1] is not None
+    if shape not in ("one chunk", "fewest rows"):
+        assert plans[-1].chunk_rows < rows
+    with liger.use_backend("triton"):
+        theirs_loss, theirs = ours(name, *values, memory_budget=budget)
+    assert plans[-1] is None
+    wanted_loss, wanted = exact(name, *values)
+    torch.testing.assert_close(loss.double(), wanted_loss, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(loss, theirs_loss, rtol=1e-4, atol=1e-6)
+    assert_as_exact_as_torch(grads, theirs, wanted)
+    again = ours(name, *values, memory_budget=budget)
+    assert torch.equal(again[0], loss) and all(map(torch.equal, again[1], grads))
+
+
+@pytest.mark.parametrize("name", ["kl", "jsd"])
+def test_bias_strides_and_one_gradient(device, plans, name):
+    rows, hidden, vocab, budget = SHAPES["chunks"]
+    x, weight, *teacher = layers(device, rows, hidden, vocab)
+    bias = torch.randn(vocab, device=device).to(BFLOAT16).requires_grad_()
+    spread = F.pad(x, (3, 2))[:, 3:-2]
+    tall = weight.t().contiguous().t()
+    form, chosen = FORMS[name]
+    options = {**chosen, "bias": bias, "memory_budget": budget}
+    leaves = [t.detach().requires_grad_() for t in (spread, tall)]
+    loss = form(*leaves, *teacher, **options)
+    both = torch.autograd.grad(loss, (*leaves, bias))
+    assert plans[-1] is not None
+    plain = [t.detach().requires_grad_() for t in (x, weight)]
+    same = torch.autograd.grad(form(*plain, *teacher, **options), (*plain, bias))
+    for a, b in zip(both, same, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
+    for i in range(2):
+        one = [t.detach().requires_grad_(i == j) for j, t in enumerate((x, weight))]
+        (grad,) = torch.autograd.grad(form(*one, *teacher, **{**options, "bias": bias.detach()}), one[i])
+        assert plans[-1] is not None
+        error = (grad.double() - same[i].double()).norm() / same[i].double().norm()
+        assert error <= GRADIENT
+
+
+def test_hard_targets(device, plans):
+    rows, hidden, vocab, budget = SHAPES["more rows than tiles"]
+    values = layers(device, rows, hidden, vocab)
+    target = torch.randint(vocab, (rows,), device=device)
+    target[::5] = -100
+    module = liger.losses.FusedLinearJSDLoss(memory_budget=budget)
+
+    def run():
+        x, weight = (t.detach().requires_grad_() for t in values[:2])
+        loss = module(x, weight, values[2], values[3], target)
+        return loss.detach(), torch.autograd.grad(loss, (x, weight))
+
+    loss, grads = run()
+    assert plans[-1] is not None
+    with liger.use_backend("triton"):
+        other_loss, others = run()
+    torch.testing.assert_close(loss, other_loss, rtol=1e-4, atol=1e-6)
+    for a, b in zip(grads, others, strict=True):
+        assert (a.double() - b.double()).norm() <= GRADIENT * b.double().norm()
+    assert not grads[0][::5].any()
+
+
+@pytest.mark.parametrize("shape", ["one chunk", "chunks"])
+def test_log_probabilities_with_entropies(device, plans, shape):
+    rows, hidden, vocab, budget = SHAPES[shape]
+    x, weight, *_ = layers(device, rows, hidden, vocab)
+    target = torch.randint(vocab, (rows,), device=device)
+    upstream = torch.randn(2, rows, device=device)
+
+    def run():
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        logprobs, entropy = liger.fused_linear_logprobs(
+            *leaves, target, return_entropy=True, memory_budget=budget
+        )[:2]
+        return torch.autograd.grad((upstream[0] * logprobs + upstream[1] * entropy).sum(), leaves)
+
+    grads = run()
+    assert plans[-1] is not None
+    with liger.use_backend("triton"):
+        theirs = run()
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    logp = F.linear(*leaves).log_softmax(-1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    chosen = logp.gather(1, target[:, None])[:, 0]
+    wanted = torch.autograd.grad((upstream[0] * chosen + upstream[1] * entropy).sum(), leaves)
+    assert_as_exact_as_torch(grads, theirs, wanted)
+
+
+def test_peak_memory(device, plans):
+    """The sum over chunks takes no memory of its own, and logits no more than the budget."""
+    rows, hidden, vocab, budget = 4096, 1024, 32000, 64 * MIB
+    values = layers(device, rows, hidden, vocab)
+    ours("jsd", *values, memory_budget=budget)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ours("jsd", *values, memory_budget=budget)
+    assert plans[-1] is not None and plans[-1].chunk_rows < rows
+    gradients = 2 * (rows * hidden + vocab * hidden)
+    assert torch.cuda.max_memory_allocated() - before <= gradients + budget + 4 * MIB
+
+
+def test_cuda_graph(device, plans):
+    rows, hidden, vocab, budget = SHAPES["chunks"]
+    values = layers(device, rows, hidden, vocab)
+    expected = ours("jsd", *values, memory_budget=budget)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours("jsd", *values, memory_budget=budget)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ours("jsd", *values, memory_budget=budget)
+    graph.replay()
+    assert plans[-1] is not None
+    assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))

@@ -1,0 +1,79 @@
+"""How losses that make the gradient of logits by themselves are cut for the engine of compute capability 9.0."""
+
+import random
+
+import pytest
+import torch
+
+MIB, TILE = 1 << 20, 128
+
+
+def plan(rows, hidden, vocab, needs=(True, True), beside=1, budget=512 * MIB, clusters=66):
+    return torch.ops.liger.plan_head_sm90(rows, hidden, vocab, *needs, beside, budget, clusters)
+
+
+def problems(count):
+    draw = random.Random(0)
+    for _ in range(count):
+        needs = draw.choice([(True, True), (True, False), (False, True)])
+        vocab = TILE * draw.choice([1, 2, 9, 250, 1002, draw.randint(1, 1200)])
+        yield (
+            draw.choice([256, 257, 1000, 8192, draw.randint(256, 40000)]), 256 * draw.randint(1, 24), vocab, needs,
+            draw.choice([0, 1, 2]), int(2 ** draw.uniform(22, 31)), draw.choice([39, 57, 66]),
+        )  # fmt: skip
+
+
+def test_memory_and_sizes():
+    taken = 0
+    for rows, hidden, vocab, needs, beside, budget, clusters in problems(400):
+        chunk, part, parts, units = plan(rows, hidden, vocab, needs, beside, budget, clusters)
+        if chunk == 0:
+            # Not even the fewest rows of a part fit.
+            assert (
+                budget
+                < (1 + beside) * 2 * vocab * (256 + TILE) + 16 * max(vocab, rows) + vocab * hidden // 256
+            )
+            continue
+        taken += 1
+        assert 0 < part <= chunk <= rows
+        assert chunk == rows or chunk % TILE == 0
+        assert part == chunk or (part % TILE == 0 and part >= min(256, chunk))
+        partial = 4 * parts * chunk * hidden if parts > 1 else 0
+        assert (chunk + beside * part) * 2 * vocab + partial + units <= budget
+        assert units == (vocab * hidden // 256 if needs[1] and chunk < rows else 0)
+        assert parts == 1 or needs[0]
+    assert taken > 200
+
+
+def test_all_rows_at_once_need_no_sum():
+    chunk, part, _, units = plan(1000, 1024, 12800, beside=0)
+    assert (chunk, part, units) == (1000, 1000, 0)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        (8192, 4000, 128256),
+        (8192, 4096, 128255),
+        (255, 4096, 128256),
+        (8192, 4096, 128256, (True, True), 1, 64 * MIB),
+    ],
+)
+def test_what_it_leaves_to_the_generic_engine(problem):
+    assert plan(*problem) == (0, 0, 0, 0)
+
+
+def test_distillation_at_the_default_budget():
+    """Rows of a chunk fill the device in the product of the input gradient, or are summed in parts."""
+    chunk, part, parts, _ = plan(8192, 4096, 128256)
+    assert chunk >= 1024 and part >= 256
+    tiles = -(-chunk // 256) * (4096 // 256) * parts
+    assert tiles / (-(-tiles // 66) * 66) > 0.9
+
+
+@pytest.mark.parametrize(
+    "change, what", [({"clusters": 0}, "clusters is 0"), ({"beside": -1}, "beside is -1")]
+)
+def test_bad_input(change, what):
+    with pytest.raises(ValueError, match=f"plan_head_sm90: {what}, expected at least"):
+        plan(8192, 4096, 128256, **change)
