@@ -8,8 +8,10 @@
 
 #include "common/dispatch.h"
 #include "common/norms.cuh"
+#include "common/placement.h"
 #include "common/residence.h"
 #include "common/torch.h"
+#include "kernels/group_norm_persistent.cuh"
 #include "kernels/group_norm_resident.cuh"
 
 namespace liger {
@@ -47,11 +49,27 @@ bool short_row(int64_t vectors) {
   return vectors <= 4 * kForwardThreads<4>;
 }
 
-// Rows of whole vectors in shared memory, or blocks == 0.
-Residence residence_of(const Sizes& sizes, int vector, int unit, int streams, int bytes_per_unit,
-                       int slot_bytes, bool whole_vectors, const DeviceAttributes& device) {
+// False for rows that no cluster keeps. Two blocks on a multiprocessor, each with a row of its own or a part
+// of one, are worth more than fewer blocks for a row.
+template <typename T>
+bool launch_persistent(const char* op, const GroupNorm& p, const DeviceAttributes& device,
+                       cudaStream_t stream) {
+  using Two = PersistentShape<256, 4, PartMoments, 1, 2>;
+  using One = PersistentShape<512, 4, PartMoments, 1, 1>;
+  const auto launch = [&](auto shape) {
+    using Shape = decltype(shape);
+    Placement<GroupNorm> placement(op, p.hidden / kVec<T>, device);
+    placement.template consider<Shape>(group_norm_persistent_kernel<T, Shape>);
+    return placement.launch(p.rows, stream, p);
+  };
+  return launch(Two{}) || launch(One{});
+}
+
+// Rows of whole vectors in shared memory, with the upstream gradient, or blocks == 0.
+Residence residence_of(const Sizes& sizes, int vector, int unit, bool whole_vectors,
+                       const DeviceAttributes& device) {
   if (!whole_vectors || unit == 0 || device.capability < 90) return {};
-  return plan_residence(sizes.row() / vector, unit, streams, bytes_per_unit, slot_bytes, device);
+  return plan_residence(sizes.row() / vector, unit, 2, sizeof(float2), sizeof(float2), device);
 }
 
 template <typename Kernel, typename... Arguments>
@@ -111,14 +129,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
     const int64_t n = whole_vectors ? kVec<T> : 1;
     p.affine.vectors = ChannelDivide(sizes.spatial / n, p.hidden / n);
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    if (!short_row(p.hidden / n)) {
-      const Residence residence =
-          residence_of(sizes, kVec<T>, 1, 1, 0, sizeof(PartMoments), whole_vectors, device);
-      if (residence.blocks > 0) {
-        launch_resident(op, group_norm_resident_kernel<T>, residence, p.rows, device, current_stream(x), p);
-        return;
-      }
-    }
+    const bool kept = whole_vectors && device.capability >= 90 && !short_row(p.hidden / n);
+    if (kept && launch_persistent<T>(op, p, device, current_stream(x))) return;
     const int chunks = moment_norm_chunks<T>(p.hidden, whole_vectors);
     const Tensor parts = empty({p.rows * chunks, 2}, ScalarType::Float, x);
     p.parts = static_cast<Moments*>(parts.mutable_data_ptr());
@@ -180,8 +192,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     using T = typename decltype(tag)::type;
     const ChannelUnits units = whole_vectors ? channel_units(sizes.spatial / kVec<T>) : ChannelUnits{};
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    const Residence residence = residence_of(sizes, kVec<T>, units.vectors, 2, sizeof(float2), sizeof(float2),
-                                             whole_vectors && need_grad_x, device);
+    const Residence residence =
+        residence_of(sizes, kVec<T>, units.vectors, whole_vectors && need_grad_x, device);
     // The samples are the parts, or of each sample the blocks of a group.
     const int64_t parts = sizes.samples * std::max(residence.blocks, 1);
     const Tensor sums = empty({parts, 2, sizes.channels}, ScalarType::Float, x);

@@ -39,8 +39,8 @@ inline Residence plan_residence(int64_t row_vectors, int unit, int streams, int 
     return r;
   };
   if (const Residence r = place(1, 2); r.blocks) return r;
-  // Of two streams a block alone is as fast as two pairs of blocks, and it meets nobody.
-  if (const Residence r = place(1, 1); r.blocks && streams > 1) return r;
+  // A block alone is as fast as two pairs of blocks, and it meets nobody.
+  if (const Residence r = place(1, 1); r.blocks) return r;
   for (const int fewest_resident : {2, 1}) {
     // Clusters of other sizes fill the device less.
     for (int blocks = 2; blocks <= kPortableCluster; blocks *= 2) {

@@ -1,80 +1,11 @@
-// GroupNorm of groups that are kept in shared memory: forward and backward read every element once. For
-// groups of vectors of 16 bytes that no channels share.
+// GroupNorm backward of groups that are kept in shared memory, with their upstream gradient: every element is
+// read once. For groups of vectors of 16 bytes that no channels share.
 #pragma once
 
 #include "kernels/group_norm_backward.cuh"
 #include "kernels/resident.cuh"
 
 namespace liger {
-
-// x, x_rows, y, y_rows, hidden and so on as in moment_norm.cuh. affine.vectors: vectors of a channel.
-template <typename T>
-__global__ void __launch_bounds__(kResidentThreads, 1)
-    group_norm_resident_kernel(const GroupNorm p, const Residence r) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int N = kVec<T>;
-  extern __shared__ __align__(128) unsigned char shared[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int rank = blockIdx.x % r.blocks, step = blockDim.x;
-  const int64_t row_step = gridDim.x / r.blocks;
-  const int begin = rank * r.slice, count = max(0, min(r.slice, static_cast<int>(p.hidden / N) - begin));
-  ResidentSlice<T, 1> slice(r, shared, 0);
-  const auto load_stage = [&](int i, int64_t row) {
-    const T* const from[] = {static_cast<const T*>(p.x) + row * p.hidden + int64_t{begin} * N};
-    slice.load(i, count, from);
-  };
-
-  int64_t row = blockIdx.x / r.blocks;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kResidentStages; ++i) load_stage(i, row);
-  }
-  start_together(r.blocks);
-
-  for (int turn = 0; row < p.rows; row += row_step, turn ^= 1) {
-    RunningMoments<T, N> running;
-    for (int i = 0; i < kResidentStages; ++i) {
-      slice.wait(i);
-      const int stop = min(count, (i + 1) * r.stage);
-#pragma unroll 2
-      for (int v = i * r.stage + static_cast<int>(threadIdx.x); v < stop; v += step)
-        running.add(slice.kept[0][v]);
-    }
-    slice.next_row();
-    const float own = running.count();
-    const Moments of_thread = running.result();
-    JoinedSums in_warp(__shfl_sync(0xffffffffu, of_thread.mean, 0));
-    in_warp.add({own, of_thread.mean, of_thread.squares});
-    const float of_warp = warp_reduce<Sum>(own);
-    const Moments part = in_warp.of_warp(1.0f / fmaxf(of_warp, 1.0f));
-    PartMoments* const slots = slice.template slots<PartMoments>() + turn * warps * r.blocks;
-    tell_blocks(PartMoments{of_warp, part.mean, part.squares}, &slots[rank * warps + warp], r.blocks);
-    meet_blocks(r.blocks);
-    JoinedSums joined(slots[0].mean);
-    for (int i = lane; i < warps * r.blocks; i += 32) joined.add(slots[i]);
-    const Moments moments = joined.of_warp(p.inverse_hidden);
-
-    const float rstd = rsqrtf(fmaf(moments.squares, p.inverse_hidden, p.eps));
-    if (rank == 0 && threadIdx.x == 0) p.mean[row] = moments.mean, p.rstd[row] = rstd;
-    T* const y = static_cast<T*>(p.y) + row * p.hidden + int64_t{begin} * N;
-    for (int i = 0; i < kResidentStages; ++i) {
-      const int stop = min(count, (i + 1) * r.stage);
-#pragma unroll 2
-      for (int v = i * r.stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
-        const float2 affine = p.affine.at<T>(row, begin + v);
-        const float scale = rstd * affine.x;
-        float values[N];
-        unpack(slice.kept[0][v], values);
-#pragma unroll
-        for (int k = 0; k < N; ++k) values[k] = fmaf(values[k] - moments.mean, scale, affine.y);
-        store(y + int64_t{v} * N, pack<T, N>(values));
-      }
-      if (row + row_step >= p.rows) continue;
-      __syncthreads();  // all threads have read the stage
-      if (threadIdx.x == 0) load_stage(i, row + row_step);
-    }
-  }
-#endif
-}
 
 // The unit of the backward: vectors of one channel whose sums a few neighbouring lanes take.
 struct ChannelUnits {
