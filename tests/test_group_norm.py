@@ -52,6 +52,28 @@ def test_group_norm(device, shape, groups, dtype, which):
     check(torch.randn(shape, device=device, dtype=dtype) + 2, groups, which)
 
 
+# The bytes of a group at which the cuda backend changes how it keeps it, with 228 KB of shared memory. First those of the
+# backward, which keeps two tensors: blocks that come and go, one that stays, clusters; then those of the forward, two
+# blocks on a multiprocessor and clusters of them, the largest, and those of one.
+LIMITS = [55296, 112640, 225280, 450560, 901120, 114816, 229376, 908288, 1826816]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_where_the_kernel_changes(device, limit, dtype):
+    """Groups of two channels, at the limits and near them, some more of them than a device keeps at a time."""
+    vector = 16 // dtype.itemsize
+    at = limit // dtype.itemsize // 2 // vector * vector
+    for spatial, samples in (
+        (at - vector, 2),
+        (at, 150 if limit < 250000 else 30),
+        (at + vector, 3),
+        (at + 8 * vector, 1),
+    ):
+        check(torch.randn(samples, 4, spatial, device=device, dtype=dtype) + 1, 2, (True, True))
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 40), (2, 4, 120, 160)], ids=str)
 def test_a_large_mean_does_not_cancel(device, shape):
     """With a mean of 4000 deviations the difference of squares would have no digit left in float32."""
