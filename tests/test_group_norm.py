@@ -52,9 +52,9 @@ def test_group_norm(device, shape, groups, dtype, which):
     check(torch.randn(shape, device=device, dtype=dtype) + 2, groups, which)
 
 
-# The bytes of a group at which the cuda backend changes how it keeps it, with 228 KB of shared memory. First those of the
-# backward, which keeps two tensors: blocks that come and go, one that stays, clusters; then those of the forward, two
-# blocks on a multiprocessor and clusters of them, the largest, and those of one.
+# The bytes of a group at which the cuda backend changes how it keeps it, with 228 KB of shared memory. First those of
+# the backward, which keeps two tensors: blocks that come and go, one that stays, clusters; then those of the forward,
+# two blocks on a multiprocessor and clusters of them, the largest, and those of one.
 LIMITS = [55296, 112640, 225280, 450560, 901120, 114816, 229376, 908288, 1826816]
 
 
