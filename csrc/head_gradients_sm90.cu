@@ -14,14 +14,14 @@ constexpr const char* kOp = "head_gradients";
 
 // Rows of a chunk, rows of a part of it that has so many other logits beside its own, parts, bytes of units
 // and of scratch. Empty where this engine cannot do it.
-std::vector<int64_t> head_plan(const Tensor& input, const Tensor& weight, int64_t beside,
+std::vector<int64_t> head_plan(const Tensor& input, const Tensor& weight, int64_t beside, int64_t group_rows,
                                int64_t memory_budget, bool need_grad_input, bool need_grad_weight) {
   if (input.scalar_type() != ScalarType::BFloat16) return {};
   const DeviceGuard guard(input.get_device_index());
   const int64_t hidden = input.size(1), vocab = weight.size(0);
   const std::optional<Sm90HeadPlan> plan = flce90::plan_head_on_device(
-      {input.size(0), hidden, vocab, need_grad_input, need_grad_weight, true, memory_budget, 0}, beside,
-      input.get_device_index());
+      {input.size(0), hidden, vocab, need_grad_input, need_grad_weight, true, memory_budget, 0, group_rows},
+      beside, input.get_device_index());
   if (!plan) return {};
   return {plan->chunk_rows, plan->part_rows, plan->parts, plan->units_bytes,
           flce90::gradient_rows_bytes(plan->chunk_rows, hidden, vocab, plan->parts)};
@@ -48,8 +48,8 @@ void head_gradients(const Tensor& gradient, const Tensor& input, const Tensor& w
 
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
   m.def(
-      "head_plan(Tensor input, Tensor weight, int beside, int memory_budget, bool need_grad_input,"
-      " bool need_grad_weight) -> int[]");
+      "head_plan(Tensor input, Tensor weight, int beside, int group_rows, int memory_budget, bool "
+      "need_grad_input, bool need_grad_weight) -> int[]");
   m.def(
       "head_gradients(Tensor gradient, Tensor input, Tensor weight, int parts, bool first, bool last,"
       " Tensor(a!) grad_weight, Tensor(b!) units, Tensor(c!) scratch, Tensor(d!) grad_input) -> ()");

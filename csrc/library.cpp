@@ -337,7 +337,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "plan_head_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, int "
       "beside,"
-      " int? memory_budget=None, int clusters=66) -> (int chunk_rows, int part_rows, int parts,"
+      " int? memory_budget=None, int clusters=66, int group_rows=1) -> (int chunk_rows, int part_rows, int "
+      "parts,"
       " int units_bytes)");
 }
 

@@ -78,13 +78,14 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> plan_head_sm90_op(int64_t rows, i
                                                                  bool need_grad_input, bool need_grad_weight,
                                                                  int64_t beside,
                                                                  std::optional<int64_t> memory_budget,
-                                                                 int64_t clusters) {
+                                                                 int64_t clusters, int64_t group_rows) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   plan_chunks({rows, hidden, vocab, 2, need_grad_weight, true, budget});
   require_at_least("plan_head_sm90", "clusters", clusters, 1);
   require_at_least("plan_head_sm90", "beside", beside, 0);
+  require_at_least("plan_head_sm90", "group_rows", group_rows, 1);
   const std::optional<Sm90HeadPlan> plan = plan_head_sm90(
-      {rows, hidden, vocab, need_grad_input, need_grad_weight, true, budget, clusters}, beside);
+      {rows, hidden, vocab, need_grad_input, need_grad_weight, true, budget, clusters, group_rows}, beside);
   if (!plan) return {0, 0, 0, 0};
   return {plan->chunk_rows, plan->part_rows, plan->parts, plan->units_bytes};
 }

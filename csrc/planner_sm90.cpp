@@ -138,8 +138,9 @@ std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside)
   const int64_t budget = p.memory_budget - 8 * std::max(p.vocab, p.rows);
   std::optional<Sm90HeadPlan> best;
   double least = 1e300;
-  const int64_t most = round_up(p.rows, kTileM);
-  for (int64_t rows = kTileM; rows <= most; rows += kTileM) {
+  // Chunks end between groups.
+  const int64_t unit = p.group_rows == 1 ? kTileM : p.group_rows, most = round_up(p.rows, unit);
+  for (int64_t rows = unit; rows <= most; rows += unit) {
     const int64_t chunk_rows = std::min(rows, p.rows), chunks = ceil_div(p.rows, chunk_rows);
     const Fill input = p.need_grad_input ? fill(p, chunk_rows) : Fill{1, 1.0};
     const int64_t units = chunks > 1 ? units_bytes : 0;

@@ -173,6 +173,38 @@ def test_log_probabilities_with_entropies(device, plans, shape):
     assert_as_exact_as_torch(grads, theirs, wanted)
 
 
+@pytest.mark.parametrize("budget", [512 * MIB, 8 * MIB])
+def test_losses_that_the_epilogues_do_not_know(device, plans, budget):
+    """An entropy bonus with a bias; pairs with a bias and a softcap."""
+    sequences, length, hidden, vocab = 8, 96, 256, 1408
+    x, weight, *_ = layers(device, sequences * length, hidden, vocab)
+    x = x.view(sequences, length, hidden)
+    bias = torch.randn(vocab, device=device).to(BFLOAT16)
+    target = torch.randint(vocab, (sequences, length), device=device)
+    target[:, -7:] = -100
+    advantages = torch.linspace(-1, 1, sequences, device=device)
+    losses = {
+        "grpo": liger.losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.01, memory_budget=budget),
+        "orpo": liger.losses.FusedLinearORPOLoss(softcap=30.0, memory_budget=budget),
+    }
+
+    def run(name, wide=False):
+        leaves = [(t.double() if wide else t).detach().requires_grad_() for t in (x, weight, bias)]
+        if name == "grpo":
+            loss = losses[name](leaves[0], leaves[1], target, leaves[2], advantages)[0]
+        else:
+            loss = losses[name](leaves[1], leaves[0], target, leaves[2])[0]
+        return torch.autograd.grad(loss, leaves)
+
+    for name in losses:
+        grads = run(name)
+        assert plans[-1] is not None
+        with liger.use_backend("triton"):
+            theirs = run(name)
+        assert_as_exact_as_torch(grads, theirs, run(name, wide=True))
+        assert not grads[0][:, -7:].any()
+
+
 def test_peak_memory(device, plans):
     """The sum over chunks takes no memory of its own, and logits no more than the budget."""
     rows, hidden, vocab, budget = 4096, 1024, 32000, 64 * MIB

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import FAMILIES
-from ..ops._linear_chunks import Head, HeadGradients, planned_rows
+from ..ops._linear_chunks import Head, HeadGradients, Sm90HeadGradients, planned_rows
 
 # What the engine's plan begins with, and has for each chunk: csrc/fused_linear_loss_sm90.cu.
 _HEADER, _PER_CHUNK = 5, 5
@@ -70,6 +70,11 @@ class PortableChunks:
     def plan(cls, call):
         """The chunks, or None where not even the logits of one group fit the budget."""
         weight, groups = call.head.weight, call.layout.groups
+        gradients = Sm90HeadGradients.plan(
+            call.input, weight, call.head.bias, call.wanted, call.memory_budget, group_rows=call.group_rows
+        )
+        if gradients is not None:
+            return cls(call, gradients.chunk_rows // call.group_rows, gradients)
         if call.group_rows == 1:
             step = planned_rows(call.input, weight, call.wanted[1], call.exact, call.memory_budget)[0]
         else:
@@ -80,11 +85,11 @@ class PortableChunks:
         chunks = -(-groups // step)
         return cls(call, -(-groups // max(chunks, 1)))
 
-    def __init__(self, call, step):
+    def __init__(self, call, step, gradients=None):
         self._call, head = call, call.head
         groups = call.layout.groups if call.input.shape[0] else 0
         self.slices = [slice(i, min(i + step, groups)) for i in range(0, groups, max(step, 1))]
-        self._gradients = HeadGradients(
+        self._gradients = gradients or HeadGradients(
             call.input, head.weight, head.bias, call.wanted, len(self.slices), call.exact
         )
         self._memory = self._gradients.new_logits(step * call.group_rows)

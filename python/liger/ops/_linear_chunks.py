@@ -136,13 +136,13 @@ class Sm90HeadGradients(HeadGradients):
     """
 
     @classmethod
-    def plan(cls, x, weight, bias, wanted, memory_budget, beside=0):
+    def plan(cls, x, weight, bias, wanted, memory_budget, beside=0, group_rows=1):
         """The gradients, or None where the engine cannot do it or there are none. ``beside``: how many other logits a
-        part has."""
+        part has; chunks are multiples of ``group_rows``."""
         if not any(wanted[:2]) or not x.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
         budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
-        numbers = torch.ops.liger_sm90.head_plan.default(x, weight, beside, budget, *wanted[:2])
+        numbers = torch.ops.liger_sm90.head_plan.default(x, weight, beside, group_rows, budget, *wanted[:2])
         return cls(x, weight, bias, wanted, numbers) if numbers else None
 
     def __init__(self, x, weight, bias, wanted, numbers):
