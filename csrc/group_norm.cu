@@ -65,6 +65,24 @@ bool launch_persistent(const char* op, const GroupNorm& p, const DeviceAttribute
   return launch(Two{}) || launch(One{});
 }
 
+// The same for the backward. Nothing where groups or their channels do not fit its kernel.
+template <typename T>
+Placement<GroupNormBackward> place_backward(const char* op, const Sizes& sizes, bool whole_vectors,
+                                            const DeviceAttributes& device) {
+  Placement<GroupNormBackward> placement(op, sizes.row() / kVec<T>, device);
+  if (!whole_vectors || device.capability < 90 || sizes.channels_per_group() > kMostChannels ||
+      sizes.spatial / kVec<T> < kFewestOfChannel) {
+    return placement;
+  }
+  using Two = GroupBackwardShape<256, 2>;
+  using One = GroupBackwardShape<512, 1>;
+  placement.template consider<Two>(group_norm_backward_persistent_kernel<T, Two>, 1, 1);
+  if (placement.blocks() == 0) {
+    placement.template consider<One>(group_norm_backward_persistent_kernel<T, One>);
+  }
+  return placement;
+}
+
 // Rows of whole vectors in shared memory, with the upstream gradient, or blocks == 0.
 Residence residence_of(const Sizes& sizes, int vector, int unit, bool whole_vectors,
                        const DeviceAttributes& device) {
@@ -192,17 +210,23 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     using T = typename decltype(tag)::type;
     const ChannelUnits units = whole_vectors ? channel_units(sizes.spatial / kVec<T>) : ChannelUnits{};
     const DeviceAttributes& device = device_attributes(x.get_device_index());
+    const bool keep = whole_vectors && need_grad_x;
+    const Placement<GroupNormBackward> kept = place_backward<T>(op, sizes, keep, device);
     const Residence residence =
-        residence_of(sizes, kVec<T>, units.vectors, whole_vectors && need_grad_x, device);
+        kept.blocks() > 0 ? Residence{} : residence_of(sizes, kVec<T>, units.vectors, keep, device);
     // The samples are the parts, or of each sample the blocks of a group.
-    const int64_t parts = sizes.samples * std::max(residence.blocks, 1);
+    const int64_t blocks = std::max(kept.blocks(), residence.blocks);
+    const int64_t parts = sizes.samples * std::max<int64_t>(blocks, 1);
     const Tensor sums = empty({parts, 2, sizes.channels}, ScalarType::Float, x);
-    const Tensor gradients = empty(
-        {residence.blocks > 0 ? 0 : sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
+    const Tensor gradients =
+        empty({blocks > 0 ? 0 : sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
     p.sums = static_cast<float*>(sums.mutable_data_ptr());
     p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
-    if (residence.blocks > 0) {
-      p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
+    if (blocks > 0) p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
+    if (kept.blocks() > 0) {
+      require(kept.launch(sizes.rows(), stream, p), op, ": no cluster of ", kept.blocks(),
+              " blocks fits this device");
+    } else if (residence.blocks > 0) {
       launch_resident(op, group_norm_backward_resident_kernel<T>, residence, sizes.rows(), device, stream, p,
                       units);
     } else {

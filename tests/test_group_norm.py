@@ -53,9 +53,9 @@ def test_group_norm(device, shape, groups, dtype, which):
 
 
 # The bytes of a group at which the cuda backend changes how it keeps it, with 228 KB of shared memory. First those of
-# the backward, which keeps two tensors: blocks that come and go, one that stays, clusters; then those of the forward,
-# two blocks on a multiprocessor and clusters of them, the largest, and those of one.
-LIMITS = [55296, 112640, 225280, 450560, 901120, 114816, 229376, 908288, 1826816]
+# the backward, which keeps two tensors: two blocks on a multiprocessor, one, clusters of two, the largest; then those
+# of the forward, two blocks on a multiprocessor and clusters of them, the largest, and those of one.
+LIMITS = [52736, 107008, 214016, 855040, 114816, 229376, 908288, 1826816]
 
 
 @pytest.mark.gpu
@@ -72,6 +72,24 @@ def test_where_the_kernel_changes(device, limit, dtype):
         (at + 8 * vector, 1),
     ):
         check(torch.randn(samples, 4, spatial, device=device, dtype=dtype) + 1, 2, (True, True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "groups"),
+    [
+        ((30, 640, 16, 16), 2),
+        ((9, 1280, 8, 8), 32),
+        ((3, 96, 24, 24), 4),
+        ((5, 40, 520), 1),
+        ((3, 130, 512), 2),
+    ],
+    ids=str,
+)
+def test_channels_of_many_sizes(device, shape, groups, dtype):
+    """Many channels in a group, short ones, and ones that end inside what a warp reads at a time."""
+    check(torch.randn(shape, device=device, dtype=dtype) + 1, groups, (True, True))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 40), (2, 4, 120, 160)], ids=str)

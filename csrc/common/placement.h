@@ -41,7 +41,10 @@ class Placement {
     }
   }
 
-  // False where no kernel considered takes such rows.
+  // Blocks of a row; 0 where no kernel considered takes such rows.
+  int blocks() const { return kernel_ != nullptr ? plan_.blocks : 0; }
+
+  // False there.
   bool launch(int64_t rows, cudaStream_t stream, const Arguments&... arguments) const {
     return kernel_ != nullptr &&
            launch_staying(op_, kernel_, plan_, threads_, shared_bytes_, rows, device_, stream, arguments...);

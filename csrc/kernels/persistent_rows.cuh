@@ -22,20 +22,22 @@ struct PersistentPlan {
 };
 
 // Of an instance: threads of a block, the vectors of a piece for each of them, what a warp leaves for the
-// others when they meet, how many vectors are kept for one of a row, and how many blocks share a
-// multiprocessor.
-template <int kThreads_, int kVectors_, typename Slot_, int kKept_, int kResident_>
+// others when they meet, how many vectors are kept for one of a row, how many blocks share a multiprocessor,
+// and the bytes that a block has beside all that, a multiple of 16.
+template <int kThreads_, int kVectors_, typename Slot_, int kKept_, int kResident_, int kBeside_ = 0>
 struct PersistentShape {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
   static constexpr int kKept = kKept_, kResident = kResident_;
   static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
   using Meeting = liger::Meeting<Slot_, kWarps>;
 
-  // Dynamic shared memory: what warps have, their meetings, and the barriers of the parts.
+  // Dynamic shared memory: what warps have, their meetings, what lies beside, and the barriers of the parts.
   static constexpr int kept_bytes(const PersistentPlan& plan) { return kWarps * plan.own * kKept * 16; }
+  static constexpr int beside_at(const PersistentPlan& plan) {
+    return kept_bytes(plan) + Meeting::bytes(plan.blocks);
+  }
   static constexpr int shared_bytes(const PersistentPlan& plan) {
-    return kept_bytes(plan) + Meeting::bytes(plan.blocks) +
-           kWarps * plan.pieces * static_cast<int>(sizeof(uint64_t));
+    return beside_at(plan) + kBeside_ + kWarps * plan.pieces * static_cast<int>(sizeof(uint64_t));
   }
 
   // The fewest blocks, from so many to so many, whose shared memory holds a row. Each takes 1 KB of a
@@ -98,7 +100,7 @@ struct KeptParts {
     // By an exchange the compiler sees that all lanes have the same warp: copies need no loop over lanes.
     warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     first = reinterpret_cast<T*>(memory) + warp * Shape::kKept * step();
-    const int barriers = Shape::kept_bytes(plan) + Shape::Meeting::bytes(plan.blocks);
+    const int barriers = Shape::shared_bytes(plan) - Shape::kWarps * pieces * int{sizeof(uint64_t)};
     arrived = reinterpret_cast<uint64_t*>(memory + barriers) + warp * pieces;
     if (lane == 0) {
       for (int k = 0; k < pieces; ++k) mbarrier_init(&arrived[k]);
@@ -116,10 +118,20 @@ struct KeptParts {
       for (int k = 0; k < pieces; ++k) load_part(s, rows, k);
     }
   }
-  // The first pass, which waits for the copies.
+  // The first pass, which waits for the copies. done(begin, count): by all lanes after this warp's part of
+  // each piece, which are vectors of the slice.
   template <typename Body>
   __device__ __forceinline__ void first_pass(const Slice<T>& s, const Body& body) {
-    over_pieces(s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body, [](int) {});
+    first_pass(s, body, [](int, int) {});
+  }
+  template <typename Body, typename Done>
+  __device__ __forceinline__ void first_pass(const Slice<T>& s, const Body& body, const Done& done) {
+    over_pieces(
+        s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body,
+        [&](int k) {
+          const auto [begin, count] = part_of(s, k);
+          if (count > 0) done(begin, count);
+        });
     phase ^= 1;
   }
   template <typename Body>
