@@ -78,23 +78,27 @@ void launch_backward(const char* op, const ce::Problem& p, const ce::Coefficient
 // Writes the gradient to out, which may be the logits themselves.
 void backward_into(const char* op, void* out, int64_t out_stride, const RowInput& logits,
                    CrossEntropyOptions& options, const Tensor& reference, const Tensor& of_exp,
-                   const Tensor& of_target, const std::optional<Tensor>& of_class, int64_t vocab_start) {
+                   const Tensor& of_target, const std::optional<Tensor>& of_class,
+                   const std::optional<Tensor>& of_log, int64_t vocab_start) {
   const Tensor& like = logits.tensor;
   const int64_t rows = like.size(0);
   const Tensor references = row_values(op, "reference", reference, rows);
   const Tensor of_exps = row_values(op, "of_exp", of_exp, rows);
   const Tensor of_targets = row_values(op, "of_target", of_target, rows);
-  std::optional<Tensor> of_classes;
+  std::optional<Tensor> of_classes, of_logs;
   if (of_class) of_classes = row_values(op, "of_class", *of_class, rows);
+  if (of_log) of_logs = row_values(op, "of_log", *of_log, rows);
   if (rows == 0) return;
   options.problem.logits = logits.data();
   options.problem.row_stride = logits.rows.stride;
+  if (of_log) options.problem.extras |= ce::kLogs;
   const auto floats = [](const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); };
   const ce::Coefficients coefficients{vocab_start,
                                       floats(references),
                                       floats(of_exps),
                                       floats(of_targets),
                                       of_classes ? floats(*of_classes) : nullptr,
+                                      of_logs ? floats(*of_logs) : nullptr,
                                       out,
                                       out_stride};
   dispatch_dtype(like.scalar_type(), [&](auto tag) {
@@ -108,14 +112,15 @@ Tensor cross_entropy_stats_backward(const Tensor& logits, const Tensor& target, 
                                     const Tensor& of_exp, const Tensor& of_target,
                                     const std::optional<Tensor>& of_class,
                                     const std::optional<Tensor>& ce_weight, int64_t vocab_start,
-                                    int64_t ignore_index, std::optional<double> softcap) {
+                                    int64_t ignore_index, std::optional<double> softcap,
+                                    const std::optional<Tensor>& of_log) {
   constexpr const char* op = "cross_entropy_stats_backward";
   CrossEntropyOptions options =
       options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
   const DeviceGuard guard(logits.get_device_index());
   RowOutput out = row_output(torch::stable::empty_like(logits));
   backward_into(op, out.data(), out.rows.stride, row_input(logits), options, reference, of_exp, of_target,
-                of_class, vocab_start);
+                of_class, of_log, vocab_start);
   out.finish();
   return out.result;
 }
@@ -124,14 +129,15 @@ void cross_entropy_stats_backward_(const Tensor& logits, const Tensor& target, c
                                    const Tensor& of_exp, const Tensor& of_target,
                                    const std::optional<Tensor>& of_class,
                                    const std::optional<Tensor>& ce_weight, int64_t vocab_start,
-                                   int64_t ignore_index, std::optional<double> softcap) {
+                                   int64_t ignore_index, std::optional<double> softcap,
+                                   const std::optional<Tensor>& of_log) {
   constexpr const char* op = "cross_entropy_stats_backward_";
   CrossEntropyOptions options =
       options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
   const DeviceGuard guard(logits.get_device_index());
   const RowInput rows = rows_to_overwrite(op, logits);
   backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, options, reference, of_exp,
-                of_target, of_class, vocab_start);
+                of_target, of_class, of_log, vocab_start);
   write_back(logits, rows);
 }
 

@@ -139,17 +139,17 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int "
       "ignore_index, float? softcap, bool return_class_sum) -> Tensor");
-  // of_exp * exp(z[v] - reference) - of_target * [v + vocab_start == target] - of_class * ce_weight[v], all
-  // but ce_weight (V,) with one value per row, times the derivative of the softcap; 0 in rows that are
-  // ignored
+  // e * (of_exp + of_log * (z[v] - reference)) - of_target * [v + vocab_start == target] - of_class *
+  // ce_weight[v] with e = exp(z[v] - reference), all but ce_weight (V,) with one value per row, times the
+  // derivative of the softcap; 0 in rows that are ignored
   m.def(
       "cross_entropy_stats_backward(Tensor logits, Tensor target, Tensor reference, Tensor of_exp, Tensor "
-      "of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap)"
-      " -> Tensor");
+      "of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap,"
+      " Tensor? of_log) -> Tensor");
   m.def(
       "cross_entropy_stats_backward_(Tensor(a!) logits, Tensor target, Tensor reference, Tensor of_exp, "
       "Tensor of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? "
-      "softcap) -> ()");
+      "softcap, Tensor? of_log) -> ()");
 
   // input (..., H), weight (V, H), target (...): the loss alone, composite over fused_linear_ce_forward
   m.def(

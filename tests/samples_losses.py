@@ -180,7 +180,8 @@ def _cross_entropy_stats_backward(d):
     for logits, target, ce_weight, start, ignore_index, softcap, per_class in _cross_entropy_stats(d):
         of_exp, of_target, of_class = (floats(d, len(target)) for _ in range(3))
         coefficients = (floats(d, len(target)) + 3, of_exp, of_target, of_class if per_class else None)
-        samples.append((logits, target, *coefficients, ce_weight, start, ignore_index, softcap))
+        rest = (ce_weight, start, ignore_index, softcap)
+        samples += [(logits, target, *coefficients, *rest, log) for log in (None, floats(d, len(target)))]
     return samples
 
 

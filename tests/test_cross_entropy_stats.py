@@ -47,11 +47,12 @@ def plain_stats(logits, target, ce_weight, softcap):
     return torch.where(target == -100, ignored, stats)
 
 
-def plain_gradient(logits, target, reference, of_exp, of_target, of_class, ce_weight, softcap):
+def plain_gradient(logits, target, reference, of_exp, of_target, of_class, ce_weight, softcap, of_log=None):
     wide = logits if logits.dtype == torch.float64 else logits.float()
     z = capped(wide, softcap)
     column, present = here(target, z.shape[1])
-    grad = of_exp[:, None] * (z - reference[:, None]).exp()
+    log = z - reference[:, None]
+    grad = (of_exp[:, None] if of_log is None else of_exp[:, None] + of_log[:, None] * log) * log.exp()
     grad = grad.scatter_add(1, column[:, None], torch.where(present, -of_target, 0.0)[:, None])
     grad = grad - of_class[:, None] * (1.0 if ce_weight is None else ce_weight)
     if softcap is not None:
@@ -78,19 +79,22 @@ def test_statistics(device, shape, dtype, name):
     torch.testing.assert_close(three, four[:3], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("with_log", [False, True], ids=["", "logs"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradient(device, shape, dtype, name):
+def test_gradient(device, shape, dtype, name, with_log):
     logits, target, ce_weight, softcap = make(device, *shape, dtype, **OPTIONS[name])
     rows = shape[0]
     reference = capped(logits.float(), softcap).logsumexp(-1) + torch.rand(rows, device=device)
     of_exp, of_target, of_class = (torch.randn(rows, device=device) for _ in range(3))
     coefficients = (reference, of_exp, of_target, of_class)
-    expected = plain_gradient(logits, target, *coefficients, ce_weight, softcap)
-    exact = plain_gradient(logits.double(), target, *(c.double() for c in coefficients), ce_weight, softcap)
+    of_log = torch.randn(rows, device=device) if with_log else None
+    expected = plain_gradient(logits, target, *coefficients, ce_weight, softcap, of_log)
+    wide = (*(c.double() for c in coefficients), ce_weight, softcap, of_log.double() if with_log else None)
+    exact = plain_gradient(logits.double(), target, *wide)
     for given in (logits, strided_like(logits), torch.cat([logits, logits], 1)[:, : shape[1]]):
-        arguments = (target, *coefficients, ce_weight, START, -100, softcap)
+        arguments = (target, *coefficients, ce_weight, START, -100, softcap, of_log)
         grad = backward_op(given, *arguments)
         assert grad.dtype == dtype
         assert_as_exact_as_torch(grad, expected, exact, intermediate=LARGEST_LSE)
@@ -105,7 +109,7 @@ def test_softmax_minus_onehot(device):
     target = torch.randint(41, (6,), device=device)
     c = torch.randn(6, device=device)
     lse = logits.logsumexp(-1)
-    grad = backward_op(logits, target, lse, c, c, None, None, 0, -100, None)
+    grad = backward_op(logits, target, lse, c, c, None, None, 0, -100, None, None)
     expected = c[:, None] * (logits.softmax(-1) - torch.nn.functional.one_hot(target, 41))
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
 
@@ -146,7 +150,7 @@ def test_ignored_rows_have_nothing_whatever_their_logits_hold(device):
     stats = stats_op(logits, target, None, 0, 7, 3.0, True)
     assert torch.equal(stats, torch.tensor([[0.0], [1.0], [0.0], [0.0]], device=device).expand(4, 2))
     nan = torch.full((2,), torch.nan, device=device)
-    assert not backward_op(logits, target, nan, nan, nan, nan, None, 0, 7, 3.0).any()
+    assert not backward_op(logits, target, nan, nan, nan, nan, None, 0, 7, 3.0, nan).any()
 
 
 def test_classes_that_are_impossible(device):
@@ -158,9 +162,27 @@ def test_classes_that_are_impossible(device):
     expected = [[-torch.inf, 2.0], [0.0, 1.0], [0.0, 2.0]]
     assert torch.equal(stats, torch.tensor(expected, device=device))
     one = torch.ones(2, device=device)
-    grad = backward_op(logits, target, torch.full((2,), -torch.inf, device=device), one, one, None, None, 0,
-                       -100, None)  # fmt: skip
-    assert not grad[0].any()
+    for of_log in (None, one):
+        grad = backward_op(logits, target, torch.full((2,), -torch.inf, device=device), one, one, None, None, 0,
+                           -100, None, of_log)  # fmt: skip
+        assert not grad[0].any()
+
+
+def test_gradient_of_the_entropy(device):
+    """From lse, the entropy and one number per row; classes without probability have none."""
+    logits, _, _, _ = make(device, 6, 41)
+    logits[1, 3:9] = -torch.inf
+    target = torch.zeros(6, dtype=torch.int64, device=device)
+    c, nothing = torch.randn(6, device=device), torch.zeros(6, device=device)
+    logp = logits.double().log_softmax(-1)
+    entropy = torch.special.entr(logp.exp()).sum(-1)
+    expected = torch.special.entr(logp.exp()) - logp.exp() * entropy[:, None]
+    arguments = (logits.logsumexp(-1), -c * entropy.float(), nothing, None, None, 0, -100, None, -c)
+    grad = backward_op(logits, target, *arguments)
+    torch.testing.assert_close(grad.double(), c.double()[:, None] * expected, rtol=1e-4, atol=1e-5)
+    finite = logits[2:].double().requires_grad_()
+    (by_autograd,) = torch.autograd.grad(torch.special.entr(finite.softmax(-1)).sum(), finite)
+    torch.testing.assert_close(expected[2:], by_autograd)
 
 
 def test_huge_logits_lose_nothing(device):
@@ -178,7 +200,7 @@ def test_no_rows(device):
     empty, target = torch.empty(0, 40, device=device), torch.empty(0, dtype=torch.int64, device=device)
     row = torch.empty(0, device=device)
     assert stats_op(empty, target, None, 0, -100, None, True).shape == (4, 0)
-    assert backward_op(empty, target, row, row, row, None, None, 0, -100, None).shape == (0, 40)
+    assert backward_op(empty, target, row, row, row, None, None, 0, -100, None, row).shape == (0, 40)
 
 
 def test_bad_input(device):
@@ -194,16 +216,15 @@ def test_bad_input(device):
     refuses("cross_entropy_stats: target has shape", stats_op, logits, target[1:], None, *where, False)
     refuses("cross_entropy_stats: softcap is -1", stats_op, logits, target, None, 0, -100, -1.0, False)
     refuses(r"ce_weight has shape \(6,\)", stats_op, logits, target, row, *where, True)
-    for i, name in enumerate(("reference", "of_exp", "of_target", "of_class")):
+    for i, name in enumerate(("reference", "of_exp", "of_target", "of_class", "of_log")):
         for wrong, found in (
             (row[1:], r"\(5,\) and dtype float32"),
             (row.half(), r"\(6,\) and dtype float16"),
         ):
-            coefficients = [row] * 4
-            coefficients[i] = wrong
+            *coefficients, of_log = [wrong if j == i else row for j in range(5)]
             match = rf"cross_entropy_stats_backward_?: {name} has shape {found}, expected \(6,\) float32"
             for op in (backward_op, backward_op_):
-                refuses(match, op, logits, target, *coefficients, None, *where)
+                refuses(match, op, logits, target, *coefficients, None, *where, of_log)
 
 
 def test_the_gradient_has_no_gradient(device):

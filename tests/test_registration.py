@@ -23,7 +23,7 @@ OPS = sorted(
     if name.startswith("liger::")
 )
 # Host functions: they look at metadata and give no tensors back.
-HELPERS = [op for op in OPS if op.startswith(("check_", "plan_chunks", "lay_out_chunks", "default_"))]
+HELPERS = [op for op in OPS if op.startswith(("check_", "plan_", "lay_out_chunks", "default_"))]
 COMPOSITES = [
     op
     for op in OPS

@@ -233,12 +233,22 @@ def _store(out_ptr, grad, z, cols, mask, softcap):
 
 
 @triton.jit
+def _with_log(of_p, of_log, log):
+    """What a probability is multiplied by, with the share of its logarithm; one of 0 adds nothing."""
+    if of_log is not None:
+        of_p += of_log * tl.maximum(log, -1e30)
+    return of_p
+
+
+@triton.jit
 def store_gradient(
-    out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING: tl.constexpr
-):
+    out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING: tl.constexpr,
+    of_log=None,
+):  # fmt: skip
     """The gradient of a tile of logits x, without what only the target has."""
     z = capped(x, softcap)
     p = _exp(z - lse)
+    of_p = _with_log(of_p, of_log, z - lse)
     if SMOOTHING:
         if ce_weight_ptr is not None:
             per_class *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
@@ -250,12 +260,13 @@ def store_gradient(
 
 @triton.jit
 def store_target_gradient(
-    out_ptr, target, valid, z, lse, weight, of_p, of_target, per_class, upstream, softcap, SMOOTHING: tl.constexpr
+    out_ptr, target, valid, z, lse, weight, of_p, of_target, per_class, upstream, softcap, SMOOTHING: tl.constexpr,
+    of_log=None,
 ):  # fmt: skip
     """The one element of the target, after store_gradient of all: cheaper than to compare every column with it."""
     # The thread that stored the element is another one.
     tl.debug_barrier()
-    grad = of_p * _exp(z - lse)
+    grad = _with_log(of_p, of_log, z - lse) * _exp(z - lse)
     if SMOOTHING:
         grad -= per_class * weight
     _store(out_ptr, (grad - of_target) * upstream, z, target, valid, softcap)
@@ -264,7 +275,7 @@ def store_target_gradient(
 @triton.jit
 def write_gradient(
     row_ptr, out_ptr, lse, ce_weight_ptr, of_p, per_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
-    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, of_log=None,
 ):  # fmt: skip
     """store_gradient for a row, from the last tile to the first: what was read last is what the caches still have."""
     tile: tl.constexpr = LANES * REPEATS * VECTOR
@@ -274,11 +285,11 @@ def write_gradient(
         mask = cols < n_cols
         x = tl.load(row_ptr + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
         store_gradient(
-            out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING
+            out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING, of_log
         )
     for done in range(0, full_tiles_end, tile):
         cols = _columns(full_tiles_end - tile - done, LANES, REPEATS, VECTOR)
         x = tl.load(row_ptr + cols, eviction_policy="evict_first").to(tl.float32)
         store_gradient(
-            out_ptr, x, cols, None, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING
+            out_ptr, x, cols, None, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING, of_log
         )

@@ -53,7 +53,7 @@ def stats_kernel(
 @triton.jit(do_not_specialize=["vocab_start", "ignore_index"])
 def stats_backward_kernel(
     logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, reference_ptr, of_exp_ptr, of_target_ptr, of_class_ptr,
-    ce_weight_ptr, n_cols, vocab_start, ignore_index, softcap,
+    of_log_ptr, ce_weight_ptr, n_cols, vocab_start, ignore_index, softcap,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -71,14 +71,17 @@ def stats_backward_kernel(
         of_class = 0.0
         if of_class_ptr is not None:
             of_class = tl.load(of_class_ptr + row)
+        of_log = None
+        if of_log_ptr is not None:
+            of_log = tl.load(of_log_ptr + row)
         weight = class_weight(ce_weight_ptr, column, present)
         write_gradient(
             row_ptr, out_row, reference, ce_weight_ptr, of_exp, of_class, 1.0, n_cols, softcap,
-            of_class_ptr is not None, LANES, REPEATS, VECTOR,
+            of_class_ptr is not None, LANES, REPEATS, VECTOR, of_log,
         )  # fmt: skip
         store_target_gradient(
             out_row, column, present, z_target, reference, weight, of_exp, tl.load(of_target_ptr + row), of_class, 1.0,
-            softcap, of_class_ptr is not None,
+            softcap, of_class_ptr is not None, of_log,
         )  # fmt: skip
     else:
         fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)
@@ -110,9 +113,12 @@ def cross_entropy_stats(logits, target, ce_weight, vocab_start, ignore_index, so
 
 def _backward(
     op, out, logits, target, reference, of_exp, of_target, of_class, ce_weight, vocab_start, ignore_index, softcap,
+    of_log,
 ):  # fmt: skip
     _check(op, logits, target, ce_weight, softcap)
-    check_row_values(op, logits, reference=reference, of_exp=of_exp, of_target=of_target, of_class=of_class)
+    check_row_values(
+        op, logits, reference=reference, of_exp=of_exp, of_target=of_target, of_class=of_class, of_log=of_log
+    )
     if logits.shape[0] == 0:
         return
     logits_rows, logits_stride = rows_of(logits)
@@ -121,7 +127,7 @@ def _backward(
     with on_device_of(logits):
         stats_backward_kernel[(logits.shape[0],)](
             logits_rows, logits_stride, out_rows, out_stride, dense_vector(target), dense_vector(reference),
-            dense_vector(of_exp), dense_vector(of_target), dense_vector(of_class),
+            dense_vector(of_exp), dense_vector(of_target), dense_vector(of_class), dense_vector(of_log),
             None if of_class is None else dense_vector(ce_weight), logits.shape[1], vocab_start, ignore_index, softcap,
             *tile, num_warps=warps,
         )  # fmt: skip

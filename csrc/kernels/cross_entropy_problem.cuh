@@ -11,7 +11,7 @@ namespace liger::ce {
 
 // What a row needs beyond maximum, sum and target. Kernels compiled without extras serve every call that has
 // none.
-enum Extra : unsigned { kSoftcap = 1, kBias = 2, kSmoothing = 4, kArgmax = 8, kEntropy = 16 };
+enum Extra : unsigned { kSoftcap = 1, kBias = 2, kSmoothing = 4, kArgmax = 8, kEntropy = 16, kLogs = 32 };
 
 struct Targets {
   const void* data;

@@ -199,7 +199,11 @@ __device__ __forceinline__ float class_weight_sum(const Problem& p) {
 struct Gradient {
   float reference, probability, hard, smooth;
   int target;
+  float log = 0.0f;  // with kLogs: of each probability times its logarithm
 };
+
+// A class without probability adds nothing, whatever its logarithm is multiplied by.
+inline constexpr float kLeastLog = -1e30f;
 
 // share: the row's part of the upstream gradient, its token weight included. The probabilities of the row are
 // exp(z - reference) / sum, which may be put as the maximum and its sum, or as lse and 1.
@@ -230,6 +234,13 @@ __device__ __forceinline__ Vec<T, N> gradient(const Vec<T, N>& raw, int column, 
 #pragma unroll
   for (int i = 0; i < N; ++i) d[i] = g.probability * exp_from(z[i], g.reference);
   if constexpr (kExtras) {
+    if (p.extras & kLogs) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float log = fmaxf(z[i] - g.reference, kLeastLog);
+        d[i] = exp_from(z[i], g.reference) * fmaf(g.log, log, g.probability);
+      }
+    }
     if (p.extras & kSmoothing) {
       float w[N];
       if (p.class_weight != nullptr) load_anywhere<float, N>(p.class_weight + column, w);

@@ -58,6 +58,7 @@ struct Coefficients {
   const float* of_exp;
   const float* of_target;
   const float* of_class;  // may be null
+  const float* of_log;    // with kLogs
   void* out;
   int64_t out_stride;
 };
@@ -65,12 +66,15 @@ struct Coefficients {
 template <typename T, bool kExtras, bool kAligned>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_from_coefficients(const Problem p, const Coefficients c, int tiles) {
-  write_tile<T, kExtras, kAligned>(
-      p, c.out, c.out_stride, tiles, [&](int64_t index, const T* /*logits*/, int64_t y) {
-        return Gradient{reference_of(c.reference[index]), c.of_exp[index], c.of_target[index],
-                        c.of_class != nullptr ? c.of_class[index] : 0.0f,
-                        column_of(y, c.vocab_start, p.vocab)};
-      });
+  write_tile<T, kExtras, kAligned>(p, c.out, c.out_stride, tiles,
+                                   [&](int64_t index, const T* /*logits*/, int64_t y) {
+                                     return Gradient{reference_of(c.reference[index]),
+                                                     c.of_exp[index],
+                                                     c.of_target[index],
+                                                     c.of_class != nullptr ? c.of_class[index] : 0.0f,
+                                                     column_of(y, c.vocab_start, p.vocab),
+                                                     c.of_log != nullptr ? c.of_log[index] : 0.0f};
+                                   });
 }
 
 }  // namespace liger::ce

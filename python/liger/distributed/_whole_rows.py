@@ -75,7 +75,7 @@ class Rows:
 
     def write_gradient(self, rows, logits, coefficients):
         cross_entropy_stats_backward_(
-            logits, self.target[rows], *coefficients, self.here if self.smoothing else None, *self.where
+            logits, self.target[rows], *coefficients, self.here if self.smoothing else None, *self.where, None
         )
 
     def reduced(self):

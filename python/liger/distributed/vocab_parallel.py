@@ -261,7 +261,7 @@ def _backward(ctx, grad_loss, *_grad_others):
         of_exp, of_target, of_class = (*(c * grad_loss for c in scaled), None)[:3]
         grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
             logits, target, reference, of_exp, of_target, of_class,
-            None if of_class is None else ce_weight, *ctx.where,
+            None if of_class is None else ce_weight, *ctx.where, None,
         )  # fmt: skip
     return grad_logits, *(None,) * 14
 

@@ -70,7 +70,7 @@ class Targets(NamedTuple):
 
     def coefficients(self, reference, of_exp, of_target):
         """What follows the logits in the arguments of the gradient ops of cross entropy."""
-        return self.target, reference, of_exp, of_target, None, None, 0, self.ignore_index, None
+        return self.target, reference, of_exp, of_target, None, None, 0, self.ignore_index, None, None
 
 
 class RowWeights(NamedTuple):

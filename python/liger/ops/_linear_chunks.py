@@ -13,12 +13,8 @@ import torch
 
 from ..backend import FAMILIES
 from ._products import product, write_linear
-from ._rows import row_blocks
 from .cross_entropy_stats import cross_entropy_stats_backward_
 from .rms_norm import accumulate_dtype
-
-# Below this log-probability p * log p is 0 in float32; -inf would make it NaN.
-_LEAST_LOGPROB = -1e30
 
 
 class RowStatistics(NamedTuple):
@@ -56,29 +52,14 @@ class Head(NamedTuple):
 
     def write_gradient(self, logits, target, rows, of_logprob, of_entropy=None):
         """Overwrites logits with the gradient of ``x @ weight.T + bias``; ``rows`` are their statistics."""
-        scale = 1.0 / self.temperature
-        if of_entropy is None:
-            minus = of_logprob * -scale
-            cross_entropy_stats_backward_(
-                logits, target, rows.lse, minus, minus, None, None, 0, self.ignore_index, self._cap
-            )
-            return
-        ignored = target == self.ignore_index
-        of_logprob, of_entropy = (
-            torch.where(ignored, 0.0, g * scale).unsqueeze(1) for g in (of_logprob, of_entropy)
+        minus = of_logprob * (-1.0 / self.temperature)
+        of_exp, of_log = minus, None
+        if of_entropy is not None:
+            of_log = of_entropy * (-1.0 / self.temperature)
+            of_exp = torch.addcmul(minus, of_log, rows.entropy)
+        cross_entropy_stats_backward_(
+            logits, target, rows.lse, of_exp, minus, None, None, 0, self.ignore_index, self._cap, of_log
         )
-        common = of_logprob + of_entropy * rows.entropy.unsqueeze(1)
-        column = torch.where(ignored, 0, target.long()).unsqueeze(1)
-        for block in row_blocks(logits):
-            z, slope = logits[block].to(rows.lse.dtype), None
-            if self._cap is not None:
-                capped = torch.tanh(z / self._cap)
-                z, slope = capped * self._cap, 1.0 - capped.square_()
-            grad = z.sub_(rows.lse[block].unsqueeze(1)).clamp_(min=_LEAST_LOGPROB)
-            p = grad.exp()
-            grad.mul_(of_entropy[block]).add_(common[block]).mul_(p).neg_()
-            grad.scatter_add_(1, column[block], of_logprob[block])
-            logits[block] = grad if slope is None else grad.mul_(slope)
 
 
 class HeadGradients:
