@@ -371,42 +371,20 @@ void multiply_rows(const GradientRows& chunk, Bf16* grad_weight, unsigned char* 
   count_all_rows<<<blocks, kRowThreads, 0, chunk.stream>>>(static_cast<int>(rows), count, scale);
   check_launch(kOp);
 
-  // In boxes out of panels, as exponentials are read; here the copy engine swizzles.
-  const CUtensorMap gradient = map_of(elements(chunk.gradient), sm90::kPanel, rows, vocab / sm90::kPanel,
-                                      chunk.gradient.stride(0), sm90::kPanel, CU_TENSOR_MAP_SWIZZLE_128B);
+  const CUtensorMap gradient = matrix_map(chunk.gradient);
   const ChunkRows all{count, 0, static_cast<int>(rows)};
-  const int in_first = static_cast<int>(round_up(rows, sm90::kTileM));
   if (grad_weight != nullptr) {
-    const GradWeight job{
-        all,
-        static_cast<int>(vocab),
-        static_cast<int>(hidden),
-        in_first,
-        none,
-        elements(chunk.input),
-        chunk.input.stride(0),
-        grad_weight,
-        units,
-        sm90::kPanel * hidden / sm90::kTileN,
-        chunk.first,
-        chunk.last,
-        nullptr,
-        0,
-        rows * hidden * 2 > kInputBytesInL2 ? kBand : static_cast<int>(hidden / sm90::kTileN)};
+    const OfMatrix<GradWeight> job{
+        {all, static_cast<int>(vocab), static_cast<int>(hidden), 0, none, elements(chunk.input),
+         chunk.input.stride(0), grad_weight, units, sm90::kPanel * hidden / sm90::kTileN, chunk.first,
+         chunk.last, nullptr, 0,
+         rows * hidden * 2 > kInputBytesInL2 ? kBand : static_cast<int>(hidden / sm90::kTileN)}};
     launch_product({{gradient, gradient}, matrix_map(chunk.input)}, job, chunk.device, chunk.stream);
   }
   if (grad_input != nullptr) {
-    const GradInput job{all,
-                        static_cast<int>(vocab),
-                        static_cast<int>(hidden),
-                        in_first,
-                        static_cast<int>(chunk.parts),
-                        scale,
-                        none,
-                        elements(chunk.weight),
-                        chunk.weight.stride(0),
-                        grad_input,
-                        partial};
+    const OfMatrix<GradInput> job{{all, static_cast<int>(vocab), static_cast<int>(hidden), 0,
+                                   static_cast<int>(chunk.parts), scale, none, elements(chunk.weight),
+                                   chunk.weight.stride(0), grad_input, partial}};
     launch_product({{gradient, gradient}, matrix_map(chunk.weight)}, job, chunk.device, chunk.stream);
     if (chunk.parts > 1) {
       add_parts<<<static_cast<unsigned>(rows), kRowThreads, 0, chunk.stream>>>(job);

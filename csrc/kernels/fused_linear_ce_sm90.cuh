@@ -358,4 +358,10 @@ struct GradInput {
   }
 };
 
+// A job whose first operand is a matrix and not in panels.
+template <class Job>
+struct OfMatrix : Job {
+  static constexpr bool kPanels = false;
+};
+
 }  // namespace liger::flce90
