@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from sm90_engine import BFLOAT16, GRADIENT, MIB, engine_device
+from sm90_engine import BFLOAT16, GRADIENT, MIB
 
 import liger
 from liger.ops._linear_chunks import Sm90HeadGradients
@@ -22,11 +22,6 @@ FORMS = {
     "jsd": (liger.fused_linear_jsd, {"beta": 0.3}),
     "jsd tempered, hard": (liger.fused_linear_jsd, {"beta": 0.5, "temperature": 2.0}),
 }
-
-
-@pytest.fixture
-def device():
-    return engine_device()
 
 
 @pytest.fixture
@@ -82,9 +77,9 @@ def assert_as_exact_as_torch(found, of_torch, expected):
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_distillation(device, plans, shape, name):
+def test_distillation(sm90, plans, shape, name):
     rows, hidden, vocab, budget = SHAPES[shape]
-    values = layers(device, rows, hidden, vocab)
+    values = layers(sm90, rows, hidden, vocab)
     loss, grads = ours(name, *values, memory_budget=budget)
     assert plans[-1] is not None
     if shape not in ("one chunk", "fewest rows"):
@@ -101,10 +96,10 @@ def test_distillation(device, plans, shape, name):
 
 
 @pytest.mark.parametrize("name", ["kl", "jsd"])
-def test_bias_strides_and_one_gradient(device, plans, name):
+def test_bias_strides_and_one_gradient(sm90, plans, name):
     rows, hidden, vocab, budget = SHAPES["chunks"]
-    x, weight, *teacher = layers(device, rows, hidden, vocab)
-    bias = torch.randn(vocab, device=device).to(BFLOAT16).requires_grad_()
+    x, weight, *teacher = layers(sm90, rows, hidden, vocab)
+    bias = torch.randn(vocab, device=sm90).to(BFLOAT16).requires_grad_()
     spread = F.pad(x, (3, 2))[:, 3:-2]
     tall = weight.t().contiguous().t()
     form, chosen = FORMS[name]
@@ -125,10 +120,10 @@ def test_bias_strides_and_one_gradient(device, plans, name):
         assert error <= GRADIENT
 
 
-def test_hard_targets(device, plans):
+def test_hard_targets(sm90, plans):
     rows, hidden, vocab, budget = SHAPES["more rows than tiles"]
-    values = layers(device, rows, hidden, vocab)
-    target = torch.randint(vocab, (rows,), device=device)
+    values = layers(sm90, rows, hidden, vocab)
+    target = torch.randint(vocab, (rows,), device=sm90)
     target[::5] = -100
     module = liger.losses.FusedLinearJSDLoss(memory_budget=budget)
 
@@ -148,11 +143,11 @@ def test_hard_targets(device, plans):
 
 
 @pytest.mark.parametrize("shape", ["one chunk", "chunks"])
-def test_log_probabilities_with_entropies(device, plans, shape):
+def test_log_probabilities_with_entropies(sm90, plans, shape):
     rows, hidden, vocab, budget = SHAPES[shape]
-    x, weight, *_ = layers(device, rows, hidden, vocab)
-    target = torch.randint(vocab, (rows,), device=device)
-    upstream = torch.randn(2, rows, device=device)
+    x, weight, *_ = layers(sm90, rows, hidden, vocab)
+    target = torch.randint(vocab, (rows,), device=sm90)
+    upstream = torch.randn(2, rows, device=sm90)
 
     def run():
         leaves = [t.detach().requires_grad_() for t in (x, weight)]
@@ -174,15 +169,15 @@ def test_log_probabilities_with_entropies(device, plans, shape):
 
 
 @pytest.mark.parametrize("budget", [512 * MIB, 8 * MIB])
-def test_losses_that_the_epilogues_do_not_know(device, plans, budget):
+def test_losses_that_the_epilogues_do_not_know(sm90, plans, budget):
     """An entropy bonus with a bias; pairs with a bias and a softcap."""
     sequences, length, hidden, vocab = 8, 96, 256, 1408
-    x, weight, *_ = layers(device, sequences * length, hidden, vocab)
+    x, weight, *_ = layers(sm90, sequences * length, hidden, vocab)
     x = x.view(sequences, length, hidden)
-    bias = torch.randn(vocab, device=device).to(BFLOAT16)
-    target = torch.randint(vocab, (sequences, length), device=device)
+    bias = torch.randn(vocab, device=sm90).to(BFLOAT16)
+    target = torch.randint(vocab, (sequences, length), device=sm90)
     target[:, -7:] = -100
-    advantages = torch.linspace(-1, 1, sequences, device=device)
+    advantages = torch.linspace(-1, 1, sequences, device=sm90)
     losses = {
         "grpo": liger.losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.01, memory_budget=budget),
         "orpo": liger.losses.FusedLinearORPOLoss(softcap=30.0, memory_budget=budget),
@@ -205,10 +200,10 @@ def test_losses_that_the_epilogues_do_not_know(device, plans, budget):
         assert not grads[0][:, -7:].any()
 
 
-def test_peak_memory(device, plans):
+def test_peak_memory(sm90, plans):
     """The sum over chunks takes no memory of its own, and logits no more than the budget."""
     rows, hidden, vocab, budget = 4096, 1024, 32000, 64 * MIB
-    values = layers(device, rows, hidden, vocab)
+    values = layers(sm90, rows, hidden, vocab)
     ours("jsd", *values, memory_budget=budget)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -219,9 +214,9 @@ def test_peak_memory(device, plans):
     assert torch.cuda.max_memory_allocated() - before <= gradients + budget + 4 * MIB
 
 
-def test_cuda_graph(device, plans):
+def test_cuda_graph(sm90, plans):
     rows, hidden, vocab, budget = SHAPES["chunks"]
-    values = layers(device, rows, hidden, vocab)
+    values = layers(sm90, rows, hidden, vocab)
     expected = ours("jsd", *values, memory_budget=budget)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
