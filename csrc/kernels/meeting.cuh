@@ -56,6 +56,7 @@ struct Meeting {
   template <int kWords, typename S, typename Reduce>
   __device__ __forceinline__ auto meet(const S& s, const Reduce& reduce) {
     static_assert(sizeof(S) <= sizeof(Slot));
+    static_assert(sizeof(S) % (kWords >= 4 ? 16 : kWords >= 2 ? 8 : 4) == 0, "as cluster_send() asks");
     const int lane = threadIdx.x % 32;
     const uint32_t set = turn % 2, phase = turn / 2 % 2;
     S* const left = reinterpret_cast<S*>(slots + set * kWarps * blocks);

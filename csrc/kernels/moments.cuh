@@ -108,7 +108,8 @@ __device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const H
   return shifted_moments(shift, sums.sum, sums.squares, inverse_count);
 }
 
-struct PartMoments {
+// Aligned for the stores of a meeting.
+struct alignas(16) PartMoments {
   float count, mean, squares;
 };
 

@@ -114,6 +114,7 @@ class Sm90HeadGradients(HeadGradients):
 
     Attributes:
         chunk_rows, part_rows: rows of a chunk, and of a part of it that has other logits beside its own.
+        class_parts: parts of the classes, whose products are added up to the gradient of a chunk's hidden states.
     """
 
     @classmethod
@@ -128,7 +129,7 @@ class Sm90HeadGradients(HeadGradients):
 
     def __init__(self, x, weight, bias, wanted, numbers):
         super().__init__(x, weight, bias, wanted, 1, False)
-        self.chunk_rows, self.part_rows, self._parts, units, scratch = numbers
+        self.chunk_rows, self.part_rows, self.class_parts, units, scratch = numbers
         self._chunks = -(-x.shape[0] // self.chunk_rows)
         self._units, self._scratch = (x.new_empty(size, dtype=torch.uint8) for size in (units, scratch))
         self._dense_weight = torch.ops.liger_sm90.dense.default(weight)
@@ -137,7 +138,7 @@ class Sm90HeadGradients(HeadGradients):
         need_input, _, need_bias = self.wanted
         self.chunks_added += 1
         torch.ops.liger_sm90.head_gradients.default(
-            dlogits, x, self._dense_weight, self._parts, self.chunks_added == 1, self.chunks_added == self._chunks,
+            dlogits, x, self._dense_weight, self.class_parts, self.chunks_added == 1, self.chunks_added == self._chunks,
             self.weight, self._units, self._scratch, grad_x if need_input else self.input,
         )  # fmt: skip
         if need_bias:
