@@ -18,7 +18,7 @@ CASES = [
     ((2, 4, 96, 96), 2),
     ((1, 4, 203, 204), 2),
     ((1, 4, 201, 203), 2),
-    ((1, 2, 8, 80, 80), 1),
+    ((1, 4, 8, 80, 80), 2),
 ]
 
 
@@ -34,7 +34,7 @@ def reference(x, groups, weight, bias, eps=1e-5):
     return y.to(x.dtype)
 
 
-def check(x, groups, which):
+def check(x, groups, which, intermediate=0.0):
     parameters = [
         torch.randn(x.shape[1], device=x.device, dtype=x.dtype) if there else None for there in which
     ]
@@ -42,6 +42,7 @@ def check(x, groups, which):
         lambda x, w, b: liger.group_norm(x, groups, w, b),
         lambda x, w, b: reference(x, groups, w, b),
         [x, *parameters],
+        intermediate,
     )
 
 
@@ -71,7 +72,8 @@ def test_where_the_kernel_changes(device, limit, dtype):
         (at + vector, 3),
         (at + 8 * vector, 1),
     ):
-        check(torch.randn(samples, 4, spatial, device=device, dtype=dtype) + 1, 2, (True, True))
+        # The gradients of parameters are few numbers, sums of many terms that cancel.
+        check(torch.randn(samples, 4, spatial, device=device, dtype=dtype) + 1, 2, (True, True), 2.0)
 
 
 @pytest.mark.gpu

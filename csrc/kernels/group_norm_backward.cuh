@@ -44,11 +44,14 @@ __global__ void __launch_bounds__(kChannelThreads)
       float xs[N], gs[N];
       unpack(load<T, N>(x + i), xs);
       unpack(load<T, N>(g + i), gs);
+      // Sums of vectors first: fewer roundings of a long sum.
+      float2 of{};
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        dot = fmaf(gs[k], (xs[k] - mean) * rstd, dot);
-        sum += gs[k];
+        of.x = fmaf(gs[k], (xs[k] - mean) * rstd, of.x);
+        of.y += gs[k];
       }
+      dot += of.x, sum += of.y;
     }
   }
   if constexpr (Grouped) {

@@ -183,14 +183,14 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     // The meeting has brought the sums of all warps; this set is used again after the next one.
     float* const part = p.sums + (sample * plan.blocks + rank) * 2 * p.channels + channel;
     for (int c = threadIdx.x; c < channels; c += Shape::kThreads) {
-      float2 all{};
+      double2 all{};
       for (int warp = 0; warp < Shape::kWarps; ++warp) {
         float2& of_warp = sums[set * kSet + warp * kMostChannels + c];
         all.x += of_warp.x, all.y += of_warp.y;
         of_warp = {0.0f, 0.0f};
       }
-      part[c] = all.x;
-      part[p.channels + c] = all.y;
+      part[c] = static_cast<float>(all.x);
+      part[p.channels + c] = static_cast<float>(all.y);
     }
     const RowGradient gradient(mean, rstd, total.y, total.x, inverse_hidden);
     const Slice<T> next = slice_of(row + row_step);
