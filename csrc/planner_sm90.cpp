@@ -144,8 +144,10 @@ std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside)
     const int64_t chunk_rows = std::min(rows, p.rows), chunks = ceil_div(p.rows, chunk_rows);
     const Fill input = p.need_grad_input ? fill(p, chunk_rows) : Fill{1, 1.0};
     const int64_t units = chunks > 1 ? units_bytes : 0;
-    const int64_t left = budget - units - partial_bytes(p, chunk_rows, input.parts) - chunk_rows * row_bytes;
+    // Parts of the input gradient are summed where the other logits were.
+    const int64_t left = budget - units - chunk_rows * row_bytes;
     if (left < 0) break;
+    if (left < partial_bytes(p, chunk_rows, input.parts)) continue;
     int64_t part_rows = chunk_rows;
     if (beside > 0) {
       part_rows = std::min(left / (beside * row_bytes) / kTileM * kTileM, chunk_rows);
@@ -156,8 +158,10 @@ std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside)
     }
     const double of_input = p.need_grad_input ? static_cast<double>(chunk_rows) / input.share : 0.0;
     const double of_weight = p.need_grad_weight ? static_cast<double>(chunk_rows) : 0.0;
-    const double in_parts = static_cast<double>(beside * ceil_div(chunk_rows, part_rows)) * kPartRows;
-    const double of_chunk = kLaunchRows + (of_input + of_weight + in_parts) / 3;
+    const double in_parts = static_cast<double>(beside * ceil_div(chunk_rows, part_rows)) *
+                            (kPartRows + exponential_rows(p, part_rows));
+    const double of_chunk =
+        kLaunchRows + (exponential_rows(p, chunk_rows) + of_input + of_weight + in_parts) / 3;
     // The last chunk is as long as what is left.
     const double last = static_cast<double>(p.rows - (chunks - 1) * chunk_rows) / chunk_rows;
     const double total = (chunks - 1) * (of_chunk + (p.need_grad_weight ? kPassRows : 0.0)) + last * of_chunk;

@@ -7,6 +7,7 @@ from sm90_engine import BFLOAT16, GRADIENT, MIB
 
 import liger
 from liger.ops._linear_chunks import Sm90HeadGradients
+from liger.ops.fused_linear_divergence import fused_linear_distillation
 
 pytestmark = pytest.mark.gpu
 # rows, hidden, vocab, budget
@@ -140,6 +141,54 @@ def test_hard_targets(sm90, plans):
     for a, b in zip(grads, others, strict=True):
         assert (a.double() - b.double()).norm() <= GRADIENT * b.double().norm()
     assert not grads[0][::5].any()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"divergence": "forward_kl", "hard": 0.2, "soft": 0.8},
+        {"divergence": "reverse_kl", "temperature": 2.0, "hard": 0.5, "soft": 0.5},
+        {"divergence": "tvd"},
+        {"divergence": "tvd", "temperature": 0.5, "hard": 0.5, "soft": 0.5},
+        {"divergence": "jsd", "beta": 0.1, "hard": 0.3, "soft": 0.7},
+        {"divergence": "cosine", "hard": 0.5, "soft": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab", [2048, 34048])
+def test_targets_and_a_teacher_in_parts(sm90, plans, vocab, how):
+    """Rows that two kernels read, and rows that stay in shared memory; the teacher's logits of the first chunk lie in
+    the memory of the weight's gradient, later ones come in parts."""
+    rows, hidden = 900, 512
+    values = *layers(sm90, rows, hidden, vocab)[:2], *layers(sm90, rows, 128, vocab)[2:]
+    target = torch.randint(vocab, (rows,), device=sm90)
+    target[::6] = -100
+    options = {"beta": 0.5, "temperature": 1.0, "soft": 1.0, "hard": 0.0, **how}
+    settings = [options[name] for name in ("divergence", "beta", "temperature", "soft", "hard")]
+
+    def run(wide=False):
+        x, weight, *teacher = (t.double() if wide else t for t in values)
+        leaves = [t.detach().requires_grad_() for t in (x, weight)]
+        weights = torch.full((rows,), 1 / rows, device=sm90, dtype=torch.float64 if wide else torch.float32)
+        found = fused_linear_distillation(
+            "test", *leaves, *teacher, None, target, None, None, weights, *settings, -100, False, None,
+            2 * vocab * 700 + 3 * MIB,
+        )  # fmt: skip
+        return [loss.detach() for loss in found], torch.autograd.grad(found[0], leaves)
+
+    losses, grads = run()
+    assert plans[-1] is not None and plans[-1].part_rows < rows
+    with liger.use_backend("triton"):
+        their_losses, theirs = run()
+    with liger.use_backend("torch"):
+        exact_losses, exactly = run(wide=True)
+    for mine, other, wanted in zip(losses, their_losses, exact_losses, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(mine.double(), wanted, rtol=2e-2, atol=1e-5)
+    assert_as_exact_as_torch(grads, theirs, exactly)
+    assert not grads[0][::6].any()
+    again = run()
+    assert all(map(torch.equal, again[1], grads))
 
 
 @pytest.mark.parametrize("shape", ["one chunk", "chunks"])

@@ -73,6 +73,20 @@ class Targets(NamedTuple):
         return self.target, reference, of_exp, of_target, None, None, 0, self.ignore_index, None, None
 
 
+class Part(NamedTuple):
+    """Rows of a chunk, and what the teacher says of them.
+
+    Attributes:
+        rows: which of the chunk.
+        teacher: logits (N, V), log-probabilities (N, k), or anything where ``soft`` is 0.
+        indices: (N, k) classes of the log-probabilities of the teacher, else None.
+    """
+
+    rows: slice
+    teacher: torch.Tensor
+    indices: torch.Tensor | None
+
+
 class RowWeights(NamedTuple):
     """What the two losses of each row are multiplied by, float32: ``soft`` and ``hard`` are among the factors."""
 
@@ -95,48 +109,58 @@ def _gradient_apart(logits, targets, lse, weights):
     return backward(logits, *targets.coefficients(lse, weights.hard, weights.hard))
 
 
-def _hard_rows(terms, logits, _teacher, _indices, targets, weights, need_grad):
+def _hard_rows(terms, logits, _part, targets, weights, need_grad):
     log_q, lse = _cross_entropy(logits, targets)
     if need_grad:
         cross_entropy_stats_backward_(logits, *targets.coefficients(lse, weights.hard, weights.hard))
     return None, targets.live(weights.hard * -log_q)
 
 
-def _divergence_alone(terms, logits, teacher, targets, weights, need_grad):
-    """(losses, stats or None)"""
+def _divergence_alone(terms, logits, part, targets, weights, need_grad, hard=0.0):
+    """(losses, stats or None where nothing needs them); ``hard`` is the share of cross entropy in the gradient."""
+    teacher, target, ignore_index = part.teacher, targets.target, targets.ignore_index
+    if need_grad and hard:
+        return divergence_ce_forward_(
+            logits, teacher, target, weights.soft, terms.divergence, terms.beta, hard, ignore_index
+        )
     arguments = (
-        logits, teacher, targets.target, weights.soft, terms.divergence, terms.beta, terms.temperature, False,
-        targets.ignore_index, True,
+        logits, teacher, target, weights.soft, terms.divergence, terms.beta, terms.temperature, False, ignore_index,
+        True,
     )  # fmt: skip
     if need_grad:
         return divergence_forward_(*arguments), None
     return torch.ops.liger.divergence_forward.default(*arguments, False)[:2]
 
 
-def _divergence_rows(terms, logits, teacher, _indices, targets, weights, need_grad):
+def _divergence_chunk(terms, logits, parts, targets, weights, need_grad):
+    """A chunk at a time, since what is not the op itself takes a launch for each step."""
+    # Their gradient will take the place of the logits.
+    z = targets.of(logits) if terms.hard else None
+    hard = terms.hard / terms.soft
+    found = [
+        _divergence_alone(
+            terms, logits[part.rows], part, targets.at(part.rows), weights.at(part.rows), need_grad, hard
+        )
+        for part in parts
+    ]
+    soft = torch.cat([losses for losses, _ in found])
     if not terms.hard:
-        return _divergence_alone(terms, logits, teacher, targets, weights, need_grad)[0], None
-    if terms.hard_apart:
-        log_q, lse = _cross_entropy(logits, targets)
-        apart = _gradient_apart(logits, targets, lse, weights) if need_grad else None
-        soft, _ = _divergence_alone(terms, logits, teacher, targets, weights, need_grad)
-        if need_grad:
-            logits.add_(apart)
-    else:
-        z = targets.of(logits)
-        if need_grad:
-            soft, stats = divergence_ce_forward_(
-                logits, teacher, targets.target, weights.soft, terms.divergence, terms.beta, terms.hard / terms.soft,
-                targets.ignore_index,
-            )  # fmt: skip
-        else:
-            soft, stats = _divergence_alone(terms, logits, teacher, targets, weights, need_grad)
-        log_q = (z - stats[0]) - stats[1]
+        return soft, None
+    stats = torch.cat([stats[:2] for _, stats in found], 1)
+    return soft, targets.live(weights.hard * -((z - stats[0]) - stats[1]))
+
+
+def _tempered_rows(terms, logits, part, targets, weights, need_grad):
+    log_q, lse = _cross_entropy(logits, targets)
+    apart = _gradient_apart(logits, targets, lse, weights) if need_grad else None
+    soft, _ = _divergence_alone(terms, logits, part, targets, weights, need_grad)
+    if need_grad:
+        logits.add_(apart)
     return soft, targets.live(weights.hard * -log_q)
 
 
-def _cosine_rows(terms, logits, teacher, _indices, targets, weights, need_grad):
-    wide = accumulate_dtype(logits.dtype)
+def _cosine_rows(terms, logits, part, targets, weights, need_grad):
+    teacher, wide = part.teacher, accumulate_dtype(logits.dtype)
     soft, hard = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
     for block in row_blocks(logits):
         z, t = logits[block].to(wide), teacher[block].to(wide)
@@ -202,9 +226,9 @@ def _write_exponentials(logits, temperature, targets, reference, factor):
         logits[block] = z.sub_(reference[block]).exp_().mul_(factor[block])
 
 
-def _topk_rows(terms, logits, teacher, indices, targets, weights, need_grad):
+def _topk_rows(terms, logits, part, targets, weights, need_grad):
     wide = accumulate_dtype(logits.dtype)
-    support, apart = _Support(teacher, indices, wide), None
+    support, apart = _Support(part.teacher, part.indices, wide), None
     if terms.hard_apart:
         log_q_target, lse = _cross_entropy(logits, targets)
         apart = _gradient_apart(logits, targets, lse, weights) if need_grad else None
@@ -261,14 +285,13 @@ def _topk_rows(terms, logits, teacher, indices, targets, weights, need_grad):
 _RULES = {"cosine": _cosine_rows, "topk_tail": _topk_rows, "topk": _topk_rows}
 
 
-def distil_rows(terms, logits, teacher, indices, targets, weights, need_grad):
+def distil_rows(terms, logits, parts, targets, weights, need_grad):
     """The two terms of the loss of each row; with need_grad the gradient of their sum takes the place of the logits.
 
     Args:
         terms: :class:`Terms`.
         logits: (N, V) of the student. They may be overwritten in any case.
-        teacher: logits (N, V), log-probabilities (N, k), or anything where ``soft`` is 0.
-        indices: (N, k) classes of the log-probabilities of the teacher, else None.
+        parts: iterable of :class:`Part`, of all rows in their order. What one holds need not outlive it.
         targets: :class:`Targets`, real ones where ``hard`` is not 0; ignored rows lose nothing.
         weights: :class:`RowWeights`.
 
@@ -276,5 +299,11 @@ def distil_rows(terms, logits, teacher, indices, targets, weights, need_grad):
         (the distance from the teacher, the cross entropy), (N,) each, times their weights, float32; None for what is
         not computed.
     """
-    rule = _RULES.get(terms.divergence, _divergence_rows) if terms.soft else _hard_rows
-    return rule(terms, logits, teacher, indices, targets, weights, need_grad)
+    if terms.soft and terms.divergence not in _RULES and not terms.hard_apart:
+        return _divergence_chunk(terms, logits, parts, targets, weights, need_grad)
+    rule = _RULES.get(terms.divergence, _tempered_rows) if terms.soft else _hard_rows
+    found = [
+        rule(terms, logits[part.rows], part, targets.at(part.rows), weights.at(part.rows), need_grad)
+        for part in parts
+    ]
+    return tuple(None if losses[0] is None else torch.cat(losses) for losses in zip(*found, strict=True))

@@ -88,6 +88,14 @@ class HeadGradients:
         memory = self.weight.view(-1)[: rows * stride] if hosted else self.weight.new_empty(rows * stride)
         return memory.view(rows, stride)[:, :classes]
 
+    def new_logits_beside(self, rows, beside):
+        """The same, and memory for logits beside them that nobody needs while a chunk is added."""
+        memory = self.new_logits(rows + beside)
+        return memory[:rows], memory[rows:]
+
+    def unused_rows(self):
+        """The memory of the weight's gradient as rows of logits, as long as it is not written; or None."""
+
     def add(self, x, dlogits, grad_x):
         """A chunk: rows of x, the gradient of their logits, and where the gradient of x goes, maybe x itself."""
         need_input, need_weight, need_bias = self.wanted
@@ -131,15 +139,34 @@ class Sm90HeadGradients(HeadGradients):
         super().__init__(x, weight, bias, wanted, 1, False)
         self.chunk_rows, self.part_rows, self.class_parts, units, scratch = numbers
         self._chunks = -(-x.shape[0] // self.chunk_rows)
-        self._units, self._scratch = (x.new_empty(size, dtype=torch.uint8) for size in (units, scratch))
+        self._units = x.new_empty(units, dtype=torch.uint8)
+        self._scratch_bytes, self._scratch = scratch, None
         self._dense_weight = torch.ops.liger_sm90.dense.default(weight)
+
+    def new_logits_beside(self, rows, beside):
+        if beside == 0:
+            return super().new_logits_beside(rows, beside)
+        classes = self.head_weight.shape[0]
+        memory = self.new_logits(rows + max(beside, -(-self._scratch_bytes // (2 * classes))))
+        self._scratch = memory[rows:].view(-1).view(torch.uint8)
+        return memory[:rows], memory[rows : rows + beside]
+
+    def unused_rows(self):
+        if self.chunks_added > 0:
+            return None
+        classes = self.head_weight.shape[0]
+        rows = self.weight.numel() // classes
+        return self.weight.view(-1)[: rows * classes].view(rows, classes)
 
     def add(self, x, dlogits, grad_x):
         need_input, _, need_bias = self.wanted
         self.chunks_added += 1
+        scratch = self._scratch
+        if scratch is None:
+            scratch = x.new_empty(self._scratch_bytes, dtype=torch.uint8)
         torch.ops.liger_sm90.head_gradients.default(
             dlogits, x, self._dense_weight, self.class_parts, self.chunks_added == 1, self.chunks_added == self._chunks,
-            self.weight, self._units, self._scratch, grad_x if need_input else self.input,
+            self.weight, self._units, scratch, grad_x if need_input else self.input,
         )  # fmt: skip
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)

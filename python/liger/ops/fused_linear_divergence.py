@@ -6,13 +6,15 @@ so that most of the budget is for the student: fewer sums of the weight's gradie
 be a part of the loss. docs/divergence.md defines every term.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from ..backend import register_portable
 from ..distributed import unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
-from ._distillation_rows import RowWeights, Targets, Terms, distil_rows
+from ._distillation_rows import Part, RowWeights, Targets, Terms, distil_rows
 from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
 from ._products import write_linear
@@ -62,6 +64,38 @@ def _plan(input, weight, need_grad_weight, exact, memory_budget, apart):
     return chunk_rows, chunks, min(part, chunk_rows)
 
 
+class _Teacher(NamedTuple):
+    """What it says of the rows of a batch. Its logits, if they are products, exist for a part of a chunk at a time.
+
+    Attributes:
+        rows: (T, Ht) hidden states, or what :class:`Part` says.
+        weight, bias: of the products, else None.
+        indices: (T, k) or None.
+        memory: for the logits of ``part_rows`` rows, where they are products.
+        part_rows: of a part.
+    """
+
+    rows: torch.Tensor
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    indices: torch.Tensor | None
+    memory: torch.Tensor
+    part_rows: int
+
+    def parts(self, chunk, unused):
+        """The :class:`Part` of each part of a chunk. ``unused``: other memory for logits, or None."""
+        memory, step = self.memory, self.part_rows
+        if unused is not None and unused.shape[0] > step:
+            memory, step = unused, unused.shape[0]
+        for part in row_chunks(chunk.stop - chunk.start, step):
+            here = slice(chunk.start + part.start, chunk.start + part.stop)
+            known = self.rows[here]
+            if self.weight is not None:
+                known = memory[: part.stop - part.start]
+                write_linear(self.rows[here], self.weight, self.bias, known)
+            yield Part(part, known, None if self.indices is None else self.indices[here])
+
+
 def fused_linear_divergence_forward_kernel(
     input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
     temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
@@ -74,11 +108,13 @@ def fused_linear_divergence_forward_kernel(
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     terms = Terms(divergence, beta, temperature, soft, hard, ignore_index)
     wanted, exact = (need_grad_input, need_grad_weight, need_grad_bias), accum_dtype in (None, torch.float32)
-    of_teacher = bool(soft) and teacher_weight is not None
+    teacher_weight = teacher_weight if soft else None
+    of_teacher = teacher_weight is not None
     gradients, chunk_rows, part_rows = _gradients(
         input, weight, bias, wanted, exact, memory_budget, of_teacher + terms.hard_apart
     )
-    memory = gradients.new_logits(chunk_rows + (part_rows if of_teacher else 0))
+    memory, beside = gradients.new_logits_beside(chunk_rows, part_rows if of_teacher else 0)
+    says = _Teacher(teacher, teacher_weight, teacher_bias, teacher_indices, beside, part_rows)
     row_weight = input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)
     weights = RowWeights((row_weight * soft).expand(rows), (row_weight * hard).expand(rows))
     targets = Targets.of_rows(input, target, ignore_index)
@@ -86,19 +122,14 @@ def fused_linear_divergence_forward_kernel(
     for chunk in row_chunks(rows, chunk_rows):
         logits = memory[: chunk.stop - chunk.start]
         write_linear(input[chunk], weight, bias, logits)
-        for part in row_chunks(logits.shape[0], part_rows):
-            here = slice(chunk.start + part.start, chunk.start + part.stop)
-            known = teacher[here]
-            if of_teacher:
-                known = memory[chunk_rows:][: part.stop - part.start]
-                write_linear(teacher[here], teacher_weight, teacher_bias, known)
-            found = distil_rows(
-                terms, logits[part], known, None if teacher_indices is None else teacher_indices[here],
-                targets.at(here), weights.at(here), any(wanted),
-            )  # fmt: skip
-            for loss, of_rows in zip(losses, found, strict=True):
-                if of_rows is not None:
-                    loss[here] = of_rows
+        # What is made apart would be as large as a part.
+        unused = None if terms.hard_apart else gradients.unused_rows()
+        found = distil_rows(
+            terms, logits, says.parts(chunk, unused), targets.at(chunk), weights.at(chunk), any(wanted)
+        )
+        for loss, of_rows in zip(losses, found, strict=True):
+            if of_rows is not None:
+                loss[chunk] = of_rows
         if any(wanted):
             gradients.add(input[chunk], logits, gradients.input[chunk])
     total = losses[0] + losses[1] if soft and hard else losses[0 if soft else 1].clone()
