@@ -179,9 +179,10 @@ std::optional<Sm90Plan> plan_on_device(Sm90Problem problem, int device) {
   return plan_sm90(problem);
 }
 
-std::optional<Sm90HeadPlan> plan_head_on_device(Sm90Problem problem, int64_t beside, int device) {
+std::optional<Sm90HeadPlan> plan_head_on_device(Sm90Problem problem, int64_t beside, bool hosted,
+                                                int device) {
   if (!runs_on(problem, device)) return std::nullopt;
-  return plan_head_sm90(problem, beside);
+  return plan_head_sm90(problem, beside, hosted);
 }
 
 Chunk::Chunk(const Batch& batch, const Sm90Plan& plan, size_t index, const Sm90Chunk& chunk,

@@ -121,6 +121,6 @@ void spread_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16
 
 // How the engine would do it, or nothing where it cannot.
 std::optional<Sm90Plan> plan_on_device(Sm90Problem problem, int device);
-std::optional<Sm90HeadPlan> plan_head_on_device(Sm90Problem problem, int64_t beside, int device);
+std::optional<Sm90HeadPlan> plan_head_on_device(Sm90Problem problem, int64_t beside, bool hosted, int device);
 
 }  // namespace liger::flce90

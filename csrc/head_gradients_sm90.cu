@@ -12,19 +12,30 @@ namespace {
 
 constexpr const char* kOp = "head_gradients";
 
-// Rows of a chunk, rows of a part of it that has so many other logits beside its own, parts, bytes of units
-// and of scratch. Empty where this engine cannot do it.
+// Rows of the first chunk, of the others, and of a part of one that has so many other logits beside its own;
+// then parts of the classes and bytes of scratch, of the first chunk and of the others; bytes of units. Empty
+// where this engine cannot do it.
 std::vector<int64_t> head_plan(const Tensor& input, const Tensor& weight, int64_t beside, int64_t group_rows,
-                               int64_t memory_budget, bool need_grad_input, bool need_grad_weight) {
+                               int64_t memory_budget, bool need_grad_input, bool need_grad_weight,
+                               bool hosted) {
   if (input.scalar_type() != ScalarType::BFloat16) return {};
   const DeviceGuard guard(input.get_device_index());
   const int64_t hidden = input.size(1), vocab = weight.size(0);
   const std::optional<Sm90HeadPlan> plan = flce90::plan_head_on_device(
       {input.size(0), hidden, vocab, need_grad_input, need_grad_weight, true, memory_budget, 0, group_rows},
-      beside, input.get_device_index());
+      beside, hosted, input.get_device_index());
   if (!plan) return {};
-  return {plan->chunk_rows, plan->part_rows, plan->parts, plan->units_bytes,
-          flce90::gradient_rows_bytes(plan->chunk_rows, hidden, vocab, plan->parts)};
+  const auto scratch = [&](int64_t rows, int64_t parts) {
+    return flce90::gradient_rows_bytes(rows, hidden, vocab, parts);
+  };
+  return {plan->first_rows,
+          plan->chunk_rows,
+          plan->part_rows,
+          plan->first_parts,
+          plan->parts,
+          scratch(plan->first_rows, plan->first_parts),
+          scratch(plan->chunk_rows, plan->parts),
+          plan->units_bytes};
 }
 
 flce90::Bf16* written(const Tensor& tensor) {
@@ -49,7 +60,7 @@ void head_gradients(const Tensor& gradient, const Tensor& input, const Tensor& w
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
   m.def(
       "head_plan(Tensor input, Tensor weight, int beside, int group_rows, int memory_budget, bool "
-      "need_grad_input, bool need_grad_weight) -> int[]");
+      "need_grad_input, bool need_grad_weight, bool hosted) -> int[]");
   m.def(
       "head_gradients(Tensor gradient, Tensor input, Tensor weight, int parts, bool first, bool last,"
       " Tensor(a!) grad_weight, Tensor(b!) units, Tensor(c!) scratch, Tensor(d!) grad_input) -> ()");

@@ -337,9 +337,9 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "plan_head_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, int "
       "beside,"
-      " int? memory_budget=None, int clusters=66, int group_rows=1) -> (int chunk_rows, int part_rows, int "
-      "parts,"
-      " int units_bytes)");
+      " int? memory_budget=None, int clusters=66, int group_rows=1, bool hosted=False) -> (int first_rows, "
+      "int "
+      "first_parts, int chunk_rows, int part_rows, int parts, int units_bytes)");
 }
 
 namespace liger {

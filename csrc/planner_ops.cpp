@@ -74,20 +74,20 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
           plan->panel_bytes, plan->units_bytes, plan->slack};
 }
 
-std::tuple<int64_t, int64_t, int64_t, int64_t> plan_head_sm90_op(int64_t rows, int64_t hidden, int64_t vocab,
-                                                                 bool need_grad_input, bool need_grad_weight,
-                                                                 int64_t beside,
-                                                                 std::optional<int64_t> memory_budget,
-                                                                 int64_t clusters, int64_t group_rows) {
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> plan_head_sm90_op(
+    int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight, int64_t beside,
+    std::optional<int64_t> memory_budget, int64_t clusters, int64_t group_rows, bool hosted) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   plan_chunks({rows, hidden, vocab, 2, need_grad_weight, true, budget});
   require_at_least("plan_head_sm90", "clusters", clusters, 1);
   require_at_least("plan_head_sm90", "beside", beside, 0);
   require_at_least("plan_head_sm90", "group_rows", group_rows, 1);
   const std::optional<Sm90HeadPlan> plan = plan_head_sm90(
-      {rows, hidden, vocab, need_grad_input, need_grad_weight, true, budget, clusters, group_rows}, beside);
-  if (!plan) return {0, 0, 0, 0};
-  return {plan->chunk_rows, plan->part_rows, plan->parts, plan->units_bytes};
+      {rows, hidden, vocab, need_grad_input, need_grad_weight, true, budget, clusters, group_rows}, beside,
+      hosted);
+  if (!plan) return {0, 0, 0, 0, 0, 0};
+  return {plan->first_rows, plan->first_parts, plan->chunk_rows,
+          plan->part_rows,  plan->parts,       plan->units_bytes};
 }
 
 }  // namespace

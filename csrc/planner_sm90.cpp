@@ -131,23 +131,43 @@ std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
   return plan;
 }
 
-std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside) {
+std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside, bool hosted) {
   if (!sizes_fit(p)) return std::nullopt;
   const int64_t row_bytes = p.vocab * 2, units_bytes = p.need_grad_weight ? p.vocab * p.hidden / kTileN : 0;
   // Constants of rows and classes.
   const int64_t budget = p.memory_budget - 8 * std::max(p.vocab, p.rows);
+  const double pass = p.need_grad_weight ? kPassRows : 0.0;
+  const auto filled = [&](int64_t rows) { return p.need_grad_input ? fill(p, rows) : Fill{1, 1.0}; };
+  const auto cost = [&](int64_t rows, int64_t part_rows) {
+    const double of_input = p.need_grad_input ? static_cast<double>(rows) / filled(rows).share : 0.0;
+    const double of_weight = p.need_grad_weight ? static_cast<double>(rows) : 0.0;
+    const double in_parts = static_cast<double>(beside * ceil_div(rows, part_rows)) *
+                            (kPartRows + exponential_rows(p, part_rows));
+    return kLaunchRows + (exponential_rows(p, rows) + of_input + of_weight + in_parts) / 3;
+  };
+  // Of so many rows in chunks; the last one is as long as what is left.
+  const auto cost_of_all = [&](int64_t rows, int64_t chunk_rows, int64_t part_rows) {
+    const int64_t chunks = ceil_div(rows, chunk_rows);
+    if (chunks == 0) return 0.0;
+    const double of_chunk = cost(chunk_rows, part_rows);
+    const double last = static_cast<double>(rows - (chunks - 1) * chunk_rows) / chunk_rows;
+    return (chunks - 1) * (of_chunk + pass) + last * of_chunk;
+  };
   std::optional<Sm90HeadPlan> best;
   double least = 1e300;
+  const auto consider = [&](double total, const Sm90HeadPlan& plan) {
+    if (total < least - 1e-9) least = total, best = plan;
+  };
+
   // Chunks end between groups.
   const int64_t unit = p.group_rows == 1 ? kTileM : p.group_rows, most = round_up(p.rows, unit);
   for (int64_t rows = unit; rows <= most; rows += unit) {
-    const int64_t chunk_rows = std::min(rows, p.rows), chunks = ceil_div(p.rows, chunk_rows);
-    const Fill input = p.need_grad_input ? fill(p, chunk_rows) : Fill{1, 1.0};
-    const int64_t units = chunks > 1 ? units_bytes : 0;
+    const int64_t chunk_rows = std::min(rows, p.rows);
+    const int64_t parts = filled(chunk_rows).parts, units = chunk_rows < p.rows ? units_bytes : 0;
     // Parts of the input gradient are summed where the other logits were.
     const int64_t left = budget - units - chunk_rows * row_bytes;
     if (left < 0) break;
-    if (left < partial_bytes(p, chunk_rows, input.parts)) continue;
+    if (left < partial_bytes(p, chunk_rows, parts)) continue;
     int64_t part_rows = chunk_rows;
     if (beside > 0) {
       part_rows = std::min(left / (beside * row_bytes) / kTileM * kTileM, chunk_rows);
@@ -156,19 +176,24 @@ std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside)
       const int64_t count = ceil_div(chunk_rows, part_rows);
       part_rows = std::min(round_up(ceil_div(chunk_rows, count), kTileM), chunk_rows);
     }
-    const double of_input = p.need_grad_input ? static_cast<double>(chunk_rows) / input.share : 0.0;
-    const double of_weight = p.need_grad_weight ? static_cast<double>(chunk_rows) : 0.0;
-    const double in_parts = static_cast<double>(beside * ceil_div(chunk_rows, part_rows)) *
-                            (kPartRows + exponential_rows(p, part_rows));
-    const double of_chunk =
-        kLaunchRows + (exponential_rows(p, chunk_rows) + of_input + of_weight + in_parts) / 3;
-    // The last chunk is as long as what is left.
-    const double last = static_cast<double>(p.rows - (chunks - 1) * chunk_rows) / chunk_rows;
-    const double total = (chunks - 1) * (of_chunk + (p.need_grad_weight ? kPassRows : 0.0)) + last * of_chunk;
-    if (total < least - 1e-9) {
-      least = total;
-      best = Sm90HeadPlan{chunk_rows, part_rows, input.parts, units};
-    }
+    consider(cost_of_all(p.rows, chunk_rows, part_rows),
+             {chunk_rows, parts, chunk_rows, part_rows, parts, units});
+  }
+  if (!best || !hosted || beside == 0 || !p.need_grad_weight) return best;
+
+  // All rows at once need no sum over chunks.
+  const Sm90HeadPlan even = *best;
+  const int64_t room = std::min(p.rows, p.hidden);
+  for (int64_t rows = round_up(even.chunk_rows + 1, unit); rows <= round_up(room, unit); rows += unit) {
+    const int64_t first = std::min(rows, p.rows);
+    if (first > room) break;
+    const int64_t parts = filled(first).parts, units = first < p.rows ? units_bytes : 0;
+    const int64_t left = budget - units - first * row_bytes;
+    if (left < 0) break;
+    if (left < partial_bytes(p, first, parts)) continue;
+    const double others = cost_of_all(p.rows - first, even.chunk_rows, even.part_rows);
+    consider(cost(first, first) + others + (first < p.rows ? pass : 0.0),
+             {first, parts, even.chunk_rows, even.part_rows, even.parts, units});
   }
   return best;
 }

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.gpu
 SHAPES = {
     "one chunk": (500, 512, 2048, 512 * MIB),
     "chunks": (1900, 256, 1152, 3 * MIB),
+    "a longer first chunk": (1900, 1024, 1152, 3 * MIB),
     "more rows than tiles": (2500, 512, 4224, 12 * MIB),
     "parts of the classes": (700, 256, 16384, 48 * MIB),
     "fewest rows": (257, 256, 256, 512 * MIB),
@@ -83,8 +84,9 @@ def test_distillation(sm90, plans, shape, name):
     values = layers(sm90, rows, hidden, vocab)
     loss, grads = ours(name, *values, memory_budget=budget)
     assert plans[-1] is not None
-    assert (plans[-1].chunk_rows < rows) == (shape in ("chunks", "more rows than tiles"))
-    assert plans[-1].class_parts > 1 or shape != "parts of the classes"
+    assert (plans[-1].chunk_rows < rows) == ("chunk" in shape and shape != "one chunk" or "tiles" in shape)
+    assert (plans[-1].first_rows > plans[-1].chunk_rows) == (shape == "a longer first chunk")
+    assert plans[-1].class_parts[1] > 1 or shape != "parts of the classes"
     with liger.use_backend("triton"):
         theirs_loss, theirs = ours(name, *values, memory_budget=budget)
     assert plans[-1] is None

@@ -8,8 +8,9 @@ import torch
 MIB, TILE = 1 << 20, 128
 
 
-def plan(rows, hidden, vocab, needs=(True, True), beside=1, budget=512 * MIB, clusters=66):
-    return torch.ops.liger.plan_head_sm90(rows, hidden, vocab, *needs, beside, budget, clusters)
+def plan(rows, hidden, vocab, needs=(True, True), beside=1, budget=512 * MIB, clusters=66, hosted=False):
+    """(rows of the first chunk, its parts of the classes, rows of others, rows of a part, parts, bytes of units)"""
+    return torch.ops.liger.plan_head_sm90(rows, hidden, vocab, *needs, beside, budget, clusters, 1, hosted)
 
 
 def problems(count):
@@ -24,9 +25,11 @@ def problems(count):
 
 
 def test_memory_and_sizes():
-    taken = 0
+    taken = grown = 0
     for rows, hidden, vocab, needs, beside, budget, clusters in problems(400):
-        chunk, part, parts, units = plan(rows, hidden, vocab, needs, beside, budget, clusters)
+        even = plan(rows, hidden, vocab, needs, beside, budget, clusters)
+        first, first_parts, chunk, part, parts, units = even
+        assert (first, first_parts) == (chunk, parts)
         if chunk == 0:
             # Not even the fewest rows of a part fit.
             assert (
@@ -43,12 +46,22 @@ def test_memory_and_sizes():
         assert chunk * 2 * vocab + max(beside * part * 2 * vocab, partial) + units <= budget
         assert units == (vocab * hidden // 256 if needs[1] and chunk < rows else 0)
         assert parts == 1 or needs[0]
-    assert taken > 200
+        # A longer first chunk has the budget for itself, and the others stay as they are.
+        longer, longer_parts, *others, units = plan(
+            rows, hidden, vocab, needs, beside, budget, clusters, hosted=True
+        )
+        assert longer == chunk or (needs[1] and beside > 0 and chunk < longer <= min(hidden, rows))
+        assert others == [chunk, part, parts]
+        partial = 4 * longer_parts * longer * hidden if longer_parts > 1 else 0
+        assert longer == chunk or longer * 2 * vocab + partial + units <= budget
+        assert longer == rows or longer % TILE == 0
+        grown += longer > chunk
+    assert taken > 200 and grown > 20
 
 
 def test_all_rows_at_once_need_no_sum():
-    chunk, part, _, units = plan(1000, 1024, 12800, beside=0)
-    assert (chunk, part, units) == (1000, 1000, 0)
+    first, _, chunk, part, _, units = plan(1000, 1024, 12800, beside=0)
+    assert (first, chunk, part, units) == (1000, 1000, 1000, 0)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +74,13 @@ def test_all_rows_at_once_need_no_sum():
     ],
 )
 def test_what_it_leaves_to_the_generic_engine(problem):
-    assert plan(*problem) == (0, 0, 0, 0)
+    assert plan(*problem) == (0,) * 6
 
 
 def test_distillation_at_the_default_budget():
     """Rows of a chunk fill the device in the product of the input gradient, or are summed in parts."""
-    chunk, part, parts, _ = plan(8192, 4096, 128256)
+    first, _, chunk, part, parts, _ = plan(8192, 4096, 128256, hosted=True)
+    assert first > chunk
     assert chunk >= 1024 and part >= 256
     tiles = -(-chunk // 256) * (4096 // 256) * parts
     assert tiles / (-(-tiles // 66) * 66) > 0.9

@@ -89,7 +89,8 @@ class HeadGradients:
         return memory.view(rows, stride)[:, :classes]
 
     def new_logits_beside(self, rows, beside):
-        """The same, and memory for logits beside them that nobody needs while a chunk is added."""
+        """Memory for the logits of chunks of so many rows, or of a longer first one, and for logits beside those that
+        nobody needs while a chunk is added."""
         memory = self.new_logits(rows + beside)
         return memory[:rows], memory[rows:]
 
@@ -121,35 +122,44 @@ class Sm90HeadGradients(HeadGradients):
     which is as exact as one in float32.
 
     Attributes:
-        chunk_rows, part_rows: rows of a chunk, and of a part of it that has other logits beside its own.
-        class_parts: parts of the classes, whose products are added up to the gradient of a chunk's hidden states.
+        first_rows: rows of the first chunk, as many as of the others or more.
+        chunk_rows, part_rows: rows of the others, and of a part of one that has other logits beside its own.
+        class_parts: parts of the classes, whose products are added up to the gradient of a chunk's hidden states; of
+            the first chunk, and of the others.
     """
 
     @classmethod
-    def plan(cls, x, weight, bias, wanted, memory_budget, beside=0, group_rows=1):
-        """The gradients, or None where the engine cannot do it or there are none. ``beside``: how many other logits a
-        part has; chunks are multiples of ``group_rows``."""
+    def plan(cls, x, weight, bias, wanted, memory_budget, beside=0, group_rows=1, hosted=False):
+        """The gradients, or None where the engine cannot do it or there are none.
+
+        ``beside``: how many other logits a part has. ``hosted``: those of the first chunk lie in :meth:`unused_rows`.
+        Chunks are multiples of ``group_rows``.
+        """
         if not any(wanted[:2]) or not x.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
         budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
-        numbers = torch.ops.liger_sm90.head_plan.default(x, weight, beside, group_rows, budget, *wanted[:2])
+        numbers = torch.ops.liger_sm90.head_plan.default(
+            x, weight, beside, group_rows, budget, *wanted[:2], hosted
+        )
         return cls(x, weight, bias, wanted, numbers) if numbers else None
 
     def __init__(self, x, weight, bias, wanted, numbers):
         super().__init__(x, weight, bias, wanted, 1, False)
-        self.chunk_rows, self.part_rows, self.class_parts, units, scratch = numbers
-        self._chunks = -(-x.shape[0] // self.chunk_rows)
+        self.first_rows, self.chunk_rows, self.part_rows, *others = numbers
+        self.class_parts, self._scratch_bytes, units = others[:2], others[2:4], others[4]
+        self._chunks = 1 + -(-max(x.shape[0] - self.first_rows, 0) // self.chunk_rows)
         self._units = x.new_empty(units, dtype=torch.uint8)
-        self._scratch_bytes, self._scratch = scratch, None
+        self._scratch = None
         self._dense_weight = torch.ops.liger_sm90.dense.default(weight)
 
     def new_logits_beside(self, rows, beside):
         if beside == 0:
             return super().new_logits_beside(rows, beside)
         classes = self.head_weight.shape[0]
-        memory = self.new_logits(rows + max(beside, -(-self._scratch_bytes // (2 * classes))))
-        self._scratch = memory[rows:].view(-1).view(torch.uint8)
-        return memory[:rows], memory[rows : rows + beside]
+        free = max(beside, -(-self._scratch_bytes[1] // (2 * classes)))
+        memory = self.new_logits(max(rows + free, self.first_rows))
+        self._scratch = memory[rows : rows + free].view(-1).view(torch.uint8)
+        return memory[: max(rows, self.first_rows)], memory[rows : rows + beside]
 
     def unused_rows(self):
         if self.chunks_added > 0:
@@ -160,12 +170,14 @@ class Sm90HeadGradients(HeadGradients):
 
     def add(self, x, dlogits, grad_x):
         need_input, _, need_bias = self.wanted
+        first = self.chunks_added == 0
         self.chunks_added += 1
         scratch = self._scratch
-        if scratch is None:
-            scratch = x.new_empty(self._scratch_bytes, dtype=torch.uint8)
+        # A longer first chunk has no memory beside it.
+        if scratch is None or (first and self.first_rows > self.chunk_rows):
+            scratch = x.new_empty(self._scratch_bytes[not first], dtype=torch.uint8)
         torch.ops.liger_sm90.head_gradients.default(
-            dlogits, x, self._dense_weight, self.class_parts, self.chunks_added == 1, self.chunks_added == self._chunks,
+            dlogits, x, self._dense_weight, self.class_parts[not first], first, self.chunks_added == self._chunks,
             self.weight, self._units, scratch, grad_x if need_input else self.input,
         )  # fmt: skip
         if need_bias:
@@ -182,8 +194,13 @@ def check_head(op, input, weight, target, bias, temperature, softcap, accum_dtyp
     )
 
 
-def row_chunks(rows, step):
-    return (slice(i, min(i + step, rows)) for i in range(0, rows, max(step, 1)))
+def row_chunks(rows, step, first=None):
+    """Slices of ``step`` rows, the first one of ``first`` where that is given."""
+    begin, length = 0, first or step
+    while begin < rows:
+        end = min(begin + max(length, 1), rows)
+        yield slice(begin, end)
+        begin, length = end, step
 
 
 def head_gradients(x, weight, bias, wanted, exact, memory_budget):

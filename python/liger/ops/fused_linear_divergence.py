@@ -30,13 +30,13 @@ _PARTS = 3
 _TILE = 128
 
 
-def _gradients(input, weight, bias, wanted, exact, memory_budget, apart):
-    """(the gradients of the student's layer, rows of a chunk, rows of a part)"""
-    gradients = Sm90HeadGradients.plan(input, weight, bias, wanted, memory_budget, apart)
+def _gradients(input, weight, bias, wanted, exact, memory_budget, apart, hosted):
+    """(the gradients of the student's layer, rows of the first chunk, of another one, of a part)"""
+    gradients = Sm90HeadGradients.plan(input, weight, bias, wanted, memory_budget, apart, hosted=hosted)
     if gradients is not None:
-        return gradients, gradients.chunk_rows, gradients.part_rows
+        return gradients, gradients.first_rows, gradients.chunk_rows, gradients.part_rows
     chunk_rows, chunks, part_rows = _plan(input, weight, wanted[1], exact, memory_budget, apart)
-    return HeadGradients(input, weight, bias, wanted, chunks, exact), chunk_rows, part_rows
+    return HeadGradients(input, weight, bias, wanted, chunks, exact), chunk_rows, chunk_rows, part_rows
 
 
 def _plan(input, weight, need_grad_weight, exact, memory_budget, apart):
@@ -110,8 +110,10 @@ def fused_linear_divergence_forward_kernel(
     wanted, exact = (need_grad_input, need_grad_weight, need_grad_bias), accum_dtype in (None, torch.float32)
     teacher_weight = teacher_weight if soft else None
     of_teacher = teacher_weight is not None
-    gradients, chunk_rows, part_rows = _gradients(
-        input, weight, bias, wanted, exact, memory_budget, of_teacher + terms.hard_apart
+    # What is made apart would be as large as a part.
+    hosted = of_teacher and not terms.hard_apart
+    gradients, first_rows, chunk_rows, part_rows = _gradients(
+        input, weight, bias, wanted, exact, memory_budget, of_teacher + terms.hard_apart, hosted
     )
     memory, beside = gradients.new_logits_beside(chunk_rows, part_rows if of_teacher else 0)
     says = _Teacher(teacher, teacher_weight, teacher_bias, teacher_indices, beside, part_rows)
@@ -119,11 +121,10 @@ def fused_linear_divergence_forward_kernel(
     weights = RowWeights((row_weight * soft).expand(rows), (row_weight * hard).expand(rows))
     targets = Targets.of_rows(input, target, ignore_index)
     losses = [input.new_empty(rows if factor else 0, dtype=wide) for factor in (soft, hard)]
-    for chunk in row_chunks(rows, chunk_rows):
+    for chunk in row_chunks(rows, chunk_rows, first_rows):
         logits = memory[: chunk.stop - chunk.start]
         write_linear(input[chunk], weight, bias, logits)
-        # What is made apart would be as large as a part.
-        unused = None if terms.hard_apart else gradients.unused_rows()
+        unused = gradients.unused_rows() if hosted else None
         found = distil_rows(
             terms, logits, says.parts(chunk, unused), targets.at(chunk), weights.at(chunk), any(wanted)
         )
