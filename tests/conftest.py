@@ -5,6 +5,7 @@ Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. 
 
 import pytest
 import torch
+from cases import soil
 
 import liger
 from liger.backend import triton_interpreted
@@ -57,6 +58,8 @@ def sm90():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    if GPU:
+        soil()
 
 
 def pytest_collection_modifyitems(items):

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
 }
 
 // One row per block, of tiles to be repaired: the maxima of its logits -> a reference from which no sum is
-// too large.
+// too large. Rows beyond the count have logits of zero, and so has their reference to be.
 struct Repair {
   ChunkRows chunk;
   const int* repair;
@@ -89,7 +89,11 @@ struct Repair {
 __global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x;
-  if (row >= p.chunk() || !p.repair[row / sm90::kTileM]) return;
+  if (!p.repair[row / sm90::kTileM]) return;
+  if (row >= p.chunk()) {
+    if (threadIdx.x == 0) p.reference[row] = 0.0f;
+    return;
+  }
   float max = -INFINITY;
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
     max = fmaxf(max, p.maxima[int64_t{row} * p.columns + i]);
