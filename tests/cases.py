@@ -1,13 +1,27 @@
 """Shared pieces of the op tests: dtypes, the tolerance rule, and gradients of a function."""
 
+from contextlib import contextmanager
+
+import pytest
 import torch
 
+import liger
 from liger.backend import triton_interpreted
 
 # Triton's interpreter computes bfloat16 dots wrongly, so it is tested in the two dtypes that it has right.
 DTYPES = (
     [torch.float32, torch.float16] if triton_interpreted() else [torch.float32, torch.float16, torch.bfloat16]
 )
+
+
+@contextmanager
+def compiled(op):
+    """The device, with the compiled kernels in use; where they do not serve the op, the test is skipped."""
+    possible, why = liger.backend.supported("cuda", op)
+    if not possible:
+        pytest.skip(why)
+    with liger.use_backend("cuda"):
+        yield torch.device("cuda")
 
 
 def soil():

@@ -5,7 +5,7 @@ Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. 
 
 import pytest
 import torch
-from cases import soil
+from cases import compiled, soil
 
 import liger
 from liger.backend import triton_interpreted
@@ -48,11 +48,8 @@ def sm90():
         pytest.skip("needs a device of compute capability 9.0")
     if "90a" not in pytest.importorskip("liger._C").build_info()["cuda_archs"]:
         pytest.skip("built without kernels for 90a")
-    possible, why = liger.backend.supported("cuda", "fused_linear_ce")
-    if not possible:
-        pytest.skip(why)
-    with liger.use_backend("cuda"):
-        yield torch.device("cuda")
+    with compiled("fused_linear_ce") as device:
+        yield device
 
 
 @pytest.fixture(autouse=True)

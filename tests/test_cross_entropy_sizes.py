@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, compiled
 from cross_entropy_reference import options, random_logits, reference
 
 import liger
@@ -55,11 +55,8 @@ def test_more_than_two_to_the_31_logits(device, inplace):
 
 @pytest.fixture
 def gpu():
-    possible, why = liger.backend.supported("cuda", "cross_entropy")
-    if not possible:
-        pytest.skip(why)
-    with liger.use_backend("cuda"):
-        yield torch.device("cuda")
+    with compiled("cross_entropy") as device:
+        yield device
 
 
 OPTIONAL = {

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES
-
-import liger
+from cases import DTYPES, compiled
 
 KINDS = ["forward_kl", "reverse_kl", "jsd", "tvd"]
 BETA, TEMPERATURE = 0.3, 1.5
@@ -89,11 +87,8 @@ def test_rows_of_every_alignment(device, dtype, vocab, kind):
 
 @pytest.fixture
 def gpu():
-    possible, why = liger.backend.supported("cuda", "divergence")
-    if not possible:
-        pytest.skip(why)
-    with liger.use_backend("cuda"):
-        yield torch.device("cuda")
+    with compiled("divergence") as device:
+        yield device
 
 
 # The bytes of a row at which the cuda backend changes how it keeps those of both, with 228 KB of shared memory: at all;
