@@ -14,7 +14,7 @@ constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
 // What a chunk costs beyond its products, as rows whose products take as long (measured, docs/performance):
 // launches, and one more pass over the sum, which the products do not hide entirely.
 constexpr double kLaunchRows = 4, kPassRows = 60;
-// Of each part of a chunk: launches, and the end of a product that does not fill the device (estimated).
+// Of each part of a chunk: its launches, and what they lose beside the waves of its product (estimated).
 constexpr double kPartRows = 12;
 
 // Panels that are being read while the first sums are written. A pair is enough to keep blocks from waiting

@@ -116,7 +116,7 @@ def _hard_rows(terms, logits, _part, targets, weights, need_grad):
     return None, targets.live(weights.hard * -log_q)
 
 
-def _divergence_alone(terms, logits, part, targets, weights, need_grad, hard=0.0):
+def _divergence_rows(terms, logits, part, targets, weights, need_grad, hard=0.0):
     """(losses, stats or None where nothing needs them); ``hard`` is the share of cross entropy in the gradient."""
     teacher, target, ignore_index = part.teacher, targets.target, targets.ignore_index
     if need_grad and hard:
@@ -138,7 +138,7 @@ def _divergence_chunk(terms, logits, parts, targets, weights, need_grad):
     z = targets.of(logits) if terms.hard else None
     hard = terms.hard / terms.soft
     found = [
-        _divergence_alone(
+        _divergence_rows(
             terms, logits[part.rows], part, targets.at(part.rows), weights.at(part.rows), need_grad, hard
         )
         for part in parts
@@ -153,7 +153,7 @@ def _divergence_chunk(terms, logits, parts, targets, weights, need_grad):
 def _tempered_rows(terms, logits, part, targets, weights, need_grad):
     log_q, lse = _cross_entropy(logits, targets)
     apart = _gradient_apart(logits, targets, lse, weights) if need_grad else None
-    soft, _ = _divergence_alone(terms, logits, part, targets, weights, need_grad)
+    soft, _ = _divergence_rows(terms, logits, part, targets, weights, need_grad)
     if need_grad:
         logits.add_(apart)
     return soft, targets.live(weights.hard * -log_q)

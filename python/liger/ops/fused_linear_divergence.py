@@ -116,7 +116,7 @@ def fused_linear_divergence_forward_kernel(
         input, weight, bias, wanted, exact, memory_budget, of_teacher + terms.hard_apart, hosted
     )
     memory, beside = gradients.new_logits_beside(chunk_rows, part_rows if of_teacher else 0)
-    says = _Teacher(teacher, teacher_weight, teacher_bias, teacher_indices, beside, part_rows)
+    known = _Teacher(teacher, teacher_weight, teacher_bias, teacher_indices, beside, part_rows)
     row_weight = input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)
     weights = RowWeights((row_weight * soft).expand(rows), (row_weight * hard).expand(rows))
     targets = Targets.of_rows(input, target, ignore_index)
@@ -126,7 +126,7 @@ def fused_linear_divergence_forward_kernel(
         write_linear(input[chunk], weight, bias, logits)
         unused = gradients.unused_rows() if hosted else None
         found = distil_rows(
-            terms, logits, says.parts(chunk, unused), targets.at(chunk), weights.at(chunk), any(wanted)
+            terms, logits, known.parts(chunk, unused), targets.at(chunk), weights.at(chunk), any(wanted)
         )
         for loss, of_rows in zip(losses, found, strict=True):
             if of_rows is not None:
