@@ -25,8 +25,8 @@ def test_a_package_beside_a_loaded_copy_does_not_import(copy):
     status, errors = run(f"import torch; torch.ops.load_library({str(copy)!r}); import liger")
     assert status == 1
     assert errors.splitlines()[-1].startswith(
-        f"ImportError: liger: this process has the ops of torch.ops.liger from {copy} already, and cannot have those of "
-        f"{LIBRARY}"
+        f"ImportError: liger: this process has the ops of torch.ops.liger from {copy} already, and cannot have those "
+        f"of {LIBRARY}"
     )
 
 
@@ -38,5 +38,7 @@ def test_a_copy_beside_the_package_ends_with_a_message(copy):
 
 def test_the_library_itself_may_be_loaded_before_the_package():
     """By C++ code, for example."""
-    status, errors = run(f"import torch; torch.ops.load_library({str(LIBRARY)!r}); import liger; liger.swiglu")
+    status, errors = run(
+        f"import torch; torch.ops.load_library({str(LIBRARY)!r}); import liger; liger.swiglu"
+    )
     assert status == 0, errors
