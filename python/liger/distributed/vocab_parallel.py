@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import differentiable, differentiable_once, wants_grad
+from ..ops._budget import check_budget_variable
 from ..ops._cross_entropy_math import Metrics
 from ..ops._fakes import register_fake
 from ..ops._products import product, write_linear
@@ -307,10 +308,12 @@ def vocab_parallel_fused_linear_ce(
     Raises:
         RuntimeError: what :func:`liger.fused_linear_ce` refuses; no process group, or one without this process; a part
             that does not fit the vocabulary; a DTensor with another placement or mesh; class weights of a part.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the exchange of maxima, sums and target logits is that of Narayanan et al., arXiv 2104.04473, section 3.2
     (Megatron-LM); the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     weight, group, vocab_size = local_shard(_FUSED, "weight", weight, 0, group, vocab_size)
     bias, group, vocab_size = local_shard(_FUSED, "bias", bias, 0, group, vocab_size)
     if weight.dim() != 2:

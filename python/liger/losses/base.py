@@ -8,6 +8,7 @@ from torch import nn
 
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import wants_grad
+from ..ops._budget import check_budget_variable
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import Batch, sequence_scores
 from ._op import fused_linear_loss_forward, register_function
@@ -163,6 +164,7 @@ class FusedLinearLoss(nn.Module):
         given, shared = (
             {name: t for name, t in (tensors or {}).items() if t is not None} for tensors in (given, shared)
         )
+        check_budget_variable(self.memory_budget)
         sequences = batch.shape[0]
         if self.unit == "token":
             parts, groups = 1, batch.target.shape[0]

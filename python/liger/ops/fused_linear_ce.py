@@ -13,6 +13,7 @@ from ..backend import register_family
 from ..distributed import align_tokens
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
+from ._budget import check_budget_variable
 from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
 from ._fakes import register_fake
 from ._made_gradients import gradients_in_forward
@@ -228,9 +229,11 @@ def fused_linear_ce(
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a budget that is not positive, a CPU
             target out of range, a class weight, token weight or denominator that requires grad.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
     """
+    check_budget_variable(memory_budget)
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )

@@ -14,6 +14,7 @@ from ..backend import register_portable
 from ..distributed import unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
+from ._budget import check_budget_variable
 from ._distillation_rows import Part, RowWeights, Targets, Terms, distil_rows
 from ._fakes import register_fake
 from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
@@ -280,9 +281,11 @@ def fused_linear_kl_div(
     Raises:
         RuntimeError: mismatched shapes (also of the two vocabularies), dtypes or devices, options out of range, a
             tensor of the teacher, a weight of tokens or a denominator that requires grad.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     denominator = denominator_tensor(denominator, input)
     return _fused_linear_kl_div(
         input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, reverse,
@@ -305,10 +308,11 @@ def fused_linear_jsd(
         As :func:`liger.fused_linear_kl_div`.
 
     Raises:
-        RuntimeError: as :func:`liger.fused_linear_kl_div`.
+        RuntimeError, ValueError: as :func:`liger.fused_linear_kl_div`.
 
     Source: GKD, arXiv 2306.13649, in the chunks of "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     denominator = denominator_tensor(denominator, input)
     return _fused_linear_jsd(
         input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, beta,

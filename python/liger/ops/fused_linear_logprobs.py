@@ -12,6 +12,7 @@ from ..backend import register_portable
 from ..distributed import align_tokens, unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once
+from ._budget import check_budget_variable
 from ._fakes import register_fake
 from ._linear_chunks import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
 from .cross_entropy import flatten_rows
@@ -185,9 +186,11 @@ def fused_linear_logprobs(
 
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
     """
+    check_budget_variable(memory_budget)
     hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(_OP, hidden, targets, None)
     rows, flat, _ = flatten_rows(_OP, "hidden", hidden, targets, None)

@@ -16,6 +16,7 @@ from torch.autograd.graph import increment_version
 from ..backend import register_portable
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from ._budget import check_budget_variable
 from ._fakes import register_fake
 from ._products import write_linear
 from ._tiled_work import (
@@ -313,9 +314,11 @@ def tiled_mlp(
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, an unknown activation, fewer than one or more shards than
             tokens, a budget that is not positive.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """
+    check_budget_variable(memory_budget)
     tensors = autocast_operands(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     keep = any(wants_grad(*tensors))
     return _forward_op(*tensors, activation, num_shards, memory_budget, keep)[0]
