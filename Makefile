@@ -24,8 +24,9 @@ PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+SANITIZE_TOOLS ?=
 
-.PHONY: demo test test-slow gpu-test distributed-test bench lint clean install-demo install-test
+.PHONY: demo test test-slow gpu-test gpu-test-archs sanitize distributed-test bench lint clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
@@ -48,6 +49,14 @@ gpu-test:
 	  $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m liger.cli info
 	$(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
+
+# The same kernels built for 8.0 alone, which a later GPU runs through PTX: a selection of tests.
+gpu-test-archs:
+	scripts/gpu_test_archs.sh $(GPU_PYTHON) 80 $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
+
+# compute-sanitizer over every compiled op in small sizes, with the liger that is installed: after gpu-test.
+sanitize:
+	$(GPU_PYTHON) scripts/sanitize.py $(SANITIZE_TOOLS)
 
 # Two ranks: with nccl where there are two GPUs, else with gloo on the CPU. Tests of DeepSpeed run where it is installed.
 distributed-test:

@@ -14,6 +14,7 @@ from ..ops._autocast import autocast_operands
 from ..ops._autograd import differentiable, differentiable_once, wants_grad
 from ..ops._budget import check_budget_variable
 from ..ops._cross_entropy_math import Metrics
+from ..ops._fakes import register_fake
 from ..ops._products import product, write_linear
 from ..ops.cross_entropy import (
     denominator_tensor,
@@ -187,7 +188,7 @@ def _fused_forward(
 _library.impl("fused_linear_ce_forward", _fused_forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("liger_distributed::fused_linear_ce_forward")
+@register_fake("liger_distributed::fused_linear_ce_forward")
 def _(
     input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
     lse_square_scale, softcap, reduction, accum_dtype, memory_budget, vocab_start, vocab_size, group_name,
@@ -232,7 +233,7 @@ _library.impl("cross_entropy_forward", _plain_forward, "CompositeExplicitAutogra
 _SMOOTHING, _REDUCTION = 6, 9
 
 
-@torch.library.register_fake("liger_distributed::cross_entropy_forward")
+@register_fake("liger_distributed::cross_entropy_forward")
 def _(*arguments):
     logits, metrics = arguments[0], _metrics(*arguments[-2:])
     count = 3 if arguments[_SMOOTHING] == 0.0 else 4

@@ -22,6 +22,7 @@ from ._divergence_torch import (
     divergence_forward__torch,
     divergence_forward_torch,
 )
+from ._fakes import register_fake
 from .cross_entropy import denominator_tensor, refuse_gradients
 from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
@@ -45,7 +46,7 @@ def _fake_loss(student, per_row):
     return student.new_empty(student.shape[0] if per_row else (), dtype=accumulate_dtype(student.dtype))
 
 
-@torch.library.register_fake("liger::divergence_forward")
+@register_fake("liger::divergence_forward")
 def _(student, *rest):
     *_, per_row, need_grad = rest
     return (
@@ -55,19 +56,19 @@ def _(student, *rest):
     )
 
 
-@torch.library.register_fake("liger::divergence_forward_")
+@register_fake("liger::divergence_forward_")
 def _(student, *rest):
     return _fake_loss(student, rest[-1])
 
 
-@torch.library.register_fake("liger::divergence_ce_forward_")
+@register_fake("liger::divergence_ce_forward_")
 def _(student, *rest):
     return _fake_loss(student, True), student.new_empty(
         (5, student.shape[0]), dtype=accumulate_dtype(student.dtype)
     )
 
 
-@torch.library.register_fake("liger::divergence_backward")
+@register_fake("liger::divergence_backward")
 def _(grad_loss, student, *rest):
     return torch.empty_like(student)
 

@@ -15,6 +15,7 @@ from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
 from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
+from ._fakes import register_fake
 from ._made_gradients import gradients_in_forward
 from ._rows import row_blocks
 from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like
@@ -128,7 +129,7 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_ce_forward")
+@register_fake("liger::fused_linear_ce_forward")
 def _(
     input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
     lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,

@@ -16,6 +16,7 @@ from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
 from ._distillation_rows import Part, RowWeights, Targets, Terms, distil_rows
+from ._fakes import register_fake
 from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
 from ._products import write_linear
@@ -144,7 +145,7 @@ register_portable({"fused_linear_divergence_forward": fused_linear_divergence_fo
 # --- fake ---------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_divergence_forward")
+@register_fake("liger::fused_linear_divergence_forward")
 def _(
     input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
     temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,

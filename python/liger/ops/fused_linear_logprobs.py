@@ -13,6 +13,7 @@ from ..distributed import align_tokens, unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once
 from ._budget import check_budget_variable
+from ._fakes import register_fake
 from ._linear_chunks import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
 from .cross_entropy import flatten_rows
 from .fused_linear_ce import fused_linear_ce_forward
@@ -98,7 +99,7 @@ register_portable(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_logprobs_forward")
+@register_fake("liger::fused_linear_logprobs_forward")
 def _(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
 ):  # fmt: skip
@@ -110,7 +111,7 @@ def _(
     )
 
 
-@torch.library.register_fake("liger::fused_linear_logprobs_backward")
+@register_fake("liger::fused_linear_logprobs_backward")
 def _(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
     memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
