@@ -330,11 +330,14 @@ def _sequences(device, dtype, sequences=ROWS):
 
 
 def _of_module(module):
-    """``call`` of a loss: the loss alone, without the metrics."""
+    """``call`` of a loss: the loss, and the metrics that there are."""
 
     def call(**given):
         result = module(**given)
-        return result[0] if isinstance(result, tuple) else result
+        if not isinstance(result, tuple):
+            return result
+        loss, metrics = result
+        return loss, *(metric for metric in metrics if metric is not None)
 
     return call
 
