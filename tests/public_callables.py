@@ -477,7 +477,9 @@ def _policy(per_token=False):
 def _packed_policy(device, dtype):
     made = _policy()(device, dtype)
     made["vllm_is_ratio"] = 0.5 + torch.rand(ROWS, LENGTH).to(device)
-    of_tokens = [name for name, t in made.items() if isinstance(t, torch.Tensor) and t.shape[:2] == (ROWS, LENGTH)]
+    of_tokens = [
+        name for name, t in made.items() if isinstance(t, torch.Tensor) and t.shape[:2] == (ROWS, LENGTH)
+    ]
     counted = made["attention_mask"].masked_fill(made["attention_mask"] == 0, IGNORED)
     tensors, ends = packed([made[name] for name in of_tokens], counted)
     return made | dict(zip(of_tokens, tensors, strict=True)) | {"cu_seqlens": ends, "max_length": LENGTH}

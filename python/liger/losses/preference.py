@@ -137,9 +137,8 @@ class PreferenceLoss(FusedLinearLoss):
         """The sum of the log-probabilities of chosen tokens of ``likely`` where those of ``batch`` are others."""
         chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
         other = torch.where(chosen & (likely.target != batch.target), likely.target, self.ignore_index)
-        return fused_linear_logprobs(
-            batch.hidden, weight, other, bias, self.temperature, self.ignore_index, self.softcap, self.memory_budget
-        ).sum()
+        options = self.temperature, self.ignore_index, self.softcap, self.memory_budget
+        return fused_linear_logprobs(batch.hidden, weight, other, bias, *options).sum()
 
 
 # --- DPO ----------------------------------------------------------------------------------------------------------

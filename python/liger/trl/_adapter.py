@@ -110,7 +110,5 @@ def token_count(target, num_items_in_batch):
         return (target != -100).sum().clamp(min=1)
     if not isinstance(num_items_in_batch, torch.Tensor):
         # Unlike a tensor made from the number, this waits for nothing.
-        num_items_in_batch = torch.full(
-            (), num_items_in_batch, dtype=torch.float32, device=target.device
-        )
+        num_items_in_batch = torch.full((), num_items_in_batch, dtype=torch.float32, device=target.device)
     return num_items_in_batch.to(target.device).clamp(min=1)
