@@ -15,7 +15,6 @@ from ..ops._autograd import differentiable, differentiable_once, wants_grad
 from ..ops._budget import check_budget_variable
 from ..ops._cross_entropy_math import Metrics
 from ..ops._fakes import register_fake
-from ..ops._products import product, write_linear
 from ..ops._products import product, without_ignored, write_linear
 from ..ops.cross_entropy import (
     denominator_tensor,
