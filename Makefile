@@ -18,20 +18,28 @@ GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python
 CXX_SOURCES = $(wildcard $(foreach suffix,cpp h cu cuh,csrc/*.$(suffix) csrc/*/*.$(suffix)))
 # The op tests: those with Triton kernels of the same name.
 OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/test_%.py,$(wildcard triton_kernels/*.py)))
+# Tests run side by side, one thread each.
+JOBS ?= $(shell nproc)
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SANITIZE_TOOLS ?=
 
-.PHONY: demo test gpu-test gpu-test-archs sanitize distributed-test bench lint clean install-demo install-test
+.PHONY: demo test test-slow gpu-test gpu-test-archs sanitize distributed-test bench lint clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
 
-# Everything that needs no GPU: lint, all tests with the torch backend, the op tests with Triton's interpreter.
+# What needs no GPU and is not marked slow: lint, the tests with the torch backend, the op tests with Triton's interpreter.
 test: install-test lint
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
-	TRITON_INTERPRET=1 $(PYTHON) -m pytest $(PYTEST_ARGS) $(OP_TESTS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OP_TESTS)
+
+# The slow ones: larger sizes, processes side by side, building and installing. After test.
+test-slow:
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m slow $(PYTEST_ARGS) $(OP_TESTS)
 
 # Everything on a GPU, with kernels built for the GPU at hand. Needs no network. With pytest-xdist in parallel: then it
 # takes three minutes on an H200, most of them in Python.
@@ -64,10 +72,10 @@ lint:
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format" --dry-run -Werror $(CXX_SOURCES)
 
 install-demo:
-	scripts/install.sh $(PYTHON) demo here
+	scripts/install.sh $(PYTHON) demo
 
 install-test:
-	scripts/install.sh $(PYTHON) test
+	scripts/install.sh $(PYTHON) test 90a
 
 clean:
 	rm -rf build dist demo-output .pytest_cache .ruff_cache

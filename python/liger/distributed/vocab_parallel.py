@@ -15,7 +15,7 @@ from ..ops._autograd import differentiable, differentiable_once, wants_grad
 from ..ops._budget import check_budget_variable
 from ..ops._cross_entropy_math import Metrics
 from ..ops._fakes import register_fake
-from ..ops._products import product, write_linear
+from ..ops._products import product, without_ignored, write_linear
 from ..ops.cross_entropy import (
     denominator_tensor,
     fake_results,
@@ -84,19 +84,21 @@ class _Gradients:
         self.wanted = need_input, need_weight, self.bias.numel() > 0
         self.reducing = None
 
-    def add(self, rows, dlogits):
+    def add(self, rows, dlogits, ignored):
         need_input, need_weight, need_bias = self.wanted
-        if need_input:
-            self._add_input(rows, dlogits)
+        if need_input and not self.alone:
+            self._reduce_input(rows, dlogits)
         if need_weight:
-            product(dlogits.t(), self.source[rows], self.sum, add=rows.start > 0)
+            # Where the gradient of the rows goes, which is written later.
+            place = self.input[rows] if need_input else None
+            x = without_ignored(self.source[rows], ignored, place)
+            product(dlogits.t(), x, self.sum, add=rows.start > 0)
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
-
-    def _add_input(self, rows, dlogits):
-        if self.alone:
+        if need_input and self.alone:
             product(dlogits, self.weight_shard, self.input[rows])
-            return
+
+    def _reduce_input(self, rows, dlogits):
         part = self.input.new_empty(self.input[rows].shape, dtype=accumulate_dtype(self.input.dtype))
         product(dlogits, self.weight_shard, part)
         work = dist.all_reduce(part, group=self.group, async_op=True)
@@ -170,7 +172,7 @@ def _fused_forward(
         coefficients = whole_rows.fill(chunk.rows, chunk.gathered)
         if any(gradients.wanted):
             whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
-            gradients.add(chunk.rows, chunk.logits)
+            gradients.add(chunk.rows, chunk.logits, target[chunk.rows] == ignore_index)
 
     pending = deque()
     for index, chunk in enumerate(slices):

@@ -160,6 +160,9 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     if reduction not in REDUCTIONS:
         raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
     refuse_gradients(op, token_weight=token_weight, denominator=denominator)
+    if token_weight is not None and target is not None:
+        # That of an ignored row is ignored, too, be it nan.
+        token_weight = token_weight.masked_fill(target == ignore_index, 0)
     wide = accumulate_dtype(rows.dtype)
     if denominator is not None:
         if reduction == "none":

@@ -134,7 +134,8 @@ def fused_linear_divergence_forward_kernel(
             if of_rows is not None:
                 loss[chunk] = of_rows
         if any(wanted):
-            gradients.add(input[chunk], logits, gradients.input[chunk])
+            ignored = None if target is None else targets.at(chunk).ignored
+            gradients.add(input[chunk], logits, gradients.input[chunk], ignored)
     total = losses[0] + losses[1] if soft and hard else losses[0 if soft else 1].clone()
     return total if per_row else total.sum(), *losses, *gradients.finish()
 

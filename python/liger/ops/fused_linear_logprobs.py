@@ -79,12 +79,12 @@ def fused_linear_logprobs_backward(
     gradients, chunk_rows = head_gradients(input, weight, bias, wanted, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
     for chunk in row_chunks(input.shape[0], chunk_rows):
-        logits = memory[: chunk.stop - chunk.start]
+        logits, y = memory[: chunk.stop - chunk.start], target[chunk]
         head.write_logits(input[chunk], logits)
-        found = head.statistics(logits, target[chunk], entropy=grad_entropy is not None)
+        found = head.statistics(logits, y, entropy=grad_entropy is not None)
         of_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, target[chunk], found, grad_logprobs[chunk], of_entropy)
-        gradients.add(input[chunk], logits, gradients.input[chunk])
+        head.write_gradient(logits, y, found, grad_logprobs[chunk], of_entropy)
+        gradients.add(input[chunk], logits, gradients.input[chunk], y == ignore_index)
     return gradients.finish()
 
 
