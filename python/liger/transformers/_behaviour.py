@@ -2,8 +2,8 @@
 
 A module that looks like a norm, an MLP, an attention or a causal language model is run on a few random numbers, small
 and large ones, in evaluation and in training, as a stand-in of the same class without its parameters, beside the op
-that would replace its code. Only if the results agree is it patched. Each function here returns a recipe, a reason in words
-why a module that looks right is left alone, or None for a module that does not look like one.
+that would replace its code. Only if the results agree is it patched. Each function here returns a recipe, a reason in
+words why a module that looks right is left alone, or None for a module that does not look like one.
 """
 
 import inspect
