@@ -93,14 +93,18 @@ def test_a_forward_that_came_after_the_patch_is_reported():
     assert not patch_report(model).left
 
 
-def test_autocast_around_the_forward_hides_nothing():
-    """As accelerator.prepare does it, which keeps the forward of the class."""
+@pytest.fixture
+def accelerator():
     accelerate = pytest.importorskip("accelerate")
-    plain = make("llama")
-    model = liger.patch(twin(plain))
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     # The next test is to begin without its settings.
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_autocast_around_the_forward_hides_nothing(accelerator):
+    """As accelerator.prepare does it, which keeps the forward of the class."""
+    plain = make("llama")
+    model = liger.patch(twin(plain))
     prepared = accelerator.prepare_model(model)
     assert "forward" in prepared.__dict__
     assert patch_report(prepared).replaced[""] == "fused_linear_cross_entropy"
