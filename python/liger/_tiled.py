@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from .ops._arguments import ANYTHING, FLAG, FUNCTION, INTEGER, arguments as checked_arguments
 from .ops.rms_norm import accumulate_dtype
 
 # Shards of the default number have as many tokens as x has features, as in the source, but at least so many.
@@ -226,6 +227,7 @@ class _Tiled(torch.autograd.Function):
         return None, None, None, None, *grads, *(total.result() for total in sums)
 
 
+@checked_arguments(function=FUNCTION, num_shards=INTEGER, parameters=ANYTHING, preserve_rng_state=FLAG)
 def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_state=True, **keywords):
     """``function(x, *arguments, **keywords)`` of a function that treats every token alone, a shard of tokens at a time.
 
@@ -254,7 +256,7 @@ def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_
     Raises:
         RuntimeError: num_shards out of range; in the backward, a tensor that requires grad and is not known.
         ValueError: a tensor among the arguments without the leading shape of x, an output with another one.
-        TypeError: an output that is not one tensor.
+        TypeError: an argument of another type, an output that is not one tensor.
 
     Source: Arctic Long Sequence Training, arXiv 2506.13996.
     """

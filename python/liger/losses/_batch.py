@@ -2,6 +2,8 @@
 
 import torch
 
+from ..ops._arguments import LayerNames, check_device, check_divisor, require
+
 
 class Batch:
     """Hidden states and targets of sequences, seen as rows, and everything per token or sequence in their order.
@@ -14,16 +16,23 @@ class Batch:
         places: (S, L) the row of each token of a packed batch, else None.
     """
 
-    def __init__(self, op, hidden, target, mask=None, cu_seqlens=None, max_length=None, ignore_index=-100):
-        self.op, self.packed = op, cu_seqlens is not None
-        if hidden.dim() < 2 or target.shape != hidden.shape[:-1]:
-            raise RuntimeError(
-                f"{op}: target has shape {tuple(target.shape)}, expected that of the hidden states without their last "
-                f"dimension, {tuple(hidden.shape[:-1])}"
-            )
+    def __init__(
+        self, op, hidden, target, mask=None, cu_seqlens=None, max_length=None, ignore_index=-100,
+        names=LayerNames("hidden"), mask_name="mask",
+    ):  # fmt: skip
+        self.op, self.packed, self.hidden = op, cu_seqlens is not None, hidden
+        require(
+            hidden.dim() >= 2, op, names.input, f"has shape {tuple(hidden.shape)}",
+            "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens",
+        )  # fmt: skip
+        require(
+            target.shape == hidden.shape[:-1], op, names.target, f"has shape {tuple(target.shape)}",
+            f"that of {names.input} without its last dimension, {tuple(hidden.shape[:-1])}",
+        )  # fmt: skip
+        check_device(op, names.target, target, names.input, hidden)
         live = target != ignore_index
         if mask is not None:
-            self.check("the mask", mask, target.shape)
+            self.check(mask_name, mask, target.shape)
             live = live & (mask != 0)
             target = torch.where(live, target, ignore_index)
         self.token_shape = target.shape
@@ -32,7 +41,7 @@ class Batch:
         if not self.packed:
             if target.dim() != 2:
                 raise RuntimeError(
-                    f"{op}: target has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
+                    f"{op}: {names.target} has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
                 )
             self.shape, self.live = target.shape, live
             return
@@ -58,6 +67,8 @@ class Batch:
         if all(tensor.shape != shape for shape in shapes):
             expected = " or ".join(str(tuple(shape)) for shape in shapes)
             raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+        require(not tensor.is_complex(), self.op, name, f"has dtype {tensor.dtype}", "a real one")
+        check_device(self.op, name, tensor, "the hidden states", self.hidden)
         if tensor.requires_grad:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")
 
@@ -95,6 +106,5 @@ def as_scalar(name, value, batch):
     device = batch.hidden.device
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=torch.float32, device=device)
-    if value.numel() != 1:
-        raise RuntimeError(f"{batch.op}: {name} has shape {tuple(value.shape)}, expected one element")
+    check_divisor(batch.op, name, value)
     return value.detach().to(device, torch.float32).reshape(())

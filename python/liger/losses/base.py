@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..ops._arguments import FUNCTION, HEAD, LayerNames, arguments, check_classes, check_layer
 from ..ops._autocast import autocast_operands
-from ..ops._autograd import wants_grad
-from ..ops.fused_linear_logprobs import fused_linear_logprobs
+from ..ops._autograd import is_traced, wants_grad
+from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import Batch, sequence_scores
 from ._op import fused_linear_loss_forward, register_function
 
@@ -35,6 +36,7 @@ class FusedLinearLoss(nn.Module):
             many units as fit the budget are kept from the forward product to the two of the backward; where one unit
             does not fit, its logits are computed twice.
         uses_entropy: whether ``compute`` wants the entropies.
+        names: what ``forward`` calls the tensors of the projection, for errors.
 
     Args:
         ignore_index: the target of tokens that do not count.
@@ -43,11 +45,17 @@ class FusedLinearLoss(nn.Module):
         accum_dtype: in which dtype the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes of logits at a time; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
         observe: None, or a function that every call hands the :class:`TokenStatistics` of its batch, for metrics.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: an option out of range.
     """
 
     unit = "token"
     uses_entropy = False
+    names = LayerNames("hidden")
 
+    @arguments(error=ValueError, observe=FUNCTION, **HEAD)
     def __init__(
         self, *, ignore_index=-100, temperature=1.0, softcap=None, accum_dtype=None, memory_budget=None, observe=None
     ):  # fmt: skip
@@ -104,7 +112,9 @@ class FusedLinearLoss(nn.Module):
 
     def batch(self, hidden, target, **how):
         """The :class:`Batch` of a call; raises RuntimeError where shapes do not fit."""
-        batch = Batch(type(self).__name__, hidden, target, ignore_index=self.ignore_index, **how)
+        batch = Batch(
+            type(self).__name__, hidden, target, ignore_index=self.ignore_index, names=self.names, **how
+        )
         if self.unit == "pair" and batch.shape[0] % 2:
             raise RuntimeError(
                 f"{batch.op}: the batch has {batch.shape[0]} sequences, expected an even number: the chosen ones, then "
@@ -116,15 +126,20 @@ class FusedLinearLoss(nn.Module):
         """(..., as the targets) log-probabilities of a reference model, without gradients: one product."""
         if ref_weight is None:
             raise ValueError(f"{batch.op}: ref_input was given without ref_weight")
+        if ref_input.shape[:-1] != batch.token_shape:
+            raise RuntimeError(
+                f"{batch.op}: ref_input has shape {tuple(ref_input.shape)}, expected that of {self.names.target}, "
+                f"{tuple(batch.token_shape)}, and a last dimension"
+            )
         if ref_weight.shape[0] != weight.shape[0]:
             raise RuntimeError(
-                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of the "
-                "weight: both models must have the same vocabulary"
+                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of "
+                f"{self.names.weight}: both models must have the same vocabulary"
             )
         with torch.no_grad():
-            logprobs = fused_linear_logprobs(
-                ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature, self.ignore_index,
-                self.softcap, self.memory_budget,
+            logprobs, _, _ = logprobs_of_layer(
+                batch.op, _REFERENCE, ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature,
+                self.ignore_index, self.softcap, self.memory_budget,
             )  # fmt: skip
         return logprobs.view(batch.token_shape)
 
@@ -179,6 +194,15 @@ class FusedLinearLoss(nn.Module):
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
             given = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in given.items()}
         hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
+        check_layer(batch.op, self.names, hidden, weight, bias, batch.target)
+        if hidden.device.type == "cpu" and not is_traced(hidden, weight, batch.target):
+            check_classes(
+                batch.op,
+                self.names.target,
+                batch.target.view(batch.token_shape),
+                weight.shape[0],
+                self.ignore_index,
+            )
         observed = self.observe is not None
         loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(given.values()), list(shared.values()), self._function,
@@ -190,6 +214,10 @@ class FusedLinearLoss(nn.Module):
         logprobs = batch.sequences(logprobs.view(batch.token_shape))
         entropy = batch.sequences(entropy.view(batch.token_shape)) if self.uses_entropy else None
         return loss, logprobs, entropy
+
+
+# What the tensors of a reference model are called; its targets are those of the policy.
+_REFERENCE = LayerNames("ref_input", "ref_weight", "target", "ref_bias")
 
 
 def _by_unit(unit, per_sequence):

@@ -8,6 +8,19 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..ops._arguments import (
+    DIVISOR,
+    FINITE,
+    FLAG,
+    FRACTION,
+    INTEGER,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    LayerNames,
+    arguments,
+    check,
+)
 from ._batch import as_scalar, sequence_scores
 from .base import FusedLinearLoss, choice
 
@@ -42,7 +55,12 @@ class PreferenceLoss(FusedLinearLoss):
     """
 
     unit = "pair"
+    names = LayerNames("_input", "lin_weight")
 
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, average_log_prob=FLAG,
+        use_ref_model=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.1, alpha=1.0, compute_nll_loss=False, average_log_prob=False, use_ref_model=False, **options
     ):  # fmt: skip
@@ -64,6 +82,7 @@ class PreferenceLoss(FusedLinearLoss):
             return terms
         return terms - (self.alpha / nll_tokens) * (logprobs[0] * nll_mask[0]).sum(-1)
 
+    @arguments(num_items_in_batch=DIVISOR, max_length=INTEGER)
     def forward(
         self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, *,
         ref_logps=None, nll_target=None, mask=None, cu_seqlens=None, max_length=None, num_items_in_batch=None,
@@ -155,11 +174,18 @@ class FusedLinearDPOLoss(PreferenceLoss):
         ValueError: an unknown loss type, a label smoothing out of range.
     """
 
+    @arguments(
+        error=ValueError, loss_type=TEXT, beta=NOT_NEGATIVE, label_smoothing=FRACTION, discopop_tau=POSITIVE,
+        use_ref_model=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, loss_type="sigmoid", beta=0.1, label_smoothing=0.0, discopop_tau=0.05, use_ref_model=True, **options
     ):  # fmt: skip
         super().__init__(beta=beta, use_ref_model=use_ref_model, **options)
         self.loss_type = choice(self, "loss_type", loss_type, DPO_LOSS_TYPES)
+        if loss_type in ("ipo", "sppo_hard"):
+            # Their target margins are divided by beta.
+            check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
         below = 0.5 if loss_type == "robust" else 1.0
         if not 0.0 <= label_smoothing < below:
             raise ValueError(
@@ -219,6 +245,7 @@ class FusedLinearORPOLoss(PreferenceLoss):
     Source: Hong et al., arXiv 2403.07691, equations 4 to 7.
     """
 
+    @arguments(error=ValueError, beta=NOT_NEGATIVE, compute_nll_loss=FLAG)
     def __init__(self, *, beta=0.1, compute_nll_loss=True, **options):
         super().__init__(beta=beta, compute_nll_loss=compute_nll_loss, average_log_prob=True, **options)
 
@@ -241,11 +268,17 @@ class FusedLinearCPOLoss(PreferenceLoss):
     Source: Xu et al., arXiv 2401.08417.
     """
 
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, label_smoothing=FRACTION, loss_type=TEXT,
+        compute_nll_loss=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.1, alpha=1.0, label_smoothing=0.0, loss_type="sigmoid", compute_nll_loss=True, **options
     ):  # fmt: skip
         super().__init__(beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss, **options)
         self.loss_type = choice(self, "loss_type", loss_type, CPO_LOSS_TYPES)
+        if loss_type == "ipo":
+            check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
         self.label_smoothing = label_smoothing
 
     def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
@@ -268,6 +301,10 @@ class FusedLinearSimPOLoss(PreferenceLoss):
     Source: Meng et al., arXiv 2405.14734.
     """
 
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, gamma=FINITE, label_smoothing=FRACTION,
+        compute_nll_loss=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.1, alpha=1.0, gamma=0.5, label_smoothing=0.0, compute_nll_loss=True, **options
     ):  # fmt: skip

@@ -8,6 +8,17 @@ import torch
 
 from ..backend import register_family
 from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
+from ._arguments import (
+    DIVISOR,
+    FLAG,
+    FRACTION,
+    HEAD,
+    TEXT,
+    arguments,
+    check_device,
+    check_divisor,
+    check_floating,
+)
 from ._autograd import (
     differentiable,
     differentiable_once,
@@ -158,6 +169,9 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     """
     if reduction not in REDUCTIONS:
         raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
+    if token_weight is not None:
+        check_floating(op, "token_weight", token_weight)
+        check_device(op, "token_weight", token_weight, "the rows", rows)
     refuse_gradients(op, token_weight=token_weight, denominator=denominator)
     wide = accumulate_dtype(rows.dtype)
     if denominator is not None:
@@ -165,10 +179,8 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
             raise RuntimeError(
                 f"{op}: denominator was given with reduction 'none', expected 'mean', 'batchmean' or 'sum'"
             )
-        if denominator.numel() != 1:
-            raise RuntimeError(
-                f"{op}: denominator has shape {tuple(denominator.shape)}, expected one element"
-            )
+        check_divisor(op, "denominator", denominator)
+        check_device(op, "denominator", denominator, "the rows", rows)
         share = denominator.reshape(()).to(wide).reciprocal()
     elif reduction == "mean" and target is not None:
         share = (target != ignore_index).sum(dtype=wide).reciprocal()
@@ -244,6 +256,17 @@ for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+DIVERGENCE_OPTIONS = {
+    **HEAD,
+    "beta": FRACTION,
+    "denominator": DIVISOR,
+    "log_probs": FLAG,
+    "reduction": TEXT,
+    "reverse": FLAG,
+}
+
+
+@arguments(**DIVERGENCE_OPTIONS)
 def kl_div(
     student, teacher, target=None, *, token_weight=None, denominator=None, reverse=False, temperature=1.0,
     log_probs=False, ignore_index=-100, reduction="mean",
@@ -272,6 +295,7 @@ def kl_div(
         dimension. Differentiable once, in student.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a temperature with ``log_probs``, a
             teacher, weight or denominator that requires grad.
 
@@ -283,6 +307,7 @@ def kl_div(
     )  # fmt: skip
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def jsd(
     student, teacher, target=None, *, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",
@@ -307,6 +332,7 @@ def jsd(
     )  # fmt: skip
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def tvd(
     student, teacher, target=None, *, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",

@@ -12,6 +12,7 @@ import torch
 
 from ..backend import register_portable
 from ..distributed import unflatten_tokens
+from ._arguments import arguments
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._distillation_rows import Part, RowWeights, Targets, Terms, distil_rows
@@ -19,7 +20,7 @@ from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
 from ._products import write_linear
 from .cross_entropy import denominator_tensor, refuse_gradients
-from .divergence import flatten_pair, of_beta, row_weights
+from .divergence import DIVERGENCE_OPTIONS, flatten_pair, of_beta, row_weights
 from .rms_norm import accumulate_dtype
 
 # --- kernel -------------------------------------------------------------------------------------------------------
@@ -249,6 +250,7 @@ for _name, _composite in (
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def fused_linear_kl_div(
     input, weight, teacher, teacher_weight=None, target=None, *, bias=None, teacher_bias=None, token_weight=None,
     denominator=None, reverse=False, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
@@ -277,6 +279,7 @@ def fused_linear_kl_div(
         gradient.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes (also of the two vocabularies), dtypes or devices, options out of range, a
             tensor of the teacher, a weight of tokens or a denominator that requires grad.
 
@@ -289,6 +292,7 @@ def fused_linear_kl_div(
     )  # fmt: skip
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def fused_linear_jsd(
     input, weight, teacher, teacher_weight=None, target=None, *, bias=None, teacher_bias=None, token_weight=None,
     denominator=None, beta=0.5, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,

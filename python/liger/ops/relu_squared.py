@@ -3,6 +3,7 @@
 import torch
 
 from ..backend import register_family
+from ._arguments import arguments
 from ._autograd import differentiable, differentiable_once, to_front
 from .rms_norm import accumulate_dtype
 
@@ -64,6 +65,7 @@ def _(info, in_dims, x):
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(late=True)
 def relu_squared(x):
     """``relu(x)^2``, elementwise, in float32 and rounded once. NaN stays NaN.
 
@@ -76,6 +78,7 @@ def relu_squared(x):
         the backward.
 
     Raises:
+        TypeError: x is no tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", arXiv 2109.08668.
