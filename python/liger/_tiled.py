@@ -13,7 +13,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from .ops._arguments import ANYTHING, FLAG, FUNCTION, INTEGER, arguments as checked_arguments
+from .ops._arguments import ANYTHING, FLAG, FUNCTION, INTEGER
+from .ops._arguments import arguments as rules_of
 from .ops.rms_norm import accumulate_dtype
 
 # Shards of the default number have as many tokens as x has features, as in the source, but at least so many.
@@ -227,7 +228,7 @@ class _Tiled(torch.autograd.Function):
         return None, None, None, None, *grads, *(total.result() for total in sums)
 
 
-@checked_arguments(function=FUNCTION, num_shards=INTEGER, parameters=ANYTHING, preserve_rng_state=FLAG)
+@rules_of(function=FUNCTION, num_shards=INTEGER, parameters=ANYTHING, preserve_rng_state=FLAG)
 def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_state=True, **keywords):
     """``function(x, *arguments, **keywords)`` of a function that treats every token alone, a shard of tokens at a time.
 

@@ -2,7 +2,9 @@
 
 import torch
 
-from ..ops._arguments import LayerNames, check_device, check_divisor, require
+from ..ops._arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
+
+_NAMES = LayerNames("hidden")
 
 
 class Batch:
@@ -18,17 +20,15 @@ class Batch:
 
     def __init__(
         self, op, hidden, target, mask=None, cu_seqlens=None, max_length=None, ignore_index=-100,
-        names=LayerNames("hidden"), mask_name="mask",
+        names=_NAMES, mask_name="mask",
     ):  # fmt: skip
         self.op, self.packed, self.hidden = op, cu_seqlens is not None, hidden
-        require(
-            hidden.dim() >= 2, op, names.input, f"has shape {tuple(hidden.shape)}",
-            "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens",
-        )  # fmt: skip
-        require(
-            target.shape == hidden.shape[:-1], op, names.target, f"has shape {tuple(target.shape)}",
-            f"that of {names.input} without its last dimension, {tuple(hidden.shape[:-1])}",
-        )  # fmt: skip
+        if hidden.dim() < 2:
+            expected = "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens"
+            raise wrong_shape(op, names.input, hidden, expected)
+        check_shape(
+            op, names.target, target, hidden.shape[:-1], f"that of {names.input} without its last dimension"
+        )
         check_device(op, names.target, target, names.input, hidden)
         live = target != ignore_index
         if mask is not None:
@@ -67,7 +67,8 @@ class Batch:
         if all(tensor.shape != shape for shape in shapes):
             expected = " or ".join(str(tuple(shape)) for shape in shapes)
             raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
-        require(not tensor.is_complex(), self.op, name, f"has dtype {tensor.dtype}", "a real one")
+        if tensor.is_complex():
+            raise wrong_dtype(self.op, name, tensor, "a real one")
         check_device(self.op, name, tensor, "the hidden states", self.hidden)
         if tensor.requires_grad:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..ops._arguments import FUNCTION, HEAD, LayerNames, arguments, check_classes, check_layer
+from ..ops._arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer
 from ..ops._autocast import autocast_operands
-from ..ops._autograd import is_traced, wants_grad
+from ..ops._autograd import wants_grad
 from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import Batch, sequence_scores
 from ._op import fused_linear_loss_forward, register_function
@@ -195,14 +195,6 @@ class FusedLinearLoss(nn.Module):
             given = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in given.items()}
         hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
         check_layer(batch.op, self.names, hidden, weight, bias, batch.target)
-        if hidden.device.type == "cpu" and not is_traced(hidden, weight, batch.target):
-            check_classes(
-                batch.op,
-                self.names.target,
-                batch.target.view(batch.token_shape),
-                weight.shape[0],
-                self.ignore_index,
-            )
         observed = self.observe is not None
         loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(given.values()), list(shared.values()), self._function,

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.overrides import is_tensor_like
 
+from ._autograd import _meets_only_autograd
+
 
 class Rule(NamedTuple):
     """What an argument must be: in words, of a type (else TypeError), and in a range."""
@@ -31,11 +33,11 @@ def _is_tensor(value):
 
 
 def _is_integer(value):
-    return isinstance(value, (int, torch.SymInt)) or isinstance(value, numbers.Integral)
+    return isinstance(value, (int, torch.SymInt, numbers.Integral))
 
 
 def _is_number(value):
-    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or isinstance(value, numbers.Real)
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
 
 
 def _is_divisor(value):
@@ -59,6 +61,12 @@ DIVISOR = Rule(
     _is_divisor,
     lambda v: _is_tensor(v) or 0.0 < v < math.inf,
 )
+SIZES = Rule(
+    "a positive integer or a list of them",
+    lambda v: _is_integer(v) or (isinstance(v, (list, tuple)) and all(map(_is_integer, v))),
+    lambda v: v > 0 if _is_integer(v) else len(v) > 0 and min(v) > 0,
+)
+NAMES = Rule("names", lambda v: isinstance(v, (list, tuple)) and all(isinstance(name, str) for name in v))
 ITEMS = Rule(
     "a finite number of at least 0 or a tensor with one element",
     _is_divisor,
@@ -100,7 +108,7 @@ def dtype_name(dtype):
 
 
 def check(op, name, value, rule, optional=False, error=RuntimeError):
-    """Raises TypeError for a value of another type, ``error`` for one out of range. With ``optional`` it may be None."""
+    """Raises TypeError for a value of another type, ``error`` for one out of range; None passes if ``optional``."""
     if value is None and optional:
         return
     if not rule.of_type(value):
@@ -120,8 +128,8 @@ def arguments(*, late=False, error=RuntimeError, optional=(), **rules):
     may be None where that is its default, or where ``optional`` names it.
 
     Args:
-        late: the function refuses, in its own words, whatever the rules refuse; they are looked at only once it has
-            raised, for words that name the argument. For ops whose host time counts.
+        late: the function itself refuses whatever the rules refuse, so that they are looked at only once it has raised,
+            for words that name the argument. For ops whose host time counts.
         error: what is raised for a value out of range.
 
     Errors name the function, and of a method the class of its object.
@@ -168,56 +176,49 @@ def arguments(*, late=False, error=RuntimeError, optional=(), **rules):
 # --- what needs the tensors ---------------------------------------------------------------------------------------
 
 
-def require(condition, op, name, found, expected):
-    if not condition:
-        raise RuntimeError(f"{op}: {name} {found}, expected {expected}")
+def wrong_shape(op, name, tensor, expected):
+    return RuntimeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+
+def wrong_dtype(op, name, tensor, expected):
+    return RuntimeError(f"{op}: {name} has dtype {dtype_name(tensor.dtype)}, expected {expected}")
 
 
 def check_floating(op, name, tensor):
-    require(
-        tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64),
-        op, name, f"has dtype {dtype_name(tensor.dtype)}", "float16, bfloat16, float32 or float64",
-    )  # fmt: skip
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise wrong_dtype(op, name, tensor, "float16, bfloat16, float32 or float64")
 
 
 def check_indices(op, name, tensor):
-    require(
-        tensor.dtype in (torch.int64, torch.int32),
-        op, name, f"has dtype {dtype_name(tensor.dtype)}", "int64 or int32 class indices",
-    )  # fmt: skip
-
-
-def check_like(op, name, tensor, other_name, other):
-    """Of one dtype and on one device; None passes."""
-    if tensor is None:
-        return
-    require(
-        tensor.dtype == other.dtype,
-        op, name, f"has dtype {dtype_name(tensor.dtype)}", f"that of {other_name}, {dtype_name(other.dtype)}",
-    )  # fmt: skip
-    check_device(op, name, tensor, other_name, other)
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise wrong_dtype(op, name, tensor, "int64 or int32 class indices")
 
 
 def check_device(op, name, tensor, other_name, other):
-    require(
-        tensor.device == other.device,
-        op, name, f"is on {tensor.device}", f"the device of {other_name}, {other.device}",
-    )  # fmt: skip
+    if tensor.device != other.device:
+        raise RuntimeError(
+            f"{op}: {name} is on {tensor.device}, expected the device of {other_name}, {other.device}"
+        )
+
+
+def check_like(op, name, tensor, other_name, other):
+    """Of one dtype and on one device."""
+    if tensor.dtype != other.dtype:
+        raise wrong_dtype(op, name, tensor, f"that of {other_name}, {dtype_name(other.dtype)}")
+    check_device(op, name, tensor, other_name, other)
 
 
 def check_shape(op, name, tensor, expected, of):
-    require(
-        tensor.shape == expected, op, name, f"has shape {tuple(tensor.shape)}", f"{tuple(expected)}, {of}"
-    )
+    if tensor.shape != expected:
+        raise wrong_shape(op, name, tensor, f"{tuple(expected)}, {of}")
 
 
 def check_divisor(op, name, tensor):
     """One element of a floating dtype or an integer."""
-    require(tensor.numel() == 1, op, name, f"has shape {tuple(tensor.shape)}", "one element")
-    require(
-        tensor.dtype in (torch.int64, torch.int32) or tensor.is_floating_point(),
-        op, name, f"has dtype {dtype_name(tensor.dtype)}", "a floating dtype, int64 or int32",
-    )  # fmt: skip
+    if tensor.numel() != 1:
+        raise wrong_shape(op, name, tensor, "one element")
+    if tensor.dtype not in (torch.int64, torch.int32) and not tensor.is_floating_point():
+        raise wrong_dtype(op, name, tensor, "a floating dtype, int64 or int32")
 
 
 class LayerNames(NamedTuple):
@@ -237,32 +238,41 @@ def check_layer(op, names, input, weight, bias, target=None):
         names: :class:`LayerNames`.
         input: (..., H).
         weight, bias: (V, H), and (V,) or None.
-        target: classes of any shape, or None.
+        target: (...), or None.
     """
     check_floating(op, names.input, input)
-    require(
-        weight.dim() == 2 and weight.shape[0] > 0 and weight.shape[1] == input.shape[-1],
-        op, names.weight, f"has shape {tuple(weight.shape)}",
-        f"(vocab, hidden) with at least one row and the hidden size of {names.input}, {input.shape[-1]}",
-    )  # fmt: skip
+    hidden = input.shape[-1]
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden:
+        expected = f"(vocab, hidden) of at least one row, with the hidden size of {names.input}, {hidden}"
+        raise wrong_shape(op, names.weight, weight, expected)
     check_like(op, names.weight, weight, names.input, input)
     if bias is not None:
-        check_shape(op, names.bias, bias, weight.shape[:1], f"the rows of {names.weight}")
+        check_shape(op, names.bias, bias, weight.shape[:1], f"one value per row of {names.weight}")
         check_like(op, names.bias, bias, names.input, input)
     if target is not None:
         check_indices(op, names.target, target)
+        check_shape(op, names.target, target, input.shape[:-1], f"one class index per row of {names.input}")
         check_device(op, names.target, target, names.input, input)
 
 
 def check_classes(op, name, classes, vocab, ignore_index=None):
-    """Raises RuntimeError for the first class out of range. CPU tensors only: it looks at data."""
+    """Raises RuntimeError for the first class out of range. On a GPU, where that would mean waiting, nothing."""
+    if classes.device.type != "cpu":
+        return
     bad = (classes < 0) | (classes >= vocab)
     if ignore_index is not None:
         bad &= classes != ignore_index
     if bad.any():
-        place = [int(i) for i in bad.nonzero()[0]]
-        where = f"row {place[0]}" if len(place) == 1 else f"index {tuple(place)}"
+        place = tuple(bad.nonzero()[0].tolist())
+        where = f"row {place[0]}" if len(place) == 1 else f"index {place}"
         or_ignored = "" if ignore_index is None else f" or ignore_index {ignore_index}"
         raise RuntimeError(
-            f"{op}: {name} at {where} is {int(classes[tuple(place)])}, expected 0 <= {name} < {vocab}{or_ignored}"
+            f"{op}: {name} at {where} is {int(classes[place])}, expected 0 <= {name} < {vocab}{or_ignored}"
         )
+
+
+def check_given_classes(*arguments):
+    """:func:`check_classes` of a public function: not where something but autograd looks on, which has no data yet or
+    must not see them. The ops under it check again, in their own names."""
+    if _meets_only_autograd(arguments[2:3]):
+        check_classes(*arguments)

@@ -31,8 +31,8 @@ def complex_rope(q, k, freqs_cis, unsqueeze_dim=2, inplace=False):
 
     Args:
         q, k: (B, T, H, D) or, with ``unsqueeze_dim=1``, (B, H, T, D); otherwise as in :func:`liger.rope`.
-        freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the entries from R on pass through.
-            It gets no gradient. Its absolute value scales (attention scaling).
+        freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the entries from R on
+            pass through. It gets no gradient. Its absolute value scales (attention scaling).
         unsqueeze_dim: the dimension of the heads in q and k, 1 or 2.
         inplace: as in :func:`liger.rope`.
 

@@ -12,7 +12,7 @@ import torch
 
 from ..backend import register_portable
 from ..distributed import unflatten_tokens
-from ._arguments import arguments
+from ._arguments import LayerNames, arguments, check_layer, check_like, wrong_shape
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._distillation_rows import Part, RowWeights, Targets, Terms, distil_rows
@@ -192,6 +192,8 @@ def fused_linear_distillation(
     )[:3]  # fmt: skip
 
 
+_TEACHER = LayerNames("teacher", "teacher_weight", bias="teacher_bias")
+
 # --- composites ---------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +209,18 @@ def _run(
     rows, teacher, target, token_weight, like = flatten_pair(
         op, ("input", "teacher"), input, teacher, target, token_weight
     )
+    check_layer(op, LayerNames(), rows, weight, bias, target)
+    check_like(op, "teacher", teacher, "input", rows)
+    expected = f"{weight.shape[0]} classes, those of weight"
+    if teacher_weight is None:
+        if teacher.shape[-1] != weight.shape[0]:
+            raise wrong_shape(
+                op, "teacher", teacher, f"logits of {expected}, or hidden states with teacher_weight"
+            )
+    else:
+        if teacher_weight.shape[0] != weight.shape[0]:
+            raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
+        check_layer(op, _TEACHER, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
     loss, _, _ = fused_linear_distillation(

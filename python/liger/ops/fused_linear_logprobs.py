@@ -10,15 +10,16 @@ import torch
 
 from ..backend import register_portable
 from ..distributed import align_tokens, unflatten_tokens
-from ._arguments import HEAD, RETURNS, LayerNames, arguments, check_classes, check_layer
+from ._arguments import HEAD, RETURNS, LayerNames, arguments, check_classes, check_given_classes, check_layer
 from ._autocast import autocast_operands
-from ._autograd import differentiable, differentiable_once, is_traced
+from ._autograd import differentiable, differentiable_once
 from ._linear_chunks import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
 from .cross_entropy import flatten_rows
 from .fused_linear_ce import fused_linear_ce_forward
 from .rms_norm import accumulate_dtype
 
 _OP = "fused_linear_logprobs"
+_NAMES = LayerNames("hidden", "weight", "targets")
 
 
 class LogProbs(NamedTuple):
@@ -36,6 +37,7 @@ def fused_linear_logprobs_forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
 ):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    check_classes(_OP, _NAMES.target, target, weight.shape[0], ignore_index)
     if temperature == 1.0:
         # The engine of cross entropy, which leaves out ignored rows.
         results = fused_linear_ce_forward(
@@ -156,9 +158,6 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
-_NAMES = LayerNames("hidden", "weight", "targets")
-
-
 def logprobs_of_layer(
     op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
     return_argmax=False,
@@ -169,8 +168,7 @@ def logprobs_of_layer(
     hidden, targets, _ = align_tokens(op, hidden, targets, None)
     rows, flat, _ = flatten_rows(op, names.input, hidden, targets, None, names.target)
     check_layer(op, names, rows, weight, bias, flat)
-    if flat.device.type == "cpu" and not is_traced(flat, weight):
-        check_classes(op, names.target, targets, weight.shape[0], ignore_index)
+    check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
     results = _forward_op(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
         return_argmax,

@@ -9,7 +9,7 @@ cos and sin have one value per entry, so cos1 and cos2 are usually, but need not
 import torch
 
 from ..backend import register_family
-from ._arguments import FLAG, INTEGER, arguments, check, check_floating, check_like, described, require
+from ._arguments import FLAG, INTEGER, arguments, check, check_floating, check_like, described, wrong_shape
 from ._autograd import (
     check_given_up,
     differentiable,
@@ -173,24 +173,23 @@ torch.library.register_vmap("liger::rope_backward", _batched(torch.ops.liger.rop
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
-def _check_heads_dim(op, unsqueeze_dim):
+def check_heads_dim(op, unsqueeze_dim):
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"{op}: unsqueeze_dim is {described(unsqueeze_dim)}, expected 1 or 2")
 
 
 def check_heads(op, q, k, unsqueeze_dim):
     """What check_rope asks of q and k, in the name of a function that makes its tables itself."""
-    _check_heads_dim(op, unsqueeze_dim)
+    check_heads_dim(op, unsqueeze_dim)
     order = "(batch, heads, tokens, head_dim)" if unsqueeze_dim == 1 else "(batch, tokens, heads, head_dim)"
     for name, x in (("q", q), ("k", k)):
-        require(x.dim() == 4, op, name, f"has shape {tuple(x.shape)}", order)
+        if x.dim() != 4:
+            raise wrong_shape(op, name, x, order)
     check_floating(op, "q", q)
     check_like(op, "k", k, "q", q)
     tokens = 3 - unsqueeze_dim
-    require(
-        all(k.shape[d] == q.shape[d] for d in (0, tokens, 3)),
-        op, "k", f"has shape {tuple(k.shape)}", f"the batch, tokens and head_dim of q, {tuple(q.shape)}",
-    )  # fmt: skip
+    if any(k.shape[d] != q.shape[d] for d in (0, tokens, 3)):
+        raise wrong_shape(op, "k", k, f"the batch, tokens and head_dim of q, {tuple(q.shape)}")
 
 
 @arguments(late=True, unsqueeze_dim=INTEGER, interleaved=FLAG, inplace=FLAG)
@@ -221,7 +220,7 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
-    _check_heads_dim("rope", unsqueeze_dim)
+    check_heads_dim("rope", unsqueeze_dim)
     if inplace is not False:
         check("rope", "inplace", inplace, FLAG)
     if unsqueeze_dim == 2:
