@@ -348,7 +348,7 @@ BAD = {
     "cpo type": (
         lambda x, w, t: losses.FusedLinearCPOLoss(loss_type="simpo"), ValueError, "unknown loss_type 'simpo'",
     ),
-    "temperature": (_grpo(options={"temperature": 0.0, "beta": 0.0}), ValueError, "FusedLinearGRPOLoss: temperature is 0"),
+    "temperature": (_grpo(options={"temperature": 0.0}), ValueError, "FusedLinearGRPOLoss: temperature is 0"),
     "budget": (_dpo(options={**FREE, "memory_budget": 0}), ValueError, "FusedLinearDPOLoss: memory_budget"),
 }  # fmt: skip
 

@@ -138,12 +138,13 @@ def arguments(*, late=False, error=RuntimeError, optional=(), **rules):
     def decorate(function):
         parameters = inspect.signature(function).parameters
         of_method = next(iter(parameters)) == "self"
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         known = {
             name: (name, rules.get(name, TENSOR), parameter.default is None or name in optional)
             for name, parameter in parameters.items()
             if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         }
-        in_order = tuple(known.values())
+        in_order = tuple(known[name] for name in known if parameters[name].kind in by_position)
 
         def check_all(args, keywords):
             op = type(args[0]).__name__ if of_method else function.__name__
