@@ -173,14 +173,6 @@ void CrossEntropyResults::reduce(const char* op, const CrossEntropyOptions& opti
   check_launch(op);
 }
 
-RowInput rows_to_overwrite(const char* op, const Tensor& logits) {
-  RowInput rows = row_input(logits);
-  require(rows.tensor.get() != logits.get() || logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
-          ": logits have rows that overlap, with a stride of ", logits.stride(0), " for ", logits.size(1),
-          " classes");
-  return rows;
-}
-
 void write_back(const Tensor& logits, const RowInput& rows) {
   if (rows.tensor.get() == logits.get()) return;
   Tensor written = logits;
@@ -266,7 +258,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
   const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
                                     return_token_accuracy, return_predicted_tokens, return_logprobs,
                                     return_entropy);
-  const RowInput rows = rows_to_overwrite(kOp, logits);
+  check_written(kOp, {{"logits", logits}},
+                {{"target", target},
+                 {"ce_weight", ce_weight},
+                 {"token_weight", token_weight},
+                 {"denominator", denominator}});
+  const RowInput rows = row_input(logits);
   forward(rows, rows.tensor.mutable_data_ptr(), rows.rows.stride, options, denominator, reduction, results);
   write_back(logits, rows);
   return {results.loss,     results.z_loss, results.token_accuracy, results.predicted_tokens,
@@ -340,7 +337,14 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
                       "none");
   require_cuda_dtype(op, "logits", logits);
   const DeviceGuard guard(logits.get_device_index());
-  const RowInput rows = rows_to_overwrite(op, logits);
+  check_written(op, {{"logits", logits}},
+                {{"grad_loss", grad_loss},
+                 {"target", target},
+                 {"lse", lse},
+                 {"used_denominator", used_denominator},
+                 {"ce_weight", ce_weight},
+                 {"token_weight", token_weight}});
+  const RowInput rows = row_input(logits);
   backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, target, lse,
                 used_denominator, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
                 softcap);

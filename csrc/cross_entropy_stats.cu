@@ -135,7 +135,15 @@ void cross_entropy_stats_backward_(const Tensor& logits, const Tensor& target, c
   CrossEntropyOptions options =
       options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
   const DeviceGuard guard(logits.get_device_index());
-  const RowInput rows = rows_to_overwrite(op, logits);
+  check_written(op, {{"logits", logits}},
+                {{"target", target},
+                 {"reference", reference},
+                 {"of_exp", of_exp},
+                 {"of_target", of_target},
+                 {"of_class", of_class},
+                 {"ce_weight", ce_weight},
+                 {"of_log", of_log}});
+  const RowInput rows = row_input(logits);
   backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, options, reference, of_exp,
                 of_target, of_class, of_log, vocab_start);
   write_back(logits, rows);

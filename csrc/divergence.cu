@@ -179,7 +179,9 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
-  const Call call(rows_to_overwrite(op, student), teacher, target, row_weight, beta, temperature, log_probs,
+  check_written(op, {{"student", student}},
+                {{"teacher", teacher}, {"target", target}, {"row_weight", row_weight}});
+  const Call call(row_input(student), teacher, target, row_weight, beta, temperature, log_probs,
                   ignore_index);
   run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
            call.student.tensor.mutable_data_ptr(), call.student.rows.stride);
@@ -198,7 +200,9 @@ std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const T
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
-  Call call(rows_to_overwrite(op, student), teacher, target, row_weight, beta, 1.0, false, ignore_index);
+  check_written(op, {{"student", student}},
+                {{"teacher", teacher}, {"target", target}, {"row_weight", row_weight}});
+  Call call(row_input(student), teacher, target, row_weight, beta, 1.0, false, ignore_index);
   call.problem.cross_entropy = static_cast<float>(cross_entropy);
   run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
            call.student.tensor.mutable_data_ptr(), call.student.rows.stride);

@@ -312,6 +312,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? "
       "memory_budget) -> ()");
 
+  m.def("check_written(str op, str[] names, Tensor[] tensors, int written) -> ()");
+
   // LIGER_MEMORY_BUDGET in bytes, else 512 MiB
   m.def("default_memory_budget() -> int");
   // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see
@@ -347,6 +349,15 @@ STABLE_TORCH_LIBRARY(liger, m) {
 }
 
 namespace liger {
+namespace {
+
+// Not overloaded, so that it has an address of its own.
+void check_written_of_python(const std::string& op, const std::vector<std::string>& names,
+                             const std::vector<Tensor>& tensors, int64_t written) {
+  check_written(op, names, tensors, written);
+}
+
+}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
@@ -361,6 +372,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
   m.impl("check_divergence", TORCH_BOX(&check_divergence));
   m.impl("check_fused_linear_divergence", TORCH_BOX(&check_fused_linear_divergence));
+  m.impl("check_written", TORCH_BOX(&check_written_of_python));
 }
 
 }  // namespace liger

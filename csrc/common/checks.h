@@ -6,10 +6,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace liger {
 
@@ -76,5 +79,12 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
                                    double beta, double temperature, double soft, double hard,
                                    std::optional<ScalarType> accum_dtype,
                                    std::optional<int64_t> memory_budget);
+// For an op that writes the first `written` of these tensors: an element of those may not have the place of
+// another one, nor of one of the other tensors. All are on one device.
+void check_written(const std::string& op, const std::vector<std::string>& names,
+                   const std::vector<Tensor>& tensors, int64_t written);
+using Named = std::pair<const char*, std::optional<Tensor>>;
+void check_written(const std::string& op, std::initializer_list<Named> written,
+                   std::initializer_list<Named> read);
 
 }  // namespace liger

@@ -48,6 +48,7 @@ class _Settings:
                 "cache_enabled": torch.is_autocast_cache_enabled(),
             }
             for kind in {device_type, "cpu"}
+            if torch.amp.is_autocast_available(kind)
         ]
 
     @contextlib.contextmanager

@@ -4,10 +4,11 @@ Hypothesis draws sizes, options, layouts and a seed; the numbers themselves come
 that a case stays small. Each is computed three times: by liger, by the formula of formulas.py in the same dtype, and by
 that formula in float64.
 
-An error may be twice that of the formula in the same dtype, plus two roundings of the result, plus what a stable
-algorithm cannot avoid: what the exact result changes by where its inputs change by a rounding of their own (of float32,
-in which it is computed, at least eight), and eight such roundings of what the result is for other inputs of the kind,
-lest it be small by cancellation here. Nothing is tuned by case.
+An error may be four times that of plain torch in the same dtype, plus two roundings of the result and eight of float32,
+in which it is computed, plus what a stable algorithm cannot avoid: what the exact result changes by where its inputs
+change by a rounding of their own, but at least eight of float32. Both torch's error and the size of the result are the
+largest of this case and of four others with the same options and other numbers: one number may be lucky, or small by
+cancellation. Nothing is tuned by case.
 
 LIGER_FUZZ_CASES: how many cases, in all tests together; without it the few thousand of every test run, which are the
 same each time. With it they are others each time, unless LIGER_FUZZ_SEED is set; the seed is printed.
@@ -44,6 +45,9 @@ def fuzz(share):
             database=None,
             derandomize=not CASES,
             print_blob=True,
+            # What fails is small already, and shrinking takes minutes.
+            phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+            report_multiple_bugs=False,
             suppress_health_check=list(hypothesis.HealthCheck),
         )
 
@@ -82,9 +86,10 @@ class Numbers:
         self.draw, self.device, self.dtype = draw, device, dtype
         self.generator = torch.Generator().manual_seed(draw(seeds))
 
-    def normal(self, *shape, scale=1.0, dtype=None):
+    def normal(self, *shape, scale=1.0, dtype=None, alike=True):
+        """``alike``: rows may be one row, expanded. Not those of a head's weight, whose classes would be alike."""
         values = torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
-        return self.lay(values.to(dtype or self.dtype))
+        return self.lay(values.to(dtype or self.dtype), alike)
 
     def uniform(self, *shape, low=0.0, high=1.0, dtype=None):
         values = torch.rand(shape, generator=self.generator, dtype=torch.float64) * (high - low) + low
@@ -100,7 +105,7 @@ class Numbers:
     def flags(self, *shape, share=0.7):
         return self.lay(torch.rand(shape, generator=self.generator) < share)
 
-    def lay(self, tensor):
+    def lay(self, tensor, alike=True):
         """The same values at other places, or for "expanded" one row of them for all."""
         tensor = tensor.to(self.device)
         kind = one_of(
@@ -118,22 +123,25 @@ class Numbers:
             return tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)[..., : tensor.shape[-1]].copy_(
                 tensor
             )
-        return tensor[:1].expand_as(tensor) if tensor.shape[0] else tensor
+        return tensor[:1].expand_as(tensor) if alike and tensor.shape[0] else tensor
 
 
 # --- the comparison -----------------------------------------------------------------------------------------------
 
 
+_EPS_64 = torch.finfo(torch.float64).eps
+
+
 def _cast(value, dtype):
+    """The tensor in another dtype if it floats; None leaves it as it is."""
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if floats else value
+    return value.to(dtype) if floats and dtype is not None else value
 
 
 def _run(function, given, wanted, upstream):
     """(outputs, gradients) by name."""
     leaves = {n: t.detach().requires_grad_() if n in wanted else t for n, t in given.items()}
-    outputs = function(**leaves)
-    outputs = {"result": outputs} if isinstance(outputs, torch.Tensor) else outputs
+    outputs = _as_dict(function(**leaves))
     graded = {n: o for n, o in outputs.items() if o.requires_grad}
     grads = {}
     if graded and wanted:
@@ -151,9 +159,9 @@ def _run(function, given, wanted, upstream):
 def _perturbed(given, wanted, relative, generator):
     def moved(tensor):
         noise = torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1
-        return tensor * (1 + relative * noise.to(tensor.device))
+        return tensor.double() * (1 + relative * noise.to(tensor.device))
 
-    return {n: moved(t) if n in wanted else t for n, t in given.items()}
+    return {n: moved(t) if n in wanted else _cast(t, torch.float64) for n, t in given.items()}
 
 
 def _others(given, wanted, generator):
@@ -161,46 +169,59 @@ def _others(given, wanted, generator):
 
     def another(tensor):
         values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.device)
-        finite = tensor[tensor.isfinite()]
-        return values * (finite.square().mean().sqrt() if finite.numel() else 1.0)
+        finite = tensor[tensor.isfinite()].double()
+        size = finite.square().mean().sqrt() if finite.numel() else 1.0
+        return torch.where(tensor.isfinite(), values * size, tensor.double()).to(tensor.dtype)
 
     return {n: another(t) if n in wanted else t for n, t in given.items()}
 
 
-def _difference(a, b):
-    """The largest absolute difference; the same infinities and NaNs do not differ."""
-    same = (a == b) | (a.isnan() & b.isnan())
-    return torch.where(same, 0.0, (a - b).abs()).max().item()
+def _error(actual, exact):
+    """The largest absolute difference where the exact value is finite."""
+    return torch.where(exact.isfinite(), actual.double() - exact, 0.0).abs().max().item()
 
 
-def compare(ours, formula, given, wanted):
+def _largest(exact):
+    return torch.where(exact.isfinite(), exact, 0.0).abs().max().item()
+
+
+def _as_dict(outputs):
+    return {"result": outputs} if isinstance(outputs, torch.Tensor) else outputs
+
+
+def compare(ours, formula, given, wanted, plain=None):
     """Asserts that two functions of the arguments ``given`` agree, with the gradients of those that are ``wanted``.
 
-    Each returns a tensor, or tensors by name; ``formula`` may return more than ``ours``.
+    Each returns a tensor, or tensors by name; ``formula`` may return more than ``ours``. ``plain`` is torch's own
+    function where there is one; without it the formula stands for plain torch, too.
     """
-    floats = [t for t in given.values() if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    eps = max(torch.finfo(given[n].dtype).eps for n in wanted)
-    wide = max(torch.finfo(t.dtype).eps for t in floats)
-    single = torch.finfo(torch.float64 if wide < 1e-10 else torch.float32).eps
-    relative = max(eps, 8 * single)
-    exact_given = {n: _cast(t, torch.float64) for n, t in given.items()}
+    if plain is None or not all(given[n].numel() for n in wanted):
+        plain = formula  # Torch's group_norm fails in its backward where there is nothing.
+    largest = max(torch.finfo(given[n].dtype).eps for n in wanted)
+    single = min(torch.finfo(torch.float32).eps, largest)
+    relative = max(8 * single, largest)
+    # In float64 the formula is no more exact than what is tested, so its error is that in float32, scaled.
+    tested, scale = (
+        (None, 1.0) if largest > _EPS_64 else (torch.float32, _EPS_64 / torch.finfo(torch.float32).eps)
+    )
     generator = torch.Generator().manual_seed(0)
 
+    def exact_of(given):
+        return _run(formula, {n: _cast(t, torch.float64) for n, t in given.items()}, wanted, upstream)
+
     with torch.no_grad():
-        outputs = formula(**exact_given)
-    outputs = {"result": outputs} if isinstance(outputs, torch.Tensor) else outputs
+        results = _as_dict(formula(**given))
     upstream = {
         n: torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device)
-        for n, o in outputs.items()
+        for n, o in results.items()
     }
-    mine = _run(ours, given, wanted, upstream)
-    plain = _run(formula, given, wanted, upstream)
-    exact = _run(formula, exact_given, wanted, upstream)
-    others = [
-        _run(formula, _perturbed(exact_given, wanted, relative, generator), wanted, upstream)
-        for _ in range(2)
+    mine, exact = _run(ours, given, wanted, upstream), exact_of(given)
+    moved = _run(formula, _perturbed(given, wanted, relative, generator), wanted, upstream)
+    draws = [given, *(_others(given, wanted, generator) for _ in range(4))]
+    of_plain = [
+        (_run(plain, {n: _cast(t, tested) for n, t in one.items()}, wanted, upstream), exact_of(one))
+        for one in draws
     ]
-    typical = _run(formula, _others(exact_given, wanted, generator), wanted, upstream)
     for name, actual in mine.items():
         expected = exact[name]
         assert actual.shape == expected.shape, (
@@ -212,16 +233,15 @@ def compare(ours, formula, given, wanted):
             assert torch.equal(actual.to(expected.dtype), expected), f"{name}: {actual} is not {expected}"
             continue
         finite = expected.isfinite()
-        kinds = [torch.where(finite, 0.0, t.to(torch.float64)) for t in (actual, expected)]
-        assert torch.equal(*(k.nan_to_num() for k in kinds)) or not plain[name].isfinite().eq(finite).all(), (
-            f"{name}: {actual} is not {expected}"
-        )
-        a, p, e = (torch.where(finite, t.double(), 0.0) for t in (actual, plain[name], expected))
-        moved = max(_difference(torch.where(finite, o[name], 0.0), e) for o in others)
-        theirs = _difference(p, e)
-        floor = 2 * torch.finfo(actual.dtype).eps * e.abs().max().item() + torch.finfo(actual.dtype).tiny
-        floor += 8 * single * typical[name].nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
-        error = _difference(a, e)
-        assert error <= 2 * theirs + floor + moved, (
-            f"{name}: error {error:.3g}, formula in this dtype {theirs:.3g}, rounding {floor:.3g}, input {moved:.3g}"
+        if not of_plain[0][0][name].isfinite().eq(finite).all():
+            # Not even torch tells the infinities of this dtype from the finite.
+            continue
+        infinite = [torch.where(finite, 0.0, t.double()).nan_to_num(nan=1e9) for t in (actual, expected)]
+        assert torch.equal(*infinite), f"{name}: {actual} is not {expected}"
+        theirs = max(_error(p[name], e[name]) for p, e in of_plain) * scale
+        size = max(_largest(e[name]) for _, e in of_plain)
+        floor = (2 * torch.finfo(actual.dtype).eps + 8 * single) * size + torch.finfo(actual.dtype).tiny
+        change, error = _error(moved[name], expected), _error(actual, expected)
+        assert error <= 4 * theirs + floor + change, (
+            f"{name}: error {error:.3g}, plain torch {theirs:.3g}, rounding {floor:.3g}, input {change:.3g}"
         )

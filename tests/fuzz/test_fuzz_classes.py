@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import liger
 
-classes = st.sampled_from([1, 2, 3, 5, 8, 17, 33, 64])
+# Of one class every result is 0, and what is found is rounding.
+classes = st.sampled_from([2, 3, 5, 8, 17, 33, 64])
 METRICS = ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")
 
 
@@ -85,7 +86,7 @@ def layer(draw, numbers, front, vocab):
     hidden = one_of(draw, 1, 3, 8, 16)
     tensors = {
         "input": numbers.normal(*front, hidden),
-        "weight": numbers.normal(vocab, hidden, scale=one_of(draw, 0.3, 2.0) * hidden**-0.5),
+        "weight": numbers.normal(vocab, hidden, scale=one_of(draw, 0.3, 2.0) * hidden**-0.5, alike=False),
     }
     if draw(st.booleans()):
         tensors["bias"] = numbers.normal(vocab)
@@ -206,8 +207,7 @@ def distance(
 def test_divergences(device, data):
     draw = data.draw
     numbers = Numbers(draw, device, draw(dtypes))
-    # Of one class every divergence is 0, and what is found is rounding.
-    front, vocab = tuple(leading(draw)), draw(classes) + 1
+    front, vocab = tuple(leading(draw)), draw(classes)
     kind, tensors, options = divergence_options(draw, numbers, front, vocab)
     function, more = divergence_of("", kind)
     scale = one_of(draw, 0.3, 3.0)
@@ -235,7 +235,7 @@ def test_divergences(device, data):
 def test_fused_linear_divergences(device, data):
     draw = data.draw
     numbers = Numbers(draw, device, draw(dtypes))
-    front, vocab = rows_of(draw), draw(classes) + 1
+    front, vocab = rows_of(draw), draw(classes)
     kind, tensors, options = divergence_options(draw, numbers, front, vocab)
     if kind == "tvd":
         return
@@ -245,7 +245,7 @@ def test_fused_linear_divergences(device, data):
         width = one_of(draw, 1, 5, 16)
         of_teacher = {
             "teacher": numbers.normal(*front, width),
-            "teacher_weight": numbers.normal(vocab, width, scale=width**-0.5),
+            "teacher_weight": numbers.normal(vocab, width, scale=width**-0.5, alike=False),
         }
         if draw(st.booleans()):
             of_teacher["teacher_bias"] = numbers.normal(vocab)

@@ -62,7 +62,9 @@ class Sequences:
         flat = live.reshape(-1).tolist()
         self.rows = [[row for row in rows if flat[row]] for rows in self.places]
         self.hidden = numbers.normal(*self.shape, self.width)
-        self.weight = numbers.normal(self.vocab, self.width, scale=one_of(draw, 0.3, 1.5) * self.width**-0.5)
+        self.weight = numbers.normal(
+            self.vocab, self.width, scale=one_of(draw, 0.3, 1.5) * self.width**-0.5, alike=False
+        )
         self.bias = numbers.normal(self.vocab) if draw(st.booleans()) else None
 
     def head(self, temperatures=(1.0,)):
@@ -86,7 +88,7 @@ class Sequences:
             width = self.draw(HIDDEN)
             made = {
                 "ref_input": self.numbers.normal(*self.shape, width),
-                "ref_weight": self.numbers.normal(self.vocab, width, scale=width**-0.5),
+                "ref_weight": self.numbers.normal(self.vocab, width, scale=width**-0.5, alike=False),
             }
             if self.draw(st.booleans()):
                 made["ref_bias"] = self.numbers.normal(self.vocab)
@@ -128,7 +130,7 @@ class Scores:
             self.reference_tokens = reference["ref_logps"].reshape(-1).to(self.tokens.dtype)
         elif reference:
             self.of_reference = [
-                s / max(len(rows), 1) if average else s
+                s / (len(rows) if average else 1) if rows else torch.zeros_like(s)
                 for s, rows in zip(reference["ref_logps"].to(self.tokens.dtype), batch.rows, strict=True)
             ]
         if self.reference_tokens is not None:
@@ -459,7 +461,9 @@ def test_distillation(device, data):
     }  # fmt: skip
     given = {
         "student_input": numbers.normal(*front, width),
-        "student_weight": numbers.normal(vocab, width, scale=one_of(draw, 0.5, 2.0) * width**-0.5),
+        "student_weight": numbers.normal(
+            vocab, width, scale=one_of(draw, 0.5, 2.0) * width**-0.5, alike=False
+        ),
     }
     if draw(st.booleans()):
         given["student_bias"] = numbers.normal(vocab)
@@ -479,7 +483,7 @@ def test_distillation(device, data):
         if draw(st.booleans()):
             theirs = draw(HIDDEN)
             given["teacher_input"] = numbers.normal(*front, theirs)
-            given["teacher_weight"] = numbers.normal(vocab, theirs, scale=theirs**-0.5)
+            given["teacher_weight"] = numbers.normal(vocab, theirs, scale=theirs**-0.5, alike=False)
             if draw(st.booleans()):
                 given["teacher_bias"] = numbers.normal(vocab)
         else:

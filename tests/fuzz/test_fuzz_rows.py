@@ -2,6 +2,7 @@
 
 import formulas
 import torch
+import torch.nn.functional as F
 from engine import Numbers, compare, dtypes, fuzz, leading, maybe, one_of, sizes
 from hypothesis import strategies as st
 
@@ -14,13 +15,20 @@ def parameters(draw, numbers, *names, length):
     return {n: numbers.normal(length, dtype=dtype) for n in names if draw(st.booleans())}
 
 
-def check(ours, formula, tensors, **options):
+def check(ours, formula, plain, tensors, **options):
+    """Of a norm; ``formula`` and ``plain``, which is torch's own, take (x, weight, bias)."""
     absent = {"weight": None, "bias": None}
+
+    def cast(x, weight, bias, **rest):
+        # Torch has parameters of the dtype of x.
+        return plain(x, *(None if p is None else p.to(x.dtype) for p in (weight, bias)), **rest)
+
     compare(
         lambda **given: ours(**given, **options),
         lambda **given: formula(**{**absent, **given}),
         tensors,
         list(tensors),
+        lambda **given: cast(**{**absent, **given}),
     )
 
 
@@ -36,11 +44,25 @@ def test_rms_norm(device, data):
         "casting_mode": one_of(draw, "llama", "gemma", "none"),
     }
     eps, offset = options["eps"], options["offset"]
+
+    def plain(x, weight, bias):
+        if options["casting_mode"] == "gemma" or x.dtype.itemsize > 2:
+            wide = None if weight is None else formulas.up(weight) + offset
+            return F.rms_norm(formulas.up(x), x.shape[-1:], wide, eps).to(x.dtype)
+        # With the roundings of the mode.
+        rstd = (formulas.up(x).square().mean(-1, keepdim=True) + eps).rsqrt()
+        y = x * rstd.to(x.dtype) if options["casting_mode"] == "none" else (formulas.up(x) * rstd).to(x.dtype)
+        return y if weight is None else (y * (formulas.up(weight) + offset)).to(x.dtype)
+
+    def plain_sum(x, weight, bias, residual):
+        return {"y": plain(x + residual, weight, bias), "sum": x + residual}
+
     given = {"x": x, **parameters(draw, numbers, "weight", length=width)}
     if draw(st.booleans()):
         check(
             liger.rms_norm,
             lambda x, weight, bias: formulas.rms_norm(x, weight, eps, offset),
+            plain,
             given,
             **options,
         )
@@ -54,6 +76,7 @@ def test_rms_norm(device, data):
     check(
         lambda **g: dict(zip(("y", "sum"), liger.fused_add_rms_norm(**g), strict=True)),
         formula,
+        plain_sum,
         given,
         **options,
     )
@@ -66,7 +89,13 @@ def test_layer_norm(device, data):
     width, eps = draw(sizes), one_of(draw, 1e-5, 1e-2)
     x = numbers.normal(*leading(draw), width, scale=one_of(draw, 0.1, 1.0, 30.0))
     given = {"x": x, **parameters(draw, numbers, "weight", "bias", length=width)}
-    check(liger.layer_norm, lambda x, weight, bias: formulas.layer_norm(x, weight, bias, eps), given, eps=eps)
+    check(
+        liger.layer_norm,
+        lambda x, weight, bias: formulas.layer_norm(x, weight, bias, eps),
+        lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
+        given,
+        eps=eps,
+    )
 
 
 @fuzz(4)
@@ -77,8 +106,15 @@ def test_group_norm(device, data):
     positions = draw(st.lists(st.sampled_from([1, 2, 5]), min_size=0, max_size=3))
     x = numbers.normal(one_of(draw, 0, 1, 3), groups * per_group, *positions)
     given = {"x": x, **parameters(draw, numbers, "weight", "bias", length=groups * per_group)}
+
+    def plain(x, weight, bias):
+        if x[0, 0].numel() * per_group == 1 or weight is None:
+            # Torch refuses the one, and with a bias alone fails in the backward.
+            return formulas.group_norm(x, groups, weight, bias, eps)
+        return F.group_norm(x, groups, weight, bias, eps)
+
     check(
-        liger.group_norm, lambda x, weight, bias: formulas.group_norm(x, groups, weight, bias, eps), given,
+        liger.group_norm, lambda x, weight, bias: formulas.group_norm(x, groups, weight, bias, eps), plain, given,
         num_groups=groups, eps=eps,
     )  # fmt: skip
 
@@ -294,7 +330,7 @@ def test_tiled(device, data):
     shards = draw(st.integers(1, max(x.shape[:-1].numel(), 1)))
 
     def function(x, factor, weight=None):
-        return torch.tanh(torch.nn.functional.linear(x * factor, weight))
+        return torch.tanh(F.linear(x * factor, weight))
 
     compare(
         lambda x, factor, weight: liger.tiled(function, x, factor, num_shards=shards, weight=weight),

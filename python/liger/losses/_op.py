@@ -23,6 +23,7 @@ from torch._C import (
 
 from ..ops._arguments import check_classes
 from ..ops._autograd import differentiable, differentiable_once, may_write_saved
+from ..ops._fakes import register_fake
 from ..ops._linear_chunks import Head, check_head
 from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ..ops.rescale import rescale, rescale_
@@ -148,7 +149,7 @@ def _forward(
 _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("liger_losses::fused_linear_loss_forward")
+@register_fake("liger_losses::fused_linear_loss_forward")
 def _(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, observed, need_grad_input, need_grad_weight, need_grad_bias,

@@ -18,6 +18,7 @@ from ._autograd import (
     own_their_memory,
     to_front,
 )
+from ._fakes import register_fake
 from .rms_norm import accumulate_dtype
 
 # --- formulas -----------------------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def _register_fakes(name):
         "_packed_backward_": _fake_writing,
     }
     for suffix, fake in fakes.items():
-        torch.library.register_fake(f"liger::{name}{suffix}", fake)
+        register_fake(f"liger::{name}{suffix}")(fake)
 
 
 # --- autograd and vmap --------------------------------------------------------------------------------------------

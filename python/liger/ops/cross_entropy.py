@@ -28,6 +28,7 @@ from ._cross_entropy_torch import (
     cross_entropy_forward__torch,
     cross_entropy_forward_torch,
 )
+from ._fakes import register_fake
 from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
 
@@ -83,7 +84,7 @@ _REDUCTION = 9
 _WANTED = slice(10, 15)
 
 
-@torch.library.register_fake("liger::cross_entropy_forward")
+@register_fake("liger::cross_entropy_forward")
 def _(*arguments):
     logits, need_grad = arguments[0], arguments[-1]
     rows, wide = logits.shape[0], accumulate_dtype(logits.dtype)
@@ -95,18 +96,18 @@ def _(*arguments):
     )
 
 
-@torch.library.register_fake("liger::cross_entropy_forward_")
+@register_fake("liger::cross_entropy_forward_")
 def _(*arguments):
     logits = arguments[0]
     return fake_results(logits, logits.shape[0], arguments[_REDUCTION], Metrics(*arguments[_WANTED]))
 
 
-@torch.library.register_fake("liger::cross_entropy_backward")
+@register_fake("liger::cross_entropy_backward")
 def _(grad_loss, logits, *rest):
     return torch.empty_like(logits)
 
 
-@torch.library.register_fake("liger::cross_entropy_backward_")
+@register_fake("liger::cross_entropy_backward_")
 def _(grad_loss, logits, *rest):
     return None
 

@@ -33,6 +33,7 @@ from ._divergence_torch import (
     divergence_forward__torch,
     divergence_forward_torch,
 )
+from ._fakes import register_fake
 from .cross_entropy import denominator_tensor, refuse_gradients
 from .rescale import rescale, rescale_
 from .rms_norm import accumulate_dtype
@@ -56,7 +57,7 @@ def _fake_loss(student, per_row):
     return student.new_empty(student.shape[0] if per_row else (), dtype=accumulate_dtype(student.dtype))
 
 
-@torch.library.register_fake("liger::divergence_forward")
+@register_fake("liger::divergence_forward")
 def _(student, *rest):
     *_, per_row, need_grad = rest
     return (
@@ -66,19 +67,19 @@ def _(student, *rest):
     )
 
 
-@torch.library.register_fake("liger::divergence_forward_")
+@register_fake("liger::divergence_forward_")
 def _(student, *rest):
     return _fake_loss(student, rest[-1])
 
 
-@torch.library.register_fake("liger::divergence_ce_forward_")
+@register_fake("liger::divergence_ce_forward_")
 def _(student, *rest):
     return _fake_loss(student, True), student.new_empty(
         (5, student.shape[0]), dtype=accumulate_dtype(student.dtype)
     )
 
 
-@torch.library.register_fake("liger::divergence_backward")
+@register_fake("liger::divergence_backward")
 def _(grad_loss, student, *rest):
     return torch.empty_like(student)
 
@@ -173,6 +174,9 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
         check_floating(op, "token_weight", token_weight)
         check_device(op, "token_weight", token_weight, "the rows", rows)
     refuse_gradients(op, token_weight=token_weight, denominator=denominator)
+    if token_weight is not None and target is not None:
+        # That of an ignored row is ignored, too, be it nan.
+        token_weight = token_weight.masked_fill(target == ignore_index, 0)
     wide = accumulate_dtype(rows.dtype)
     if denominator is not None:
         if reduction == "none":

@@ -15,7 +15,9 @@ from ..distributed import unflatten_tokens
 from ._arguments import LayerNames, arguments, check_layer, check_like, wrong_shape
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
+from ._budget import check_budget_variable
 from ._distillation_rows import Part, RowWeights, Targets, Terms, distil_rows
+from ._fakes import register_fake
 from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
 from ._products import write_linear
@@ -133,7 +135,8 @@ def fused_linear_divergence_forward_kernel(
             if of_rows is not None:
                 loss[chunk] = of_rows
         if any(wanted):
-            gradients.add(input[chunk], logits, gradients.input[chunk])
+            ignored = None if target is None else targets.at(chunk).ignored
+            gradients.add(input[chunk], logits, gradients.input[chunk], ignored)
     total = losses[0] + losses[1] if soft and hard else losses[0 if soft else 1].clone()
     return total if per_row else total.sum(), *losses, *gradients.finish()
 
@@ -144,7 +147,7 @@ register_portable({"fused_linear_divergence_forward": fused_linear_divergence_fo
 # --- fake ---------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_divergence_forward")
+@register_fake("liger::fused_linear_divergence_forward")
 def _(
     input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
     temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
@@ -296,9 +299,11 @@ def fused_linear_kl_div(
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes (also of the two vocabularies), dtypes or devices, options out of range, a
             tensor of the teacher, a weight of tokens or a denominator that requires grad.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     denominator = denominator_tensor(denominator, input)
     return _fused_linear_kl_div(
         input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, reverse,
@@ -322,10 +327,11 @@ def fused_linear_jsd(
         As :func:`liger.fused_linear_kl_div`.
 
     Raises:
-        RuntimeError: as :func:`liger.fused_linear_kl_div`.
+        RuntimeError, ValueError: as :func:`liger.fused_linear_kl_div`.
 
     Source: GKD, arXiv 2306.13649, in the chunks of "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     denominator = denominator_tensor(denominator, input)
     return _fused_linear_jsd(
         input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, beta,

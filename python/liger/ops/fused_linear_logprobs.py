@@ -13,6 +13,8 @@ from ..distributed import align_tokens, unflatten_tokens
 from ._arguments import HEAD, RETURNS, LayerNames, arguments, check_classes, check_given_classes, check_layer
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once
+from ._budget import check_budget_variable
+from ._fakes import register_fake
 from ._linear_chunks import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
 from .cross_entropy import flatten_rows
 from .fused_linear_ce import fused_linear_ce_forward
@@ -80,12 +82,12 @@ def fused_linear_logprobs_backward(
     gradients, chunk_rows = head_gradients(input, weight, bias, wanted, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
     for chunk in row_chunks(input.shape[0], chunk_rows):
-        logits = memory[: chunk.stop - chunk.start]
+        logits, y = memory[: chunk.stop - chunk.start], target[chunk]
         head.write_logits(input[chunk], logits)
-        found = head.statistics(logits, target[chunk], entropy=grad_entropy is not None)
+        found = head.statistics(logits, y, entropy=grad_entropy is not None)
         of_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, target[chunk], found, grad_logprobs[chunk], of_entropy)
-        gradients.add(input[chunk], logits, gradients.input[chunk])
+        head.write_gradient(logits, y, found, grad_logprobs[chunk], of_entropy)
+        gradients.add(input[chunk], logits, gradients.input[chunk], y == ignore_index)
     return gradients.finish()
 
 
@@ -100,7 +102,7 @@ register_portable(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_logprobs_forward")
+@register_fake("liger::fused_linear_logprobs_forward")
 def _(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
 ):  # fmt: skip
@@ -112,7 +114,7 @@ def _(
     )
 
 
-@torch.library.register_fake("liger::fused_linear_logprobs_backward")
+@register_fake("liger::fused_linear_logprobs_backward")
 def _(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
     memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
@@ -208,9 +210,11 @@ def fused_linear_logprobs(
     Raises:
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
     """
+    check_budget_variable(memory_budget)
     logprobs, entropy, argmax = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
         return_argmax,

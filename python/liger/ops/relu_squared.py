@@ -5,6 +5,7 @@ import torch
 from ..backend import register_family
 from ._arguments import arguments
 from ._autograd import differentiable, differentiable_once, to_front
+from ._fakes import register_fake
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -32,12 +33,12 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::relu_squared")
+@register_fake("liger::relu_squared")
 def _(x):
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("liger::relu_squared_backward")
+@register_fake("liger::relu_squared_backward")
 def _(grad_y, x):
     return torch.empty_like(x)
 

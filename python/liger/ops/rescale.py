@@ -4,6 +4,7 @@ import torch
 
 from ..backend import register_family
 from ._autograd import differentiable, differentiable_once, forbid_autograd
+from ._fakes import register_fake
 from ._rows import row_blocks
 from .rms_norm import accumulate_dtype
 
@@ -46,12 +47,12 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::rescale")
+@register_fake("liger::rescale")
 def _(x, factor):
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("liger::rescale_")
+@register_fake("liger::rescale_")
 def _(x, factor):
     return None
 

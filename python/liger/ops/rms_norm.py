@@ -12,6 +12,7 @@ import torch
 from ..backend import register_family
 from ._arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
 from ._autograd import differentiable, differentiable_once, to_front
+from ._fakes import register_fake
 
 
 def accumulate_dtype(dtype):
@@ -120,12 +121,12 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::rms_norm")
+@register_fake("liger::rms_norm")
 def _(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
 
 
-@torch.library.register_fake("liger::fused_add_rms_norm")
+@register_fake("liger::fused_add_rms_norm")
 def _(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     rstd = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
     return torch.empty_like(x), torch.empty_like(x), rstd
@@ -138,12 +139,12 @@ def _fake_backward(x, weight, need_grad_x, need_grad_weight):
     return grad_x, weight.new_empty(weight.shape[0] if need_grad_weight else 0)
 
 
-@torch.library.register_fake("liger::rms_norm_backward")
+@register_fake("liger::rms_norm_backward")
 def _(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
     return _fake_backward(x, weight, need_grad_x, need_grad_weight)
 
 
-@torch.library.register_fake("liger::fused_add_rms_norm_backward")
+@register_fake("liger::fused_add_rms_norm_backward")
 def _(
     grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
 ):

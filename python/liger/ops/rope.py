@@ -19,6 +19,7 @@ from ._autograd import (
     own_their_memory,
     to_front,
 )
+from ._fakes import register_fake
 from .rms_norm import accumulate_dtype
 
 
@@ -73,17 +74,17 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::rope")
+@register_fake("liger::rope")
 def _(q, k, cos, sin, interleaved=False):
     return torch.empty_like(q), torch.empty_like(k)
 
 
-@torch.library.register_fake("liger::rope_backward")
+@register_fake("liger::rope_backward")
 def _(grad_q_out, grad_k_out, cos, sin, interleaved=False):
     return torch.empty_like(grad_q_out), torch.empty_like(grad_k_out)
 
 
-@torch.library.register_fake("liger::rope_")
+@register_fake("liger::rope_")
 def _(q, k, cos, sin, interleaved=False):
     return None
 
