@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..ops._arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer
+from ..ops._arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer, wrong_shape
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import wants_grad
 from ..ops._budget import check_budget_variable
@@ -123,20 +123,28 @@ class FusedLinearLoss(nn.Module):
             )
         return batch
 
-    def reference(self, batch, weight, ref_input, ref_weight, ref_bias=None):
-        """(..., as the targets) log-probabilities of a reference model, without gradients: one product."""
+    def check_reference(self, batch, weight, ref_input, ref_weight, ref_bias=None):
+        """Raises RuntimeError for a reference model, in use or not, that is none of this batch; either may be None."""
+        if ref_input is not None and (ref_input.dim() == 0 or ref_input.shape[:-1] != batch.token_shape):
+            expected = f"that of {self.names.target}, {tuple(batch.token_shape)}, and a last dimension"
+            raise wrong_shape(batch.op, "ref_input", ref_input, expected)
         if ref_weight is None:
-            raise ValueError(f"{batch.op}: ref_input was given without ref_weight")
-        if ref_input.shape[:-1] != batch.token_shape:
-            raise RuntimeError(
-                f"{batch.op}: ref_input has shape {tuple(ref_input.shape)}, expected that of {self.names.target}, "
-                f"{tuple(batch.token_shape)}, and a last dimension"
-            )
-        if ref_weight.shape[0] != weight.shape[0]:
+            if ref_bias is not None:
+                raise ValueError(f"{batch.op}: ref_bias was given without ref_weight")
+            return
+        if ref_weight.dim() != 2:
+            raise wrong_shape(batch.op, "ref_weight", ref_weight, "(vocab, hidden)")
+        if weight.dim() == 2 and ref_weight.shape[0] != weight.shape[0]:
             raise RuntimeError(
                 f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of "
                 f"{self.names.weight}: both models must have the same vocabulary"
             )
+
+    def reference(self, batch, weight, ref_input, ref_weight, ref_bias=None):
+        """(..., as the targets) log-probabilities of a reference model, without gradients: one product."""
+        if ref_weight is None:
+            raise ValueError(f"{batch.op}: ref_input was given without ref_weight")
+        self.check_reference(batch, weight, ref_input, ref_weight)
         with torch.no_grad():
             logprobs, _, _ = logprobs_of_layer(
                 batch.op, _REFERENCE, ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature,
@@ -149,8 +157,9 @@ class FusedLinearLoss(nn.Module):
     ):  # fmt: skip
         """(S,) what a reference, model or log-probabilities, gives the sequences; zeros where none is wanted."""
         if not use_ref_model:
-            if ref_input is not None or ref_logps is not None:
-                raise ValueError(f"{batch.op}: a reference was given, but use_ref_model is False")
+            if any(t is not None for t in (ref_input, ref_weight, ref_bias, ref_logps)):
+                names = "ref_input, ref_weight, ref_bias or ref_logps"
+                raise ValueError(f"{batch.op}: a reference ({names}) was given, but use_ref_model is False")
             return batch.live.new_zeros(batch.shape[0], dtype=batch.wide)
         if ref_logps is None:
             if ref_input is None:
@@ -159,6 +168,7 @@ class FusedLinearLoss(nn.Module):
                 )
             ref_logps = self.reference(batch, weight, ref_input, ref_weight, ref_bias)
         else:
+            self.check_reference(batch, weight, ref_input, ref_weight, ref_bias)
             batch.check("ref_logps", ref_logps, batch.token_shape, batch.shape[:1])
         lengths = batch.lengths()
         if ref_logps.shape == batch.token_shape:

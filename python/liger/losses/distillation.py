@@ -112,7 +112,7 @@ class DistillationLoss(nn.Module):
 
     def _of_tokens(self, rows, hidden, name, teacher):
         """(N, ...) of something of the teacher per token."""
-        if teacher.shape[:-1] != hidden.shape[:-1]:
+        if teacher.dim() == 0 or teacher.shape[:-1] != hidden.shape[:-1]:
             raise RuntimeError(
                 f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected that of student_input, "
                 f"{tuple(hidden.shape)}, but for the last dimension"
@@ -130,7 +130,11 @@ class DistillationLoss(nn.Module):
             check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
         if heads[1] is not None:
             check_layer(rows.op, _TEACHER, teacher, *heads[1:])
-        if indices is None:
+        if indices is not None:
+            # What fills up a row means nothing.
+            known = torch.where(teacher > -torch.inf, indices, 0)
+            check_given_classes(rows.op, "teacher_indices", known, weight.shape[0])
+        else:
             check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
         if num_items_in_batch is not None:
             divisor = as_scalar("num_items_in_batch", num_items_in_batch, rows)
@@ -187,6 +191,8 @@ class _OfTwoHeads(DistillationLoss):
         """
         rows = self._rows(student_input, true_labels, mask)
         teacher = self._of_tokens(rows, student_input, "teacher_input", teacher_input)
+        if teacher_weight is not None and teacher_weight.dim() != 2:
+            raise wrong_shape(rows.op, "teacher_weight", teacher_weight, "(vocab, hidden)")
         classes = teacher_input.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
         if student_weight.dim() == 2 and classes != student_weight.shape[0]:
             what = "teacher_input, without teacher_weight," if teacher_weight is None else "teacher_weight"
@@ -322,8 +328,6 @@ class FusedLinearTopKLoss(DistillationLoss):
         check_shape(
             rows.op, "teacher_indices", teacher_indices, teacher_logprobs.shape, "that of teacher_logprobs"
         )
-        known = torch.where(logprobs > -torch.inf, indices, 0)
-        check_given_classes(rows.op, "teacher_indices", known, student_weight.shape[0])
         return self._run(
             rows, student_weight, logprobs, None, indices, student_bias, None, num_items_in_batch
         )

@@ -184,6 +184,9 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             mask_name="attention_mask",
         )  # fmt: skip
         batch.check("advantages", advantages, batch.shape[:1], batch.token_shape)
+        if ref_per_token_logps is not None:
+            batch.check("ref_per_token_logps", ref_per_token_logps, batch.token_shape)
+        self.check_reference(batch, lin_weight, ref_input, ref_weight, ref_bias)
         if self.beta == 0.0:
             ref_per_token_logps = None
         elif ref_per_token_logps is None:

@@ -20,6 +20,7 @@ from ..ops._arguments import (
     LayerNames,
     arguments,
     check,
+    check_indices,
 )
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores
@@ -120,8 +121,11 @@ class PreferenceLoss(FusedLinearLoss):
         half = batch.shape[0] // 2
         if nll_target is not None and nll_mask is not None:
             raise ValueError(f"{batch.op}: both nll_target and nll_mask were given, expected one of them")
+        for name, tensor in (("nll_target", nll_target), ("nll_mask", nll_mask)):
+            if tensor is not None:
+                preferred.check(name, tensor, target.shape)
         if self.compute_nll_loss and nll_target is not None:
-            preferred.check("nll_target", nll_target, target.shape)
+            check_indices(batch.op, "nll_target", nll_target)
             likely = self.batch(_input, nll_target, **where)
         elif self.compute_nll_loss and nll_mask is not None:
             likely = self.batch(_input, target, mask=nll_mask, **where)

@@ -3,11 +3,17 @@
 import torch
 from torch import nn
 
-from ..ops._arguments import ANYTHING, BYTES, COUNT, DIVISOR, DTYPE, FLAG, NAMES, arguments, check
+from ..ops._arguments import ANYTHING, BYTES, COUNT, DIVISOR, DTYPE, FLAG, NAMES, TENSOR, arguments, check
 from ..ops.cross_entropy import CE_OPTIONS, CrossEntropyOutput, cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 
 METRICS = CrossEntropyOutput._fields[1:]
+
+
+def _check_class_weight(op, name, weight):
+    check(op, name, weight, TENSOR, optional=True)
+    if weight is not None and weight.dim() != 1:
+        raise ValueError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
 
 
 class _CrossEntropyOptions(nn.Module):
@@ -17,6 +23,7 @@ class _CrossEntropyOptions(nn.Module):
     def __init__(self, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics):
         super().__init__()
         name = type(self).__name__
+        _check_class_weight(name, "weight", weight)
         if reduction not in ("none", "mean", "sum"):
             raise ValueError(f"{name}: reduction is '{reduction}', expected 'mean', 'sum' or 'none'")
         unknown = [metric for metric in metrics if metric not in METRICS]
@@ -185,6 +192,7 @@ class LMHeadLoss(nn.Linear):
         self, hidden_size, vocab_size, bias=False, device=None, dtype=None, *, ce_weight=None, **loss_options
     ):
         super().__init__(hidden_size, vocab_size, bias, device=device, dtype=dtype)
+        _check_class_weight(type(self).__name__, "ce_weight", ce_weight)
         self.loss = FusedLinearCrossEntropyLoss(ce_weight, **loss_options)
 
     @arguments(denominator=DIVISOR)

@@ -242,6 +242,8 @@ def check_layer(op, names, input, weight, bias, target=None):
         target: (...), or None.
     """
     check_floating(op, names.input, input)
+    if input.dim() == 0:
+        raise wrong_shape(op, names.input, input, "at least one dimension")
     hidden = input.shape[-1]
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden:
         expected = f"(vocab, hidden) of at least one row, with the hidden size of {names.input}, {hidden}"

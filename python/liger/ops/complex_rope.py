@@ -12,7 +12,7 @@ def _check_table(q, tokens, freqs_cis):
         raise RuntimeError(
             f"complex_rope: freqs_cis has dtype {dtype_name(freqs_cis.dtype)}, expected a complex one"
         )
-    *leading, pairs = freqs_cis.shape
+    leading, pairs = list(freqs_cis.shape[:-1]), freqs_cis.shape[-1] if freqs_cis.dim() else 0
     if leading not in ([tokens], [1, tokens], [q.shape[0], tokens]) or 2 * pairs > q.shape[-1]:
         raise RuntimeError(
             f"complex_rope: freqs_cis has shape {tuple(freqs_cis.shape)}, expected (tokens, rotary_dim / 2) or (batch, "

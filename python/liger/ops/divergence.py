@@ -18,6 +18,7 @@ from ._arguments import (
     check_device,
     check_divisor,
     check_floating,
+    wrong_shape,
 )
 from ._autograd import (
     differentiable,
@@ -135,7 +136,9 @@ divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 def flatten_pair(op, names, x, teacher, target, token_weight):
     """x and teacher as (rows, features), target and token_weight as (rows,) or None, and what has the shape of a loss
     per row."""
-    if x.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
+    if x.dim() < 1:
+        raise wrong_shape(op, names[0], x, "at least one dimension")
+    if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
         raise RuntimeError(
             f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, "
             "but for the last dimension"

@@ -221,7 +221,7 @@ def _run(
                 op, "teacher", teacher, f"logits of {expected}, or hidden states with teacher_weight"
             )
     else:
-        if teacher_weight.shape[0] != weight.shape[0]:
+        if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
             raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
         check_layer(op, _TEACHER, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)

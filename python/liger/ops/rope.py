@@ -224,6 +224,8 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
     check_heads_dim("rope", unsqueeze_dim)
     if inplace is not False:
         check("rope", "inplace", inplace, FLAG)
+    if interleaved is not False:
+        check("rope", "interleaved", interleaved, FLAG)
     if unsqueeze_dim == 2:
         # Shapes are named in the errors as (batch, heads, tokens, head_dim), whatever the order here.
         q, k = _swap_heads("q", q), _swap_heads("k", k)
