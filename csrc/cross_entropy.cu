@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <tuple>
 
 #include "common/check_parts.h"
@@ -16,11 +17,14 @@
 namespace liger {
 namespace {
 
-// LIGER_CHECK_TARGETS=1, read once.
+// LIGER_CHECK_TARGETS, read once.
 bool check_targets() {
   static const bool wanted = [] {
-    const char* text = std::getenv("LIGER_CHECK_TARGETS");
-    return text != nullptr && std::strcmp(text, "1") == 0;
+    const char* set = std::getenv("LIGER_CHECK_TARGETS");
+    const std::string text = set == nullptr ? "" : set;
+    require(text.empty() || text == "0" || text == "1", "LIGER_CHECK_TARGETS: expected 0 or 1, got '", text,
+            "'");
+    return text == "1";
   }();
   return wanted;
 }

@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
                                               const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
   constexpr const char* op = "group_norm";
-  check_group_norm(op, x, num_groups, weight, bias);
+  check_group_norm(op, x, num_groups, weight, bias, eps);
   require_cuda_dtype(op, "x", x);
   const DeviceGuard guard(x.get_device_index());
   const Sizes sizes = sizes_of(x, num_groups);

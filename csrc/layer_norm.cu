@@ -16,7 +16,7 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
   constexpr const char* op = "layer_norm";
-  check_layer_norm(op, x, weight, bias);
+  check_layer_norm(op, x, weight, bias, eps);
   require_cuda_dtype(op, "x", x);
   const DeviceGuard guard(x.get_device_index());
   RowOutput y = row_output(torch::stable::empty_like(x));

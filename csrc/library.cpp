@@ -281,9 +281,13 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("rescale_(Tensor(a!) x, Tensor factor) -> ()");
 
   // Argument checks, callable by the Python backends so that every backend raises the same words.
-  m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode) -> ()");
-  m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias) -> ()");
-  m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias) -> ()");
+  m.def(
+      "check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode, float eps=0.0,"
+      " float offset=0.0) -> ()");
+  m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
+  m.def(
+      "check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0)"
+      " -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def("check_rowwise(str op, str name, Tensor x, Tensor? grad_y) -> ()");
@@ -298,7 +302,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
       " Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction,"
-      " ScalarType? accum_dtype, int? memory_budget) -> ()");
+      " ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\") -> ()");
   m.def(
       "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs) -> ()");

@@ -24,7 +24,7 @@ struct Forward {
 Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
                 const std::optional<Tensor>& weight, double eps, double offset,
                 const std::string& casting_mode) {
-  check_rms_norm(op, x, residual, weight, casting_mode);
+  check_rms_norm(op, x, residual, weight, casting_mode, eps, offset);
   require_cuda_dtype(op, "x", x);
   const DeviceGuard guard(x.get_device_index());
   RowOutput y = row_output(torch::stable::empty_like(x));

@@ -89,7 +89,7 @@ CROSS_ENTROPY = {
         lambda a: a.update(label_smoothing=1.5),
         "label_smoothing is 1.5, expected a value between 0 and 1",
     ),
-    "softcap": (lambda a: a.update(softcap=0.0), "softcap is 0, expected a positive value or None"),
+    "softcap": (lambda a: a.update(softcap=0.0), "softcap is 0, expected a positive, finite value or None"),
     "batch shape": (
         lambda a: a.update(logits=a["logits"].view(2, 2, 10), target=a["target"]),
         "target has shape (4,), expected that of logits without its last dimension, (2, 2)",
@@ -217,7 +217,7 @@ FUSED_LINEAR_CE = {
         lambda a: a.update(label_smoothing=-0.5),
         "label_smoothing is -0.5, expected a value between 0 and 1",
     ),
-    "softcap": (lambda a: a.update(softcap=-1.0), "softcap is -1, expected a positive value or None"),
+    "softcap": (lambda a: a.update(softcap=-1.0), "softcap is -1, expected a positive, finite value or None"),
     "zero budget": (
         lambda a: a.update(memory_budget=0),
         "memory_budget is 0, expected a positive number of bytes or None",

@@ -291,9 +291,9 @@ def test_as_the_trainer_of_trl(device, beta, temperature):
 def test_options():
     for message, cls, options in (
         ("FusedLinearJSDLoss: temperature is 0", losses.FusedLinearJSDLoss, {"temperature": 0}),
-        ("temperature is nan", losses.FusedLinearKLDivLoss, {"temperature": float("nan")}),
+        ("FusedLinearKLDivLoss: temperature is nan", losses.FusedLinearKLDivLoss, {"temperature": float("nan")}),
         ("beta is 1.5, expected a value between 0 and 1", losses.FusedLinearJSDLoss, {"beta": 1.5}),
-        ("beta is 0, expected a positive number", losses.FusedLinearCosineSimilarityLoss, {"beta": 0}),
+        ("beta is 0, expected a positive, finite value", losses.FusedLinearCosineSimilarityLoss, {"beta": 0}),
         ("weight_hard_loss is -1", losses.FusedLinearJSDLoss, {"weight_hard_loss": -1}),
         ("not both 0", losses.FusedLinearJSDLoss, {"weight_hard_loss": 0, "weight_soft_loss": 0}),
         ("unknown rest 'nothing', expected one of tail, renormalize", losses.FusedLinearTopKLoss, {"rest": "nothing"}),
@@ -322,17 +322,21 @@ def test_bad_input(device):
     refuses(RuntimeError, r"student_input has shape \(24,\)", {"x": tensors["x"][0, 0]})
     refuses(RuntimeError, "num_items_in_batch has shape", num_items_in_batch=tensors["labels"])
     refuses(RuntimeError, "teacher requires grad", {"teacher_x": leaf(tensors["teacher_x"])})
-    refuses(RuntimeError, "weight has dtype float64", {"weight": tensors["weight"].double()})
-    refuses(RuntimeError, "target has dtype float32", {"labels": tensors["labels"].float()})
-    refuses(RuntimeError, r"expected \(57, 40\)", {"teacher_weight": tensors["teacher_weight"][:, 1:]})
+    refuses(RuntimeError, "student_weight has dtype float64", {"weight": tensors["weight"].double()})
+    refuses(RuntimeError, "true_labels has dtype float32", {"labels": tensors["labels"].float()})
+    refuses(
+        RuntimeError,
+        r"teacher_weight has shape \(57, 39\), expected .* of teacher_input, 40",
+        {"teacher_weight": tensors["teacher_weight"][:, 1:]},
+    )
 
     (log_p, indices), _ = teacher_arguments("top k", tensors)
     module = losses.FusedLinearTopKLoss()
     for match, *arguments in (
         (r"teacher_indices has shape \(3, 5, 5\)", log_p, indices[:, 1:]),
-        (r"teacher_indices has shape \(18, 4\)", log_p, indices[..., 1:]),
+        (r"teacher_indices has shape \(3, 6, 4\)", log_p, indices[..., 1:]),
         ("teacher_indices has dtype float32", log_p, indices.float()),
-        ("teacher has dtype int64", indices, indices),
+        ("teacher_logprobs has dtype int64", indices, indices),
         ("at least one class", log_p[..., :0], indices[..., :0]),
         ("teacher requires grad", leaf(log_p), indices),
     ):

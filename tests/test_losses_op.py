@@ -324,12 +324,12 @@ BAD = {
     "cu_seqlens": (
         _dpo(lambda x, w, t: (w, x[0], t[0]), FREE, cu_seqlens=torch.zeros(2, 2)), RuntimeError, "cu_seqlens has shape",
     ),
-    "mask": (_dpo(options=FREE, mask=torch.ones(6)), RuntimeError, "the mask has shape"),
+    "mask": (_dpo(options=FREE, mask=torch.ones(6)), RuntimeError, "FusedLinearDPOLoss: mask has shape"),
     "items": (_dpo(options=FREE, num_items_in_batch=torch.ones(2)), RuntimeError, "num_items_in_batch has shape"),
     "loss type": (_dpo(options={"loss_type": "nope"}), ValueError, "unknown loss_type 'nope', expected one of sigmoid"),
     "smoothing": (_dpo(options={"loss_type": "robust", "label_smoothing": 0.5}), ValueError, "label_smoothing is 0.5"),
-    "weight": (_dpo(lambda x, w, t: (w[:, 1:], x, t), FREE), RuntimeError, "weight has shape"),
-    "out of range": (_dpo(lambda x, w, t: (w, x, t + 40), FREE), (RuntimeError, IndexError), "target"),
+    "weight": (_dpo(lambda x, w, t: (w[:, 1:], x, t), FREE), RuntimeError, "FusedLinearDPOLoss: lin_weight has shape"),
+    "out of range": (_dpo(lambda x, w, t: (w, x, t + 40), FREE), RuntimeError, "DPOLoss: target at row 0"),
     "grpo type": (_grpo(options={"loss_type": "gspo"}), ValueError, "unknown loss_type 'gspo'"),
     "grpo level": (
         _grpo(options={"importance_sampling_level": "word"}), ValueError, "unknown importance_sampling_level 'word'",
@@ -348,8 +348,8 @@ BAD = {
     "cpo type": (
         lambda x, w, t: losses.FusedLinearCPOLoss(loss_type="simpo"), ValueError, "unknown loss_type 'simpo'",
     ),
-    "temperature": (_grpo(options={"temperature": 0.0, "beta": 0.0}), RuntimeError, "temperature is 0.0"),
-    "budget": (_dpo(options={**FREE, "memory_budget": 0}), RuntimeError, "memory_budget"),
+    "temperature": (_grpo(options={"temperature": 0.0}), ValueError, "FusedLinearGRPOLoss: temperature is 0"),
+    "budget": (_dpo(options={**FREE, "memory_budget": 0}), ValueError, "FusedLinearDPOLoss: memory_budget"),
 }  # fmt: skip
 
 

@@ -346,5 +346,7 @@ def test_modules_refuse_another_activation():
         ValueError, match="TiledGEGLUMLP: the activation of the configuration is 'silu', expected"
     ):
         liger.nn.TiledGEGLUMLP(config())
-    with pytest.raises(ValueError, match="num_shards is 0, expected at least 1"):
+    with pytest.raises(
+        ValueError, match="TiledSwiGLUMLP: num_shards is 0, expected a positive integer or None"
+    ):
         liger.nn.TiledSwiGLUMLP(config(), num_shards=0)

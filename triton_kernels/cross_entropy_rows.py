@@ -7,13 +7,13 @@ registers of its program is read once for both. A last kernel of one program red
 order.
 """
 
-import os
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from ..backend import targets_checked
 from ..ops._cross_entropy_math import check_targets
 from .common import dense_vector, multiprocessors, on_device_of
 from .cross_entropy_rule import (
@@ -215,7 +215,7 @@ class Rule:
         # range makes its row nan, or with LIGER_CHECK_TARGETS=1 stops the kernel by device_assert.
         if not self.target.is_cuda:
             check_targets(self.op, self.target, self.n_cols, self.ignore_index)
-        self.check_targets = self.target.is_cuda and os.environ.get("LIGER_CHECK_TARGETS") == "1"
+        self.check_targets = self.target.is_cuda and targets_checked()
         self.target, self.ce_weight, self.token_weight = map(
             dense_vector, (self.target, self.ce_weight, self.token_weight)
         )

@@ -169,7 +169,7 @@ def _tile(size, largest):
 
 
 def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
-    torch.ops.liger.check_group_norm("group_norm", x, num_groups, weight, bias)
+    torch.ops.liger.check_group_norm("group_norm", x, num_groups, weight, bias, eps)
     require_dtype("group_norm", "x", x)
     samples, channels = x.shape[:2]
     y = torch.empty_like(x)

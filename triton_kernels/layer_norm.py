@@ -200,7 +200,7 @@ def _registers(x):
 
 
 def layer_norm(x, weight=None, bias=None, eps=1e-5):
-    torch.ops.liger.check_layer_norm("layer_norm", x, weight, bias)
+    torch.ops.liger.check_layer_norm("layer_norm", x, weight, bias, eps)
     require_dtype("layer_norm", "x", x)
     y, n_cols, n_rows = torch.empty_like(x), x.shape[-1], x.shape[:-1].numel()
     mean, rstd = (torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) for _ in range(2))

@@ -185,7 +185,7 @@ def backward_kernel(
 
 
 def _forward(op, x, residual, weight, eps, offset, casting_mode):
-    torch.ops.liger.check_rms_norm(op, x, residual, weight, casting_mode)
+    torch.ops.liger.check_rms_norm(op, x, residual, weight, casting_mode, eps, offset)
     require_dtype(op, "x", x)
     y, n_cols = torch.empty_like(x), x.shape[-1]
     new_residual = None if residual is None else torch.empty_like(x)

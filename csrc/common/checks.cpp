@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "common/check_parts.h"
 
@@ -104,6 +105,10 @@ void check_norm_parameter(const std::string& op, const char* name, const Tensor&
   check_same_device(op, name, parameter, "x", x);
 }
 
+void check_eps(const std::string& op, double eps) {
+  require(std::isfinite(eps) && eps >= 0.0, op, ": eps is ", eps, ", expected a finite value of at least 0");
+}
+
 void check_affine(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
                   const std::optional<Tensor>& bias, int64_t length, const char* of) {
   if (weight) check_norm_parameter(op, "weight", *weight, x, length, of);
@@ -114,7 +119,8 @@ void check_affine(const std::string& op, const Tensor& x, const std::optional<Te
 }  // namespace
 
 void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
-                    const std::optional<Tensor>& weight, const std::string& casting_mode) {
+                    const std::optional<Tensor>& weight, const std::string& casting_mode, double eps,
+                    double offset) {
   require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
   check_floating(op, "x", x);
   if (residual) {
@@ -125,22 +131,26 @@ void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<
   if (weight) check_norm_parameter(op, "weight", *weight, x, x.size(-1), "the last dimension of x");
   require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op,
           ": casting_mode is '", casting_mode, "', expected 'llama', 'gemma' or 'none'");
+  check_eps(op, eps);
+  require(std::isfinite(offset), op, ": offset is ", offset, ", expected a finite value");
 }
 
 void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
-                      const std::optional<Tensor>& bias) {
+                      const std::optional<Tensor>& bias, double eps) {
   require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
   check_floating(op, "x", x);
   check_affine(op, x, weight, bias, x.size(-1), "the last dimension of x");
+  check_eps(op, eps);
 }
 
 void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,
-                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps) {
   require(x.dim() >= 2, op, ": x has shape ", shape_text(x), ", expected (batch, channels, ...)");
   check_floating(op, "x", x);
   require(num_groups > 0 && x.size(1) % num_groups == 0, op, ": num_groups is ", num_groups,
           ", expected a divisor of the ", x.size(1), " channels of x");
   check_affine(op, x, weight, bias, x.size(1), "the channels of x");
+  check_eps(op, eps);
 }
 
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,

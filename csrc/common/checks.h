@@ -37,11 +37,13 @@ bool same_device(const Tensor& a, const Tensor& b);
 std::string device_text(const Tensor& tensor);
 
 void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
-                    const std::optional<Tensor>& weight, const std::string& casting_mode);
+                    const std::optional<Tensor>& weight, const std::string& casting_mode, double eps = 0.0,
+                    double offset = 0.0);
 void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
-                      const std::optional<Tensor>& bias);
+                      const std::optional<Tensor>& bias, double eps = 0.0);
 void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,
-                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias);
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                      double eps = 0.0);
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved);
 // A tensor called `name`, and in a backward the gradient of a result of its shape and dtype.
 void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,
@@ -63,7 +65,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
                            const std::optional<Tensor>& token_weight,
                            const std::optional<Tensor>& denominator, double label_smoothing,
                            std::optional<double> softcap, const std::string& reduction,
-                           std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget);
+                           std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget,
+                           const std::string& op = "fused_linear_ce");
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
                       const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
                       const std::string& divergence, double beta, double temperature, bool log_probs);

@@ -1,3 +1,5 @@
+#include <cmath>
+
 #include "common/check_parts.h"
 
 namespace liger {
@@ -35,8 +37,8 @@ void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, i
   }
   require(label_smoothing >= 0.0 && label_smoothing <= 1.0, op, ": label_smoothing is ", label_smoothing,
           ", expected a value between 0 and 1");
-  require(!softcap || *softcap > 0.0, op, ": softcap is ", softcap.value_or(0.0),
-          ", expected a positive value or None");
+  require(!softcap || (std::isfinite(*softcap) && *softcap > 0.0), op, ": softcap is ", softcap.value_or(0.0),
+          ", expected a positive, finite value or None");
   require(reduction == "mean" || reduction == "sum" || reduction == "none", op, ": reduction is '", reduction,
           "', expected 'mean', 'sum' or 'none'");
 }
@@ -52,7 +54,8 @@ bool is_topk(const std::string& name) {
 void check_divergence_options(const std::string& op, const Tensor& like, const std::optional<Tensor>& target,
                               double beta, double temperature) {
   require(beta >= 0.0 && beta <= 1.0, op, ": beta is ", beta, ", expected a value between 0 and 1");
-  require(temperature > 0.0, op, ": temperature is ", temperature, ", expected a positive value");
+  require(std::isfinite(temperature) && temperature > 0.0, op, ": temperature is ", temperature,
+          ", expected a positive, finite value");
   if (target) {
     require(target->scalar_type() == ScalarType::Long || target->scalar_type() == ScalarType::Int, op,
             ": target has dtype ", dtype_name(target->scalar_type()), ", expected int64 or int32");
@@ -92,8 +95,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
                            const std::optional<Tensor>& token_weight,
                            const std::optional<Tensor>& denominator, double label_smoothing,
                            std::optional<double> softcap, const std::string& reduction,
-                           std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget) {
-  const std::string op = "fused_linear_ce";
+                           std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget,
+                           const std::string& op) {
   require(input.dim() == 2, op, ": input has shape ", shape_text(input), ", expected (rows, hidden)");
   require(weight.dim() == 2 && weight.size(1) == input.size(1), op, ": weight has shape ", shape_text(weight),
           ", expected (vocab, hidden) with the hidden size of input, ", input.size(1));

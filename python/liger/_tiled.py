@@ -12,6 +12,8 @@ import itertools
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from .ops._arguments import ANYTHING, FLAG, FUNCTION, INTEGER
+from .ops._arguments import arguments as rules_of
 from .ops._autograd import differentiable_once, is_transformed
 from .ops.rms_norm import accumulate_dtype
 
@@ -231,6 +233,7 @@ class _Tiled(torch.autograd.Function):
         return None, None, None, None, *grads, *(total.result() for total in sums)
 
 
+@rules_of(function=FUNCTION, num_shards=INTEGER, parameters=ANYTHING, preserve_rng_state=FLAG)
 def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_state=True, **keywords):
     """``function(x, *arguments, **keywords)`` of a function that treats every token alone, a shard of tokens at a time.
 
@@ -260,7 +263,7 @@ def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_
     Raises:
         RuntimeError: num_shards out of range; in the backward, a tensor that requires grad and is not known.
         ValueError: a tensor among the arguments without the leading shape of x, an output with another one.
-        TypeError: an output that is not one tensor.
+        TypeError: an argument of another type, an output that is not one tensor.
 
     Source: Arctic Long Sequence Training, arXiv 2506.13996.
     """

@@ -74,8 +74,24 @@ FAMILIES: dict[str, Family] = {}
 PORTABLE = {}
 
 
+def environment_flag(name):
+    """Whether an environment variable is 1; unset or empty it is 0.
+
+    Raises:
+        ValueError: it is neither 0 nor 1.
+    """
+    text = os.environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}: expected 0 or 1, got '{text}'")
+    return text == "1"
+
+
 def triton_interpreted():
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return environment_flag("TRITON_INTERPRET")
+
+
+def targets_checked():
+    return environment_flag("LIGER_CHECK_TARGETS")
 
 
 def _checking_memory(op, kernel):
@@ -342,6 +358,9 @@ def _on_cuda_initialised():
 def _initialise():
     global _requested
     _requested = parse(os.environ.get(VARIABLE, "auto"))
+    # Refused here, not when they are first looked at.
+    triton_interpreted()
+    targets_checked()
     _apply_all(*_requested)
     if torch.version.cuda is not None:
         torch.cuda._lazy_call(_on_cuda_initialised)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ..ops._arguments import ANYTHING, INTEGER, arguments
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import differentiable, differentiable_once, wants_grad
 from ..ops._budget import check_budget_variable
@@ -17,6 +18,7 @@ from ..ops._cross_entropy_math import Metrics
 from ..ops._fakes import register_fake
 from ..ops._products import product, without_ignored, write_linear
 from ..ops.cross_entropy import (
+    CE_OPTIONS,
     denominator_tensor,
     fake_results,
     flatten_rows,
@@ -276,6 +278,10 @@ _plain_op = differentiable(torch.ops.liger_distributed.cross_entropy_forward.def
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+_checked = arguments(**CE_OPTIONS, group=ANYTHING, vocab_start=INTEGER, vocab_size=INTEGER)
+
+
+@_checked
 def vocab_parallel_fused_linear_ce(
     input, weight, target, bias=None, *, group=None, vocab_start=None, vocab_size=None, ce_weight=None,
     token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, softcap=None,
@@ -333,6 +339,7 @@ def vocab_parallel_fused_linear_ce(
     return output_like(target, reduction, _metrics(return_z_loss, return_logprobs), results)
 
 
+@_checked
 def vocab_parallel_cross_entropy(
     logits, target, *, group=None, vocab_start=None, vocab_size=None, ce_weight=None, token_weight=None,
     denominator=None, ignore_index=-100, label_smoothing=0.0, lse_square_scale=0.0, softcap=None, reduction="mean",

@@ -1,9 +1,9 @@
 """How the sequences of a batch lie: padded, (B, L), or packed one after the other, (T,) with cumulative lengths."""
 
-import os
-
 import torch
 
+from ..backend import targets_checked
+from ..ops._arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
 from ..ops.rms_norm import accumulate_dtype
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")
@@ -19,7 +19,7 @@ def _check_packing(op, cu_seqlens, tokens, length):
             f"{op}: cu_seqlens is {cu_seqlens.tolist()}, expected numbers that never fall, from 0 to the {tokens} "
             f"tokens at most, and no sequence longer than max_length, {length}"
         )
-    if cu_seqlens.is_cuda and os.environ.get("LIGER_CHECK_TARGETS") == "1":
+    if cu_seqlens.is_cuda and targets_checked():
         torch._assert_async(~wrong, f"{op}: cu_seqlens do not fit {tokens} tokens and max_length {length}")
     return torch.where(wrong, cu_seqlens.new_full((), torch.nan, dtype=torch.float32), 1.0)
 
@@ -30,6 +30,9 @@ _library.impl("check_packing", _check_packing, "CompositeExplicitAutograd")
 @torch.library.register_fake("liger_losses::check_packing")
 def _(op, cu_seqlens, tokens, length):
     return cu_seqlens.new_empty((), dtype=torch.float32)
+
+
+_NAMES = LayerNames("hidden")
 
 
 class Batch:
@@ -45,16 +48,21 @@ class Batch:
         wide: the dtype of numbers per token and sequence, float32 or wider.
     """
 
-    def __init__(self, op, hidden, target, mask=None, cu_seqlens=None, max_length=None, ignore_index=-100):
-        self.op, self.packed = op, cu_seqlens is not None
-        if hidden.dim() < 2 or target.shape != hidden.shape[:-1]:
-            raise RuntimeError(
-                f"{op}: target has shape {tuple(target.shape)}, expected that of the hidden states without their last "
-                f"dimension, {tuple(hidden.shape[:-1])}"
-            )
+    def __init__(
+        self, op, hidden, target, mask=None, cu_seqlens=None, max_length=None, ignore_index=-100,
+        names=_NAMES, mask_name="mask",
+    ):  # fmt: skip
+        self.op, self.packed, self.hidden = op, cu_seqlens is not None, hidden
+        if hidden.dim() < 2:
+            expected = "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens"
+            raise wrong_shape(op, names.input, hidden, expected)
+        check_shape(
+            op, names.target, target, hidden.shape[:-1], f"that of {names.input} without its last dimension"
+        )
+        check_device(op, names.target, target, names.input, hidden)
         live = target != ignore_index
         if mask is not None:
-            self.check("the mask", mask, target.shape)
+            self.check(mask_name, mask, target.shape)
             live = live & (mask != 0)
             target = torch.where(live, target, ignore_index)
         self.token_shape = target.shape
@@ -64,7 +72,7 @@ class Batch:
         if not self.packed:
             if target.dim() != 2:
                 raise RuntimeError(
-                    f"{op}: target has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
+                    f"{op}: {names.target} has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
                 )
             self.shape, self.live = target.shape, live
             return
@@ -89,7 +97,7 @@ class Batch:
         # Lengths that do not fit may not lead out of the batch before the loss is nan.
         inside = (places >= 0) & (places < ends.clamp(max=tokens))
         self.places = torch.where(inside, places, 0).long()
-        self.live = inside & live.flatten()[self.places]
+        self.live = inside & self.placed(live)
         rows = torch.arange(tokens, device=cu_seqlens.device)
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
         self._sequence = sequence.clamp(max=max(self.shape[0] - 1, 0))
@@ -101,6 +109,9 @@ class Batch:
         if all(tensor.shape != shape for shape in shapes):
             expected = " or ".join(str(tuple(shape)) for shape in shapes)
             raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+        if tensor.is_complex():
+            raise wrong_dtype(self.op, name, tensor, "a real one")
+        check_device(self.op, name, tensor, "the hidden states", self.hidden)
         if tensor.requires_grad:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")
 
@@ -110,11 +121,11 @@ class Batch:
 
     def placed(self, per_token):
         """(S, L) of anything per token, of some token where there is none."""
-        return per_token.reshape(-1)[self.places] if self.packed else per_token.reshape(self.shape)
+        return at_places(per_token, self.places) if self.packed else per_token.reshape(self.shape)
 
     def floats(self, tensor):
-        """Numbers; where they are integers or bools, in the dtype of the batch."""
-        return tensor if tensor.is_floating_point() else tensor.to(self.wide)
+        """Numbers in the dtype of the batch or a wider one, in which they are added up."""
+        return tensor.to(torch.promote_types(tensor.dtype, self.wide))
 
     def lengths(self):
         """(S,) how many tokens of each sequence count."""
@@ -131,6 +142,13 @@ class Batch:
     def rows(self, per_token, ignore_index):
         """(N,) of numbers per token in their order, 0 where the mask is off."""
         return torch.where(self.target != ignore_index, self.floats(per_token).flatten(), 0.0)
+
+
+def at_places(per_token, places):
+    """(S, L) of anything per token of a packed batch, of some token where there is none."""
+    flat = per_token.reshape(-1)
+    # A batch without a token has none to stand for others.
+    return flat[places] if flat.shape[0] else flat.new_zeros(places.shape)
 
 
 def sequence_scores(per_token, lengths, average):
@@ -154,6 +172,5 @@ def as_scalar(name, value, batch):
     device, wide = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=wide, device=device)
-    if value.numel() != 1:
-        raise RuntimeError(f"{batch.op}: {name} has shape {tuple(value.shape)}, expected one element")
+    check_divisor(batch.op, name, value)
     return value.detach().to(device, wide).reshape(())

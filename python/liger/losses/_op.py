@@ -21,6 +21,7 @@ from torch._C import (
     _ForceDispatchKeyGuard,
 )
 
+from ..ops._arguments import check_classes
 from ..ops._autograd import differentiable, differentiable_once, refuse_made
 from ..ops._fakes import register_fake
 from ..ops._linear_chunks import Head, check_head
@@ -98,6 +99,8 @@ def _forward(
     accum_dtype, memory_budget, use_entropy, observed, need_grad_input, need_grad_weight, need_grad_bias,
 ):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
+    owner = _functions[function]
+    check_classes(type(owner).__name__, owner.names.target, target, weight.shape[0], ignore_index)
     wanted = need_grad_input, need_grad_weight, need_grad_bias
     with_entropy = use_entropy or observed
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)

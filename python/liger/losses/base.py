@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..ops._arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer, wrong_shape
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import wants_grad
 from ..ops._budget import check_budget_variable
-from ..ops.fused_linear_logprobs import fused_linear_logprobs
-from ._batch import Batch, sequence_scores
+from ..ops.fused_linear_logprobs import logprobs_of_layer
+from ._batch import Batch, at_places, sequence_scores
 from ._op import fused_linear_loss_forward, register_function
 
 _numbers = itertools.count()
@@ -36,6 +37,7 @@ class FusedLinearLoss(nn.Module):
             many units as fit the budget are kept from the forward product to the two of the backward; where one unit
             does not fit, its logits are computed twice.
         uses_entropy: whether ``compute`` wants the entropies.
+        names: what ``forward`` calls the tensors of the projection, for errors.
 
     Args:
         ignore_index: the target of tokens that do not count.
@@ -44,11 +46,17 @@ class FusedLinearLoss(nn.Module):
         accum_dtype: in which dtype the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes of logits at a time; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
         observe: None, or a function that every call hands the :class:`TokenStatistics` of its batch, for metrics.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: an option out of range.
     """
 
     unit = "token"
     uses_entropy = False
+    names = LayerNames("hidden")
 
+    @arguments(error=ValueError, observe=FUNCTION, **HEAD)
     def __init__(
         self, *, ignore_index=-100, temperature=1.0, softcap=None, accum_dtype=None, memory_budget=None, observe=None
     ):  # fmt: skip
@@ -97,7 +105,7 @@ class FusedLinearLoss(nn.Module):
             if tensor is None:
                 return None
             if places is not None:
-                return _by_unit(self.unit, tensor.reshape(-1)[places])
+                return _by_unit(self.unit, at_places(tensor, places))
             return tensor.reshape(-1) if self.unit == "token" else shaped(tensor)
 
         given = {name: shaped(tensor) for name, tensor in given.items()}
@@ -105,7 +113,9 @@ class FusedLinearLoss(nn.Module):
 
     def batch(self, hidden, target, **how):
         """The :class:`Batch` of a call; raises RuntimeError where shapes do not fit."""
-        batch = Batch(type(self).__name__, hidden, target, ignore_index=self.ignore_index, **how)
+        batch = Batch(
+            type(self).__name__, hidden, target, ignore_index=self.ignore_index, names=self.names, **how
+        )
         if self.unit == "pair" and batch.shape[0] % 2:
             raise RuntimeError(
                 f"{batch.op}: the batch has {batch.shape[0]} sequences, expected an even number: the chosen ones, then "
@@ -113,19 +123,32 @@ class FusedLinearLoss(nn.Module):
             )
         return batch
 
+    def check_reference(self, batch, weight, ref_input, ref_weight, ref_bias=None):
+        """Raises RuntimeError for a reference model, in use or not, that is none of this batch; either may be None."""
+        if ref_input is not None and (ref_input.dim() == 0 or ref_input.shape[:-1] != batch.token_shape):
+            expected = f"that of {self.names.target}, {tuple(batch.token_shape)}, and a last dimension"
+            raise wrong_shape(batch.op, "ref_input", ref_input, expected)
+        if ref_weight is None:
+            if ref_bias is not None:
+                raise ValueError(f"{batch.op}: ref_bias was given without ref_weight")
+            return
+        if ref_weight.dim() != 2:
+            raise wrong_shape(batch.op, "ref_weight", ref_weight, "(vocab, hidden)")
+        if weight.dim() == 2 and ref_weight.shape[0] != weight.shape[0]:
+            raise RuntimeError(
+                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of "
+                f"{self.names.weight}: both models must have the same vocabulary"
+            )
+
     def reference(self, batch, weight, ref_input, ref_weight, ref_bias=None):
         """(..., as the targets) log-probabilities of a reference model, without gradients: one product."""
         if ref_weight is None:
             raise ValueError(f"{batch.op}: ref_input was given without ref_weight")
-        if ref_weight.shape[0] != weight.shape[0]:
-            raise RuntimeError(
-                f"{batch.op}: ref_weight has {ref_weight.shape[0]} classes, expected {weight.shape[0]}, those of the "
-                "weight: both models must have the same vocabulary"
-            )
+        self.check_reference(batch, weight, ref_input, ref_weight)
         with torch.no_grad():
-            logprobs = fused_linear_logprobs(
-                ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature, self.ignore_index,
-                self.softcap, self.memory_budget,
+            logprobs, _, _ = logprobs_of_layer(
+                batch.op, _REFERENCE, ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature,
+                self.ignore_index, self.softcap, self.memory_budget,
             )  # fmt: skip
         return logprobs.view(batch.token_shape)
 
@@ -134,8 +157,9 @@ class FusedLinearLoss(nn.Module):
     ):  # fmt: skip
         """(S,) what a reference, model or log-probabilities, gives the sequences; zeros where none is wanted."""
         if not use_ref_model:
-            if ref_input is not None or ref_logps is not None:
-                raise ValueError(f"{batch.op}: a reference was given, but use_ref_model is False")
+            if any(t is not None for t in (ref_input, ref_weight, ref_bias, ref_logps)):
+                names = "ref_input, ref_weight, ref_bias or ref_logps"
+                raise ValueError(f"{batch.op}: a reference ({names}) was given, but use_ref_model is False")
             return batch.live.new_zeros(batch.shape[0], dtype=batch.wide)
         if ref_logps is None:
             if ref_input is None:
@@ -144,6 +168,7 @@ class FusedLinearLoss(nn.Module):
                 )
             ref_logps = self.reference(batch, weight, ref_input, ref_weight, ref_bias)
         else:
+            self.check_reference(batch, weight, ref_input, ref_weight, ref_bias)
             batch.check("ref_logps", ref_logps, batch.token_shape, batch.shape[:1])
         lengths = batch.lengths()
         if ref_logps.shape == batch.token_shape:
@@ -184,6 +209,7 @@ class FusedLinearLoss(nn.Module):
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
             given = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in given.items()}
         hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
+        check_layer(batch.op, self.names, hidden, weight, bias, batch.target)
         observed = self.observe is not None
         loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(given.values()), list(shared.values()), self._function,
@@ -197,6 +223,10 @@ class FusedLinearLoss(nn.Module):
         logprobs = batch.sequences(logprobs.view(batch.token_shape))
         entropy = batch.sequences(entropy.view(batch.token_shape)) if self.uses_entropy else None
         return loss, logprobs, entropy
+
+
+# What the tensors of a reference model are called; its targets are those of the policy.
+_REFERENCE = LayerNames("ref_input", "ref_weight", "target", "ref_bias")
 
 
 def _by_unit(unit, per_sequence):

@@ -5,6 +5,26 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from ..ops._arguments import (
+    DIVISOR,
+    FLAG,
+    FRACTION,
+    HEAD,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    LayerNames,
+    arguments,
+    check_device,
+    check_floating,
+    check_given_classes,
+    check_indices,
+    check_layer,
+    check_like,
+    check_shape,
+    wrong_dtype,
+    wrong_shape,
+)
 from ..ops._autocast import autocast_operands
 from ..ops._budget import check_budget_variable
 from ..ops.divergence import of_beta
@@ -38,23 +58,23 @@ class DistillationLoss(nn.Module):
         memory_budget: bytes of logits at a time, of both models; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
 
     Raises:
-        ValueError: a temperature that is not positive, factors that are negative or both 0.
+        TypeError: an option of another type.
+        ValueError: an option out of range, two factors of 0.
     """
 
+    @arguments(
+        error=ValueError, weight_hard_loss=NOT_NEGATIVE, weight_soft_loss=NOT_NEGATIVE, return_soft_hard_loss=FLAG,
+        **HEAD,
+    )  # fmt: skip
     def __init__(
         self, *, weight_hard_loss=0.5, weight_soft_loss=0.5, ignore_index=-100, temperature=1.0,
         return_soft_hard_loss=False, accum_dtype=None, memory_budget=None,
     ):  # fmt: skip
         super().__init__()
-        name = type(self).__name__
-        if not temperature > 0.0:
-            raise ValueError(f"{name}: temperature is {temperature}, expected a positive number")
-        if not (
-            weight_hard_loss >= 0.0 and weight_soft_loss >= 0.0 and weight_hard_loss + weight_soft_loss > 0.0
-        ):
+        if not weight_hard_loss + weight_soft_loss > 0.0:
             raise ValueError(
-                f"{name}: weight_hard_loss is {weight_hard_loss} and weight_soft_loss is {weight_soft_loss}, expected "
-                "numbers that are not negative, and not both 0"
+                f"{type(self).__name__}: weight_hard_loss and weight_soft_loss are 0, expected factors that are "
+                "not both 0"
             )
         self.weight_hard_loss, self.weight_soft_loss = float(weight_hard_loss), float(weight_soft_loss)
         self.ignore_index, self.temperature = ignore_index, float(temperature)
@@ -68,16 +88,16 @@ class DistillationLoss(nn.Module):
     def _rows(self, hidden, labels, mask):
         op = type(self).__name__
         if hidden.dim() < 2:
-            raise RuntimeError(
-                f"{op}: student_input has shape {tuple(hidden.shape)}, expected (..., hidden) with at least one "
-                "dimension of tokens"
-            )
+            expected = "(..., hidden) with at least one dimension of tokens"
+            raise wrong_shape(op, "student_input", hidden, expected)
         for name, tensor in (("true_labels", labels), ("mask", mask)):
-            if tensor is not None and tensor.shape != hidden.shape[:-1]:
-                raise RuntimeError(
-                    f"{op}: {name} has shape {tuple(tensor.shape)}, expected that of student_input without its last "
-                    f"dimension, {tuple(hidden.shape[:-1])}"
+            if tensor is not None:
+                check_shape(
+                    op, name, tensor, hidden.shape[:-1], "that of student_input without its last dimension"
                 )
+                check_device(op, name, tensor, "student_input", hidden)
+                if tensor.is_complex():
+                    raise wrong_dtype(op, name, tensor, "a real one")
         if labels is None:
             if self.weight_hard_loss:
                 raise ValueError(
@@ -92,11 +112,12 @@ class DistillationLoss(nn.Module):
 
     def _of_tokens(self, rows, hidden, name, teacher):
         """(N, ...) of something of the teacher per token."""
-        if teacher.shape[:-1] != hidden.shape[:-1]:
+        if teacher.dim() == 0 or teacher.shape[:-1] != hidden.shape[:-1]:
             raise RuntimeError(
                 f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected that of student_input, "
                 f"{tuple(hidden.shape)}, but for the last dimension"
             )
+        check_device(rows.op, name, teacher, "student_input", hidden)
         return teacher.flatten(0, -2)
 
     def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, num_items_in_batch):
@@ -104,6 +125,17 @@ class DistillationLoss(nn.Module):
             rows.hidden, weight, bias, None if indices is not None else teacher, teacher_weight, teacher_bias
         )
         teacher = heads[0] if indices is None else teacher
+        check_layer(rows.op, _STUDENT, hidden, weight, bias, rows.target)
+        if rows.target is not None and self.weight_hard_loss:
+            check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
+        if heads[1] is not None:
+            check_layer(rows.op, _TEACHER, teacher, *heads[1:])
+        if indices is not None:
+            # What fills up a row means nothing.
+            known = torch.where(teacher > -torch.inf, indices, 0)
+            check_given_classes(rows.op, "teacher_indices", known, weight.shape[0])
+        else:
+            check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
         if num_items_in_batch is not None:
             divisor = as_scalar("num_items_in_batch", num_items_in_batch, rows)
         elif rows.target is None:
@@ -126,7 +158,12 @@ class DistillationLoss(nn.Module):
         )
 
 
+_STUDENT = LayerNames("student_input", "student_weight", "true_labels", "student_bias")
+_TEACHER = LayerNames("teacher_input", "teacher_weight", bias="teacher_bias")
+
+
 class _OfTwoHeads(DistillationLoss):
+    @arguments(num_items_in_batch=DIVISOR)
     def forward(
         self, student_input, student_weight, teacher_input, teacher_weight=None, true_labels=None, student_bias=None,
         teacher_bias=None, *, mask=None, num_items_in_batch=None,
@@ -154,8 +191,10 @@ class _OfTwoHeads(DistillationLoss):
         """
         rows = self._rows(student_input, true_labels, mask)
         teacher = self._of_tokens(rows, student_input, "teacher_input", teacher_input)
+        if teacher_weight is not None and teacher_weight.dim() != 2:
+            raise wrong_shape(rows.op, "teacher_weight", teacher_weight, "(vocab, hidden)")
         classes = teacher_input.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
-        if classes != student_weight.shape[0]:
+        if student_weight.dim() == 2 and classes != student_weight.shape[0]:
             what = "teacher_input, without teacher_weight," if teacher_weight is None else "teacher_weight"
             raise RuntimeError(
                 f"{rows.op}: {what} has {classes} classes, expected {student_weight.shape[0]}, those of "
@@ -186,10 +225,9 @@ class FusedLinearJSDLoss(_OfTwoHeads):
     Source: Agarwal et al., "GKD", arXiv 2306.13649.
     """
 
+    @arguments(error=ValueError, beta=FRACTION)
     def __init__(self, *, beta=0.5, **options):
         super().__init__(**options)
-        if not 0.0 <= beta <= 1.0:
-            raise ValueError(f"{type(self).__name__}: beta is {beta}, expected a value between 0 and 1")
         self.beta = float(beta)
 
     def distance(self):
@@ -206,9 +244,10 @@ class FusedLinearKLDivLoss(_OfTwoHeads):
     Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse as in Gu et al., "MiniLLM", arXiv 2306.08543.
     """
 
+    @arguments(reverse=FLAG)
     def __init__(self, *, reverse=False, **options):
         super().__init__(**options)
-        self.reverse = bool(reverse)
+        self.reverse = reverse
 
     def distance(self):
         return "reverse_kl" if self.reverse else "forward_kl", 0.5, 1.0
@@ -225,10 +264,9 @@ class FusedLinearCosineSimilarityLoss(_OfTwoHeads):
         ValueError: a beta that is not positive; as :class:`DistillationLoss`.
     """
 
+    @arguments(error=ValueError, beta=POSITIVE)
     def __init__(self, *, beta=0.5, **options):
         super().__init__(**options)
-        if not beta > 0.0:
-            raise ValueError(f"{type(self).__name__}: beta is {beta}, expected a positive number")
         self.beta = float(beta)
 
     def distance(self):
@@ -254,6 +292,7 @@ class FusedLinearTopKLoss(DistillationLoss):
         ValueError: another ``rest``; as :class:`DistillationLoss`.
     """
 
+    @arguments(rest=TEXT)
     def __init__(self, *, rest="tail", **options):
         super().__init__(**options)
         self.rest = choice(self, "rest", rest, tuple(_RESTS))
@@ -261,6 +300,7 @@ class FusedLinearTopKLoss(DistillationLoss):
     def distance(self):
         return _RESTS[self.rest], 0.5, 1.0
 
+    @arguments(num_items_in_batch=DIVISOR)
     def forward(
         self, student_input, student_weight, teacher_logprobs, teacher_indices, true_labels=None, student_bias=None, *,
         mask=None, num_items_in_batch=None,
@@ -280,6 +320,13 @@ class FusedLinearTopKLoss(DistillationLoss):
         logprobs, indices = (
             self._of_tokens(rows, student_input, name, tensor)
             for name, tensor in (("teacher_logprobs", teacher_logprobs), ("teacher_indices", teacher_indices))
+        )
+        check_floating(rows.op, "teacher_logprobs", teacher_logprobs)
+        check_indices(rows.op, "teacher_indices", teacher_indices)
+        if teacher_logprobs.shape[-1] == 0:
+            raise wrong_shape(rows.op, "teacher_logprobs", teacher_logprobs, "(..., k) of at least one class")
+        check_shape(
+            rows.op, "teacher_indices", teacher_indices, teacher_logprobs.shape, "that of teacher_logprobs"
         )
         return self._run(
             rows, student_weight, logprobs, None, indices, student_bias, None, num_items_in_batch

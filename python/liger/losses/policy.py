@@ -9,6 +9,18 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops._arguments import (
+    COUNT,
+    FINITE,
+    FLAG,
+    INTEGER,
+    ITEMS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    LayerNames,
+    arguments,
+)
 from ._batch import as_scalar, either
 from .base import FusedLinearLoss, choice
 
@@ -50,6 +62,14 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         ValueError: an unknown loss type or level.
     """
 
+    names = LayerNames("_input", "lin_weight", "selected_token_ids")
+
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, use_ref_model=FLAG, epsilon_low=NOT_NEGATIVE, epsilon_high=NOT_NEGATIVE,
+        loss_type=TEXT, max_completion_length=COUNT, importance_sampling_level=TEXT, sapo_temperature_pos=POSITIVE,
+        sapo_temperature_neg=POSITIVE, temperature=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG,
+        entropy_coef=FINITE,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.04, use_ref_model=True, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo",
         max_completion_length=None, importance_sampling_level="token", sapo_temperature_pos=1.0,
@@ -128,6 +148,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         batch.check(name, tensor, batch.token_shape)
         return batch.rows(tensor, self.ignore_index) if self.unit == "token" else batch.sequences(tensor)
 
+    @arguments(optional=("attention_mask",), num_items_in_batch=ITEMS, max_length=INTEGER)
     def forward(
         self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
         old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None,
@@ -159,9 +180,13 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             RuntimeError: shapes that do not fit, another vocabulary of the reference.
         """
         batch = self.batch(
-            _input, selected_token_ids, mask=attention_mask, cu_seqlens=cu_seqlens, max_length=max_length
-        )
+            _input, selected_token_ids, mask=attention_mask, cu_seqlens=cu_seqlens, max_length=max_length,
+            mask_name="attention_mask",
+        )  # fmt: skip
         batch.check("advantages", advantages, batch.shape[:1], batch.token_shape)
+        if ref_per_token_logps is not None:
+            batch.check("ref_per_token_logps", ref_per_token_logps, batch.token_shape)
+        self.check_reference(batch, lin_weight, ref_input, ref_weight, ref_bias)
         if self.beta == 0.0:
             ref_per_token_logps = None
         elif ref_per_token_logps is None:
@@ -236,5 +261,6 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
     Source: Schulman et al., arXiv 1707.06347, equation 7.
     """
 
+    @arguments(error=ValueError, epsilon=NOT_NEGATIVE, beta=NOT_NEGATIVE, loss_type=TEXT)
     def __init__(self, *, epsilon=0.2, beta=0.0, loss_type="bnpo", **options):
         super().__init__(beta=beta, epsilon_low=epsilon, epsilon_high=epsilon, loss_type=loss_type, **options)

@@ -8,6 +8,20 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..ops._arguments import (
+    DIVISOR,
+    FINITE,
+    FLAG,
+    FRACTION,
+    INTEGER,
+    NOT_NEGATIVE,
+    POSITIVE,
+    TEXT,
+    LayerNames,
+    arguments,
+    check,
+    check_indices,
+)
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores
 from .base import FusedLinearLoss, choice
@@ -43,7 +57,12 @@ class PreferenceLoss(FusedLinearLoss):
     """
 
     unit = "pair"
+    names = LayerNames("_input", "lin_weight")
 
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, compute_nll_loss=FLAG, average_log_prob=FLAG,
+        use_ref_model=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.1, alpha=1.0, compute_nll_loss=False, average_log_prob=False, use_ref_model=False, **options
     ):  # fmt: skip
@@ -65,6 +84,7 @@ class PreferenceLoss(FusedLinearLoss):
             return terms
         return terms - self.alpha * (logprobs[0] * nll_mask[0]).sum(-1) / nll_tokens
 
+    @arguments(num_items_in_batch=DIVISOR, max_length=INTEGER)
     def forward(
         self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, *,
         ref_logps=None, nll_target=None, nll_mask=None, mask=None, cu_seqlens=None, max_length=None,
@@ -101,8 +121,11 @@ class PreferenceLoss(FusedLinearLoss):
         half = batch.shape[0] // 2
         if nll_target is not None and nll_mask is not None:
             raise ValueError(f"{batch.op}: both nll_target and nll_mask were given, expected one of them")
+        for name, tensor in (("nll_target", nll_target), ("nll_mask", nll_mask)):
+            if tensor is not None:
+                preferred.check(name, tensor, target.shape)
         if self.compute_nll_loss and nll_target is not None:
-            preferred.check("nll_target", nll_target, target.shape)
+            check_indices(batch.op, "nll_target", nll_target)
             likely = self.batch(_input, nll_target, **where)
         elif self.compute_nll_loss and nll_mask is not None:
             likely = self.batch(_input, target, mask=nll_mask, **where)
@@ -172,11 +195,18 @@ class FusedLinearDPOLoss(PreferenceLoss):
         ValueError: an unknown loss type, a label smoothing out of range.
     """
 
+    @arguments(
+        error=ValueError, loss_type=TEXT, beta=NOT_NEGATIVE, label_smoothing=FRACTION, discopop_tau=POSITIVE,
+        use_ref_model=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, loss_type="sigmoid", beta=0.1, label_smoothing=0.0, discopop_tau=0.05, use_ref_model=True, **options
     ):  # fmt: skip
         super().__init__(beta=beta, use_ref_model=use_ref_model, **options)
         self.loss_type = choice(self, "loss_type", loss_type, DPO_LOSS_TYPES)
+        if loss_type in ("ipo", "sppo_hard"):
+            # Their target margins are divided by beta.
+            check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
         below = 0.5 if loss_type == "robust" else 1.0
         if not 0.0 <= label_smoothing < below:
             raise ValueError(
@@ -236,6 +266,7 @@ class FusedLinearORPOLoss(PreferenceLoss):
     Source: Hong et al., arXiv 2403.07691, equations 4 to 7.
     """
 
+    @arguments(error=ValueError, beta=NOT_NEGATIVE, compute_nll_loss=FLAG)
     def __init__(self, *, beta=0.1, compute_nll_loss=True, **options):
         super().__init__(beta=beta, compute_nll_loss=compute_nll_loss, average_log_prob=True, **options)
 
@@ -258,11 +289,17 @@ class FusedLinearCPOLoss(PreferenceLoss):
     Source: Xu et al., arXiv 2401.08417.
     """
 
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, label_smoothing=FRACTION, loss_type=TEXT,
+        compute_nll_loss=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.1, alpha=1.0, label_smoothing=0.0, loss_type="sigmoid", compute_nll_loss=True, **options
     ):  # fmt: skip
         super().__init__(beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss, **options)
         self.loss_type = choice(self, "loss_type", loss_type, CPO_LOSS_TYPES)
+        if loss_type == "ipo":
+            check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
         self.label_smoothing = label_smoothing
 
     def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
@@ -285,6 +322,10 @@ class FusedLinearSimPOLoss(PreferenceLoss):
     Source: Meng et al., arXiv 2405.14734.
     """
 
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, gamma=FINITE, label_smoothing=FRACTION,
+        compute_nll_loss=FLAG,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.1, alpha=1.0, gamma=0.5, label_smoothing=0.0, compute_nll_loss=True, **options
     ):  # fmt: skip

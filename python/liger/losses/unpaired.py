@@ -4,6 +4,16 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops._arguments import (
+    DIVISOR,
+    FLAG,
+    INTEGER,
+    NOT_NEGATIVE,
+    NUMBER_OR_TENSOR,
+    TEXT,
+    LayerNames,
+    arguments,
+)
 from ._batch import as_scalar, either, sequence_scores
 from .base import FusedLinearLoss, choice
 
@@ -37,7 +47,12 @@ class FusedLinearKTOLoss(FusedLinearLoss):
     """
 
     unit = "sequence"
+    names = LayerNames("_input", "lin_weight")
 
+    @arguments(
+        error=ValueError, beta=NOT_NEGATIVE, use_ref_model=FLAG, average_log_prob=FLAG, loss_type=TEXT,
+        desirable_weight=NOT_NEGATIVE, undesirable_weight=NOT_NEGATIVE,
+    )  # fmt: skip
     def __init__(
         self, *, beta=0.1, use_ref_model=True, average_log_prob=False, loss_type="kto", desirable_weight=1.0,
         undesirable_weight=1.0, **options,
@@ -54,6 +69,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         weight = either(desirable, self.desirable_weight, self.undesirable_weight, ratio)
         return torch.where(lengths > 0, losses * weight, 0.0) / sequences
 
+    @arguments(num_items_in_batch=DIVISOR, max_length=INTEGER, kl=NUMBER_OR_TENSOR)
     def forward(
         self, _input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None,
         ref_bias=None, kl=None, *, ref_logps=None, mask=None, cu_seqlens=None, max_length=None,
@@ -108,6 +124,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         return loss, KTOMetrics(chosen[0], rejected[0], chosen[1], rejected[1])
 
     @torch.no_grad()
+    @arguments(max_length=INTEGER)
     def estimate_kl(
         self, _input, lin_weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, *,
         ref_logps=None, mask=None, cu_seqlens=None, max_length=None,

@@ -3,22 +3,32 @@
 import torch
 from torch import nn
 
-from ..ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from ..ops._arguments import ANYTHING, BYTES, COUNT, DIVISOR, DTYPE, FLAG, NAMES, TENSOR, arguments, check
+from ..ops.cross_entropy import CE_OPTIONS, CrossEntropyOutput, cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 
 METRICS = CrossEntropyOutput._fields[1:]
 
 
+def _check_class_weight(op, name, weight):
+    check(op, name, weight, TENSOR, optional=True)
+    if weight is not None and weight.dim() != 1:
+        raise ValueError(f"{op}: {name} has shape {tuple(weight.shape)}, expected (classes,)")
+
+
 class _CrossEntropyOptions(nn.Module):
     """The options that both losses share, under the names of :class:`torch.nn.CrossEntropyLoss` where it has them."""
 
+    @arguments(error=ValueError, optional=("weight", "softcap"), metrics=NAMES, **CE_OPTIONS)
     def __init__(self, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics):
         super().__init__()
+        name = type(self).__name__
+        _check_class_weight(name, "weight", weight)
         if reduction not in ("none", "mean", "sum"):
-            raise ValueError(f"reduction is '{reduction}', expected 'mean', 'sum' or 'none'")
-        unknown = [name for name in metrics if name not in METRICS]
+            raise ValueError(f"{name}: reduction is '{reduction}', expected 'mean', 'sum' or 'none'")
+        unknown = [metric for metric in metrics if metric not in METRICS]
         if unknown:
-            raise ValueError(f"unknown metric '{unknown[0]}', expected some of {', '.join(METRICS)}")
+            raise ValueError(f"{name}: metrics has '{unknown[0]}', expected some of {', '.join(METRICS)}")
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction = ignore_index, reduction
         self.label_smoothing, self.lse_square_scale, self.softcap = label_smoothing, lse_square_scale, softcap
@@ -82,6 +92,7 @@ class CrossEntropyLoss(_CrossEntropyOptions):
         metrics=(),
     ):
         super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
+        check(type(self).__name__, "inplace", inplace, FLAG)
         self.inplace = inplace
 
     def forward(self, logits, target, *, token_weight=None, denominator=None):
@@ -131,6 +142,8 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         memory_budget=None,
     ):
         super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
+        check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
+        check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True, error=ValueError)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
 
     def _options(self):
@@ -172,12 +185,17 @@ class LMHeadLoss(nn.Linear):
         metrics a ``CrossEntropyOutput``.
     """
 
+    @arguments(
+        error=ValueError, hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE
+    )  # fmt: skip
     def __init__(
         self, hidden_size, vocab_size, bias=False, device=None, dtype=None, *, ce_weight=None, **loss_options
     ):
         super().__init__(hidden_size, vocab_size, bias, device=device, dtype=dtype)
+        _check_class_weight(type(self).__name__, "ce_weight", ce_weight)
         self.loss = FusedLinearCrossEntropyLoss(ce_weight, **loss_options)
 
+    @arguments(denominator=DIVISOR)
     def forward(self, hidden, target=None, *, token_weight=None, denominator=None):
         if target is not None:
             return self.loss(

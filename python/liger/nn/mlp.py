@@ -2,11 +2,23 @@
 
 from torch import nn
 
+from ..ops._arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 
+_OPTIONS = {
+    "hidden_size": COUNT,
+    "intermediate_size": COUNT,
+    "bias": FLAG,
+    "inplace": FLAG,
+    "approximate": TEXT,
+    "device": ANYTHING,
+    "dtype": DTYPE,
+}
+
 
 class _GatedMLP(nn.Module):
+    @arguments(error=ValueError, **_OPTIONS)
     def __init__(self, hidden_size, intermediate_size, bias=False, inplace=True, device=None, dtype=None):
         super().__init__()
         self.inplace = inplace
@@ -35,6 +47,7 @@ class SwiGLUMLP(_GatedMLP):
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
 
+    @arguments(late=True)
     def forward(self, x):
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), inplace=self.inplace))
 
@@ -55,6 +68,7 @@ class GEGLUMLP(_GatedMLP):
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
 
+    @arguments(error=ValueError, **_OPTIONS)
     def __init__(
         self, hidden_size, intermediate_size, bias=False, inplace=True, approximate="tanh", device=None, dtype=None
     ):  # fmt: skip
@@ -63,6 +77,7 @@ class GEGLUMLP(_GatedMLP):
         super().__init__(hidden_size, intermediate_size, bias, inplace, device, dtype)
         self.approximate = approximate
 
+    @arguments(late=True)
     def forward(self, x):
         product = geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self.inplace)
         return self.down_proj(product)

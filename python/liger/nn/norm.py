@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ..ops._arguments import ANYTHING, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 
@@ -36,9 +37,15 @@ class RMSNorm(nn.Module):
         x: (..., *normalized_shape); the result has the shape and dtype of x.
 
     Raises:
+        TypeError: an option of another type, an x that is no tensor.
+        ValueError: an option out of range.
         RuntimeError: an x that does not end in normalized_shape, or what :func:`liger.rms_norm` refuses.
     """
 
+    @arguments(
+        error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, offset=FINITE,
+        casting_mode=TEXT, device=ANYTHING, dtype=DTYPE,
+    )  # fmt: skip
     def __init__(
         self,
         normalized_shape,
@@ -50,6 +57,10 @@ class RMSNorm(nn.Module):
         dtype=None,
     ):
         super().__init__()
+        if casting_mode not in ("llama", "gemma", "none"):
+            raise ValueError(
+                f"RMSNorm: casting_mode is {casting_mode!r}, expected 'llama', 'gemma' or 'none'"
+            )
         self.normalized_shape = _sizes(normalized_shape)
         self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
         self.elementwise_affine = elementwise_affine
@@ -63,6 +74,7 @@ class RMSNorm(nn.Module):
         if self.elementwise_affine:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
+    @arguments(late=True)
     def forward(self, x):
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         dims = len(self.normalized_shape)
@@ -96,9 +108,15 @@ class LayerNorm(nn.Module):
         x: (..., *normalized_shape); the result has the shape and dtype of x.
 
     Raises:
+        TypeError: an option of another type, an x that is no tensor.
+        ValueError: an option out of range.
         RuntimeError: an x that does not end in normalized_shape, or what :func:`liger.layer_norm` refuses.
     """
 
+    @arguments(
+        error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, bias=FLAG, device=ANYTHING,
+        dtype=DTYPE,
+    )  # fmt: skip
     def __init__(
         self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None
     ):
@@ -118,6 +136,7 @@ class LayerNorm(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    @arguments(late=True)
     def forward(self, x):
         dims = len(self.normalized_shape)
         _require_shape("LayerNorm", x, self.normalized_shape)

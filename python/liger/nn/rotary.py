@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from ..ops.rope import rope
+from ..ops._arguments import FLAG, INTEGER, arguments
+from ..ops.rope import check_heads_dim, rope
 
 
 class ApplyRotaryEmb(nn.Module):
@@ -19,8 +20,10 @@ class ApplyRotaryEmb(nn.Module):
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
 
+    @arguments(interleaved=FLAG, unsqueeze_dim=INTEGER)
     def __init__(self, interleaved=False, unsqueeze_dim=1):
         super().__init__()
+        check_heads_dim(type(self).__name__, unsqueeze_dim)
         self.interleaved, self.unsqueeze_dim = interleaved, unsqueeze_dim
 
     def forward(self, q, k, cos, sin):

@@ -3,6 +3,7 @@
 from torch import nn
 
 from ..distributed import is_dtensor
+from ..ops._arguments import ANYTHING, BYTES, COUNT, DTYPE, arguments
 from ..ops.tiled_mlp import tiled_mlp
 
 # Hugging Face's names of activations, and ours.
@@ -26,6 +27,9 @@ class _TiledMLP(nn.Module):
 
     _activations: dict
 
+    @arguments(
+        error=ValueError, config=ANYTHING, num_shards=COUNT, memory_budget=BYTES, device=ANYTHING, dtype=DTYPE
+    )  # fmt: skip
     def __init__(self, config, num_shards=None, memory_budget=None, device=None, dtype=None):
         super().__init__()
         # Gemma's configurations have both, and the second is the one that counts.
@@ -34,10 +38,6 @@ class _TiledMLP(nn.Module):
             raise ValueError(
                 f"{type(self).__name__}: the activation of the configuration is {name!r}, "
                 f"expected one of {', '.join(self._activations)}"
-            )
-        if num_shards is not None and num_shards < 1:
-            raise ValueError(
-                f"{type(self).__name__}: num_shards is {num_shards}, expected at least 1 or None"
             )
         self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
         self.activation, self.num_shards, self.memory_budget = (
@@ -50,6 +50,7 @@ class _TiledMLP(nn.Module):
         self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, **how)
         self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, **how)
 
+    @arguments()
     def forward(self, x):
         layers = (self.gate_proj, self.up_proj, self.down_proj)
         weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]

@@ -7,6 +7,7 @@ tensors (which activation it is) come last and are called options here.
 
 import torch
 
+from ._arguments import FLAG, check
 from ._autograd import (
     check_given_up,
     differentiable,
@@ -204,8 +205,10 @@ class _Form:
         torch.library.register_vmap(f"liger::{name}", _elementwise(op, count))
 
     def __call__(self, tensors, inplace, *options):
-        if inplace and self._inplace_applies(tensors):
-            return _Inplace.apply(self, options, *tensors)
+        if inplace is not False:
+            check(self.name, "inplace", inplace, FLAG)
+            if inplace and self._inplace_applies(tensors):
+                return _Inplace.apply(self, options, *tensors)
         return self.op(*tensors, *options)
 
     def _inplace_applies(self, tensors):

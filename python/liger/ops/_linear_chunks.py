@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import FAMILIES
+from ._arguments import POSITIVE, check
 from ._products import product, without_ignored, write_linear
 from .cross_entropy_stats import cross_entropy_stats_backward_
 from .rms_norm import accumulate_dtype
@@ -194,11 +195,10 @@ class Sm90HeadGradients(HeadGradients):
 
 def check_head(op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget):
     """Raises RuntimeError for what no head takes: shapes, dtypes, devices, options out of range."""
-    if not temperature > 0.0:
-        raise RuntimeError(f"{op}: temperature is {temperature}, expected a positive number")
+    check(op, "temperature", temperature, POSITIVE)
     # The head of cross entropy has the same conditions.
     torch.ops.liger.check_fused_linear_ce(
-        input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget
+        input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget, op
     )
 
 

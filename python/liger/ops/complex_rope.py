@@ -3,16 +3,36 @@ entries, with the real and imaginary parts as its tables."""
 
 import torch
 
-from .rope import rope
+from ._arguments import FLAG, INTEGER, arguments, check_device, dtype_name
+from .rope import check_heads, rope
 
 
+def _check_table(q, tokens, freqs_cis):
+    if not freqs_cis.is_complex():
+        raise RuntimeError(
+            f"complex_rope: freqs_cis has dtype {dtype_name(freqs_cis.dtype)}, expected a complex one"
+        )
+    leading, pairs = list(freqs_cis.shape[:-1]), freqs_cis.shape[-1] if freqs_cis.dim() else 0
+    if leading not in ([tokens], [1, tokens], [q.shape[0], tokens]) or 2 * pairs > q.shape[-1]:
+        raise RuntimeError(
+            f"complex_rope: freqs_cis has shape {tuple(freqs_cis.shape)}, expected (tokens, rotary_dim / 2) or (batch, "
+            f"tokens, rotary_dim / 2) for q of shape {tuple(q.shape)}"
+        )
+    check_device("complex_rope", "freqs_cis", freqs_cis, "q", q)
+    if freqs_cis.requires_grad:
+        raise RuntimeError(
+            "complex_rope: freqs_cis requires grad, but complex_rope is differentiable in q and k only"
+        )
+
+
+@arguments(unsqueeze_dim=INTEGER, inplace=FLAG)
 def complex_rope(q, k, freqs_cis, unsqueeze_dim=2, inplace=False):
     """Every pair of neighbouring entries of q and k, as a complex number, times one of freqs_cis.
 
     Args:
         q, k: (B, T, H, D) or, with ``unsqueeze_dim=1``, (B, H, T, D); otherwise as in :func:`liger.rope`.
-        freqs_cis: (T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the entries from R on pass through.
-            It gets no gradient. Its absolute value scales (attention scaling).
+        freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the entries from R on
+            pass through. It gets no gradient. Its absolute value scales (attention scaling).
         unsqueeze_dim: the dimension of the heads in q and k, 1 or 2.
         inplace: as in :func:`liger.rope`.
 
@@ -20,12 +40,13 @@ def complex_rope(q, k, freqs_cis, unsqueeze_dim=2, inplace=False):
         (q, k) rotated. Differentiable in q and k.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: freqs_cis is not complex, and what :func:`liger.rope` raises.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864, equation 13.
     """
-    if not freqs_cis.is_complex():
-        raise RuntimeError(f"complex_rope: freqs_cis has dtype {freqs_cis.dtype}, expected a complex one")
+    check_heads("complex_rope", q, k, unsqueeze_dim)
+    _check_table(q, q.shape[3 - unsqueeze_dim], freqs_cis)
     # (..., R/2, 2) of real and imaginary parts, each of which stands for both entries of its pair.
     parts = torch.view_as_real(freqs_cis)
     cos, sin = (parts[..., i].repeat_interleave(2, dim=-1) for i in (0, 1))

@@ -9,6 +9,7 @@ import torch
 
 from ..backend import register_family
 from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
+from ._arguments import DIVISOR, FLAG, FRACTION, HEAD, NOT_NEGATIVE, RETURNS, TEXT, arguments
 from ._autograd import (
     check_given_up,
     differentiable,
@@ -221,11 +222,11 @@ def _inplace_applies(logits):
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def flatten_rows(op, name, x, target, token_weight):
+def flatten_rows(op, name, x, target, token_weight, target_name="target"):
     """x as (rows, features), target and token_weight as (rows,)."""
     if x.dim() == 0 or (x.dim() == 2 and target.dim() == 1):
         return x, target, token_weight  # flat already, or for the op's own check to refuse
-    for other_name, other in (("target", target), ("token_weight", token_weight)):
+    for other_name, other in ((target_name, target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
             raise RuntimeError(
                 f"{op}: {other_name} has shape {tuple(other.shape)}, expected that of {name} without its last "
@@ -297,6 +298,17 @@ def denominator_tensor(denominator, like):
     return torch.full((), denominator, dtype=accumulate_dtype(like.dtype), device=like.device)
 
 
+CE_OPTIONS = {
+    **HEAD,
+    **RETURNS,
+    "denominator": DIVISOR,
+    "label_smoothing": FRACTION,
+    "lse_square_scale": NOT_NEGATIVE,
+    "reduction": TEXT,
+}
+
+
+@arguments(inplace=FLAG, **CE_OPTIONS)
 def cross_entropy(
     logits, target, *, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
     lse_square_scale=0.0, softcap=None, reduction="mean", inplace=False, return_z_loss=False,
@@ -334,6 +346,7 @@ def cross_entropy(
         loss is differentiable, and only in the logits.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range, a weight
             or denominator that requires grad. With ``inplace``: logits that are a leaf which requires grad.
     """

@@ -8,6 +8,18 @@ import torch
 
 from ..backend import register_family
 from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
+from ._arguments import (
+    DIVISOR,
+    FLAG,
+    FRACTION,
+    HEAD,
+    TEXT,
+    arguments,
+    check_device,
+    check_divisor,
+    check_floating,
+    wrong_shape,
+)
 from ._autograd import (
     differentiable,
     differentiable_once,
@@ -122,7 +134,9 @@ divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 def flatten_pair(op, names, x, teacher, target, token_weight):
     """x and teacher as (rows, features), target and token_weight as (rows,) or None, and what has the shape of a loss
     per row."""
-    if x.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
+    if x.dim() < 1:
+        raise wrong_shape(op, names[0], x, "at least one dimension")
+    if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
         raise RuntimeError(
             f"{op}: {names[1]} has shape {tuple(teacher.shape)}, expected that of {names[0]}, {tuple(x.shape)}, "
             "but for the last dimension"
@@ -160,6 +174,9 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     )
     if reduction not in REDUCTIONS:
         raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
+    if token_weight is not None:
+        check_floating(op, "token_weight", token_weight)
+        check_device(op, "token_weight", token_weight, "the rows", rows)
     refuse_gradients(op, token_weight=token_weight, denominator=denominator)
     if token_weight is not None and target is not None:
         # That of an ignored row is ignored, too, be it nan.
@@ -170,10 +187,8 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
             raise RuntimeError(
                 f"{op}: denominator was given with reduction 'none', expected 'mean', 'batchmean' or 'sum'"
             )
-        if denominator.numel() != 1:
-            raise RuntimeError(
-                f"{op}: denominator has shape {tuple(denominator.shape)}, expected one element"
-            )
+        check_divisor(op, "denominator", denominator)
+        check_device(op, "denominator", denominator, "the rows", rows)
         share = denominator.reshape(()).to(wide).reciprocal()
     elif reduction == "mean" and target is not None:
         share = (target != ignore_index).sum(dtype=wide).reciprocal()
@@ -249,6 +264,17 @@ for _name, _composite in (("kl_div", _kl_div), ("jsd", _jsd_op), ("tvd", _tvd_op
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+DIVERGENCE_OPTIONS = {
+    **HEAD,
+    "beta": FRACTION,
+    "denominator": DIVISOR,
+    "log_probs": FLAG,
+    "reduction": TEXT,
+    "reverse": FLAG,
+}
+
+
+@arguments(**DIVERGENCE_OPTIONS)
 def kl_div(
     student, teacher, target=None, *, token_weight=None, denominator=None, reverse=False, temperature=1.0,
     log_probs=False, ignore_index=-100, reduction="mean",
@@ -277,6 +303,7 @@ def kl_div(
         dimension. Differentiable once, in student.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a temperature with ``log_probs``, a
             teacher, weight or denominator that requires grad.
 
@@ -288,6 +315,7 @@ def kl_div(
     )  # fmt: skip
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def jsd(
     student, teacher, target=None, *, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",
@@ -312,6 +340,7 @@ def jsd(
     )  # fmt: skip
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def tvd(
     student, teacher, target=None, *, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
     ignore_index=-100, reduction="mean",

@@ -11,6 +11,7 @@ import torch
 
 from ..backend import register_family
 from ..distributed import align_tokens
+from ._arguments import arguments
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
@@ -19,7 +20,7 @@ from ._fakes import register_fake
 from ._made_gradients import gradients_in_forward
 from ._products import without_ignored
 from ._rows import row_blocks
-from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like
+from .cross_entropy import CE_OPTIONS, denominator_tensor, fake_results, flatten_rows, output_like
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -200,6 +201,7 @@ _library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(**CE_OPTIONS)
 def fused_linear_ce(
     input, weight, target, bias=None, *, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100,
     label_smoothing=0.0, lse_square_scale=0.0, softcap=None, reduction="mean", accum_dtype=None, memory_budget=None,
@@ -231,6 +233,7 @@ def fused_linear_ce(
         those that need no gradient.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a budget that is not positive, a CPU
             target out of range, a class weight, token weight or denominator that requires grad.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.

@@ -12,6 +12,7 @@ import torch
 
 from ..backend import register_portable
 from ..distributed import unflatten_tokens
+from ._arguments import LayerNames, arguments, check_layer, check_like, wrong_shape
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
@@ -21,7 +22,7 @@ from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
 from ._products import write_linear
 from .cross_entropy import denominator_tensor, refuse_gradients
-from .divergence import flatten_pair, of_beta, row_weights
+from .divergence import DIVERGENCE_OPTIONS, flatten_pair, of_beta, row_weights
 from .rms_norm import accumulate_dtype
 
 # --- kernel -------------------------------------------------------------------------------------------------------
@@ -194,6 +195,8 @@ def fused_linear_distillation(
     )[:3]  # fmt: skip
 
 
+_TEACHER = LayerNames("teacher", "teacher_weight", bias="teacher_bias")
+
 # --- composites ---------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +212,18 @@ def _run(
     rows, teacher, target, token_weight, like = flatten_pair(
         op, ("input", "teacher"), input, teacher, target, token_weight
     )
+    check_layer(op, LayerNames(), rows, weight, bias, target)
+    check_like(op, "teacher", teacher, "input", rows)
+    expected = f"{weight.shape[0]} classes, those of weight"
+    if teacher_weight is None:
+        if teacher.shape[-1] != weight.shape[0]:
+            raise wrong_shape(
+                op, "teacher", teacher, f"logits of {expected}, or hidden states with teacher_weight"
+            )
+    else:
+        if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
+            raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
+        check_layer(op, _TEACHER, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
     loss, _, _ = fused_linear_distillation(
@@ -252,6 +267,7 @@ for _name, _composite in (
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def fused_linear_kl_div(
     input, weight, teacher, teacher_weight=None, target=None, *, bias=None, teacher_bias=None, token_weight=None,
     denominator=None, reverse=False, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
@@ -280,6 +296,7 @@ def fused_linear_kl_div(
         gradient.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes (also of the two vocabularies), dtypes or devices, options out of range, a
             tensor of the teacher, a weight of tokens or a denominator that requires grad.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
@@ -294,6 +311,7 @@ def fused_linear_kl_div(
     )  # fmt: skip
 
 
+@arguments(**DIVERGENCE_OPTIONS)
 def fused_linear_jsd(
     input, weight, teacher, teacher_weight=None, target=None, *, bias=None, teacher_bias=None, token_weight=None,
     denominator=None, beta=0.5, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,

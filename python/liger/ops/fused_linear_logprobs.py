@@ -10,6 +10,7 @@ import torch
 
 from ..backend import register_portable
 from ..distributed import align_tokens, unflatten_tokens
+from ._arguments import HEAD, RETURNS, LayerNames, arguments, check_classes, check_given_classes, check_layer
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once
 from ._budget import check_budget_variable
@@ -20,6 +21,7 @@ from .fused_linear_ce import fused_linear_ce_forward
 from .rms_norm import accumulate_dtype
 
 _OP = "fused_linear_logprobs"
+_NAMES = LayerNames("hidden", "weight", "targets")
 
 
 class LogProbs(NamedTuple):
@@ -37,6 +39,7 @@ def fused_linear_logprobs_forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
 ):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    check_classes(_OP, _NAMES.target, target, weight.shape[0], ignore_index)
     if temperature == 1.0:
         # The engine of cross entropy, which leaves out ignored rows.
         results = fused_linear_ce_forward(
@@ -157,6 +160,26 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+def logprobs_of_layer(
+    op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
+    return_argmax=False,
+):  # fmt: skip
+    """(log-probabilities, entropies, most probable classes) as :func:`fused_linear_logprobs` returns them, with errors
+    in the names of another function."""
+    hidden, weight, bias = autocast_operands(hidden, weight, bias)
+    hidden, targets, _ = align_tokens(op, hidden, targets, None)
+    rows, flat, _ = flatten_rows(op, names.input, hidden, targets, None, names.target)
+    check_layer(op, names, rows, weight, bias, flat)
+    check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
+    results = _forward_op(
+        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
+        return_argmax,
+    )  # fmt: skip
+    wanted = (True, return_entropy, return_argmax)
+    return tuple(unflatten_tokens(t, targets) if w else None for t, w in zip(results, wanted, strict=True))
+
+
+@arguments(**HEAD, **RETURNS)
 def fused_linear_logprobs(
     hidden, weight, targets, bias=None, temperature=1.0, ignore_index=-100, softcap=None, memory_budget=None,
     return_entropy=False, return_argmax=False,
@@ -171,7 +194,7 @@ def fused_linear_logprobs(
         weight: (V, H), the dtype of hidden.
         targets: (...), int64 or int32 class indices.
         bias: (V,), the dtype of hidden.
-        temperature: positive.
+        temperature: positive and finite.
         ignore_index: targets whose log-probability and entropy are 0, without gradient.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
         memory_budget: bytes for the logits of a chunk; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
@@ -185,24 +208,15 @@ def fused_linear_logprobs(
         :class:`LogProbs`. Gradients exist for hidden, weight and bias; no work is done for those that need none.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
     """
     check_budget_variable(memory_budget)
-    hidden, weight, bias = autocast_operands(hidden, weight, bias)
-    hidden, targets, _ = align_tokens(_OP, hidden, targets, None)
-    rows, flat, _ = flatten_rows(_OP, "hidden", hidden, targets, None)
-    logprobs, entropy, argmax = _forward_op(
-        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
+    logprobs, entropy, argmax = logprobs_of_layer(
+        _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
         return_argmax,
     )  # fmt: skip
-    logprobs = unflatten_tokens(logprobs, targets)
-    if not (return_entropy or return_argmax):
-        return logprobs
-    return LogProbs(
-        logprobs,
-        unflatten_tokens(entropy, targets) if return_entropy else None,
-        unflatten_tokens(argmax, targets) if return_argmax else None,
-    )
+    return LogProbs(logprobs, entropy, argmax) if return_entropy or return_argmax else logprobs

@@ -2,6 +2,7 @@
 
 from ..backend import register_family
 from . import _gated
+from ._arguments import FLAG, TEXT, arguments
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 
@@ -73,6 +74,7 @@ _geglu, _geglu_packed = _gated.gated_forms("geglu")
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(late=True, approximate=TEXT, inplace=FLAG)
 def geglu(gate, up, approximate="none", inplace=False):
     """``gelu(gate) * up``, elementwise, in float32 and rounded once.
 
@@ -91,6 +93,7 @@ def geglu(gate, up, approximate="none", inplace=False):
         A tensor of the shape, dtype and, where dense, strides of gate. Differentiable in gate and up.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, an unknown approximation. With ``inplace``: gate or up is
             a leaf that requires grad.
 
@@ -100,6 +103,7 @@ def geglu(gate, up, approximate="none", inplace=False):
     return _geglu((gate, up), inplace, approximate)
 
 
+@arguments(late=True, approximate=TEXT, inplace=FLAG)
 def geglu_packed(gate_up, approximate="none", inplace=False):
     """``gelu(gate) * up`` of one tensor that holds gate and up side by side.
 
@@ -112,6 +116,7 @@ def geglu_packed(gate_up, approximate="none", inplace=False):
         (..., I), contiguous, of the dtype of gate_up. Differentiable in gate_up.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: an odd last dimension, a dtype that is not floating or an unknown approximation, and with
             ``inplace`` as in :func:`geglu`.
     """

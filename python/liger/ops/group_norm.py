@@ -7,6 +7,7 @@ variance as a row of :mod:`liger.ops.layer_norm` is. Weight and bias belong to c
 import torch
 
 from ..backend import register_family
+from ._arguments import INTEGER, NOT_NEGATIVE, arguments
 from ._autograd import differentiable
 from ._fakes import register_fake
 from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
@@ -26,7 +27,7 @@ def _per_channel(parameter, x):
 
 
 def group_norm_torch(x, num_groups, weight=None, bias=None, eps=1e-5):
-    torch.ops.liger.check_group_norm("group_norm", x, num_groups, weight, bias)
+    torch.ops.liger.check_group_norm("group_norm", x, num_groups, weight, bias, eps)
     y, mean, rstd = rows_normalised(_rows(x, num_groups), eps)
     y = y.reshape(x.shape)
     if weight is not None:
@@ -95,6 +96,7 @@ torch.library.register_vmap(
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(late=True, num_groups=INTEGER, eps=NOT_NEGATIVE)
 def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
     """Group normalisation of channels.
 
@@ -106,13 +108,15 @@ def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
         num_groups: a divisor of C.
         weight: (C,), the dtype of x or float32; None for no scale.
         bias: (C,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
-        eps: added to the variance.
+        eps: added to the variance; finite and at least 0.
 
     Returns:
         y, of the shape and dtype of x. Differentiable in x, weight and bias.
 
     Raises:
-        RuntimeError: mismatched shapes, dtypes or devices, or channels that num_groups does not divide.
+        TypeError: an argument of another type.
+        RuntimeError: mismatched shapes, dtypes or devices, channels that num_groups does not divide, or eps out of
+            range.
 
     Source: Wu and He, "Group Normalization", arXiv 1803.08494.
     """

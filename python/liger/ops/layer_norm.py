@@ -7,6 +7,7 @@ with one rounding at the end. The variance is the mean of ``(x - m)^2``, never t
 import torch
 
 from ..backend import register_family
+from ._arguments import NOT_NEGATIVE, arguments
 from ._autograd import differentiable
 from ._fakes import register_fake
 from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
@@ -16,7 +17,7 @@ from .rms_norm import accumulate_dtype
 
 
 def layer_norm_torch(x, weight=None, bias=None, eps=1e-5):
-    torch.ops.liger.check_layer_norm("layer_norm", x, weight, bias)
+    torch.ops.liger.check_layer_norm("layer_norm", x, weight, bias, eps)
     y, mean, rstd = rows_normalised(x, eps)
     if weight is not None:
         y = y * weight.to(y.dtype)
@@ -78,6 +79,7 @@ torch.library.register_vmap(
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(late=True, eps=NOT_NEGATIVE)
 def layer_norm(x, weight=None, bias=None, eps=1e-5):
     """Layer normalisation over the last dimension.
 
@@ -87,13 +89,14 @@ def layer_norm(x, weight=None, bias=None, eps=1e-5):
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (H,), the dtype of x or float32; None for no scale.
         bias: (H,), the dtype of the weight, or without a weight that of x or float32; None for no shift.
-        eps: added to the variance.
+        eps: added to the variance; finite and at least 0.
 
     Returns:
         y, of the shape and dtype of x. Differentiable in x, weight and bias.
 
     Raises:
-        RuntimeError: mismatched shapes, dtypes or devices.
+        TypeError: an argument of another type.
+        RuntimeError: mismatched shapes, dtypes or devices, or eps out of range.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """

@@ -7,16 +7,38 @@ beside the rotation.
 
 import torch
 
-from .rope import rope
+from ._arguments import FLAG, INTEGER, Rule, arguments, check_device, check_floating, check_like, check_shape
+from .rope import check_heads, rope
 
 _AXES = 3  # time, height, width
 
 
-def _check(table, name, section, interleaved):
-    if table.dim() != 4 or table.shape[0] != _AXES or table.shape[-1] % 2:
+_SECTION = Rule(
+    "three integers",
+    lambda v: isinstance(v, (list, tuple)) and all(isinstance(size, int) for size in v),
+)
+
+
+def _check_tables(q, tokens_dim, cos, sin):
+    batch, tokens, head_dim = q.shape[0], q.shape[tokens_dim], q.shape[-1]
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_floating("mrope", name, table)
+        if table.dim() != 4 or table.shape[0] != _AXES or table.shape[-1] % 2:
+            raise RuntimeError(
+                f"mrope: {name} has shape {tuple(table.shape)}, expected (3, batch, tokens, rotary_dim), rotary_dim "
+                "even"
+            )
+    if cos.shape[1] not in (1, batch) or cos.shape[2] != tokens or cos.shape[3] > head_dim:
         raise RuntimeError(
-            f"mrope: {name} has shape {tuple(table.shape)}, expected (3, batch, tokens, rotary_dim), rotary_dim even"
+            f"mrope: cos has shape {tuple(cos.shape)}, expected (3, {batch}, {tokens}, rotary_dim), rotary_dim at most "
+            f"{head_dim}, for q of shape {tuple(q.shape)}"
         )
+    check_shape("mrope", "sin", sin, cos.shape, "that of cos")
+    check_like("mrope", "sin", sin, "cos", cos)
+    check_device("mrope", "cos", cos, "q", q)
+
+
+def _check_section(table, section, interleaved):
     half = table.shape[-1] // 2
     if len(section) != _AXES or min(section) < 0 or sum(section) != half:
         raise ValueError(
@@ -47,6 +69,9 @@ def _merged(table, section, interleaved):
     return torch.cat(halves, -1)
 
 
+@arguments(
+    mrope_section=_SECTION, unsqueeze_dim=INTEGER, interleaved_sections=FLAG, inplace=FLAG
+)  # fmt: skip
 def mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1, interleaved_sections=False, inplace=False):
     """Multimodal rotary position embedding of queries and keys.
 
@@ -64,14 +89,16 @@ def mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1, interleaved_sections=F
         (q, k) rotated. Differentiable in q and k.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: tables of another shape, and what :func:`liger.rope` raises.
         ValueError: sections that do not add up to R/2 or, interleaved, go beyond it.
 
     Source: Wang et al., "Qwen2-VL", arXiv 2409.12191; the interleaved layout: "Qwen3-VL Technical Report",
     arXiv 2511.21631.
     """
+    check_heads("mrope", q, k, unsqueeze_dim)
+    _check_tables(q, 3 - unsqueeze_dim, cos, sin)
     section = list(mrope_section)
-    for name, table in (("cos", cos), ("sin", sin)):
-        _check(table, name, section, interleaved_sections)
+    _check_section(cos, section, interleaved_sections)
     cos, sin = (_merged(table, section, interleaved_sections) for table in (cos, sin))
     return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, inplace=inplace)

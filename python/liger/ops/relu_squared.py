@@ -3,6 +3,7 @@
 import torch
 
 from ..backend import register_family
+from ._arguments import arguments
 from ._autograd import differentiable, differentiable_once
 from ._fakes import register_fake
 from ._vmap import to_front
@@ -66,6 +67,7 @@ def _(info, in_dims, x):
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(late=True)
 def relu_squared(x):
     """``relu(x)^2``, elementwise, in float32 and rounded once. NaN stays NaN.
 
@@ -78,6 +80,7 @@ def relu_squared(x):
         the backward.
 
     Raises:
+        TypeError: x is no tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", arXiv 2109.08668.

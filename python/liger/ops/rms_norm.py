@@ -10,6 +10,7 @@ With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x
 import torch
 
 from ..backend import register_family
+from ._arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
 from ._autograd import differentiable, differentiable_once
 from ._fakes import register_fake
 from ._vmap import to_front
@@ -64,7 +65,7 @@ def _or_empty(tensor, like):
 
 
 def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    torch.ops.liger.check_rms_norm("rms_norm", x, None, weight, casting_mode)
+    torch.ops.liger.check_rms_norm("rms_norm", x, None, weight, casting_mode, eps, offset)
     y, rstd = _normalise(x, weight, eps, offset, casting_mode)
     return torch.empty_like(x).copy_(y), rstd
 
@@ -78,7 +79,7 @@ def rms_norm_backward_torch(grad_y, x, weight, rstd, offset, casting_mode, need_
 
 
 def fused_add_rms_norm_torch(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    torch.ops.liger.check_rms_norm("fused_add_rms_norm", x, residual, weight, casting_mode)
+    torch.ops.liger.check_rms_norm("fused_add_rms_norm", x, residual, weight, casting_mode, eps, offset)
     new_residual = torch.empty_like(x).copy_(x + residual)
     y, rstd = _normalise(new_residual, weight, eps, offset, casting_mode)
     return torch.empty_like(x).copy_(y), new_residual, rstd
@@ -239,6 +240,10 @@ torch.library.register_vmap("liger::fused_add_rms_norm", _batched(torch.ops.lige
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+_checked = arguments(late=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TEXT)
+
+
+@_checked
 def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
     """Root-mean-square normalisation over the last dimension.
 
@@ -247,7 +252,7 @@ def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
     Args:
         x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         weight: (H,), the dtype of x or float32; None for no scale.
-        eps: added to the mean square.
+        eps: added to the mean square; finite and at least 0.
         offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
         casting_mode: where roundings to the dtype of x happen: ``"llama"``, ``"gemma"`` or ``"none"``
             (see :mod:`liger.ops.rms_norm`).
@@ -256,13 +261,15 @@ def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
         y, of the shape and dtype of x. Differentiable in x and weight.
 
     Raises:
-        RuntimeError: mismatched shapes, dtypes or devices, or an unknown casting mode.
+        TypeError: an argument of another type.
+        RuntimeError: mismatched shapes, dtypes or devices, eps or offset out of range, or an unknown casting mode.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
     return _rms_norm(x, weight, eps, offset, casting_mode)[0]
 
 
+@_checked
 def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
     """Residual addition and root-mean-square normalisation in one pass.
 
@@ -277,6 +284,7 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_m
         (y, new_residual), both of the shape and dtype of x. Differentiable in x, residual and weight.
 
     Raises:
-        RuntimeError: mismatched shapes, dtypes or devices, or an unknown casting mode.
+        TypeError: an argument of another type.
+        RuntimeError: mismatched shapes, dtypes or devices, eps or offset out of range, or an unknown casting mode.
     """
     return _fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)[:2]

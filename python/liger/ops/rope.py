@@ -9,6 +9,7 @@ cos and sin have one value per entry, so cos1 and cos2 are usually, but need not
 import torch
 
 from ..backend import register_family
+from ._arguments import FLAG, INTEGER, arguments, check, check_floating, check_like, described, wrong_shape
 from ._autograd import (
     check_given_up,
     differentiable,
@@ -182,6 +183,26 @@ torch.library.register_vmap("liger::rope_backward", _batched(torch.ops.liger.rop
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+def check_heads_dim(op, unsqueeze_dim):
+    if unsqueeze_dim not in (1, 2):
+        raise ValueError(f"{op}: unsqueeze_dim is {described(unsqueeze_dim)}, expected 1 or 2")
+
+
+def check_heads(op, q, k, unsqueeze_dim):
+    """What check_rope asks of q and k, in the name of a function that makes its tables itself."""
+    check_heads_dim(op, unsqueeze_dim)
+    order = "(batch, heads, tokens, head_dim)" if unsqueeze_dim == 1 else "(batch, tokens, heads, head_dim)"
+    for name, x in (("q", q), ("k", k)):
+        if x.dim() != 4:
+            raise wrong_shape(op, name, x, order)
+    check_floating(op, "q", q)
+    check_like(op, "k", k, "q", q)
+    tokens = 3 - unsqueeze_dim
+    if any(k.shape[d] != q.shape[d] for d in (0, tokens, 3)):
+        raise wrong_shape(op, "k", k, f"the batch, tokens and head_dim of q, {tuple(q.shape)}")
+
+
+@arguments(late=True, unsqueeze_dim=INTEGER, interleaved=FLAG, inplace=FLAG)
 def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
     """Rotary position embedding of queries and keys, in one pass over both.
 
@@ -202,14 +223,18 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
         rounded once. Differentiable in q and k.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: unsqueeze_dim is neither 1 nor 2.
         RuntimeError: mismatched shapes, dtypes or devices, or cos or sin requires grad. With ``inplace``: q or k is a
             leaf that requires grad.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
-    if unsqueeze_dim not in (1, 2):
-        raise ValueError(f"rope: unsqueeze_dim is {unsqueeze_dim}, expected 1 or 2")
+    check_heads_dim("rope", unsqueeze_dim)
+    if inplace is not False:
+        check("rope", "inplace", inplace, FLAG)
+    if interleaved is not False:
+        check("rope", "interleaved", interleaved, FLAG)
     if unsqueeze_dim == 2:
         # Shapes are named in the errors as (batch, heads, tokens, head_dim), whatever the order here.
         q, k = _swap_heads("q", q), _swap_heads("k", k)

@@ -3,6 +3,7 @@
 import torch
 
 from ..backend import register_family
+from ._arguments import arguments
 from ._autograd import differentiable, differentiable_once
 from ._fakes import register_fake
 from ._vmap import to_front
@@ -66,6 +67,7 @@ def _(info, in_dims, x):
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(late=True)
 def softmax(x):
     """``exp(x) / sum(exp(x))`` over the last dimension, in float32 and rounded once.
 
@@ -80,6 +82,7 @@ def softmax(x):
         result, so that x can go.
 
     Raises:
+        TypeError: x is no tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
     Source of the single pass over long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax",

@@ -2,6 +2,7 @@
 
 from ..backend import register_family
 from . import _gated
+from ._arguments import FLAG, arguments
 
 _SILU = "silu"
 
@@ -59,6 +60,7 @@ _swiglu, _swiglu_packed = _gated.gated_forms("swiglu")
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(late=True, inplace=FLAG)
 def swiglu(gate, up, inplace=False):
     """``silu(gate) * up``, elementwise.
 
@@ -75,6 +77,7 @@ def swiglu(gate, up, inplace=False):
         A tensor of the shape, dtype and, where dense, strides of gate. Differentiable in gate and up.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices. With ``inplace``: gate or up is a leaf that requires grad.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
@@ -82,6 +85,7 @@ def swiglu(gate, up, inplace=False):
     return _swiglu((gate, up), inplace)
 
 
+@arguments(late=True, inplace=FLAG)
 def swiglu_packed(gate_up, inplace=False):
     """``silu(gate) * up`` of one tensor that holds gate and up side by side.
 
@@ -93,6 +97,7 @@ def swiglu_packed(gate_up, inplace=False):
         (..., I), contiguous, of the dtype of gate_up. Differentiable in gate_up.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in :func:`swiglu`.
     """
     return _swiglu_packed((gate_up,), inplace)

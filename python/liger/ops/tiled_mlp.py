@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..backend import register_portable
+from ._arguments import BYTES, INTEGER, TEXT, arguments
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from ._budget import check_budget_variable
@@ -280,6 +281,7 @@ _forward_op = differentiable(torch.ops.liger.tiled_mlp_forward.default, _setup, 
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+@arguments(optional=("up_weight",), activation=TEXT, num_shards=INTEGER, memory_budget=BYTES)
 def tiled_mlp(
     x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, activation="silu",
     num_shards=None, memory_budget=None,
@@ -312,6 +314,7 @@ def tiled_mlp(
         those that need no gradient.
 
     Raises:
+        TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, an unknown activation, fewer than one or more shards than
             tokens, a budget that is not positive.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.

@@ -1,0 +1,281 @@
+"""What public functions and modules ask of their arguments, before or where an op refuses them (docs/errors.md).
+
+:func:`arguments` decorates a public callable with a rule for each argument: of which Python type it must be, and in
+which range. What needs the tensors themselves (shapes, dtypes, devices) is asked by the ops, and by
+:func:`check_layer` where a public argument has another name than that of the op.
+"""
+
+import functools
+import inspect
+import math
+import numbers
+import reprlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.overrides import is_tensor_like
+
+from ._autograd import _meets_only_autograd
+
+
+class Rule(NamedTuple):
+    """What an argument must be: in words, of a type (else TypeError), and in a range."""
+
+    expected: str
+    of_type: Callable[[object], bool]
+    in_range: Callable[[object], bool] | None = None
+
+
+def _is_tensor(value):
+    # Also what stands for one in a trace, such as a torch.fx.Proxy.
+    return isinstance(value, torch.Tensor) or is_tensor_like(value)
+
+
+def _is_integer(value):
+    return isinstance(value, (int, torch.SymInt, numbers.Integral))
+
+
+def _is_number(value):
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
+
+
+def _is_divisor(value):
+    return _is_number(value) or _is_tensor(value)
+
+
+TENSOR = Rule("a tensor", _is_tensor)
+FLAG = Rule("True or False", lambda v: isinstance(v, (bool, torch.SymBool)))
+TEXT = Rule("a string", lambda v: isinstance(v, str))
+DTYPE = Rule("a torch.dtype", lambda v: isinstance(v, torch.dtype))
+FUNCTION = Rule("a function", callable)
+INTEGER = Rule("an integer", _is_integer)
+COUNT = Rule("a positive integer", _is_integer, lambda v: v > 0)
+BYTES = Rule("a positive number of bytes", _is_integer, lambda v: v > 0)
+FINITE = Rule("a finite value", _is_number, lambda v: -math.inf < v < math.inf)
+NOT_NEGATIVE = Rule("a finite value of at least 0", _is_number, lambda v: 0.0 <= v < math.inf)
+POSITIVE = Rule("a positive, finite value", _is_number, lambda v: 0.0 < v < math.inf)
+FRACTION = Rule("a value between 0 and 1", _is_number, lambda v: 0.0 <= v <= 1.0)
+DIVISOR = Rule(
+    "a positive, finite number or a tensor with one element",
+    _is_divisor,
+    lambda v: _is_tensor(v) or 0.0 < v < math.inf,
+)
+SIZES = Rule(
+    "a positive integer or a list of them",
+    lambda v: _is_integer(v) or (isinstance(v, (list, tuple)) and all(map(_is_integer, v))),
+    lambda v: v > 0 if _is_integer(v) else len(v) > 0 and min(v) > 0,
+)
+NAMES = Rule("names", lambda v: isinstance(v, (list, tuple)) and all(isinstance(name, str) for name in v))
+ITEMS = Rule(
+    "a finite number of at least 0 or a tensor with one element",
+    _is_divisor,
+    lambda v: _is_tensor(v) or 0.0 <= v < math.inf,
+)
+NUMBER_OR_TENSOR = Rule(
+    "a finite number or a tensor with one element",
+    _is_divisor,
+    lambda v: _is_tensor(v) or -math.inf < v < math.inf,
+)
+ANYTHING = Rule("anything", lambda v: True)
+
+# The options of everything that has a projection to classes.
+HEAD = {
+    "ignore_index": INTEGER,
+    "temperature": POSITIVE,
+    "softcap": POSITIVE,
+    "accum_dtype": DTYPE,
+    "memory_budget": BYTES,
+}
+# Metrics of the losses that return them when asked.
+RETURNS = {
+    f"return_{name}": FLAG
+    for name in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy", "argmax")
+}
+
+
+def described(value):
+    """A value in the words of an error message."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and dtype {dtype_name(value.dtype)}"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return reprlib.repr(value)
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def check(op, name, value, rule, optional=False, error=RuntimeError):
+    """Raises TypeError for a value of another type, ``error`` for one out of range; None passes if ``optional``."""
+    if value is None and optional:
+        return
+    if not rule.of_type(value):
+        kind = TypeError
+    elif rule.in_range is not None and not rule.in_range(value):
+        kind = error
+    else:
+        return
+    expected = f"{rule.expected} or None" if optional else rule.expected
+    raise kind(f"{op}: {name} is {described(value)}, expected {expected}")
+
+
+def arguments(*, late=False, error=RuntimeError, optional=(), **rules):
+    """Decorator of a public function or method: the rules of its arguments by name; :data:`TENSOR` where none is given.
+
+    Rules of arguments that the function does not have are ignored, so that groups of them can be shared. An argument
+    may be None where that is its default, or where ``optional`` names it.
+
+    Args:
+        late: the function itself refuses whatever the rules refuse, so that they are looked at only once it has raised,
+            for words that name the argument. For ops whose host time counts.
+        error: what is raised for a value out of range.
+
+    Errors name the function, and of a method the class of its object.
+    """
+
+    def decorate(function):
+        parameters = inspect.signature(function).parameters
+        of_method = next(iter(parameters)) == "self"
+        by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        known = {
+            name: (name, rules.get(name, TENSOR), parameter.default is None or name in optional)
+            for name, parameter in parameters.items()
+            if name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        }
+        in_order = tuple(known[name] for name in known if parameters[name].kind in by_position)
+
+        def check_all(args, keywords):
+            op = type(args[0]).__name__ if of_method else function.__name__
+            for (name, rule, may_be_none), value in zip(in_order, args[of_method:], strict=False):
+                check(op, name, value, rule, may_be_none, error)
+            for given, value in keywords.items():
+                # Python itself refuses the keywords that are not known.
+                if given in known:
+                    name, rule, may_be_none = known[given]
+                    check(op, name, value, rule, may_be_none, error)
+
+        @functools.wraps(function)
+        def checked(*args, **keywords):
+            check_all(args, keywords)
+            return function(*args, **keywords)
+
+        @functools.wraps(function)
+        def explained(*args, **keywords):
+            try:
+                return function(*args, **keywords)
+            except (TypeError, AttributeError, RuntimeError):
+                check_all(args, keywords)
+                raise
+
+        return explained if late else checked
+
+    return decorate
+
+
+# --- what needs the tensors ---------------------------------------------------------------------------------------
+
+
+def wrong_shape(op, name, tensor, expected):
+    return RuntimeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+
+def wrong_dtype(op, name, tensor, expected):
+    return RuntimeError(f"{op}: {name} has dtype {dtype_name(tensor.dtype)}, expected {expected}")
+
+
+def check_floating(op, name, tensor):
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise wrong_dtype(op, name, tensor, "float16, bfloat16, float32 or float64")
+
+
+def check_indices(op, name, tensor):
+    if tensor.dtype not in (torch.int64, torch.int32):
+        raise wrong_dtype(op, name, tensor, "int64 or int32 class indices")
+
+
+def check_device(op, name, tensor, other_name, other):
+    if tensor.device != other.device:
+        raise RuntimeError(
+            f"{op}: {name} is on {tensor.device}, expected the device of {other_name}, {other.device}"
+        )
+
+
+def check_like(op, name, tensor, other_name, other):
+    """Of one dtype and on one device."""
+    if tensor.dtype != other.dtype:
+        raise wrong_dtype(op, name, tensor, f"that of {other_name}, {dtype_name(other.dtype)}")
+    check_device(op, name, tensor, other_name, other)
+
+
+def check_shape(op, name, tensor, expected, of):
+    if tensor.shape != expected:
+        raise wrong_shape(op, name, tensor, f"{tuple(expected)}, {of}")
+
+
+def check_divisor(op, name, tensor):
+    """One element of a floating dtype or an integer."""
+    if tensor.numel() != 1:
+        raise wrong_shape(op, name, tensor, "one element")
+    if tensor.dtype not in (torch.int64, torch.int32) and not tensor.is_floating_point():
+        raise wrong_dtype(op, name, tensor, "a floating dtype, int64 or int32")
+
+
+class LayerNames(NamedTuple):
+    """What a public function calls the tensors of a projection to classes."""
+
+    input: str = "input"
+    weight: str = "weight"
+    target: str = "target"
+    bias: str = "bias"
+
+
+def check_layer(op, names, input, weight, bias, target=None):
+    """Raises RuntimeError for tensors that make no projection to classes, in the names of a public function.
+
+    Args:
+        op: the public name.
+        names: :class:`LayerNames`.
+        input: (..., H).
+        weight, bias: (V, H), and (V,) or None.
+        target: (...), or None.
+    """
+    check_floating(op, names.input, input)
+    if input.dim() == 0:
+        raise wrong_shape(op, names.input, input, "at least one dimension")
+    hidden = input.shape[-1]
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden:
+        expected = f"(vocab, hidden) of at least one row, with the hidden size of {names.input}, {hidden}"
+        raise wrong_shape(op, names.weight, weight, expected)
+    check_like(op, names.weight, weight, names.input, input)
+    if bias is not None:
+        check_shape(op, names.bias, bias, weight.shape[:1], f"one value per row of {names.weight}")
+        check_like(op, names.bias, bias, names.input, input)
+    if target is not None:
+        check_indices(op, names.target, target)
+        check_shape(op, names.target, target, input.shape[:-1], f"one class index per row of {names.input}")
+        check_device(op, names.target, target, names.input, input)
+
+
+def check_classes(op, name, classes, vocab, ignore_index=None):
+    """Raises RuntimeError for the first class out of range. On a GPU, where that would mean waiting, nothing."""
+    if classes.device.type != "cpu":
+        return
+    bad = (classes < 0) | (classes >= vocab)
+    if ignore_index is not None:
+        bad &= classes != ignore_index
+    if bad.any():
+        place = tuple(bad.nonzero()[0].tolist())
+        where = f"row {place[0]}" if len(place) == 1 else f"index {place}"
+        or_ignored = "" if ignore_index is None else f" or ignore_index {ignore_index}"
+        raise RuntimeError(
+            f"{op}: {name} at {where} is {int(classes[place])}, expected 0 <= {name} < {vocab}{or_ignored}"
+        )
+
+
+def check_given_classes(*arguments):
+    """:func:`check_classes` of a public function: not where something but autograd looks on, which has no data yet or
+    must not see them. The ops under it check again, in their own names."""
+    if _meets_only_autograd(arguments[2:3]):
+        check_classes(*arguments)

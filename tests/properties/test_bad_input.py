@@ -1,0 +1,210 @@
+"""Whatever is wrong with one argument of a public callable, the error names the callable and the argument.
+
+The arguments come from the signatures and from tests/public_callables.py, so that a callable is covered by being
+registered there. docs/errors.md says which exception is raised when.
+"""
+
+import inspect
+import math
+import re
+
+import pytest
+import torch
+from public_callables import CASES, arguments
+
+import liger
+
+# One case of each public callable.
+FIRST = {case.public: name for name, case in reversed(CASES.items())}
+PUBLIC = {public: name for public, name in FIRST.items() if not public.startswith("nn.")}
+LOSSES = [public for public in PUBLIC if public.startswith("losses.")]
+MODULES = [public for public in FIRST if public.startswith("nn.")]
+
+# Numbers that may be negative, or infinite.
+SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl"}
+# Of these any object may be right, and torch judges them.
+OPAQUE = {"device", "config", "function", "arguments", "keywords", "parameters"}
+
+
+def public(name):
+    found = liger
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def parameters_of(function):
+    return {
+        name: parameter
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in ("self", *OPAQUE)
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+
+
+def constructor_of(cls):
+    """The options of a class and of those that it hands the rest to."""
+    found = {}
+    for base in cls.__mro__:
+        if base.__module__.startswith("liger.") and "__init__" in vars(base):
+            found = parameters_of(base.__init__) | found
+    return found
+
+
+def refused(call, op, argument, value):
+    """Asserts that the call raises, naming both."""
+    try:
+        result = call()
+    except (TypeError, ValueError, RuntimeError) as error:
+        message = str(error).splitlines()[0]
+        if f"multiple values for keyword argument '{argument}'" in message:
+            return  # The class decides it itself.
+        assert op in message, f"{argument}={value!r}: {type(error).__name__}: {message}"
+        named = re.search(rf"(?<![a-z]){argument}(?![a-z])", message)
+        assert named, f"{argument}={value!r}: {type(error).__name__}: {message}"
+        return
+    raise AssertionError(f"{op} takes {argument}={value!r} and returns {result!r}")
+
+
+def wrong_tensors(tensor):
+    """What no public callable takes in the place of a tensor."""
+    yield "text"
+    yield 3.5 if tensor.dim() else [1.0]
+    yield tensor.to(torch.float32 if tensor.is_complex() else torch.complex64)
+    yield tensor.new_zeros(() if tensor.dim() else 2)
+
+
+def wrong_options(name, default):
+    """What no option takes, by its default."""
+    if isinstance(default, bool):
+        yield from ("yes", None, 2)
+    elif isinstance(default, int):
+        yield from ("3", 1.5, None)
+        if name not in SIGNED:
+            yield -1
+    elif isinstance(default, float):
+        yield from ("3", None, math.nan, math.inf, 1j)
+        if name not in SIGNED:
+            yield -1.0
+    elif isinstance(default, str):
+        yield from ("nonsense", 3, None)
+    elif default is None:
+        yield from ("nonsense", torch.zeros(2, 3, 1, 2), [1, "2"])
+    elif isinstance(default, tuple):
+        yield from (3, ("nonsense",))
+    else:
+        raise AssertionError(f"{name} has the default {default!r}, of which this table knows nothing")
+
+
+def function_of(name):
+    """(the function or forward whose signature counts, how the case is called, the name in errors)"""
+    found, case = public(name), CASES[PUBLIC[name]]
+    if isinstance(found, type):
+        return found.forward, case.call, found.__name__
+    # The cases of some functions wrap them: here their arguments are given as they are.
+    return found, found, name
+
+
+def given_to(name):
+    given = arguments(PUBLIC[name], requires_grad=False)
+    if name == "tiled":
+        weight = given.pop("weight")
+        given["function"] = lambda part: part @ weight.t()
+    return given
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_tensors(name):
+    signature, call, op = function_of(name)
+    given = given_to(name)
+    for argument, parameter in parameters_of(signature).items():
+        if not isinstance(given.get(argument), torch.Tensor):
+            continue
+        bad = list(wrong_tensors(given[argument]))
+        if parameter.default is parameter.empty and argument not in ("up_weight", "attention_mask"):
+            bad.append(None)
+        for value in bad:
+            if name == "tiled" and isinstance(value, torch.Tensor) and value.is_complex():
+                continue  # The function may take it.
+            refused(lambda a=argument, v=value: call(**{**given, a: v}), op, argument, value)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_options(name):
+    signature, call, op = function_of(name)
+    given = given_to(name)
+    for argument, parameter in parameters_of(signature).items():
+        if isinstance(given.get(argument), torch.Tensor):
+            continue
+        default = given[argument] if parameter.default is parameter.empty else parameter.default
+        if isinstance(default, list):
+            default = tuple(default)
+        for value in wrong_options(argument, default):
+            refused(lambda a=argument, v=value: call(**{**given, a: v}), op, argument, value)
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *MODULES])
+def test_options_of_constructors(name):
+    cls = public(name)
+    config = type("Config", (), {"hidden_size": 8, "intermediate_size": 8, "hidden_act": "silu"})
+    if "GEGLU" in name:
+        config.hidden_act = "gelu"
+    required = {
+        "normalized_shape": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "vocab_size": 8,
+        "config": config,
+    }
+    options = constructor_of(cls)
+    needed = {n: v for n, v in required.items() if n in inspect.signature(cls).parameters}
+    for argument, parameter in options.items():
+        default = needed.get(argument, 8) if parameter.default is parameter.empty else parameter.default
+        if parameter.default is parameter.empty and argument not in needed:
+            continue
+        for value in wrong_options(argument, default):
+            if argument == "normalized_shape" and value is None:
+                continue
+            refused(lambda a=argument, v=value: cls(**{**needed, a: v}), cls.__name__, argument, value)
+
+
+# What a module calls, in whose name it may raise.
+CALLED = {
+    "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "ApplyRotaryEmb": "rope", "CrossEntropyLoss": "cross_entropy",
+    "FusedLinearCrossEntropyLoss": "fused_linear_ce", "TiledSwiGLUMLP": "tiled_mlp", "TiledGEGLUMLP": "tiled_mlp",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_inputs_of_modules(name):
+    cls = public(name)
+    case, given = CASES[FIRST[name]], arguments(FIRST[name], requires_grad=False)
+    for argument, parameter in parameters_of(cls.forward).items():
+        if parameter.default is not parameter.empty or argument not in given:
+            continue
+        for value in ("text", 3.5, None):
+            try:
+                case.call(**{**given, argument: value})
+            except TypeError as error:
+                op = next(
+                    (op for op in (cls.__name__, CALLED.get(cls.__name__)) if f"{op}: " in str(error)), None
+                )
+                assert op and f"{argument} is " in str(error), f"{argument}={value!r}: {error}"
+            else:
+                raise AssertionError(f"{name} takes {argument}={value!r}")
+
+
+def test_what_is_read_from_the_environment(monkeypatch):
+    for name, read in (
+        ("TRITON_INTERPRET", liger.backend.triton_interpreted),
+        ("LIGER_CHECK_TARGETS", liger.backend.targets_checked),
+    ):
+        for text, value in (("0", False), ("1", True), ("", False)):
+            monkeypatch.setenv(name, text)
+            assert read() is value
+        for text in ("2", "banana", "true", " 1"):
+            monkeypatch.setenv(name, text)
+            with pytest.raises(ValueError, match=f"{name}: expected 0 or 1, got '{text}'"):
+                read()
+        monkeypatch.delenv(name)
+        assert read() is False
