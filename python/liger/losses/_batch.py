@@ -162,6 +162,11 @@ def either(condition, yes, no, like):
 
 def as_scalar(name, value, batch):
     """A number, or a tensor of one element, as a scalar of float32 or wider on the device of the batch."""
+    if isinstance(value, torch.Tensor) and value.is_meta and not batch.hidden.is_meta:
+        # Nothing could be copied from there.
+        raise RuntimeError(
+            f"{batch.op}: {name} is on meta, expected the device of the hidden states, {batch.hidden.device}"
+        )
     device, wide = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=wide, device=device)

@@ -34,7 +34,7 @@ from ._divergence_torch import (
     divergence_forward__torch,
     divergence_forward_torch,
 )
-from ._fakes import register_fake
+from ._fakes import check_one_device, register_fake
 from .cross_entropy import denominator_tensor, refuse_gradients
 from .rescale import scaled_by_upstream
 from .rms_norm import accumulate_dtype
@@ -169,6 +169,9 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
 
     On the device of the rows: no synchronisation.
     """
+    check_one_device(
+        op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
+    )
     if reduction not in REDUCTIONS:
         raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
     if token_weight is not None:
