@@ -215,8 +215,8 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
         unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's apply_rotary_pos_emb.
         interleaved: pairs are entries (2i, 2i + 1) instead of (i, i + R/2).
         inplace: the results take the memory of q and k, whose old values are lost: neither may be used afterwards, and
-            autograd raises where it needs their old values. Has no effect in compiled code, or where q and k share
-            memory or overlap themselves.
+            autograd raises where it needs their old values. Has no effect in compiled code, under the transforms of
+            torch.func, or where q and k share memory or overlap themselves.
 
     Returns:
         (q, k) rotated: new tensors (unless ``inplace``), dense ones with the strides of q and k. Computed in float32,
