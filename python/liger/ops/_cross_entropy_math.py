@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from ._rows import block_rows
 from .rms_norm import accumulate_dtype
 
 
@@ -64,6 +65,11 @@ class RowRule:
         if reduction == "mean":
             return self.weight.sum()
         return torch.ones((), dtype=self.wide, device=self.index.device)
+
+    @property
+    def unweighted(self):
+        """Whether the weights of the probabilities in the gradient are 1 in all rows that it is not nan or 0 in."""
+        return self.class_weight is None and self.label_smoothing == 0.0 and self.lse_square_scale == 0.0
 
     def capped(self, logits):
         z = logits.to(self.wide)
@@ -138,12 +144,20 @@ class RowResults:
         self.predicted = buffer(metrics.predicted_tokens or metrics.token_accuracy, torch.int64)
         self.logprobs, self.entropy = buffer(metrics.logprobs), buffer(metrics.entropy)
 
-    def fill(self, block, logits):
-        """Computes rows ``block`` from their logits; returns z."""
+    def fill(self, block, logits, probabilities=None):
+        """Computes rows ``block`` from their logits; returns z.
+
+        ``probabilities``, of the shape of the logits in the wide dtype, takes their softmax, for the gradient.
+        """
         rule, metrics = self.rule, self.metrics
         live = rule.live[block]
         z = rule.capped(logits)
-        lse = torch.logsumexp(z, -1)
+        if probabilities is None:
+            lse = torch.logsumexp(z, -1)
+        else:
+            # The largest is one over the sum of exponentials, and at least one over the number of classes.
+            torch.softmax(z, -1, out=probabilities)
+            lse = z.amax(-1) - probabilities.amax(-1).log_()
         logp = z.gather(1, rule.index[block].unsqueeze(1)).squeeze(1) - lse
         total = None
         if rule.label_smoothing != 0.0:
@@ -222,19 +236,44 @@ def row_upstream(rule, block, upstream):
     return torch.where(rule.valid[block], upstream, torch.nan)
 
 
-def row_gradient(rule, block, z, lse, upstream):
+def row_gradient(rule, block, z, lse, upstream, probabilities=None, out=None):
     """d(loss)/d(logits) of rows ``block`` in the wide dtype, from their capped logits z.
 
-    ``upstream`` holds the gradient with respect to each row's loss, or is a scalar for all of them.
+    ``upstream`` holds the gradient with respect to each row's loss, or is a scalar for all of them. ``probabilities``
+    is the softmax of z where that is known, and is written over. ``out``, of the wide dtype, takes the gradient.
     """
     scale, hard, per_class = gradient_weights(rule, block, lse)
-    grad = (z - lse.unsqueeze(1)).exp_()
-    grad.mul_(scale.unsqueeze(1))
+    grad = (z - lse.unsqueeze(1)).exp_() if probabilities is None else probabilities
+    if not rule.unweighted:
+        grad.mul_(scale.unsqueeze(1))
     if per_class != 0.0:
         grad.sub_(per_class * (1.0 if rule.class_weight is None else rule.class_weight))
     index = rule.index[block].unsqueeze(1)
     grad.scatter_(1, index, grad.gather(1, index) - hard.unsqueeze(1))
     if rule.softcap is not None:
         grad.mul_(1.0 - (z / rule.softcap).square_())
-    grad.mul_(row_upstream(rule, block, upstream).unsqueeze(1))
-    return grad.masked_fill_(~rule.live[block].unsqueeze(1), 0.0)
+    grad = torch.mul(grad, row_upstream(rule, block, upstream).unsqueeze(1), out=grad if out is None else out)
+    live = rule.live[block]
+    # A GPU would have to be waited for.
+    if live.device.type == "cpu" and live.all():
+        return grad
+    return grad.masked_fill_(~live.unsqueeze(1), 0.0)
+
+
+class GradientRows:
+    """Writes the loss and the gradient of logits, block by block, with one memory for the probabilities of all."""
+
+    def __init__(self, rule, results, upstream):
+        self.rule, self.results, self.upstream, self._memory = rule, results, upstream, None
+
+    def write(self, out, block, logits):
+        """Fills the results of rows ``block`` from their logits, and ``out``, maybe the logits, with the gradient."""
+        if self._memory is None:
+            shape = block_rows(logits), logits.shape[1]
+            self._memory = torch.empty(shape, dtype=self.rule.wide, device=logits.device)
+        p = self._memory[: logits.shape[0]]
+        z = self.results.fill(block, logits, p)
+        wide = out if out.dtype == self.rule.wide else None
+        grad = row_gradient(self.rule, block, z, self.results.lse[block], self.upstream, p, wide)
+        if wide is None:
+            out.copy_(grad)
