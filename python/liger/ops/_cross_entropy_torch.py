@@ -5,7 +5,7 @@ It works on blocks of rows, so that the float32 temporaries stay small beside th
 
 import torch
 
-from ._cross_entropy_math import GradientRows, Metrics, RowResults, make_rule, row_gradient
+from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
 from ._rows import row_blocks
 
 
@@ -23,12 +23,12 @@ def _forward(
     )  # fmt: skip
     results = RowResults(rule, Metrics(*wanted))
     used_denominator = rule.denominator(denominator, reduction)
-    with_gradient = GradientRows(rule, results, 1.0 / used_denominator)
+    upstream = 1.0 / used_denominator
     for block in row_blocks(logits):
         if gradient is None:
             results.fill(block, logits[block])
         else:
-            with_gradient.write(gradient[block], block, logits[block])
+            results.fill_with_gradient(block, logits[block], upstream, gradient[block])
     return *results.reduced(used_denominator, reduction), results.lse, used_denominator
 
 

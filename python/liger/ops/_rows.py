@@ -7,13 +7,10 @@ _CPU_BLOCK = 1 << 17
 _GPU_BLOCK = 1 << 25
 
 
-def block_rows(x):
-    """How many rows of x have a bounded number of elements; at least one."""
-    elements = _CPU_BLOCK * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BLOCK
-    return max(1, elements // max(1, x[:1].numel()))
-
-
 def row_blocks(x, start=0, stop=None):
-    """Slices that cover rows ``start`` to ``stop`` of x, each of :func:`block_rows`."""
-    stop, step = x.shape[0] if stop is None else stop, block_rows(x)
+    """Slices that cover rows ``start`` to ``stop`` of x, each of a bounded number of elements (at least one row)."""
+    stop = x.shape[0] if stop is None else stop
+    row = x[:1].numel()
+    elements = _CPU_BLOCK * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BLOCK
+    step = max(1, elements // max(1, row))
     return (slice(begin, min(begin + step, stop)) for begin in range(start, stop, step))

@@ -15,7 +15,7 @@ from ._arguments import arguments
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
-from ._cross_entropy_math import GradientRows, Metrics, RowResults, at_original_rows, make_rule
+from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule
 from ._fakes import register_fake
 from ._made_gradients import gradients_in_forward
 from ._products import without_ignored
@@ -92,7 +92,6 @@ def fused_linear_ce_forward_torch(
 
     # One memory for the logits of all chunks, whose gradient takes their place.
     memory = input.new_empty(min(chunk_rows, computed), vocab)
-    with_gradient = GradientRows(rule, results, upstream)
     # Autocast would cast the operands of the products below a second time.
     with torch.autocast(input.device.type, enabled=False):
         for start in range(0, computed, max(1, chunk_rows)):
@@ -106,7 +105,7 @@ def fused_linear_ce_forward_torch(
             for block in row_blocks(logits):
                 here = slice(start + block.start, start + block.stop)
                 if need_grad_input or grad_weight is not None or need_bias:
-                    with_gradient.write(logits[block], here, logits[block])
+                    results.fill_with_gradient(here, logits[block], upstream, logits[block])
                 else:
                     results.fill(here, logits[block])
             if grad_weight is not None:
