@@ -35,14 +35,20 @@ def _rotate(x, cos, sin, interleaved, backward):
     cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
     cos1, cos2, sin1, sin2 = cos[..., first], cos[..., second], sin[..., first], sin[..., second]
     out = torch.empty_like(x)
-    if backward:
-        out[..., first] = x1 * cos1 + x2 * sin2
-        out[..., second] = x2 * cos2 - x1 * sin1
-    else:
-        out[..., first] = x1 * cos1 - x2 * sin1
-        out[..., second] = x2 * cos2 + x1 * sin2
-    out[..., rotary:] = x[..., rotary:]
+    sin_of_second, sin_of_first = (sin2, -sin1) if backward else (-sin1, sin2)
+    _write_sum(out[..., first], x1, cos1, x2, sin_of_second)
+    _write_sum(out[..., second], x2, cos2, x1, sin_of_first)
+    if rotary < x.shape[-1]:
+        out[..., rotary:] = x[..., rotary:]
     return out
+
+
+def _write_sum(out, a, b, c, d):
+    """``out = a * b + c * d``, rounded once."""
+    if out.dtype == a.dtype:
+        torch.mul(a, b, out=out).addcmul_(c, d)
+    else:
+        out.copy_((a * b).addcmul_(c, d))
 
 
 # --- torch backend ----------------------------------------------------------------------------------------------
