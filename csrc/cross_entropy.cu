@@ -9,6 +9,7 @@
 #include <string>
 #include <tuple>
 
+#include "common/check_parts.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
 #include "kernels/cross_entropy.cuh"
@@ -285,6 +286,9 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
           shape_text(grad_loss), ", expected () or (", rows, ",)");
   require(used_denominator.numel() == 1 && used_denominator.scalar_type() == ScalarType::Float, op,
           ": used_denominator has shape ", shape_text(used_denominator), ", expected one float32");
+  check_same_device(op, "grad_loss", grad_loss, "logits", like);
+  check_same_device(op, "lse", lse, "logits", like);
+  check_same_device(op, "used_denominator", used_denominator, "logits", like);
   if (rows == 0 || vocab == 0) return;
   CrossEntropyOptions options(target, ce_weight, token_weight, vocab, ignore_index, label_smoothing,
                               lse_square_scale, softcap);

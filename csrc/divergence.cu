@@ -4,6 +4,7 @@
 #include <climits>
 #include <tuple>
 
+#include "common/check_parts.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
 #include "cross_entropy.h"
@@ -222,6 +223,8 @@ void check_for_backward(const char* op, const Tensor& student, const Tensor& gra
   require(stats.scalar_type() == ScalarType::Float && stats.dim() == 2 && stats.size(0) == 5 &&
               stats.size(1) == rows,
           op, ": stats has shape ", describe(stats), ", expected float32 with 5 values per row of student");
+  check_same_device(op, "grad_loss", grad_loss, "student", student);
+  check_same_device(op, "stats", stats, "student", student);
 }
 
 Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const Tensor& teacher,

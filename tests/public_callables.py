@@ -132,6 +132,20 @@ _add(
 _add("softmax", liger.softmax, _tensors(x=X), "x")
 _add("relu_squared", liger.relu_squared, _tensors(x=X), "x")
 _add("swiglu", liger.swiglu, _tensors(gate=X, up=X), "gate up")
+_add(
+    "swiglu inplace",
+    lambda gate, up: liger.swiglu(gate * 1, up * 1, inplace=True),
+    _tensors(gate=X, up=X),
+    "gate up",
+    public="swiglu",
+)
+_add(
+    "swiglu_packed inplace",
+    lambda gate_up: liger.swiglu_packed(gate_up * 1, inplace=True),
+    _tensors(gate_up=X),
+    "gate_up",
+    public="swiglu_packed",
+)
 _add("swiglu_packed", liger.swiglu_packed, _tensors(gate_up=X), "gate_up")
 _add("geglu", liger.geglu, _tensors(gate=X, up=X), "gate up")
 _add("geglu tanh", liger.geglu, _with(_tensors(gate=X, up=X), approximate="tanh"), "gate up", public="geglu")
@@ -159,6 +173,14 @@ def _complex_rope(device, dtype):
 
 
 _add("rope", liger.rope, _rotary, "q k")
+# In place, what is given up may not be a leaf.
+_add(
+    "rope inplace",
+    lambda q, k, cos, sin: liger.rope(q * 1, k * 1, cos, sin, inplace=True),
+    _rotary,
+    "q k",
+    public="rope",
+)
 _add("mrope", liger.mrope, _mrope, "q k")
 _add("complex_rope", liger.complex_rope, _complex_rope, "q k")
 
@@ -198,6 +220,7 @@ for _name, _options in {
     " options": _CE_OPTIONS,
     " none": {"reduction": "none"},
     " inplace": {"inplace": True},
+    " none inplace": {"reduction": "none", "inplace": True},
 }.items():
     _add(
         f"cross_entropy{_name}",
@@ -563,12 +586,12 @@ for _name, _loss, _make in (
 
 def _module(build, inputs, parameters):
     """(call, make) of a module: ``inputs`` makes its arguments, ``parameters`` are theirs by name."""
-    shapes = {name: p.shape for name, p in build(device="meta").named_parameters()}
+    module = build(device="meta")
+    shapes = {name: p.shape for name, p in module.named_parameters()}
     assert set(shapes) == set(parameters.split()), shapes
 
     def call(**given):
         own = {name: given[name.replace(".", "_")] for name in shapes}
-        module = build(device=next(iter(own.values())).device, dtype=next(iter(own.values())).dtype)
         rest = {k: v for k, v in given.items() if k not in {name.replace(".", "_") for name in shapes}}
         return torch.func.functional_call(module, own, tuple(rest.values()))
 

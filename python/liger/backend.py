@@ -135,6 +135,12 @@ def register_portable(kernels):
 
 # Compute capability of each visible device; empty until torch initialises CUDA, which importing must not cause.
 _capabilities = []
+_cuda_initialised = False
+
+
+@functools.lru_cache(None)
+def _triton_version():
+    return importlib.metadata.version("triton")
 
 
 @functools.lru_cache(None)
@@ -215,7 +221,7 @@ def supported(backend, family, capabilities=None):
             return False, "this torch has no CUDA and TRITON_INTERPRET is not 1"
         if old:
             return False, f"a device has {_dotted(old[0])}, the kernels need 8.0"
-        return True, f"triton {importlib.metadata.version('triton')}"
+        return True, f"triton {_triton_version()}"
     raise ValueError(f"liger: unknown backend '{backend}', expected one of {', '.join(('auto', *BACKENDS))}")
 
 
@@ -281,7 +287,8 @@ def _apply(family, wanted):
         family._override._destroy()
         family._override = None
     if kernels is not None:
-        keys = (["CUDA"] if torch.version.cuda else []) + (
+        # Before CUDA is initialised there are no CUDA tensors to serve.
+        keys = (["CUDA"] if _cuda_initialised else []) + (
             ["CPU"] if backend == "triton" and triton_interpreted() else []
         )
         if keys:
@@ -342,6 +349,8 @@ def backend_report():
 
 
 def _on_cuda_initialised():
+    global _cuda_initialised
+    _cuda_initialised = True
     _capabilities[:] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     _apply_all(*_requested)
 

@@ -89,11 +89,13 @@ class Batch:
         if max_length is not None and max_length < 0:
             raise RuntimeError(f"{op}: max_length is {max_length}, expected the longest length")
         tokens = self.target.shape[0]
-        self.shape = torch.Size((cu_seqlens.shape[0] - 1, tokens if max_length is None else max_length))
+        length = tokens if max_length is None or tokens == 0 else max_length
+        self.shape = torch.Size((cu_seqlens.shape[0] - 1, length))
         self.fits = torch.ops.liger_losses.check_packing.default(op, cu_seqlens, tokens, self.shape[1])
         starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
         places = starts + torch.arange(self.shape[1], device=cu_seqlens.device)
-        inside = places < ends
+        # Lengths that do not fit may not lead out of the batch before the loss is nan.
+        inside = (places >= 0) & (places < ends.clamp(max=tokens))
         self.places = torch.where(inside, places, 0).long()
         self.live = inside & self.placed(live)
         rows = torch.arange(tokens, device=cu_seqlens.device)

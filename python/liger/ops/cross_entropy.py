@@ -15,10 +15,10 @@ from ._autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    graph_is_kept,
     is_traced,
     may_write_saved,
     own_their_memory,
+    refuse_made,
     wants_grad,
 )
 from ._cross_entropy_math import Metrics
@@ -29,7 +29,7 @@ from ._cross_entropy_torch import (
     cross_entropy_forward_torch,
 )
 from ._fakes import register_fake
-from .rescale import rescale, rescale_
+from .rescale import scaled_by_upstream
 from .rms_norm import accumulate_dtype
 
 
@@ -137,7 +137,8 @@ def _setup(ctx, inputs, output):
     # Per-row upstream gradients are for a second look at the logits; so is a graph traced without grad mode.
     ctx.made = inputs[-1] and inputs[_REDUCTION] != "none"
     _save(ctx, inputs, *output[6:])
-    ctx.mark_non_differentiable(*output[1:])
+    # A made gradient counts as differentiable: refuse_made says why.
+    ctx.mark_non_differentiable(*(output[1:-1] if ctx.made else output[1:]))
     ctx.set_materialize_grads(False)
 
 
@@ -155,18 +156,15 @@ def _save(ctx, inputs, lse, used_denominator, grad_logits):
 
 
 @differentiable_once("cross_entropy")
-def _backward(ctx, grad_loss, *_grad_others):
+def _backward(ctx, grad_loss, *grad_others):
+    refuse_made("cross_entropy", grad_others)
     if grad_loss is None:
         grad_logits = None
     elif not ctx.made:
         backward = torch.ops.liger.cross_entropy_backward.default
         grad_logits = backward(grad_loss, *ctx.saved_tensors, *ctx.options)
     else:
-        (grad_logits,) = ctx.saved_tensors
-        if may_write_saved(grad_logits):
-            rescale_(grad_logits, grad_loss)
-        else:
-            grad_logits = rescale(grad_logits, grad_loss)
+        (grad_logits,) = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
     return grad_logits, *(None,) * 15
 
 
@@ -198,17 +196,15 @@ class _Inplace(torch.autograd.Function):
         return output[:6]
 
     @staticmethod
+    @differentiable_once("cross_entropy")
     def backward(ctx, grad_loss, *_grad_others):
-        if grad_loss is None or graph_is_kept():
+        if grad_loss is None or ctx.made or not may_write_saved(ctx):
             grad_logits = _backward(ctx, grad_loss)[0]
         else:
             logits, *others = ctx.saved_tensors
             # Without the history of the logits, which is no part of the gradient.
             grad_logits = logits.detach()
-            if ctx.made:
-                rescale_(grad_logits, grad_loss)
-            else:
-                _backward_op_(grad_loss, grad_logits, *others, *ctx.options)
+            _backward_op_(grad_loss, grad_logits, *others, *ctx.options)
         return None, grad_logits, *(None,) * 14
 
 

@@ -25,7 +25,7 @@ from ._autograd import (
     differentiable_once,
     forbid_autograd,
     is_traced,
-    may_write_saved,
+    refuse_made,
     wants_grad,
 )
 from ._divergence_torch import (
@@ -36,7 +36,7 @@ from ._divergence_torch import (
 )
 from ._fakes import register_fake
 from .cross_entropy import denominator_tensor, refuse_gradients
-from .rescale import rescale, rescale_
+from .rescale import scaled_by_upstream
 from .rms_norm import accumulate_dtype
 
 register_family(
@@ -103,12 +103,14 @@ def _setup(ctx, inputs, output):
         ctx.save_for_backward(output[2])
     else:
         ctx.save_for_backward(student, teacher, target, row_weight, output[1])
-    ctx.mark_non_differentiable(*output[1:])
+    # A made gradient counts as differentiable: refuse_made says why.
+    ctx.mark_non_differentiable(*(output[1:2] if ctx.made else output[1:]))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("divergence")
-def _backward(ctx, grad_loss, *_grad_others):
+def _backward(ctx, grad_loss, *grad_others):
+    refuse_made("divergence", grad_others)
     if grad_loss is None:
         grad_student = None
     elif not ctx.made:
@@ -117,11 +119,7 @@ def _backward(ctx, grad_loss, *_grad_others):
         backward = torch.ops.liger.divergence_backward.default
         grad_student = backward(of_rows, student, teacher, target, stats, *ctx.options)
     else:
-        (grad_student,) = ctx.saved_tensors
-        if may_write_saved(grad_student):
-            rescale_(grad_student, grad_loss)
-        else:
-            grad_student = rescale(grad_student, grad_loss)
+        grad_student = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)[0]
     return grad_student, *(None,) * 10
 
 

@@ -11,8 +11,9 @@ import torch
 
 from ..backend import register_family
 from ._arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
-from ._autograd import differentiable, differentiable_once, to_front
+from ._autograd import differentiable, differentiable_once
 from ._fakes import register_fake
+from ._vmap import to_front
 
 
 def accumulate_dtype(dtype):
@@ -181,7 +182,9 @@ def _setup_fused_add_rms_norm(ctx, inputs, output):
     _x, _residual, weight, _eps, ctx.offset, ctx.casting_mode = inputs
     _y, new_residual, rstd = output
     ctx.save_for_backward(new_residual, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
+    # The sum does not depend on the weight.
+    constant = () if any(ctx.needs_input_grad[:2]) else (new_residual,)
+    ctx.mark_non_differentiable(rstd, *constant)
     ctx.set_materialize_grads(False)
 
 

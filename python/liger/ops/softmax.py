@@ -4,8 +4,9 @@ import torch
 
 from ..backend import register_family
 from ._arguments import arguments
-from ._autograd import differentiable, differentiable_once, to_front
+from ._autograd import differentiable, differentiable_once
 from ._fakes import register_fake
+from ._vmap import to_front
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------

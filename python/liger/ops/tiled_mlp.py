@@ -262,7 +262,7 @@ def _backward(ctx, grad_y, _grad_kept, _grad_kept_up):
         return tuple(result)
     needed = ctx.needs_input_grad[:_TENSORS]
     saved = ctx.saved_tensors
-    if may_write_saved(*saved):
+    if may_write_saved(ctx, *saved):
         # The kept activations die with this node: their memory becomes that of gradients. For some of it to do so
         # early, nothing but the list may hold it.
         increment_version(saved[:2])
