@@ -229,6 +229,15 @@ def test_plan_with_an_unreadable_capability(capsys, text):
     assert f"expected a compute capability such as 9.0, got '{text}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["tokens", "hidden", "vocab"])
+def test_plan_of_sizes_that_are_none(capsys, option):
+    sizes = {"tokens": "8", "hidden": "8", "vocab": "8"}
+    for text, words in (("99999999999999999999", "expected at most "), ("many", "expected an integer, got 'many'")):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", *(f"--{name}={size}" for name, size in (sizes | {option: text}).items())])
+        assert f"argument --{option}: {words}" in capsys.readouterr().err
+
+
 def test_plan_as_text(capsys, monkeypatch):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
     assert cli.main(["plan", "--tokens", "4096", "--hidden", "64", "--vocab", "1000", "--dtype", "fp32"]) == 0

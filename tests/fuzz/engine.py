@@ -4,11 +4,11 @@ Hypothesis draws sizes, options, layouts and a seed; the numbers themselves come
 that a case stays small. Each is computed three times: by liger, by the formula of formulas.py in the same dtype, and by
 that formula in float64.
 
-An error may be four times that of plain torch in the same dtype, plus two roundings of the result and eight of float32,
-in which it is computed, plus what a stable algorithm cannot avoid: what the exact result changes by where its inputs
-change by a rounding of their own, but at least eight of float32. Both torch's error and the size of the result are the
-largest of this case and of four others with the same options and other numbers: one number may be lucky, or small by
-cancellation. Nothing is tuned by case.
+An error may be two roundings of the result and eight of float32, in which it is computed, plus four times the sum of
+two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change of the exact result
+where its inputs change by a rounding of their own, but at least eight of float32. Torch's error and the size of the
+result are the largest of this case and of four others with the same options and other numbers, the change is the larger
+one of two: a number may be lucky, or small by cancellation. Nothing is tuned by case.
 
 LIGER_FUZZ_CASES: how many cases, in all tests together; without it the few thousand of every test run, which are the
 same each time. With it they are others each time, unless LIGER_FUZZ_SEED is set; the seed is printed.
@@ -216,7 +216,9 @@ def compare(ours, formula, given, wanted, plain=None):
         for n, o in results.items()
     }
     mine, exact = _run(ours, given, wanted, upstream), exact_of(given)
-    moved = _run(formula, _perturbed(given, wanted, relative, generator), wanted, upstream)
+    moved = [
+        _run(formula, _perturbed(given, wanted, relative, generator), wanted, upstream) for _ in range(2)
+    ]
     draws = [given, *(_others(given, wanted, generator) for _ in range(4))]
     of_plain = [
         (_run(plain, {n: _cast(t, tested) for n, t in one.items()}, wanted, upstream), exact_of(one))
@@ -241,7 +243,7 @@ def compare(ours, formula, given, wanted, plain=None):
         theirs = max(_error(p[name], e[name]) for p, e in of_plain) * scale
         size = max(_largest(e[name]) for _, e in of_plain)
         floor = (2 * torch.finfo(actual.dtype).eps + 8 * single) * size + torch.finfo(actual.dtype).tiny
-        change, error = _error(moved[name], expected), _error(actual, expected)
-        assert error <= 4 * theirs + floor + change, (
+        change, error = max(_error(m[name], expected) for m in moved), _error(actual, expected)
+        assert error <= 4 * (theirs + change) + floor, (
             f"{name}: error {error:.3g}, plain torch {theirs:.3g}, rounding {floor:.3g}, input {change:.3g}"
         )

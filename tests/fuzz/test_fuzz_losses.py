@@ -47,7 +47,7 @@ class Sequences:
             self.places = [list(range(i * length, (i + 1) * length)) for i in range(count)]
         self.target = numbers.classes(self.vocab, *self.shape, ignored=(self.ignore_index,), share=0.2)
         if every:
-            target = self.target.clone()
+            target = self.target.clone(memory_format=torch.contiguous_format)
             for rows in self.places:
                 target.view(-1)[rows[0]] = numbers.classes(self.vocab, 1)[0]
             self.target = target

@@ -43,10 +43,10 @@ SM90 = (9, 0)
 
 def add_arguments(parser):
     parser.add_argument(
-        "--tokens", type=int, required=True, help="rows of the batch: batch size x sequence length"
+        "--tokens", type=_size(2**40), required=True, help="rows of the batch: batch size x sequence length"
     )
-    parser.add_argument("--hidden", type=int, required=True, help="hidden size of the model")
-    parser.add_argument("--vocab", type=int, required=True, help="size of the vocabulary")
+    parser.add_argument("--hidden", type=_size(2**31), required=True, help="hidden size of the model")
+    parser.add_argument("--vocab", type=_size(2**31), required=True, help="size of the vocabulary")
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="of logits and weight (default: bf16)"
     )
@@ -68,6 +68,22 @@ def add_arguments(parser):
         " but 9.0)",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _size(largest):
+    """Type of an argument: an integer whose products with the other sizes have 64 bits. The planner refuses negative
+    ones."""
+
+    def parse(text):
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected an integer, got '{text}'") from None
+        if value > largest:
+            raise argparse.ArgumentTypeError(f"expected at most {largest}, got {value}")
+        return value
+
+    return parse
 
 
 def _capability(text):
