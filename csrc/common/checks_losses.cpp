@@ -1,3 +1,6 @@
+#include <cstdint>
+#include <utility>
+
 #include "common/check_parts.h"
 
 namespace liger {
@@ -142,6 +145,47 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
           " with log_probs, expected 1: log-probabilities are logits too, so pass them without log_probs");
 }
 
+void check_divergence_gradient(const std::string& op, const Tensor& student, const Tensor& teacher,
+                               const std::optional<Tensor>& target, double temperature, double cross_entropy,
+                               const Tensor& gradient) {
+  require(cross_entropy >= 0.0, op, ": cross_entropy is ", cross_entropy,
+          ", expected a number that is not negative");
+  require(cross_entropy == 0.0 || target.has_value(), op,
+          ": no target, expected one for the cross entropy, as cross_entropy is ", cross_entropy);
+  require(cross_entropy == 0.0 || temperature == 1.0, op, ": temperature is ", temperature,
+          " with cross entropy, expected 1: at another the two have no softmax in common");
+  check_same_shape(op, "gradient", gradient, "student", student);
+  check_same_device(op, "gradient", gradient, "student", student);
+  const ScalarType from = student.scalar_type(), to = gradient.scalar_type();
+  const bool narrower =
+      from == ScalarType::Float && (to == ScalarType::Half || to == ScalarType::BFloat16);
+  require(to == from || narrower, op, ": gradient has dtype ", dtype_name(to), ", expected that of student, ",
+          dtype_name(from), ", or, where that is float32, float16 or bfloat16");
+  const auto span = [](const Tensor& tensor) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    return std::pair(begin, begin + (last + 1) * tensor.element_size());
+  };
+  if (student.numel() == 0) return;
+  const auto apart = [&](int64_t inner, int64_t outer) {
+    const int64_t step = gradient.size(inner) == 1 ? 1 : gradient.stride(inner);
+    return step > 0 && (gradient.size(outer) == 1 || gradient.stride(outer) >= gradient.size(inner) * step);
+  };
+  const bool by_rows = apart(1, 0), by_classes = apart(0, 1);
+  require(by_rows || by_classes, op, ": gradient has elements that overlap, with strides (",
+          gradient.stride(0), ", ", gradient.stride(1), ")");
+  const auto of_gradient = span(gradient);
+  for (const auto& [name, other] : {std::pair("student", student), std::pair("teacher", teacher)}) {
+    const auto of_other = span(other);
+    bool same = to == from && of_other == of_gradient;
+    for (int64_t d = 0; d < other.dim(); ++d)
+      same = same && (other.size(d) == 1 || other.stride(d) == gradient.stride(d));
+    require(same || of_other.second <= of_gradient.first || of_gradient.second <= of_other.first, op,
+            ": gradient overlaps ", name, ", expected the same tensor or other memory");
+  }
+}
+
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
                                    const std::optional<Tensor>& teacher_weight,
                                    const std::optional<Tensor>& teacher_indices,
@@ -191,7 +235,13 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
     check_same_device(op, name, *tensor, "input", input);
   };
   check_like_input("weight", weight);
-  if (!topk) check_like_input("teacher", teacher);
+  // Logits are taken in the dtype that they have.
+  if (teacher_weight) {
+    check_like_input("teacher", teacher);
+  } else if (!topk) {
+    check_floating(op, "teacher", teacher);
+    check_same_device(op, "teacher", teacher, "input", input);
+  }
   check_like_input("teacher_weight", teacher_weight);
   check_like_input("bias", bias);
   check_like_input("teacher_bias", teacher_bias);
