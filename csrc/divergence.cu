@@ -204,10 +204,12 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   return reduced(op, losses, per_row);
 }
 
-std::tuple<Tensor, Tensor> divergence_ce_forward_(
-    const Tensor& student, const Tensor& teacher, const std::optional<Tensor>& target,
-    const std::optional<Tensor>& row_weight, const std::string& divergence, double beta, double temperature,
-    double cross_entropy, int64_t ignore_index, const Tensor& gradient) {
+std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const Tensor& teacher,
+                                                  const std::optional<Tensor>& target,
+                                                  const std::optional<Tensor>& row_weight,
+                                                  const std::string& divergence, double beta,
+                                                  double temperature, double cross_entropy,
+                                                  int64_t ignore_index, const Tensor& gradient) {
   constexpr const char* op = "divergence_ce_forward_";
   check(op, student, teacher, target, row_weight, divergence, beta, temperature, false);
   check_divergence_gradient(op, student, teacher, target, temperature, cross_entropy, gradient);

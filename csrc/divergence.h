@@ -24,8 +24,8 @@ void dispatch_divergence(const std::string& name, Body&& body) {
   }
 }
 
-// Whether rows of U at these strides are all as far, in elements, from a multiple of kVec<T> elements as those
-// of the student, which are of T: then vectors of so many elements are aligned in both.
+// Whether rows of U at these strides are all as far, in elements, from a multiple of kVec<T> elements as
+// those of the student, which are of T: then vectors of so many elements are aligned in both.
 template <typename T, typename U = T>
 bool aligned_with_student(const divergence::Problem& p, const void* other, int64_t stride) {
   constexpr int64_t kElements = kVec<T>;

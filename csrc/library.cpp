@@ -200,9 +200,10 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
-  // The loss of each row (N,), and the gradient of their sum with cross_entropy times the cross entropy of the
-  // target, at temperature 1; hard_loss (N,): that, times row_weight, empty where cross_entropy is 0. gradient
-  // may be the student or the teacher, and may be float16 or bfloat16 where those are float32: rounded once
+  // The loss of each row (N,), and the gradient of their sum with cross_entropy times the cross entropy of
+  // the target, at temperature 1; hard_loss (N,): that, times row_weight, empty where cross_entropy is 0.
+  // gradient may be the student or the teacher, and may be float16 or bfloat16 where those are float32:
+  // rounded once
   m.def(
       "divergence_ce_forward_(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, float cross_entropy, int ignore_index, Tensor(a!) gradient)"
@@ -305,7 +306,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs) -> ()");
   m.def(
-      "check_divergence_gradient(str op, Tensor student, Tensor teacher, Tensor? target, float temperature, float "
+      "check_divergence_gradient(str op, Tensor student, Tensor teacher, Tensor? target, float temperature, "
+      "float "
       "cross_entropy, Tensor gradient) -> ()");
   m.def(
       "check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"

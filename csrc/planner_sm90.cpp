@@ -144,8 +144,8 @@ std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside,
     const double of_input = p.need_grad_input ? static_cast<double>(rows) / filled(rows).share : 0.0;
     const double of_weight = p.need_grad_weight ? static_cast<double>(rows) : 0.0;
     const int64_t products = beside / kLinesPerLogits * ceil_div(rows, part_rows);
-    const double logits = beside == 0 ? exponential_rows(p, rows)
-                                      : products * (kPartRows + exponential_rows(p, part_rows));
+    const double logits =
+        beside == 0 ? exponential_rows(p, rows) : products * (kPartRows + exponential_rows(p, part_rows));
     return kLaunchRows + (of_input + of_weight + logits) / 3;
   };
   // Of so many rows in chunks; the last one is as long as what is left.

@@ -52,9 +52,9 @@ struct Sm90HeadPlan {
 };
 
 // beside: how many rows of 16 bits a row of a part has beside its gradient, two for each product of float32
-// logits; 0 where logits become their gradient where they lie. hosted: as long as there is no sum yet, they lie
-// in the memory of the weight gradient, hidden / beside rows at a time, so that the first chunk's gradient has
-// the budget for itself. Nothing as above, or where not even a part of kFewestRows fits.
+// logits; 0 where logits become their gradient where they lie. hosted: as long as there is no sum yet, they
+// lie in the memory of the weight gradient, hidden / beside rows at a time, so that the first chunk's
+// gradient has the budget for itself. Nothing as above, or where not even a part of kFewestRows fits.
 std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& problem, int64_t beside, bool hosted);
 
 }  // namespace liger

@@ -200,7 +200,17 @@ def _divergence_forward_(d):
 
 def _divergence_ce_forward_(d):
     samples = []
-    for student, teacher, target, weight, divergence, beta, temperature, log_probs, *_ in _divergence_forward_(d):
+    for (
+        student,
+        teacher,
+        target,
+        weight,
+        divergence,
+        beta,
+        temperature,
+        log_probs,
+        *_,
+    ) in _divergence_forward_(d):
         hard = 0.7 if target is not None and temperature == 1.0 else 0.0
         rest = (target, weight, divergence, beta, temperature, hard, -100)
         if not log_probs:

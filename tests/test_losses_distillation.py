@@ -327,7 +327,11 @@ def test_logits_of_a_teacher_stay_as_they_are(device, backend, name, temperature
     row = logits_of(tensors)[1][0, 0].detach()
     with torch.inference_mode():
         of_inference = row.expand(SEQUENCES, LENGTH, VOCAB).clone()
-    teachers = row.expand(SEQUENCES, LENGTH, VOCAB).clone(), row.expand(SEQUENCES, LENGTH, VOCAB), of_inference
+    teachers = (
+        row.expand(SEQUENCES, LENGTH, VOCAB).clone(),
+        row.expand(SEQUENCES, LENGTH, VOCAB),
+        of_inference,
+    )
     before, results = row.clone(), []
     for teacher in teachers:
         given = tensors | {"x": leaf(tensors["x"])}
@@ -347,7 +351,9 @@ def test_label_that_is_no_class(device, name, temperature, wrong):
     tensors["labels"][0, 1] = wrong
     tensors["x"] = leaf(tensors["x"])
     if device.type == "cpu":
-        with pytest.raises(RuntimeError, match=f"fused_linear_.*: target at row 1 is {wrong}, expected 0 <= target < {VOCAB}"):
+        with pytest.raises(
+            RuntimeError, match=f"fused_linear_.*: target at row 1 is {wrong}, expected 0 <= target < {VOCAB}"
+        ):
             call(name, module, tensors)
     else:
         loss, soft, hard = call(name, module, tensors)
@@ -372,7 +378,9 @@ def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
         return module(x, tensors["weight"], log_p, indices, tensors["labels"], tensors["bias"])
 
     if device.type == "cpu":
-        message = f"fused_linear_topk: teacher_indices at row 1, place 2 is {wrong}, expected 0 <= class < {VOCAB}"
+        message = (
+            f"fused_linear_topk: teacher_indices at row 1, place 2 is {wrong}, expected 0 <= class < {VOCAB}"
+        )
         with pytest.raises(RuntimeError, match=message):
             run()
     else:

@@ -64,8 +64,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
                       const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
                       const std::string& divergence, double beta, double temperature, bool log_probs);
-// Of the op that writes the gradient of a divergence and cross entropy to `gradient`, which may be the student
-// or the teacher itself, and may be of a half type where those are float32.
+// Of the op that writes the gradient of a divergence and cross entropy to `gradient`, which may be the
+// student or the teacher itself, and may be of a half type where those are float32.
 void check_divergence_gradient(const std::string& op, const Tensor& student, const Tensor& teacher,
                                const std::optional<Tensor>& target, double temperature, double cross_entropy,
                                const Tensor& gradient);

@@ -157,8 +157,7 @@ void check_divergence_gradient(const std::string& op, const Tensor& student, con
   check_same_shape(op, "gradient", gradient, "student", student);
   check_same_device(op, "gradient", gradient, "student", student);
   const ScalarType from = student.scalar_type(), to = gradient.scalar_type();
-  const bool narrower =
-      from == ScalarType::Float && (to == ScalarType::Half || to == ScalarType::BFloat16);
+  const bool narrower = from == ScalarType::Float && (to == ScalarType::Half || to == ScalarType::BFloat16);
   require(to == from || narrower, op, ": gradient has dtype ", dtype_name(to), ", expected that of student, ",
           dtype_name(from), ", or, where that is float32, float16 or bfloat16");
   const auto span = [](const Tensor& tensor) {

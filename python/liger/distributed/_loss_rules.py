@@ -136,7 +136,9 @@ def _divergence_ce_(call):
     call.place(tokens, "student", "teacher", "target", "gradient")
     _place_of_rows(call, "row_weight", tokens)
     (loss, hard), rows = call.run(), (student.shape[0],)
-    return call.wrap(loss, tokens, rows), call.wrap(hard, tokens, rows) if call["cross_entropy"] else call.unasked(hard)
+    return call.wrap(loss, tokens, rows), call.wrap(hard, tokens, rows) if call[
+        "cross_entropy"
+    ] else call.unasked(hard)
 
 
 def _divergence_loss(call, loss, tokens, rows):

@@ -101,7 +101,12 @@ class DistillationLoss(nn.Module):
     def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, num_items_in_batch):
         # What is there of a teacher, logits or log-probabilities, is no operand of a product.
         hidden, weight, bias, *heads = autocast_operands(
-            rows.hidden, weight, bias, None if teacher_weight is None else teacher, teacher_weight, teacher_bias
+            rows.hidden,
+            weight,
+            bias,
+            None if teacher_weight is None else teacher,
+            teacher_weight,
+            teacher_bias,
         )
         teacher = teacher if heads[0] is None else heads[0]
         if num_items_in_batch is not None:

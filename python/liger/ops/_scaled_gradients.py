@@ -1,8 +1,8 @@
 """Gradients of a linear layer in float16 from those of its logits in float16, which come in a range of their own.
 
-The gradient of a logit is a probability over the number of tokens, or less by orders of magnitude: as a float16 it would
-be 0 or have few bits. So it comes times a power of two, and what the products sum in float32 is divided by it before it
-is rounded.
+The gradient of a logit is a probability over the number of tokens, or less by orders of magnitude: as a float16 it
+would be 0 or have few bits. So it comes times a power of two, and what the products sum in float32 is divided by it
+before it is rounded.
 """
 
 import torch
@@ -11,7 +11,7 @@ from ._linear_chunks import HeadGradients
 from ._products import product
 from ._rows import row_blocks
 
-# The largest gradient of a logit is about the largest weight of a row; that of a reverse KL may be a hundred times that.
+# The largest gradient of a logit is about the largest weight of a row, that of a reverse KL up to a hundred times that.
 _LARGEST_EXPONENT = 8
 
 

@@ -139,7 +139,11 @@ def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indic
     row nan, unless LIGER_CHECK_TARGETS asks to wait for the device."""
     named = {"forward_kl": "kl_div", "reverse_kl": "kl_div", "topk_tail": "topk"}.get(divergence, divergence)
     for tensor in (target, teacher_indices):
-        if tensor is not None and tensor.device.type != "cpu" and os.environ.get("LIGER_CHECK_TARGETS") != "1":
+        if (
+            tensor is not None
+            and tensor.device.type != "cpu"
+            and os.environ.get("LIGER_CHECK_TARGETS") != "1"
+        ):
             return
     op = f"fused_linear_{named}"
     if hard:
