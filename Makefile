@@ -18,19 +18,28 @@ GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python
 CXX_SOURCES = $(wildcard $(foreach suffix,cpp h cu cuh,csrc/*.$(suffix) csrc/*/*.$(suffix)))
 # The op tests: those with Triton kernels of the same name.
 OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/test_%.py,$(wildcard triton_kernels/*.py)))
+# Tests run side by side, one thread each.
+JOBS ?= $(shell nproc)
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+SANITIZE_TOOLS ?=
 
-.PHONY: demo test gpu-test distributed-test bench lint clean install-demo install-test
+.PHONY: demo test test-slow gpu-test gpu-test-archs sanitize distributed-test bench lint clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
 
-# Everything that needs no GPU: lint, all tests with the torch backend, the op tests with Triton's interpreter.
+# What needs no GPU and is not marked slow: lint, the tests with the torch backend, the op tests with Triton's interpreter.
 test: install-test lint
-	$(PYTHON) -m pytest $(PYTEST_ARGS)
-	TRITON_INTERPRET=1 $(PYTHON) -m pytest $(PYTEST_ARGS) $(OP_TESTS)
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OP_TESTS)
+
+# The slow ones: larger sizes, processes side by side, building and installing. After test.
+test-slow:
+	$(PYTEST) -m slow $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -m slow $(PYTEST_ARGS) $(OP_TESTS)
 
 # Everything on a GPU, with kernels built for the GPU at hand. Needs no network. With pytest-xdist in parallel: then it
 # takes three minutes on an H200, most of them in Python.
@@ -40,6 +49,14 @@ gpu-test:
 	  $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m liger.cli info
 	$(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
+
+# The same kernels built for 8.0 alone, which a later GPU runs through PTX: a selection of tests.
+gpu-test-archs:
+	scripts/gpu_test_archs.sh $(GPU_PYTHON) 80 $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
+
+# compute-sanitizer over every compiled op in small sizes, with the liger that is installed: after gpu-test.
+sanitize:
+	$(GPU_PYTHON) scripts/sanitize.py $(SANITIZE_TOOLS)
 
 # Two ranks: with nccl where there are two GPUs, else with gloo on the CPU. Tests of DeepSpeed run where it is installed.
 distributed-test:
@@ -55,10 +72,10 @@ lint:
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format" --dry-run -Werror $(CXX_SOURCES)
 
 install-demo:
-	scripts/install.sh $(PYTHON) demo here
+	scripts/install.sh $(PYTHON) demo
 
 install-test:
-	scripts/install.sh $(PYTHON) test
+	scripts/install.sh $(PYTHON) test 90a
 
 clean:
 	rm -rf build dist demo-output .pytest_cache .ruff_cache

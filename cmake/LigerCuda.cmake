@@ -122,10 +122,6 @@ target_compile_options(liger_cuda_flags INTERFACE
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>
   $<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda>
   $<$<COMPILE_LANGUAGE:CUDA>:--threads=${nvcc_threads}>)
-# The matrix units of 9.0 are reached by code for 90a only: without it, nothing may choose that path.
-if("90a" IN_LIST archs)
-  target_compile_definitions(liger_cuda_flags INTERFACE LIGER_HAS_SM90A)
-endif()
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(liger_cuda_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
 endif()

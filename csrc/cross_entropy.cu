@@ -8,6 +8,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "common/check_parts.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
 #include "kernels/cross_entropy.cuh"
@@ -169,14 +170,6 @@ void CrossEntropyResults::reduce(const char* op, const CrossEntropyOptions& opti
   check_launch(op);
 }
 
-RowInput rows_to_overwrite(const char* op, const Tensor& logits) {
-  RowInput rows = row_input(logits);
-  require(rows.tensor.get() != logits.get() || logits.size(0) <= 1 || logits.stride(0) >= logits.size(1), op,
-          ": logits have rows that overlap, with a stride of ", logits.stride(0), " for ", logits.size(1),
-          " classes");
-  return rows;
-}
-
 void write_back(const Tensor& logits, const RowInput& rows) {
   if (rows.tensor.get() == logits.get()) return;
   Tensor written = logits;
@@ -262,7 +255,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
   const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
                                     return_token_accuracy, return_predicted_tokens, return_logprobs,
                                     return_entropy);
-  const RowInput rows = rows_to_overwrite(kOp, logits);
+  check_written(kOp, {{"logits", logits}},
+                {{"target", target},
+                 {"ce_weight", ce_weight},
+                 {"token_weight", token_weight},
+                 {"denominator", denominator}});
+  const RowInput rows = row_input(logits);
   forward(rows, rows.tensor.mutable_data_ptr(), rows.rows.stride, options, denominator, reduction, results);
   write_back(logits, rows);
   return {results.loss,     results.z_loss, results.token_accuracy, results.predicted_tokens,
@@ -284,6 +282,9 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
           shape_text(grad_loss), ", expected () or (", rows, ",)");
   require(used_denominator.numel() == 1 && used_denominator.scalar_type() == ScalarType::Float, op,
           ": used_denominator has shape ", shape_text(used_denominator), ", expected one float32");
+  check_same_device(op, "grad_loss", grad_loss, "logits", like);
+  check_same_device(op, "lse", lse, "logits", like);
+  check_same_device(op, "used_denominator", used_denominator, "logits", like);
   if (rows == 0 || vocab == 0) return;
   CrossEntropyOptions options(target, ce_weight, token_weight, vocab, ignore_index, label_smoothing,
                               lse_square_scale, softcap);
@@ -336,7 +337,14 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
                       "none");
   require_cuda_dtype(op, "logits", logits);
   const DeviceGuard guard(logits.get_device_index());
-  const RowInput rows = rows_to_overwrite(op, logits);
+  check_written(op, {{"logits", logits}},
+                {{"grad_loss", grad_loss},
+                 {"target", target},
+                 {"lse", lse},
+                 {"used_denominator", used_denominator},
+                 {"ce_weight", ce_weight},
+                 {"token_weight", token_weight}});
+  const RowInput rows = row_input(logits);
   backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, target, lse,
                 used_denominator, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
                 softcap);

@@ -50,10 +50,8 @@ struct CrossEntropyResults {
 void launch_rows(const char* op, ce::Problem problem, ScalarType dtype, bool write_gradient, int device,
                  cudaStream_t stream);
 
-// The rows of logits that a gradient is to overwrite; write_back() follows.
-RowInput rows_to_overwrite(const char* op, const Tensor& logits);
-
-// Classes that do not lie side by side were gathered into a copy, whose gradient goes back.
+// Of logits whose gradient overwrites them: classes that do not lie side by side were gathered into a copy,
+// whose gradient goes back.
 void write_back(const Tensor& logits, const RowInput& rows);
 
 // Blocks of a row in the elementwise backward kernels.

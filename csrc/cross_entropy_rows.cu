@@ -54,12 +54,10 @@ bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors
 }
 
 template <typename T, bool kExtras>
-void launch_resident(const char* op, const ce::Problem& p, const Residence& r, const DeviceAttributes& device,
-                     cudaStream_t stream) {
+void launch_resident(const char* op, const ce::Problem& p, const Residence& r, cudaStream_t stream) {
   require(p.rows * r.blocks <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
   const auto kernel = ce::rows_resident<T, kExtras>;
-  allow_shared_memory(op, reinterpret_cast<const void*>(kernel),
-                      device.shared_memory_per_block_optin - kOwnSharedMemory);
+  check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
   cudaLaunchAttribute cluster{};
   cudaLaunchConfig_t config = in_clusters(r.blocks, r.threads, r.slice_vectors * 16, stream, cluster);
   config.gridDim.x = static_cast<unsigned>(p.rows * r.blocks);
@@ -70,7 +68,7 @@ template <typename T, bool kExtras>
 void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream_t stream) {
   const DeviceAttributes& attributes = device_attributes(device);
   const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
-  if (p.gradient != nullptr && attributes.capability >= 90) {
+  if (p.gradient != nullptr && attributes.code.architecture >= 90) {
     if constexpr (!kExtras) {
       if (row_vectors * 16 >= kPersistent && launch_persistent<T>(op, p, row_vectors, attributes, stream)) {
         return;
@@ -80,7 +78,7 @@ void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream
     const Residence r =
         residence(row_vectors, attributes.shared_memory_per_block_optin, kExtras ? 320 : ce::kMaxThreads);
     if (r.blocks > 0) {
-      launch_resident<T, kExtras>(op, p, r, attributes, stream);
+      launch_resident<T, kExtras>(op, p, r, stream);
       return;
     }
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "common/check_parts.h"
 #include "common/dispatch.h"
 #include "common/integers.h"
 #include "cross_entropy.h"
@@ -57,10 +58,12 @@ Tensor cross_entropy_stats(const Tensor& logits, const Tensor& target, const std
 }
 
 // A value per row, side by side; kept by the caller until the launch.
-Tensor row_values(const char* op, const char* name, const Tensor& values, int64_t rows) {
+Tensor row_values(const char* op, const char* name, const Tensor& values, const Tensor& logits) {
+  const int64_t rows = logits.size(0);
   require(values.dim() == 1 && values.size(0) == rows && values.scalar_type() == ScalarType::Float, op, ": ",
           name, " has shape ", shape_text(values), " and dtype ", dtype_name(values.scalar_type()),
           ", expected (", rows, ",) float32");
+  check_same_device(op, name, values, "logits", logits);
   return torch::stable::contiguous(values);
 }
 
@@ -82,12 +85,12 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
                    const std::optional<Tensor>& of_log, int64_t vocab_start) {
   const Tensor& like = logits.tensor;
   const int64_t rows = like.size(0);
-  const Tensor references = row_values(op, "reference", reference, rows);
-  const Tensor of_exps = row_values(op, "of_exp", of_exp, rows);
-  const Tensor of_targets = row_values(op, "of_target", of_target, rows);
+  const Tensor references = row_values(op, "reference", reference, like);
+  const Tensor of_exps = row_values(op, "of_exp", of_exp, like);
+  const Tensor of_targets = row_values(op, "of_target", of_target, like);
   std::optional<Tensor> of_classes, of_logs;
-  if (of_class) of_classes = row_values(op, "of_class", *of_class, rows);
-  if (of_log) of_logs = row_values(op, "of_log", *of_log, rows);
+  if (of_class) of_classes = row_values(op, "of_class", *of_class, like);
+  if (of_log) of_logs = row_values(op, "of_log", *of_log, like);
   if (rows == 0) return;
   options.problem.logits = logits.data();
   options.problem.row_stride = logits.rows.stride;
@@ -135,7 +138,15 @@ void cross_entropy_stats_backward_(const Tensor& logits, const Tensor& target, c
   CrossEntropyOptions options =
       options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
   const DeviceGuard guard(logits.get_device_index());
-  const RowInput rows = rows_to_overwrite(op, logits);
+  check_written(op, {{"logits", logits}},
+                {{"target", target},
+                 {"reference", reference},
+                 {"of_exp", of_exp},
+                 {"of_target", of_target},
+                 {"of_class", of_class},
+                 {"ce_weight", ce_weight},
+                 {"of_log", of_log}});
+  const RowInput rows = row_input(logits);
   backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, options, reference, of_exp,
                 of_target, of_class, of_log, vocab_start);
   write_back(logits, rows);

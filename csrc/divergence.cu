@@ -4,6 +4,7 @@
 #include <climits>
 #include <tuple>
 
+#include "common/check_parts.h"
 #include "common/integers.h"
 #include "cross_entropy.h"
 #include "divergence.h"
@@ -196,7 +197,9 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
-  const Call call(rows_to_overwrite(op, student), teacher, target, row_weight, beta, temperature, log_probs,
+  check_written(op, {{"student", student}},
+                {{"teacher", teacher}, {"target", target}, {"row_weight", row_weight}});
+  const Call call(row_input(student), teacher, target, row_weight, beta, temperature, log_probs,
                   ignore_index);
   run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
            over_student(call));
@@ -212,26 +215,21 @@ std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const T
                                                   int64_t ignore_index, const Tensor& gradient) {
   constexpr const char* op = "divergence_ce_forward_";
   check(op, student, teacher, target, row_weight, divergence, beta, temperature, false);
-  check_divergence_gradient(op, student, teacher, target, temperature, cross_entropy, gradient);
+  check_divergence_gradient(op, student, target, temperature, cross_entropy, gradient);
+  check_written(op, {{"gradient", gradient}},
+                {{"student", student}, {"teacher", teacher}, {"target", target}, {"row_weight", row_weight}});
   const DeviceGuard guard(student.get_device_index());
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
   const Tensor hard = empty({cross_entropy != 0.0 ? rows : 0}, ScalarType::Float, student);
-  const bool in_place = gradient.const_data_ptr() == student.const_data_ptr();
-  Call call(in_place ? rows_to_overwrite(op, student) : row_input(student), teacher, target, row_weight, beta,
-            temperature, false, ignore_index);
+  Call call(row_input(student), teacher, target, row_weight, beta, temperature, false, ignore_index);
   call.problem.cross_entropy = static_cast<float>(cross_entropy);
   divergence::Results results = call.results(static_cast<float*>(losses.mutable_data_ptr()), stats);
   if (cross_entropy != 0.0) results.hard = static_cast<float*>(hard.mutable_data_ptr());
-  if (in_place) {
-    run_rows(op, call, results, divergence, over_student(call));
-    write_back(student, call.student);
-  } else {
-    RowOutput out = row_output(gradient, true);
-    run_rows(op, call, results, divergence, at(out));
-    out.finish();
-  }
+  RowOutput out = row_output(gradient, true);
+  run_rows(op, call, results, divergence, at(out));
+  out.finish();
   return {losses, hard};
 }
 
@@ -247,6 +245,8 @@ void check_for_backward(const char* op, const Tensor& student, const Tensor& gra
   require(stats.scalar_type() == ScalarType::Float && stats.dim() == 2 && stats.size(0) == 5 &&
               stats.size(1) == rows,
           op, ": stats has shape ", describe(stats), ", expected float32 with 5 values per row of student");
+  check_same_device(op, "grad_loss", grad_loss, "student", student);
+  check_same_device(op, "stats", stats, "student", student);
 }
 
 Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const Tensor& teacher,

@@ -16,7 +16,7 @@ bool launch_divergence_persistent(const char* op, const std::string& divergence,
                                   const divergence::Results& r, ScalarType dtype, ScalarType gradient_dtype,
                                   int device_index, cudaStream_t stream) {
   const DeviceAttributes& device = device_attributes(device_index);
-  if (device.capability < 90 || p.log_probs) return false;
+  if (device.code.architecture < 90 || p.log_probs) return false;
   bool launched = false;
   dispatch_gradient(dtype, gradient_dtype, [&](auto tag, auto of_gradient) {
     using T = typename decltype(tag)::type;

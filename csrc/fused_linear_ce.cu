@@ -51,6 +51,18 @@ void round_into(const Tensor& result, const Tensor& sum, cudaStream_t stream) {
   check_launch(kOp);
 }
 
+// Rows of x, those that `source` says, to out.
+template <typename Source>
+void copy_rows(const Matrix& x, const Source& source, int64_t rows, int64_t columns, const Matrix& out,
+               cudaStream_t stream) {
+  dispatch_dtype(x.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    compact::launch_copy_rows<T>(static_cast<const T*>(x.data), x.stride, source, rows, columns,
+                                 static_cast<T*>(out.data), out.stride, stream);
+  });
+  check_launch(kOp);
+}
+
 Tensor first_rows(Tensor memory, int64_t rows, int64_t columns) {
   return torch::stable::view(torch::stable::narrow(memory, 0, 0, rows * columns), {rows, columns});
 }
@@ -79,12 +91,7 @@ class Compaction {
 
   // The computed rows from `first` on, of a matrix that has all rows.
   void gather(const Matrix& all, int64_t columns, int64_t first, int64_t count, const Matrix& out) const {
-    dispatch_dtype(all.dtype, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      compact::launch_gather_rows<T>(static_cast<const T*>(all.data), all.stride, list_, first, count,
-                                     columns, static_cast<T*>(out.data), out.stride, stream_);
-    });
-    check_launch(kOp);
+    copy_rows(all, compact::ListedRows{list_, first}, count, columns, out, stream_);
   }
 
   // The options of the computed rows.
@@ -216,13 +223,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   };
   const Gemm gemm(kOp, stream);
 
-  // Computed rows lie where their gradient will, or in memory of their own where there is none.
+  // Copied rows lie where their gradient will, or in memory of their own where there is none.
   std::optional<Tensor> own_rows;
+  const auto place_of = [&](int64_t first, int64_t count) {
+    if (need_grad_input) return from_row(matrix(grad_input), first);
+    if (!own_rows || own_rows->size(0) < count) own_rows = empty({count, hidden}, dtype, input);
+    return matrix(*own_rows);
+  };
   const auto gathered = [&](const Compaction& compaction, int64_t first, int64_t count) {
-    if (!need_grad_input && (!own_rows || own_rows->size(0) < count)) {
-      own_rows = empty({count, hidden}, dtype, input);
-    }
-    const Matrix place = need_grad_input ? from_row(matrix(grad_input), first) : matrix(*own_rows);
+    const Matrix place = place_of(first, count);
     compaction.gather(matrix(x), hidden, first, count, place);
     return place;
   };
@@ -231,12 +240,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   // valid.
   std::optional<Compaction> compaction;
   int64_t head = 0;
+  bool all_valid = false;  // as far as the host knows
   if (layout.head_rows > 0 && rows <= INT_MAX && !is_capturing(stream, kOp)) {
     compaction.emplace(options, device, stream);
     head = layout.head_rows;
     gemm(head, vocab, hidden, gathered(*compaction, 0, head), matrix(w, true), 0.0f,
          logits_at(layout.chunks.front()));
     compaction->wait();
+    all_valid = compaction->valid_rows() == rows;
     layout = lay_out_chunks(chunks, need_grad_input, compaction->valid_rows(), compaction->leading_rows());
     if (layout.rows == rows) compaction.reset();
   }
@@ -270,7 +281,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     launch_rows(kOp, problem, dtype, write_gradient, device, stream);
 
     if (need_grad_weight) {
-      gemm(vocab, hidden, count, z_transposed, x_rows, is_first ? 0.0f : 1.0f, matrix(weight_sum));
+      Matrix counted = x_rows;
+      if (!compaction && !all_valid) {
+        // The gradient of an ignored row is zero, but zero times an infinite or NaN hidden state is NaN.
+        counted = place_of(chunk.first, count);
+        copy_rows(x_rows, compact::ValidRows{problem.targets}, count, hidden, counted, stream);
+      }
+      gemm(vocab, hidden, count, z_transposed, counted, is_first ? 0.0f : 1.0f, matrix(weight_sum));
     }
     if (need_grad_bias) {
       add_column_sums(z, count, vocab, bias_sum, is_first, is_last ? &grad_bias : nullptr, stream);

@@ -5,6 +5,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "common/capture.h"
+#include "common/shared_memory.h"
 #include "common/tensor_map.h"
 #include "kernels/fused_linear_ce_sm90_rows.cuh"
 #include "kernels/fused_linear_ce_sm90_weight.cuh"
@@ -57,9 +59,9 @@ int resident_clusters(int device) {
   const std::lock_guard lock(mutex);
   int& clusters = known[device];
   if (clusters == 0) {
-    check_cuda(cudaFuncSetAttribute(sm90::product<Job>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    sm90::kSharedBytes),
+    check_cuda(allow_shared_memory(reinterpret_cast<const void*>(sm90::product<Job>), Carveout::kByDriver),
                kOp);
+    const RelaxedCapture relaxed;
     cudaLaunchAttribute attributes[2]{};
     const cudaLaunchConfig_t config =
         launch_config<Job>(device_attributes(device).multiprocessors, nullptr, attributes);
@@ -110,14 +112,9 @@ __global__ void __launch_bounds__(kRowThreads) count_all_rows(int rows, int* cou
 
 // Whether the engine has code for the device; sets how many pairs of blocks that runs at a time.
 bool runs_on(Sm90Problem& problem, int device) {
-#ifndef LIGER_HAS_SM90A
-  return false;
-#else
-  if (device_attributes(device).capability != 90 || problem.rows > INT_MAX / 2 || !has_tensor_maps())
-    return false;
+  if (!device_attributes(device).code.sm90a || problem.rows > INT_MAX / 2 || !has_tensor_maps()) return false;
   problem.clusters = resident_clusters<GradInput>(device);
   return true;
-#endif
 }
 
 }  // namespace

@@ -189,8 +189,9 @@ void place_rows(const Tensor& position, const Tensor& memory, const Tensor& rows
   for (int64_t first = 0; first < hidden; first += columns) {
     const int64_t width = std::min(columns, hidden - first);
     Bf16* const x = static_cast<Bf16*>(rows.mutable_data_ptr()) + first;
-    compact::launch_place_rows<Bf16>(x, hidden, nullptr, count, width, aside, width, stream);
-    compact::launch_place_rows<Bf16>(aside, width, at, count, width, x, hidden, stream);
+    compact::launch_copy_rows<Bf16>(x, hidden, compact::PlacedRows{nullptr}, count, width, aside, width,
+                                    stream);
+    compact::launch_copy_rows<Bf16>(aside, width, compact::PlacedRows{at}, count, width, x, hidden, stream);
     check_launch(kOp);
   }
 }

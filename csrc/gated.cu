@@ -109,12 +109,14 @@ std::tuple<Tensor, Tensor, Tensor> gated_backward(GatedOp op, const Tensor& grad
 
 void gated_backward_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up) {
   check(op.name, gate, up, grad_out);
+  check_written(op.name, {{"gate", gate}, {"up", up}}, {{"grad_out", grad_out}});
   const DeviceGuard guard(gate.get_device_index());
   backward(op, grad_out, gate, up, gate, up, std::nullopt);
 }
 
 void gated_backward_product_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up) {
   check(op.name, gate, up, grad_out);
+  check_written(op.name, {{"grad_out", grad_out}, {"gate", gate}, {"up", up}}, {});
   const DeviceGuard guard(gate.get_device_index());
   backward(op, grad_out, gate, up, gate, up, grad_out);
 }
@@ -163,6 +165,7 @@ std::tuple<Tensor, Tensor> gated_packed_backward(GatedOp op, const Tensor& grad_
 
 void gated_packed_backward_(GatedOp op, const Tensor& grad_out, const Tensor& gate_up) {
   check(op.name, gate_up, std::nullopt, grad_out);
+  check_written(op.name, {{"gate_up", gate_up}}, {{"grad_out", grad_out}});
   const DeviceGuard guard(gate_up.get_device_index());
   packed_backward(op, grad_out, gate_up, gate_up, std::nullopt);
 }

@@ -70,7 +70,7 @@ template <typename T>
 Placement<GroupNormBackward> place_backward(const char* op, const Sizes& sizes, bool whole_vectors,
                                             const DeviceAttributes& device) {
   Placement<GroupNormBackward> placement(op, sizes.row() / kVec<T>, device);
-  if (!whole_vectors || device.capability < 90 || sizes.channels_per_group() > kMostChannels ||
+  if (!whole_vectors || device.code.architecture < 90 || sizes.channels_per_group() > kMostChannels ||
       sizes.spatial / kVec<T> < kFewestOfChannel) {
     return placement;
   }
@@ -86,7 +86,7 @@ Placement<GroupNormBackward> place_backward(const char* op, const Sizes& sizes, 
 // Rows of whole vectors in shared memory, with the upstream gradient, or blocks == 0.
 Residence residence_of(const Sizes& sizes, int vector, int unit, bool whole_vectors,
                        const DeviceAttributes& device) {
-  if (!whole_vectors || unit == 0 || device.capability < 90) return {};
+  if (!whole_vectors || unit == 0 || device.code.architecture < 90) return {};
   return plan_residence(sizes.row() / vector, unit, 2, sizeof(float2), sizeof(float2), device);
 }
 
@@ -99,7 +99,7 @@ void launch_resident(const char* op, Kernel kernel, const Residence& r, int64_t 
     return;
   }
   // Blocks that come and go overlap each other's phases by themselves.
-  allow_shared_memory(op, reinterpret_cast<const void*>(kernel), device.shared_memory_per_block_optin);
+  check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
   kernel<<<static_cast<unsigned>(rows), static_cast<unsigned>(r.threads), static_cast<size_t>(r.shared),
            stream>>>(arguments..., r);
 }
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
     const int64_t n = whole_vectors ? kVec<T> : 1;
     p.affine.vectors = ChannelDivide(sizes.spatial / n, p.hidden / n);
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    const bool kept = whole_vectors && device.capability >= 90 && !short_row(p.hidden / n);
+    const bool kept = whole_vectors && device.code.architecture >= 90 && !short_row(p.hidden / n);
     if (kept && launch_persistent<T>(op, p, device, current_stream(x))) return;
     const int chunks = moment_norm_chunks<T>(p.hidden, whole_vectors);
     const Tensor parts = empty({p.rows * chunks, 2}, ScalarType::Float, x);

@@ -127,7 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
     launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
     check_launch(op);
     sum_parts<T>(parts, plan.parts, need_grad_weight ? grad_weight : grad_bias, both ? &grad_bias : nullptr,
-                 device.capability >= 90, stream);
+                 device.code.architecture >= 90, stream);
   });
   check_launch(op);
   grad_x.finish();

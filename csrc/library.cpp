@@ -202,8 +202,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
   // The loss of each row (N,), and the gradient of their sum with cross_entropy times the cross entropy of
   // the target, at temperature 1; hard_loss (N,): that, times row_weight, empty where cross_entropy is 0.
-  // gradient may be the student or the teacher, and may be float16 or bfloat16 where those are float32:
-  // rounded once
+  // gradient may be float16 or bfloat16 where student is float32: rounded once
   m.def(
       "divergence_ce_forward_(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, float cross_entropy, int ignore_index, Tensor(a!) gradient)"
@@ -306,7 +305,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs) -> ()");
   m.def(
-      "check_divergence_gradient(str op, Tensor student, Tensor teacher, Tensor? target, float temperature, "
+      "check_divergence_gradient(str op, Tensor student, Tensor? target, float temperature, "
       "float "
       "cross_entropy, Tensor gradient) -> ()");
   m.def(
@@ -314,6 +313,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
       " Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str "
       "divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? "
       "memory_budget) -> ()");
+
+  m.def("check_written(str op, str[] names, Tensor[] tensors, int written) -> ()");
 
   // LIGER_MEMORY_BUDGET in bytes, else 512 MiB
   m.def("default_memory_budget() -> int");
@@ -350,6 +351,15 @@ STABLE_TORCH_LIBRARY(liger, m) {
 }
 
 namespace liger {
+namespace {
+
+// Not overloaded, so that it has an address of its own.
+void check_written_of_python(const std::string& op, const std::vector<std::string>& names,
+                             const std::vector<Tensor>& tensors, int64_t written) {
+  check_written(op, names, tensors, written);
+}
+
+}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
@@ -365,6 +375,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_divergence", TORCH_BOX(&check_divergence));
   m.impl("check_divergence_gradient", TORCH_BOX(&check_divergence_gradient));
   m.impl("check_fused_linear_divergence", TORCH_BOX(&check_fused_linear_divergence));
+  m.impl("check_written", TORCH_BOX(&check_written_of_python));
 }
 
 }  // namespace liger

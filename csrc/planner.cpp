@@ -53,13 +53,13 @@ int64_t logits_row_bytes(int64_t vocab, int64_t element_size) {
 
 ChunkPlan plan_chunks(const ChunkProblem& p) {
   if (p.rows < 0 || p.hidden < 0 || p.vocab < 0 || p.element_size <= 0) {
-    throw std::invalid_argument(
+    throw std::runtime_error(
         "plan_chunks: rows, hidden and vocab must not be negative, got rows=" + std::to_string(p.rows) +
         " hidden=" + std::to_string(p.hidden) + " vocab=" + std::to_string(p.vocab));
   }
   if (p.memory_budget <= 0) {
-    throw std::invalid_argument("memory_budget: expected a positive number of bytes, got " +
-                                std::to_string(p.memory_budget));
+    throw std::runtime_error("memory_budget: expected a positive number of bytes, got " +
+                             std::to_string(p.memory_budget));
   }
   if (p.rows == 0 || p.vocab == 0) return {0, 0, 0, 0};
 
@@ -147,7 +147,7 @@ int64_t default_memory_budget() {
       break;
   }
   if (end == text || *end != '\0' || number <= 0 || number > (int64_t{1} << 62) / unit) {
-    throw std::invalid_argument(
+    throw std::runtime_error(
         std::string("LIGER_MEMORY_BUDGET: expected a positive number of bytes, with an ") +
         "optional suffix K, M or G, got '" + text + "'");
   }

@@ -33,7 +33,7 @@ struct ChunkProblem {
 // want them.
 int64_t logits_row_bytes(int64_t vocab, int64_t element_size);
 
-// Throws std::invalid_argument on negative sizes or a budget that is not positive.
+// Throws std::runtime_error on negative sizes or a budget that is not positive.
 ChunkPlan plan_chunks(const ChunkProblem& problem);
 
 enum class LogitsIn : int64_t { kOwnMemory, kGradWeight, kGradInput };
@@ -69,7 +69,7 @@ ChunkLayout lay_out_chunks(const ChunkProblem& problem, bool need_grad_input, in
                            int64_t leading_rows);
 
 // LIGER_MEMORY_BUDGET (bytes, or with a suffix K, M, G: powers of 1024), else 512 MiB. Throws
-// std::invalid_argument.
+// std::runtime_error.
 int64_t default_memory_budget();
 
 }  // namespace liger

@@ -16,8 +16,8 @@ namespace {
 
 void require_at_least(const char* op, const char* name, int64_t value, int64_t least) {
   if (value >= least) return;
-  throw std::invalid_argument(std::string(op) + ": " + name + " is " + std::to_string(value) +
-                              ", expected at least " + std::to_string(least));
+  throw std::runtime_error(std::string(op) + ": " + name + " is " + std::to_string(value) +
+                           ", expected at least " + std::to_string(least));
 }
 
 std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size,

@@ -66,6 +66,7 @@ Tensor rescale(const Tensor& x, const Tensor& factor) {
 
 void rescale_(Tensor x, const Tensor& factor) {
   check("rescale_", x, factor);
+  check_written("rescale_", {{"x", x}}, {{"factor", factor}});
   if (x.numel() == 0) return;
   const DeviceGuard guard(x.get_device_index());
   if (is_dense(x)) {

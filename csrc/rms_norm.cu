@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
     p.partial = static_cast<float*>(partial.mutable_data_ptr());
     launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
     check_launch(op);
-    sum_parts<T>(p.partial, plan.parts, grad_weight, nullptr, device.capability >= 90, stream);
+    sum_parts<T>(p.partial, plan.parts, grad_weight, nullptr, device.code.architecture >= 90, stream);
   });
   check_launch(op);
   grad_x.finish();

@@ -108,6 +108,7 @@ std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q_out, const Tensor&
 
 void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
   check("rope_", q, k, cos, sin, interleaved);
+  check_written("rope_", {{"q", q}, {"k", k}}, {{"cos", cos}, {"sin", sin}});
   const DeviceGuard guard(q.get_device_index());
   rotate("rope_", q, k, cos, sin, q, k, interleaved, false);
 }

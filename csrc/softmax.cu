@@ -41,8 +41,7 @@ bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& devic
   const int64_t bytes = vectors * 16 * Rule::kTensors;
   if (bytes > (device.shared_memory_per_block_optin + 1024) / 2 - 1024 - kOwnSharedMemory) return false;
   const auto kernel = softmax_kept_kernel<T, Rule>;
-  allow_shared_memory(op, reinterpret_cast<const void*>(kernel),
-                      device.shared_memory_per_block_optin - kOwnSharedMemory);
+  check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
   // Four vectors for a thread.
   const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, kKeptThreads);
   kernel<<<static_cast<unsigned>(p.extent.rows), static_cast<unsigned>(threads), static_cast<size_t>(bytes),
@@ -77,7 +76,7 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
   constexpr int N = kVec<T>;
   constexpr int64_t kMostShort = kShortItems * kHeldThreads;
   // Beyond, too few blocks with their rows in registers fit a multiprocessor.
-  const int64_t most_short = device.capability >= 90 ? kMostShort / 2 : kMostShort;
+  const int64_t most_short = device.code.architecture >= 90 ? kMostShort / 2 : kMostShort;
   const Alignment alignment = alignment_of(p, sizeof(T));
   if (alignment == Alignment::kWhole && touched_vectors<T, N, false>(p) <= most_short) {
     launch_softmax_short<T, N, false>(p, stream);
@@ -87,7 +86,7 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
     launch_softmax_short<T, N, true>(p, stream);
     return;
   }
-  if (alignment != Alignment::kAny && device.capability >= 90) {
+  if (alignment != Alignment::kAny && device.code.architecture >= 90) {
     const bool launched = p.grad_y.data == nullptr
                               ? launch_shared<T, SoftmaxForward<T>>(op, p, device, stream)
                               : launch_shared<T, SoftmaxBackward<T>>(op, p, device, stream);

@@ -126,7 +126,7 @@ def policy(
         if kind == "cispo":
             loss = -torch.minimum(ratio, torch.full_like(ratio, high)).detach() * advantage * logp
         elif kind == "sapo":
-            t = torch.where(advantage > 0, tau[0], tau[1]).to(logp.dtype)
+            t = torch.where(advantage > 0, torch.full_like(logp, tau[0]), tau[1])
             loss = -4 / t * torch.sigmoid(t * (ratio - 1)) * advantage
         else:
             upper = ratio if delta is None else torch.minimum(ratio, torch.full_like(ratio, delta))

@@ -132,6 +132,20 @@ _add(
 _add("softmax", liger.softmax, _tensors(x=X), "x")
 _add("relu_squared", liger.relu_squared, _tensors(x=X), "x")
 _add("swiglu", liger.swiglu, _tensors(gate=X, up=X), "gate up")
+_add(
+    "swiglu inplace",
+    lambda gate, up: liger.swiglu(gate * 1, up * 1, inplace=True),
+    _tensors(gate=X, up=X),
+    "gate up",
+    public="swiglu",
+)
+_add(
+    "swiglu_packed inplace",
+    lambda gate_up: liger.swiglu_packed(gate_up * 1, inplace=True),
+    _tensors(gate_up=X),
+    "gate_up",
+    public="swiglu_packed",
+)
 _add("swiglu_packed", liger.swiglu_packed, _tensors(gate_up=X), "gate_up")
 _add("geglu", liger.geglu, _tensors(gate=X, up=X), "gate up")
 _add("geglu tanh", liger.geglu, _with(_tensors(gate=X, up=X), approximate="tanh"), "gate up", public="geglu")
@@ -159,6 +173,14 @@ def _complex_rope(device, dtype):
 
 
 _add("rope", liger.rope, _rotary, "q k")
+# In place, what is given up may not be a leaf.
+_add(
+    "rope inplace",
+    lambda q, k, cos, sin: liger.rope(q * 1, k * 1, cos, sin, inplace=True),
+    _rotary,
+    "q k",
+    public="rope",
+)
 _add("mrope", liger.mrope, _mrope, "q k")
 _add("complex_rope", liger.complex_rope, _complex_rope, "q k")
 
@@ -198,6 +220,7 @@ for _name, _options in {
     " options": _CE_OPTIONS,
     " none": {"reduction": "none"},
     " inplace": {"inplace": True},
+    " none inplace": {"reduction": "none", "inplace": True},
 }.items():
     _add(
         f"cross_entropy{_name}",
@@ -225,12 +248,23 @@ def _bias(device, dtype):
     return _head(device, dtype) | {"bias": _normal(device, dtype, VOCAB)}
 
 
+def _weighted(make):
+    """The same with a weight for every token."""
+
+    def make_weighted(device, dtype):
+        made = make(device, dtype)
+        return made | {"token_weight": torch.rand(made["target"].shape).to(device)}
+
+    return make_weighted
+
+
 _CHUNKS = {"memory_budget": 2 * VOCAB * 4}
 for _name, _make, _options in (
     ("", _head, {}),
     (" options", _bias, _CE_OPTIONS),
     (" chunks", _bias, _CHUNKS),
     (" none", _head, {"reduction": "none"}),
+    (" weighted", _weighted(_head), _CHUNKS),
 ):
     _add(
         f"fused_linear_ce{_name}",
@@ -238,7 +272,7 @@ for _name, _make, _options in (
         _with(_make, **_options),
         "input weight bias" if _make is _bias else "input weight",
         public="fused_linear_ce",
-        ignored=_rows("input"),
+        ignored=_rows("input", "token_weight"),
         loss=True,
     )
 
@@ -281,16 +315,17 @@ def _pair(device, dtype):
     }
 
 
-for _name, _function, _options in (
-    ("kl_div", liger.kl_div, {}),
-    ("kl_div reverse", liger.kl_div, {"reverse": True, "temperature": 1.7}),
-    ("kl_div none", liger.kl_div, {"reduction": "none"}),
-    ("jsd", liger.jsd, {"beta": 0.1}),
-    ("tvd", liger.tvd, {}),
+for _name, _function, _make, _options in (
+    ("kl_div", liger.kl_div, _pair, {}),
+    ("kl_div reverse", liger.kl_div, _pair, {"reverse": True, "temperature": 1.7}),
+    ("kl_div none", liger.kl_div, _pair, {"reduction": "none"}),
+    ("kl_div weighted", liger.kl_div, _weighted(_pair), {}),
+    ("jsd", liger.jsd, _pair, {"beta": 0.1}),
+    ("tvd", liger.tvd, _pair, {}),
 ):
     _add(
-        _name, _function, _with(_pair, **_options), "student", public=_name.split()[0],
-        ignored=_rows("student", "teacher"), loss=True,
+        _name, _function, _with(_make, **_options), "student", public=_name.split()[0],
+        ignored=_rows("student", "teacher", "token_weight"), loss=True,
     )  # fmt: skip
 
 
@@ -301,15 +336,16 @@ def _head_pair(device, dtype):
     }
 
 
-for _name, _function, _options in (
-    ("fused_linear_kl_div", liger.fused_linear_kl_div, {}),
-    ("fused_linear_kl_div chunks", liger.fused_linear_kl_div, {"reverse": True, **_CHUNKS}),
-    ("fused_linear_kl_div none", liger.fused_linear_kl_div, {"reduction": "none"}),
-    ("fused_linear_jsd", liger.fused_linear_jsd, {"beta": 0.1}),
+for _name, _function, _make, _options in (
+    ("fused_linear_kl_div", liger.fused_linear_kl_div, _head_pair, {}),
+    ("fused_linear_kl_div chunks", liger.fused_linear_kl_div, _head_pair, {"reverse": True, **_CHUNKS}),
+    ("fused_linear_kl_div none", liger.fused_linear_kl_div, _head_pair, {"reduction": "none"}),
+    ("fused_linear_kl_div weighted", liger.fused_linear_kl_div, _weighted(_head_pair), _CHUNKS),
+    ("fused_linear_jsd", liger.fused_linear_jsd, _head_pair, {"beta": 0.1}),
 ):
     _add(
-        _name, _function, _with(_head_pair, **_options), "input weight bias", public=_name.split()[0],
-        ignored=_rows("input", "teacher"), loss=True,
+        _name, _function, _with(_make, **_options), "input weight bias", public=_name.split()[0],
+        ignored=_rows("input", "teacher", "token_weight"), loss=True,
     )  # fmt: skip
 
 
@@ -330,11 +366,14 @@ def _sequences(device, dtype, sequences=ROWS):
 
 
 def _of_module(module):
-    """``call`` of a loss: the loss alone, without the metrics."""
+    """``call`` of a loss: the loss, and the metrics that there are."""
 
     def call(**given):
         result = module(**given)
-        return result[0] if isinstance(result, tuple) else result
+        if not isinstance(result, tuple):
+            return result
+        loss, metrics = result
+        return loss, *(metric for metric in metrics if metric is not None)
 
     return call
 
@@ -360,8 +399,48 @@ def _packed_preference(device, dtype):
     return made | {"_input": hidden, "target": target, "cu_seqlens": ends, "max_length": LENGTH}
 
 
+def _ref_logps(per_token):
+    """Log-probabilities of the reference, per token or sequence; a mask takes the place of ignored targets."""
+
+    def make(device, dtype):
+        made = _preference(False)(device, dtype)
+        mask = made["target"] != IGNORED
+        scores = -1.0 - 2 * torch.rand(ROWS, LENGTH).to(device)
+        ref_logps = scores if per_token else (scores * mask).sum(-1)
+        return made | {"target": made["target"].clamp_min(0), "mask": mask, "ref_logps": ref_logps}
+
+    return make
+
+
+def _likelihood(device, dtype):
+    """Tokens of the likelihood term that are others than those of the pair."""
+    made = _preference(False)(device, dtype)
+    nll_target = torch.randint(VOCAB, (ROWS, LENGTH))
+    nll_target[0, 4] = nll_target[1, 2] = nll_target[3] = IGNORED
+    return made | {"nll_target": nll_target.to(device)}
+
+
+def _outside(cu_seqlens, rows):
+    """Rows of a packed batch that are in no sequence."""
+    row = torch.arange(rows, device=cu_seqlens.device)
+    return (row < cu_seqlens[0]) | (row >= cu_seqlens[-1])
+
+
 def _ignored_sequences(*names, target="target"):
-    return lambda given: {name: given[target] == IGNORED for name in names if name in given}
+    def ignored(given):
+        mask = given[target] == IGNORED
+        if "nll_target" in given:
+            mask = mask & (given["nll_target"] == IGNORED)
+        if "mask" in given:
+            mask = mask | ~given["mask"]
+        if "cu_seqlens" in given:
+            mask = mask | _outside(given["cu_seqlens"], mask.shape[-1])
+        found = {name: mask for name in names if name in given}
+        if "ref_logps" in given:
+            found["ref_logps"] = mask if given["ref_logps"].shape == mask.shape else mask.all(-1)
+        return found
+
+    return ignored
 
 
 for _name, _loss, _make in (
@@ -372,7 +451,10 @@ for _name, _loss, _make in (
     ("DPO chunks", losses.FusedLinearDPOLoss(memory_budget=2 * VOCAB * 4), _preference(True)),
     ("DPO packed", losses.FusedLinearDPOLoss(use_ref_model=False), _packed_preference),
     ("DPO nll", losses.FusedLinearDPOLoss(use_ref_model=False, compute_nll_loss=True), _preference(False)),
+    ("DPO ref_logps", losses.FusedLinearDPOLoss(), _ref_logps(per_token=True)),
+    ("DPO ref_logps of sequences", losses.FusedLinearDPOLoss(), _ref_logps(per_token=False)),
     ("ORPO", losses.FusedLinearORPOLoss(), _preference(False)),
+    ("ORPO nll_target", losses.FusedLinearORPOLoss(), _likelihood),
     ("CPO", losses.FusedLinearCPOLoss(label_smoothing=0.1), _preference(False)),
     ("SimPO", losses.FusedLinearSimPOLoss(), _preference(False)),
 ):
@@ -415,10 +497,26 @@ def _policy(per_token=False):
     return make
 
 
+def _packed_policy(device, dtype):
+    made = _policy()(device, dtype)
+    made["vllm_is_ratio"] = 0.5 + torch.rand(ROWS, LENGTH).to(device)
+    of_tokens = [
+        name for name, t in made.items() if isinstance(t, torch.Tensor) and t.shape[:2] == (ROWS, LENGTH)
+    ]
+    counted = made["attention_mask"].masked_fill(made["attention_mask"] == 0, IGNORED)
+    tensors, ends = packed([made[name] for name in of_tokens], counted)
+    return made | dict(zip(of_tokens, tensors, strict=True)) | {"cu_seqlens": ends, "max_length": LENGTH}
+
+
 def _ignored_policy(given):
-    names = ("_input", "ref_per_token_logps", "old_per_token_logps", "advantages")
+    names = ("_input", "ref_per_token_logps", "old_per_token_logps", "advantages", "vllm_is_ratio")
     mask = given["attention_mask"] == 0
-    return {name: mask for name in names if given[name].shape[:2] == mask.shape}
+    if "cu_seqlens" in given:
+        mask = mask | _outside(given["cu_seqlens"], mask.shape[-1])
+    found = {name: mask for name in names if name in given and given[name].shape[:2] == mask.shape}
+    if "advantages" not in found and "cu_seqlens" not in given:
+        found["advantages"] = mask.all(-1)
+    return found
 
 
 for _name, _loss, _make in (
@@ -429,6 +527,8 @@ for _name, _loss, _make in (
     ("GRPO chunks", losses.FusedLinearGRPOLoss(memory_budget=2 * VOCAB * 4, temperature=0.8), _policy()),
     ("GSPO", losses.FusedLinearGRPOLoss(importance_sampling_level="sequence"), _policy()),
     ("GRPO entropy", losses.FusedLinearGRPOLoss(entropy_coef=0.01, delta=1.5), _policy()),
+    ("GRPO packed", losses.FusedLinearGRPOLoss(), _packed_policy),
+    ("GSPO packed", losses.FusedLinearGRPOLoss(importance_sampling_level="sequence"), _packed_policy),
     ("PPO", losses.FusedLinearPPOLoss(), _policy(per_token=True)),
 ):
     _add(
@@ -486,12 +586,12 @@ for _name, _loss, _make in (
 
 def _module(build, inputs, parameters):
     """(call, make) of a module: ``inputs`` makes its arguments, ``parameters`` are theirs by name."""
-    shapes = {name: p.shape for name, p in build(device="meta").named_parameters()}
+    module = build(device="meta")
+    shapes = {name: p.shape for name, p in module.named_parameters()}
     assert set(shapes) == set(parameters.split()), shapes
 
     def call(**given):
         own = {name: given[name.replace(".", "_")] for name in shapes}
-        module = build(device=next(iter(own.values())).device, dtype=next(iter(own.values())).dtype)
         rest = {k: v for k, v in given.items() if k not in {name.replace(".", "_") for name in shapes}}
         return torch.func.functional_call(module, own, tuple(rest.values()))
 

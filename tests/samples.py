@@ -234,6 +234,7 @@ SAMPLES = {
     ],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
     "check_rowwise": lambda d: [("softmax", "x", floats(d, 3, 16), None)],
+    "check_written": lambda d: [("rope_", ["q", "k", "cos"], [floats(d, 3), floats(d, 3), floats(d, 3)], 2)],
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],
     "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],

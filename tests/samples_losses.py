@@ -322,7 +322,7 @@ SAMPLES = {
     "fused_linear_logprobs_forward": _fused_linear_logprobs_forward,
     "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
     "check_divergence_gradient": lambda d: [
-        ("divergence_ce_forward_", *arguments[:3], arguments[6], arguments[7], arguments[9])
+        ("divergence_ce_forward_", arguments[0], arguments[2], arguments[6], arguments[7], arguments[9])
         for arguments in _divergence_ce_forward_(d)
     ],
     "check_divergence": lambda d: [("jsd", *arguments[:-2]) for arguments in _divergence_forward_(d)],

@@ -101,6 +101,11 @@ def test_cuda_needs_code_for_every_device(cuda_machine, monkeypatch):
     expected = (False, "a device has compute capability 8.0, the kernels were built for 90a")
     assert supported("cuda", RMS_NORM, [(9, 0), (8, 0)]) == expected
     assert supported("triton", RMS_NORM, [(9, 0), (8, 0)])[0]
+    # A build for 8.0 alone, as LIGER_CUDA_ARCHS=80 makes it, serves later devices, and says how.
+    monkeypatch.setattr(backend, "_built_architectures", lambda: ("80", "80+PTX"))
+    assert supported("cuda", RMS_NORM, [(8, 0)]) == (True, "compiled CUDA kernels")
+    through = "compiled CUDA kernels; through PTX on compute capability 9.0"
+    assert supported("cuda", RMS_NORM, [(9, 0), (9, 0)]) == (True, through)
     # Unknown, because liger._C did not import: the ops work without it.
     monkeypatch.setattr(backend, "_built_architectures", lambda: ())
     assert supported("cuda", RMS_NORM, [(8, 0)])[0]

@@ -94,16 +94,13 @@ def test_files_of_a_run(results):
     assert result["environment"]["torch"] == torch.__version__
 
 
-def test_a_sweep_draws_lines(results):
+def test_a_picture_shows_the_whole_pass(results):
     _code, _path, result = results
-    lines = plots.lines_of([record for record in result["rows"] if record["op"] == "rms_norm"])
-    if "sweep" not in result["environment"]["size"]:
-        assert lines == []
-        return
-    axes = {(title.partition(",")[0], axis) for title, axis, _points in lines}
-    assert ("rms_norm backward", "tokens") in axes and ("rms_norm forward", "hidden size") in axes
-    for _title, axis, points in lines:
-        assert [point["shape"][axis] for point in points] == [8, 16, 32]
+    for op in OPS:
+        records = [record for record in result["rows"] if record["op"] == op]
+        picture = plots.shown(records)
+        whole = [record for record in records if "forward and backward" in record["work"]]
+        assert picture["kind"] == "device" and (not whole or picture in whole)
 
 
 def test_report_is_written_again_from_a_result_file(results):
@@ -343,20 +340,11 @@ def test_peers_can_be_chosen():
     assert names(("none",), "backward") == ["liger[torch]"]
 
 
-def test_styles_of_providers_differ_and_ceilings_are_black():
-    names = [
-        "liger[cuda]",
-        "liger[cuda] inplace",
-        "liger-kernel",
-        "liger-kernel CuTe",
-        "three GEMMs",
-        "quack",
-    ]
-    styles = plots.style(names)
-    assert len({tuple(sorted(s.items())) for s in styles.values()}) == len(names)
-    assert styles["three GEMMs"]["color"] == "black"
-    assert styles["liger[cuda]"]["color"] == styles["liger[cuda] inplace"]["color"]
-    assert styles["liger-kernel"]["color"] != styles["liger-kernel CuTe"]["color"]
+def test_colors_tell_providers_apart_and_ceilings_are_black():
+    names = ["liger[cuda]", "liger-kernel", "liger-kernel CuTe", "three GEMMs", "quack"]
+    assert len({plots.color(name) for name in names}) == len(names)
+    assert plots.color("three GEMMs") == "black"
+    assert plots.color("liger[cuda]") == plots.color("liger[cuda] inplace")
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from cases import DTYPES
 from cross_entropy_reference import random_layer, random_logits
 
 import liger
@@ -23,15 +24,20 @@ def test_cross_entropy_target_out_of_range_on_the_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [10, -1, 1 << 40])
-def test_cross_entropy_target_out_of_range_on_a_gpu_gives_nan(device, wrong):
-    logits = torch.randn(4, 10, device=device, requires_grad=True)
+@pytest.mark.parametrize("classes", [10, 32000, 131072])
+@pytest.mark.parametrize("wrong", ["the first that is none", -1, (1 << 32) + 5, 1 << 40])
+def test_cross_entropy_target_out_of_range_on_a_gpu_gives_nan(device, wrong, classes):
+    """Whichever kernel takes rows of so many classes; what is out of range for 64 bits is so for 32, too."""
+    wrong = wrong if isinstance(wrong, int) else classes
+    logits = torch.randn(4, classes, device=device, requires_grad=True)
     target = torch.tensor([1, wrong, 3, -100], device=device)
     output = liger.cross_entropy(logits, target, reduction="none", return_logprobs=True)
     assert output.loss.isnan().tolist() == output.logprobs.isnan().tolist() == [False, True, False, False]
     output.loss.sum().backward()
     assert logits.grad.isnan().all(-1).tolist() == [False, True, False, False]
-    assert liger.cross_entropy(logits, target).isnan()
+    loss = liger.cross_entropy(logits, target)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert loss.isnan() and grad[1].isnan().all() and not grad[3].any()
 
 
 CROSS_ENTROPY = {
@@ -134,13 +140,20 @@ def test_fused_linear_ce_target_out_of_range_on_the_cpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wrong", [10, -1])
-def test_fused_linear_ce_target_out_of_range_on_a_gpu_gives_nan(device, wrong):
-    x, weight, bias, _ = random_layer(4, 8, 10, device)
-    target = torch.tensor([1, wrong, 3, -100], device=device)
-    loss = liger.fused_linear_ce(x, weight, target, bias, reduction="none")
-    assert loss.isnan().tolist() == [False, True, False, False]
-    assert liger.fused_linear_ce(x, weight, target, bias).isnan()
+@pytest.mark.parametrize("rows", [4, 300])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wrong", [2048, -1, (1 << 32) + 5])
+def test_fused_linear_ce_target_out_of_range_on_a_gpu_gives_nan(device, wrong, dtype, rows):
+    """In every engine, and where ignored rows are left out."""
+    x, weight, bias, _ = random_layer(rows, 256, 2048, device)
+    x, weight, bias = (t.to(dtype).requires_grad_() for t in (x, weight, bias))
+    target = torch.tensor([1, wrong, 3, -100], device=device).repeat(rows // 4)
+    for b in (bias, None):
+        losses = liger.fused_linear_ce(x, weight, target, b, reduction="none")
+        assert losses.isnan().tolist() == [False, True, False, False] * (rows // 4)
+        loss = liger.fused_linear_ce(x, weight, target, b)
+        (grad,) = torch.autograd.grad(loss, x)
+        assert loss.isnan() and grad[1].isnan().all() and not grad[3].any()
 
 
 FUSED_LINEAR_CE = {

@@ -47,12 +47,14 @@ def exact(kind, student, teacher, target, weight):
 
 
 def check(kind, student, teacher, target, weight, layout=torch.clone, dtype=None):
-    """In the place of the logits, or of another dtype in rows that lie otherwise than those."""
+    """The gradient lies as the logits do; where it is of another dtype, otherwise."""
     losses, expected = exact(kind, student, teacher, target, weight)
     logits, kept = layout(student), layout(teacher)
-    place = logits if dtype is None else F.pad(torch.empty_like(student, dtype=dtype), (2, 5))[:, 2:-5]
+    place = (
+        layout(student) if dtype is None else F.pad(torch.empty_like(student, dtype=dtype), (2, 5))[:, 2:-5]
+    )
     found, hard = OP(logits, kept, target, weight, kind, BETA, 1.0, RATIO, -100, place)
-    assert torch.equal(kept, teacher) and (dtype is None or torch.equal(logits, student))
+    assert torch.equal(kept, teacher) and torch.equal(logits, student)
     torch.testing.assert_close(found.double(), losses, rtol=1e-5, atol=3e-6)
     live = target != -100
     cross_entropy = F.cross_entropy(student.double(), target, ignore_index=-100, reduction="none")
@@ -80,8 +82,8 @@ def test_rows(device, dtype, vocab, kind):
     student, teacher, target, _ = values
     # Without a factor nothing is added, and one weight does for all rows; int32 targets are as good.
     one = torch.tensor(0.7, device=device)
-    mine, other = student.clone(), student.clone()
-    assert OP(mine, teacher, target.int(), one, kind, BETA, 1.0, 0.0, -100, mine)[1].numel() == 0
+    mine, other = torch.empty_like(student), student.clone()
+    assert OP(student, teacher, target.int(), one, kind, BETA, 1.0, 0.0, -100, mine)[1].numel() == 0
     torch.ops.liger.divergence_forward_(other, teacher, target, one, kind, BETA, 1.0, False, -100, True)
     assert torch.equal(mine, other)
 
@@ -103,10 +105,6 @@ def test_gradient_in_fewer_bits(device, dtype, vocab, kind):
         losses = OP(student, teacher, *options, wide)
         assert all(map(torch.equal, OP(student, teacher, *options, narrow), losses))
         assert torch.equal(narrow, wide.to(dtype))
-        # Over the teacher's logits.
-        over = teacher.clone()
-        assert all(map(torch.equal, OP(student, over, *options, over), losses))
-        assert torch.equal(over, wide)
 
 
 @pytest.mark.parametrize("wrong", [-1, 4099, 2**32 + 5])
@@ -114,11 +112,10 @@ def test_gradient_in_fewer_bits(device, dtype, vocab, kind):
 def test_target_that_is_no_class(device, kind, wrong):
     """The cross entropy and the gradient of that row are nan, as of liger.cross_entropy; of no other."""
     student, teacher, target, weight = make(11, 4099, device, torch.float32)
-    right = student.clone()
-    losses, hard = OP(right, teacher, target, weight, kind, BETA, 1.0, RATIO, -100, right)
+    right, found = torch.empty_like(student), torch.empty_like(student)
+    losses, hard = OP(student, teacher, target, weight, kind, BETA, 1.0, RATIO, -100, right)
     target[5] = wrong
-    found = student.clone()
-    others, with_nan = OP(found, teacher, target, weight, kind, BETA, 1.0, RATIO, -100, found)
+    others, with_nan = OP(student, teacher, target, weight, kind, BETA, 1.0, RATIO, -100, found)
     torch.testing.assert_close(others, losses)
     row = torch.arange(11, device=device) == 5
     assert with_nan[row].isnan().all() and torch.equal(with_nan[~row], hard[~row])
@@ -151,8 +148,8 @@ def test_target_beyond_int32(vocab, kind):
     with compiled("divergence") as device:
         student, teacher, target, weight = make(5, vocab, device, torch.bfloat16)
         target[2] = 2**32 + 5
-        found = student.clone()
-        _, hard = OP(found, teacher, target, weight, kind, BETA, 1.0, RATIO, -100, found)
+        found = torch.empty_like(student)
+        _, hard = OP(student, teacher, target, weight, kind, BETA, 1.0, RATIO, -100, found)
         nan = hard.isnan()
         assert nan.nonzero().flatten().tolist() == [2]
         assert found[2].isnan().any() and not found[~nan].isnan().any()
@@ -161,7 +158,9 @@ def test_target_beyond_int32(vocab, kind):
 def test_bad_input(device):
     student, teacher, target, weight = make(5, 7, device, torch.float32)
 
-    def refuses(match, *arguments, temperature=1.0, hard=RATIO, gradient=student, of=student):
+    place = torch.empty_like(student)
+
+    def refuses(match, *arguments, temperature=1.0, hard=RATIO, gradient=place, of=student):
         with pytest.raises(RuntimeError, match=match):
             OP(of, *arguments, temperature, hard, -100, gradient)
 
@@ -174,15 +173,9 @@ def test_bad_input(device):
     refuses("divergence_ce_forward_: no target", teacher, None, weight, "jsd", 0.5)
     refuses("temperature is 2 with cross entropy, expected 1", *good, temperature=2.0)
     refuses("cross_entropy is -1", *good, hard=-1.0)
-    refuses("gradient has shape", *good, gradient=student[1:])
-    refuses("gradient has dtype float64", *good, gradient=student.double())
+    refuses("gradient has shape", *good, gradient=place[1:])
+    refuses("gradient has dtype float64", *good, gradient=place.double())
     half = student.half()
     refuses("gradient has dtype float32, expected that of student", teacher.half(), *good[1:], of=half)
-    memory = torch.zeros(6, 7, device=device)
-    refuses("gradient overlaps student", *good, of=memory[1:], gradient=memory[:-1])
-    refuses("gradient overlaps teacher", memory[1:], *good[1:], gradient=memory[:-1])
-    narrow = memory[:5].view(torch.float16)[:, :7]
-    refuses("gradient overlaps student", *good, of=memory[:5], gradient=narrow)
-    refuses("gradient has elements that overlap", *good, gradient=student.new_empty(1, 7).expand(5, 7))
     student = student.requires_grad_()
     refuses("not differentiable", *good, of=student, gradient=torch.empty_like(teacher))

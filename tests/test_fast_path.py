@@ -33,11 +33,11 @@ def op_of(name):
 
 
 def registered_autograd_calls(function):
-    """How often the dispatcher runs a formula of torch.library.register_autograd during a call."""
+    """How often the dispatcher runs the registered formula of an op during a call."""
     calls = []
 
     def see(frame, event, _argument):
-        if event == "call" and frame.f_code.co_name == "autograd_impl":
+        if event == "call" and frame.f_code.co_name == "autograd_kernel":
             calls.append(frame)
 
     sys.setprofile(see)

@@ -121,6 +121,27 @@ def test_num_items_in_batch(device, kind):
     torch.testing.assert_close(loss(slice(0, 2)) + loss(slice(2, None)), whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)
+def test_clip_ratio(device, kind):
+    """The share of tokens whose importance weight is clipped, so that their gradient is zero; sapo clips none."""
+    hidden, weight, target, bias, _, _, _, _ = batch(device)
+    advantages = torch.randn(target.shape, device=device)
+    old = around(hidden, weight, target, bias, 0.6)
+    module = losses.FusedLinearGRPOLoss(
+        beta=0.0, loss_type=kind, epsilon_high=1.2 if kind == "cispo" else 0.2
+    )
+    _, metrics = module(hidden, weight, target, None, advantages, bias, old_per_token_logps=old)
+    live = target != IGNORED
+    ratio, advantages = (metrics.logprobs - old).exp()[live], advantages[live]
+    above, below = ratio > 1.2, ratio < 0.8
+    clipped = {
+        "cispo": above & (advantages > 0),
+        "sapo": torch.zeros_like(above),
+    }.get(kind, (above & (advantages > 0)) | (below & (advantages < 0)))
+    torch.testing.assert_close(metrics.clip_ratio, clipped.float().mean())
+    assert (metrics.clip_ratio > 0) == (kind != "sapo")
+
+
 def test_metrics_and_reference_model(device):
     hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
     module = losses.FusedLinearGRPOLoss(entropy_coef=0.1, epsilon_low=0.1, epsilon_high=0.2)

@@ -92,6 +92,51 @@ def test_likelihood_term_and_metrics(device, budget):
     assert not loss.requires_grad
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_likelihood_of_other_tokens(device, budget, temperature):
+    """The term of the pair is of target, that of the likelihood of nll_target, also where both count and differ."""
+    hidden, weight, target, bias = make(device)
+    target[-1] = target[-2]  # whose odds, without a token, would be infinite
+    nll_target = torch.randint(VOCAB, target.shape, device=device)
+    nll_target[0, 0], nll_target[1, 1:3] = target[0, 0], -100
+    module = losses.FusedLinearORPOLoss(beta=0.4, memory_budget=budget, temperature=temperature)
+    check(
+        lambda x, w, b: module(w, x, target, b, nll_target=nll_target)[0],
+        lambda x, w, b: plain.pairs(
+            lambda c, r, *_: plain.orpo_pair(c, r, 0.4), x / temperature, w, target, b / temperature, None, True, 1.0,
+            nll_target,
+        ),
+        hidden, weight, bias,
+    )  # fmt: skip
+    loss, metrics = module(weight, hidden, target, bias, nll_target=nll_target)
+    odds = losses.FusedLinearORPOLoss(beta=0.4, compute_nll_loss=False, temperature=temperature)
+    alone, _ = odds(weight, hidden, target, bias)
+    torch.testing.assert_close(loss, alone + metrics.nll_loss, rtol=1e-5, atol=1e-6)
+    nll_target[(target != -100).flip(1).cumsum(1).flip(1) == 0] = -100  # what packing leaves out
+    expected, _ = module(weight, hidden, target, bias, nll_target=nll_target)
+    (x, y, nll), ends = packed((hidden, target, nll_target), target)
+    torch.testing.assert_close(module(weight, x, y, bias, nll_target=nll, cu_seqlens=ends)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["mask", "nll_mask"])
+def test_likelihood_of_more_tokens(device, budget, name):
+    hidden, weight, target, bias = make(device)
+    mask = torch.rand(target.shape, device=device) < 0.6
+    module = losses.FusedLinearCPOLoss(memory_budget=budget)
+    results = []
+    for given in (
+        {"target": target.where(mask, -100), "nll_target": target},
+        {"target": target, "mask": mask, "nll_mask": target != -100},
+    ):
+        leaves = leaf(hidden), leaf(weight)
+        loss, metrics = module(leaves[1], leaves[0], bias=bias, **given)
+        results.append([loss, *torch.autograd.grad(loss, leaves), *(m for m in metrics if m is not None)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="both nll_target and nll_mask were given"):
+        module(weight, hidden, target, nll_target=target, nll_mask=mask)
+
+
 WITHOUT_REFERENCE = {
     "orpo": (losses.FusedLinearORPOLoss, {"beta": 0.4}, lambda c, r, *_: plain.orpo_pair(c, r, 0.4), True, 1.0),
     "simpo": (

@@ -321,7 +321,7 @@ def test_sm90_bad_arguments(changed, words):
     problem = [300, 256, 1024, True, True, True, MIB, 66]
     for position, value in changed.items():
         problem[position] = value
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(RuntimeError, match=words):
         plan_sm90(*problem)
 
 
@@ -365,19 +365,21 @@ def test_unreadable_budget_in_the_environment(monkeypatch, text):
     words = (
         "LIGER_MEMORY_BUDGET: expected a positive number of bytes, with an optional suffix K, M or G, got "
     )
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(RuntimeError) as caught:
         plan(128, 64, 1000, 2, True, True, None)
     assert str(caught.value).splitlines()[0] == f"{words}'{text}'"
 
 
 @pytest.mark.parametrize("budget", [0, -1])
 def test_budget_that_is_not_positive(budget):
-    with pytest.raises(ValueError, match=f"memory_budget: expected a positive number of bytes, got {budget}"):
+    with pytest.raises(
+        RuntimeError, match=f"memory_budget: expected a positive number of bytes, got {budget}"
+    ):
         plan(128, 64, 1000, 2, True, True, budget)
 
 
 def test_negative_sizes():
-    with pytest.raises(ValueError, match="must not be negative, got rows=-1 hidden=64 vocab=1000"):
+    with pytest.raises(RuntimeError, match="must not be negative, got rows=-1 hidden=64 vocab=1000"):
         plan(-1, 64, 1000, 2, True, True, None)
 
 

@@ -91,5 +91,5 @@ def test_distillation_at_the_default_budget():
     "change, what", [({"clusters": 0}, "clusters is 0"), ({"beside": -1}, "beside is -1")]
 )
 def test_bad_input(change, what):
-    with pytest.raises(ValueError, match=f"plan_head_sm90: {what}, expected at least"):
+    with pytest.raises(RuntimeError, match=f"plan_head_sm90: {what}, expected at least"):
         plan(8192, 4096, 128256, **change)

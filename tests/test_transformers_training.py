@@ -63,6 +63,18 @@ def test_trainer_with_gradient_accumulation(tmp_path, family):
     torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=0)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "options", [{}, {"cross_entropy": True, "fused_linear_cross_entropy": False}], ids=["fused", "not fused"]
+)
+def test_label_smoothing_of_the_trainer(tmp_path, family, options):
+    """The Trainer shifts the labels of the models whose names it knows."""
+    plain = make(family)
+    patched = liger.patch(twin(plain), **options)
+    ours, theirs = (train(m, tmp_path, label_smoothing_factor=0.1) for m in (patched, plain))
+    torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=0)
+
+
 def test_trainer_in_bfloat16_with_checkpointing(tmp_path):
     plain = make("qwen3")
     patched = liger.patch(twin(plain))

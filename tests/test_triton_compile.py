@@ -183,8 +183,8 @@ def divergence_launches(dtype, tokens=9):
                 _, stats, _ = divergence.divergence_forward(*weighted, need_grad)
             divergence.divergence_forward_(*weighted)
             divergence.divergence_backward(row, student, teacher, target, stats, *options)
-        narrower = torch.zeros_like(student, dtype=torch.bfloat16)
-        for gradient in (student, narrower) if dtype == torch.float32 else (student,):
+        for narrower in {dtype, torch.bfloat16} if dtype == torch.float32 else {dtype}:
+            gradient = torch.zeros_like(student, dtype=narrower)
             divergence.divergence_ce_forward_(
                 student, teacher, target, row, kind, 0.5, 1.0, 0.7, -100, gradient
             )

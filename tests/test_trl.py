@@ -139,6 +139,21 @@ def test_a_model_on_the_ops_of_liger(tmp_path):
     made.assert_same_training(make)
 
 
+def test_report_of_a_model_whose_trainer_has_its_own_head(tmp_path):
+    """TRL puts its head before that of a model which was patched; liger.trl.patch puts ours there."""
+    model = liger.patch(made.model())
+    trainer = made.dpo(tmp_path, model, liger.patch(made.model(0.05)))
+    for m in (model, trainer.ref_model):
+        report = liger.transformers.patch_report(m)
+        assert "liger.trl.patch(trainer)" in report.left[""]
+        assert "fused_linear_cross_entropy" not in report.replaced.values()
+        assert "rms_norm" in report.replaced.values()
+    liger.trl.patch(trainer)
+    for m in (model, trainer.ref_model):
+        report = liger.transformers.patch_report(m)
+        assert report.replaced[""] == "trainer_loss" and not report.left
+
+
 # --- KTO ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..ops._cross_entropy_math import Metrics, at_original_rows
-from ..ops._products import product, write_linear
+from ..ops._products import product, without_ignored, write_linear
 from .common import require_dtype
 from .compact import Compaction
 from .cross_entropy_rows import RowResults, Rule
@@ -66,8 +66,16 @@ def fused_linear_ce_forward(
         out = grad_input[first : first + count] if need_grad_input else None
         return compaction.gather(input, first, count, out)
 
+    def counted(x, first):
+        """Rows of x for the weight gradient; those that are left out already need no copy."""
+        if all_valid or compaction is not None:
+            return x
+        rows = slice(first, first + x.shape[0])
+        ignored = rule.target[rows] == ignore_index
+        return without_ignored(x, ignored, grad_input[rows] if need_grad_input else None)
+
     # The device multiplies the head, which is needed in any case, while the host learns how many rows are valid.
-    compaction, done = None, 0
+    compaction, all_valid, done = None, False, 0
     may_wait = not (input.is_cuda and torch.cuda.is_current_stream_capturing())
     # A check of targets names rows of the batch, which the row kernel does not know of compacted ones.
     if head_rows and may_wait and not rule.check_targets:
@@ -76,7 +84,7 @@ def fused_linear_ce_forward(
         compaction.wait()
         *_, chunks, offsets = lay_out(compaction.valid_rows, compaction.leading_rows)
         if sum(chunks) == rows:
-            compaction = None
+            compaction, all_valid = None, compaction.valid_rows == rows
         else:
             token_weight = None if rule.token_weight is None else rule.token_weight[compaction.index]
             rule = replace(rule, target=rule.target[compaction.index], token_weight=token_weight)
@@ -90,7 +98,7 @@ def fused_linear_ce_forward(
             write_linear(x[done:], weight, bias, logits[done:])
         results.fill(logits, stride, start, used_denominator)
         if need_grad_weight:
-            product(logits.t(), x, weight_sum, add=start > 0)
+            product(logits.t(), counted(x, start), weight_sum, add=start > 0)
         if need_grad_bias:
             grad_bias += logits.sum(0, dtype=torch.float32)
         if need_grad_input:

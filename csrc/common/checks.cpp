@@ -54,8 +54,11 @@ bool same_device(const Tensor& a, const Tensor& b) {
 }
 
 std::string device_text(const Tensor& tensor) {
-  const char* kind = tensor.is_cuda() ? "cuda" : tensor.is_cpu() ? "cpu" : "another device type";
-  return tensor.is_cuda() ? std::string(kind) + ":" + std::to_string(tensor.get_device_index()) : kind;
+  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  if (tensor.is_cpu()) return "cpu";
+  const auto type = tensor.device().type();
+  if (type == torch::headeronly::DeviceType::Meta) return "meta";
+  return "device type #" + std::to_string(static_cast<int>(type));
 }
 
 void check_floating(const std::string& op, const char* name, const Tensor& tensor) {

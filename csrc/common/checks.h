@@ -6,10 +6,13 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace liger {
 
@@ -64,9 +67,9 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
                       const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
                       const std::string& divergence, double beta, double temperature, bool log_probs);
-// Of the op that writes the gradient of a divergence and cross entropy to `gradient`, which may be the
-// student or the teacher itself, and may be of a half type where those are float32.
-void check_divergence_gradient(const std::string& op, const Tensor& student, const Tensor& teacher,
+// Of the op that writes the gradient of a divergence and cross entropy to `gradient`, which may be of a half
+// type where the student is float32.
+void check_divergence_gradient(const std::string& op, const Tensor& student,
                                const std::optional<Tensor>& target, double temperature, double cross_entropy,
                                const Tensor& gradient);
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
@@ -78,5 +81,12 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
                                    double beta, double temperature, double soft, double hard,
                                    std::optional<ScalarType> accum_dtype,
                                    std::optional<int64_t> memory_budget);
+// For an op that writes the first `written` of these tensors: an element of those may not have the place of
+// another one, nor of one of the other tensors. All are on one device.
+void check_written(const std::string& op, const std::vector<std::string>& names,
+                   const std::vector<Tensor>& tensors, int64_t written);
+using Named = std::pair<const char*, std::optional<Tensor>>;
+void check_written(const std::string& op, std::initializer_list<Named> written,
+                   std::initializer_list<Named> read);
 
 }  // namespace liger

@@ -4,12 +4,15 @@
 #include <mutex>
 #include <tuple>
 
+#include "common/capture.h"
+
 namespace liger {
 namespace {
 
 int ask(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
         const DeviceAttributes& device) {
-  allow_shared_memory(op, kernel, device.shared_memory_per_block_optin);
+  check_cuda(allow_shared_memory(kernel, Carveout::kShared), op);
+  const RelaxedCapture relaxed;
   const unsigned blocks = config.attrs->val.clusterDim.x;
   int held = 0;
   if (blocks == 1) {

@@ -3,20 +3,13 @@
 
 #include <algorithm>
 
+#include "common/shared_memory.h"
 #include "common/torch.h"
 
 namespace liger {
 
 // The largest cluster that every device with clusters promises.
 inline constexpr int kPortableCluster = 8;
-
-// The same value in every call: another thread may launch this kernel for other sizes in between.
-inline void allow_shared_memory(const char* op, const void* kernel, int bytes) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                  cudaSharedmemCarveoutMaxShared),
-             op);
-}
 
 // The config points to the attribute.
 inline cudaLaunchConfig_t in_clusters(int blocks, int threads, int shared_bytes, cudaStream_t stream,

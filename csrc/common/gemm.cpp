@@ -7,6 +7,8 @@
 #include <climits>
 #include <cstdint>
 
+#include "common/capture.h"
+
 namespace liger {
 namespace {
 
@@ -71,7 +73,11 @@ int data_type(const char* op, ScalarType dtype) {
 }  // namespace
 
 Gemm::Gemm(const char* op, cudaStream_t stream) : op_(op), stream_(stream), handle_(nullptr), math_mode_(0) {
-  TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle_));
+  {
+    // The first handle of a thread is made here, with memory of the device.
+    const RelaxedCapture relaxed;
+    TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle_));
+  }
   require(cublas().get_math_mode(handle_, &math_mode_) == kSuccess, op_, ": cublasGetMathMode failed");
 }
 

@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/check_parts.h"
 #include "common/dispatch.h"
 #include "common/torch.h"
 #include "common/vec.cuh"
@@ -69,10 +70,10 @@ inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed
 // What a backward takes of the forward: a float of every row.
 inline void require_row_statistic(const char* op, const char* name, const Tensor& statistic, const Tensor& x,
                                   int64_t rows) {
-  require(
-      statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows && same_device(statistic, x),
-      op, ": ", name, " has shape ", shape_text(statistic), " and dtype ",
-      dtype_name(statistic.scalar_type()), ", expected the float32 result of the forward");
+  require(statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows, op, ": ", name,
+          " has shape ", shape_text(statistic), " and dtype ", dtype_name(statistic.scalar_type()),
+          ", expected the float32 result of the forward");
+  check_same_device(op, name, statistic, "x", x);
 }
 
 // The gradients of one or two parameters of the same dtype, T or float32, from their parts: (parts, one or

@@ -4,26 +4,10 @@
 #include <mutex>
 #include <vector>
 
+#include "common/capture.h"
 #include "common/torch.h"
 
 namespace liger {
-namespace {
-
-// While a graph is captured in the global mode, which is torch's, other threads may not allocate host memory
-// or wait for events, unless they say that they know what they do. Nothing here touches a captured stream.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
-}  // namespace
-
 struct Readback::Pool {
   std::mutex mutex;
   std::map<int, std::vector<Slot>> free;  // by device

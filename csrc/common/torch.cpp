@@ -4,7 +4,42 @@
 #include <mutex>
 #include <utility>
 
+#include "common/capture.h"
+
 namespace liger {
+namespace {
+
+// What only a kernel that ran can have caused. The context is lost then, and every later call says so.
+bool is_of_a_kernel(cudaError_t status) {
+  switch (status) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorHardwareStackError:
+    case cudaErrorAssert:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorECCUncorrectable:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+void check_cuda(cudaError_t status, const char* op) {
+  if (__builtin_expect(status == cudaSuccess, 1)) return;
+  // Taken from the runtime, or the next launch would report it again as its own.
+  cudaGetLastError();
+  const std::string error = std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
+  require(
+      !is_of_a_kernel(status), op, " found that an earlier kernel of this process had failed: ", error,
+      ". Kernels run asynchronously, and this one may be of any library: CUDA_LAUNCH_BLOCKING=1 tells which");
+  require(false, op, ": ", error);
+}
 
 const DeviceAttributes& device_attributes(int device) {
   constexpr int kMaxDevices = 128;
@@ -12,15 +47,14 @@ const DeviceAttributes& device_attributes(int device) {
   static std::once_flag known[kMaxDevices];
   require(device >= 0 && device < kMaxDevices, "liger: device index ", device, " is out of range");
   std::call_once(known[device], [device] {
-    int major = 0, minor = 0;
+    const DeviceGuard guard(device);
+    const RelaxedCapture relaxed;
     DeviceAttributes& a = attributes[device];
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "liger");
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "liger");
     check_cuda(cudaDeviceGetAttribute(&a.multiprocessors, cudaDevAttrMultiProcessorCount, device), "liger");
     check_cuda(cudaDeviceGetAttribute(&a.shared_memory_per_block_optin,
                                       cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                "liger");
-    a.capability = 10 * major + minor;
+    a.code = loaded_code();
   });
   return attributes[device];
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/checks.h"
+#include "common/loaded_code.h"
 #include "common/rows.cuh"
 
 namespace liger {
@@ -23,12 +24,11 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-inline void check_cuda(cudaError_t status, const char* op) {
-  require(status == cudaSuccess, op, ": ", cudaGetErrorName(status), ": ", cudaGetErrorString(status));
-}
+// Throws unless the status of a call of the CUDA runtime is success.
+void check_cuda(cudaError_t status, const char* op);
 
 // After every launch: a kernel that could not start (no image for this device, too much shared memory) says
-// so here.
+// so here. The runtime is linked statically, so no other library's calls leave an error here.
 inline void check_launch(const char* op) {
   check_cuda(cudaGetLastError(), op);
 }
@@ -36,8 +36,8 @@ inline void check_launch(const char* op) {
 // Attributes never change while the process lives, and cudaGetDeviceProperties takes milliseconds.
 struct DeviceAttributes {
   int multiprocessors;
-  int capability;  // 10 * major + minor
   int shared_memory_per_block_optin;
+  LoadedCode code;
 };
 const DeviceAttributes& device_attributes(int device);
 

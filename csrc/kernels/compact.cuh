@@ -117,29 +117,36 @@ __device__ __forceinline__ Vec<T, N> zero_vector() {
   return zero;
 }
 
-// out[i] = x[index[first + i]]; zeros beyond the count, so that whatever multiplies them stays finite.
-// grid: rows of out. `vectors` of N elements make a row.
-template <typename T, int N>
-__global__ void __launch_bounds__(kRowThreads)
-    gather_rows(const T* x, int64_t x_stride, RowList list, int64_t first, int vectors, T* out,
-                int64_t out_stride) {
-  const int64_t i = blockIdx.x;
-  const bool is_valid = first + i < *list.count;
-  const T* from = x + (is_valid ? list.index[first + i] : 0) * x_stride;
-  T* to = out + i * out_stride;
-#pragma unroll 4
-  for (int v = threadIdx.x; v < vectors; v += blockDim.x) {
-    store(to + int64_t{v} * N, is_valid ? load<T, N>(from + int64_t{v} * N) : zero_vector<T, N>());
+// Which row a row comes from; negative where it is to be zeros. Those of a list from `first` on: zeros beyond
+// the count, so that whatever multiplies them stays finite,
+struct ListedRows {
+  RowList list;
+  int64_t first;
+  __device__ __forceinline__ int64_t operator()(int64_t i) const {
+    return first + i < *list.count ? list.index[first + i] : -1;
   }
-}
+};
+// those at given positions; without positions each row itself,
+struct PlacedRows {
+  const int32_t* position;
+  __device__ __forceinline__ int64_t operator()(int64_t i) const {
+    return position == nullptr ? i : position[i];
+  }
+};
+// or each row itself as long as it is not ignored.
+struct ValidRows {
+  ce::Targets targets;
+  __device__ __forceinline__ int64_t operator()(int64_t i) const {
+    return targets[i] == targets.ignore_index ? -1 : i;
+  }
+};
 
-// out[i] = x[position[i]], zeros where that is negative; without positions x[i]. grid: rows of out.
-template <typename T, int N>
+// out[i] = x[source_of(i)]. grid: rows of out. `vectors` of N elements make a row.
+template <typename T, int N, typename Source>
 __global__ void __launch_bounds__(kRowThreads)
-    place_rows(const T* x, int64_t x_stride, const int32_t* position, int vectors, T* out,
-               int64_t out_stride) {
+    copy_rows(const T* x, int64_t x_stride, const Source source_of, int vectors, T* out, int64_t out_stride) {
   const int64_t i = blockIdx.x;
-  const int64_t source = position == nullptr ? i : position[i];
+  const int64_t source = source_of(i);
   const T* from = x + source * x_stride;
   T* to = out + i * out_stride;
 #pragma unroll 4
@@ -260,25 +267,15 @@ inline void launch_gather_targets(const ce::Targets& targets, const float* token
   });
 }
 
-template <typename T>
-void launch_gather_rows(const T* x, int64_t x_stride, const RowList& list, int64_t first, int64_t rows,
-                        int64_t columns, T* out, int64_t out_stride, cudaStream_t stream) {
+// Writes so many rows of out.
+template <typename T, typename Source>
+void launch_copy_rows(const T* x, int64_t x_stride, const Source& source, int64_t rows, int64_t columns,
+                      T* out, int64_t out_stride, cudaStream_t stream) {
   if (rows == 0 || columns == 0) return;
   with_vectors(x, x_stride, out, out_stride, columns, [&](auto n) {
     const int64_t vectors = columns / n;
-    gather_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
-        x, x_stride, list, first, static_cast<int>(vectors), out, out_stride);
-  });
-}
-
-template <typename T>
-void launch_place_rows(const T* x, int64_t x_stride, const int32_t* position, int64_t rows, int64_t columns,
-                       T* out, int64_t out_stride, cudaStream_t stream) {
-  if (rows == 0 || columns == 0) return;
-  with_vectors(x, x_stride, out, out_stride, columns, [&](auto n) {
-    const int64_t vectors = columns / n;
-    place_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
-        x, x_stride, position, static_cast<int>(vectors), out, out_stride);
+    copy_rows<T, n><<<static_cast<unsigned>(rows), row_threads(vectors), 0, stream>>>(
+        x, x_stride, source, static_cast<int>(vectors), out, out_stride);
   });
 }
 

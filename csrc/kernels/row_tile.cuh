@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/reduce.cuh"
+#include "common/shared_memory.h"
 #include "common/vec.cuh"
 #include "kernels/norm_backward_plan.cuh"
 
@@ -169,11 +170,11 @@ __device__ __forceinline__ void store_block_sum(const RowPlace& place, const flo
   }
 }
 
-// Dynamic shared memory beyond what every kernel may have: 48 KB less its static shared memory, a few KB
-// here.
+// For launches beyond what every kernel may have: 48 KB less its static shared memory, a few KB here. Where
+// that fails, the launch does, too.
 template <typename Kernel>
 void allow_shared(Kernel kernel, int bytes) {
-  if (bytes > 40 * 1024) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (bytes > 40 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kByDriver);
 }
 
 }  // namespace liger

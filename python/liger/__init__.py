@@ -9,6 +9,7 @@ from . import _load, distributed  # noqa: F401  (_load registers the schemas, wh
 from ._tiled import tiled
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
 from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
+from .ops._vmap import register_loops
 from .ops.complex_rope import complex_rope
 from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
 from .ops.divergence import jsd, kl_div, tvd
@@ -28,6 +29,7 @@ from .ops.tiled_mlp import tiled_mlp
 
 _initialise()
 distributed._initialise()
+register_loops("liger")
 
 __version__ = "0.1.0"
 __all__ = [

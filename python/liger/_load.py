@@ -1,5 +1,7 @@
 """Loading the compiled libraries: schemas always, CUDA kernels only where torch has CUDA."""
 
+import ctypes
+import os
 from importlib.resources import files
 
 import torch
@@ -11,6 +13,36 @@ def _library(name):
     return path if path.is_file() else None
 
 
+def _is_loaded(path):
+    """Whether this process has the library of this very file."""
+    try:
+        ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    return True
+
+
+def _libraries_of_the_process(name):
+    """Paths of the loaded libraries of this file name, as Linux lists them; empty elsewhere."""
+    maps = "/proc/self/maps"
+    if not os.path.exists(maps):
+        return []
+    with open(maps) as lines:
+        paths = {line.split(maxsplit=5)[5].strip() for line in lines if line.rstrip().endswith(f"/{name}")}
+    return sorted(paths)
+
+
+def _refuse_a_second_copy(path):
+    """Registering the ops a second time would end the process."""
+    if not torch._C._dispatch_has_kernel("liger::rms_norm") or _is_loaded(path):
+        return
+    others = " and ".join(_libraries_of_the_process(path.name)) or "another library"
+    raise ImportError(
+        f"liger: this process has the ops of torch.ops.liger from {others} already, and cannot have those of {path}, "
+        "too. Use one installation of liger-ops in a process."
+    )
+
+
 def _load_schemas():
     path = _library("liger_ops")
     if path is None:
@@ -18,6 +50,7 @@ def _load_schemas():
             "liger: the compiled library libliger_ops.so is missing from the package. "
             "Install it with 'pip install .' (a C++ compiler is enough; nvcc adds the CUDA kernels)."
         )
+    _refuse_a_second_copy(path)
     torch.ops.load_library(str(path))
 
 

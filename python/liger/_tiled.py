@@ -10,9 +10,9 @@ import functools
 import itertools
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from .ops._autograd import differentiable_once, is_transformed
 from .ops.rms_norm import accumulate_dtype
 
 # Shards of the default number have as many tokens as x has features, as in the source, but at least so many.
@@ -46,6 +46,7 @@ class _Settings:
                 "cache_enabled": torch.is_autocast_cache_enabled(),
             }
             for kind in {device_type, "cpu"}
+            if torch.amp.is_autocast_available(kind)
         ]
 
     @contextlib.contextmanager
@@ -178,7 +179,7 @@ class _Tiled(torch.autograd.Function):
         return result.clone() if result.untyped_storage().data_ptr() in places else result
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once("tiled", also=lambda ctx: ctx.find_parameters())
     def backward(ctx, grad_output):
         cut, tensors = ctx.cut, ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
@@ -193,7 +194,11 @@ class _Tiled(torch.autograd.Function):
             )
         flats = [cut.flat(t.detach()) for t in per_token]
         grad_output = cut.flat(grad_output)
-        grads = [t.new_empty(t.shape) if n else None for t, n in zip(flats, needed, strict=False)]
+        # Of the upstream gradient, which may be one of a batch (is_grads_batched): then so are these.
+        grads = [
+            grad_output.new_empty(t.shape, dtype=t.dtype, device=t.device) if n else None
+            for t, n in zip(flats, needed, strict=False)
+        ]
         sums = [_Sum(t, len(cut.shards) == 1) for t in (*shared, *parameters)]
         device = per_token[0].device
         forked = torch.random.fork_rng(
@@ -249,7 +254,8 @@ def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_
     Returns:
         A tensor of the leading shape of x. Gradients of parameters and of tensors among the keywords are summed over
         shards in float32 and rounded once. Works where x needs no gradient. Under ``torch.compile`` every shard is a
-        checkpoint of torch, whose gradients the compiler sums.
+        checkpoint of torch, whose gradients the compiler sums. Under the transforms of ``torch.func`` shards keep their
+        activations: nothing is saved.
 
     Raises:
         RuntimeError: num_shards out of range; in the backward, a tensor that requires grad and is not known.
@@ -278,28 +284,23 @@ def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_
     cut = _Cut(function, x, arguments, others, num_shards)
     tensors = [x, *(arguments[i] for i in cut.cut)]
     if torch.compiler.is_compiling():
-        return _compiled(cut, tensors, shared, preserve_rng_state)
+        keep_less = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        return _joined(cut, tensors, shared, keep_less)
+    if is_transformed():
+        return _joined(cut, tensors, shared)
     find_parameters = functools.partial(_parameters_of, function, tuple(parameters))
     preserve_rng_state = preserve_rng_state and torch.is_grad_enabled()
     given = (*tensors, *shared.values(), *find_parameters())
     return _Tiled.apply(cut, tuple(shared), find_parameters, preserve_rng_state, *given)
 
 
-def _compiled(cut, tensors, shared, preserve_rng_state):
-    """Checkpoints of the shards, which a compiler can follow."""
+def _joined(cut, tensors, shared, run=lambda call, *parts: call(*parts)):
+    """The shards as code that a compiler or a transform can follow, each called by ``run``."""
     flats = [cut.flat(t) for t in tensors]
 
     def call(x, *others):
         return cut.call(x, others, shared)
 
-    outputs = [
-        checkpoint(
-            call,
-            *(cut.part(flat, shard) for flat in flats),
-            use_reentrant=False,
-            preserve_rng_state=preserve_rng_state,
-        )
-        for shard in cut.shards
-    ]
+    outputs = [run(call, *(cut.part(flat, shard) for flat in flats)) for shard in cut.shards]
     result = torch.cat(outputs)
     return result.view(*cut.leading, result.shape[-1])

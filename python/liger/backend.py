@@ -78,13 +78,31 @@ def triton_interpreted():
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def _checking_memory(op, kernel):
+    """A Python kernel with the check that compiled ones of ops that write have of their own: no overlapping memory."""
+    arguments = getattr(torch.ops.liger, op).default._schema.arguments
+    tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+    writes = [i for i in tensors if arguments[i].alias_info is not None and arguments[i].alias_info.is_write]
+    if not writes:
+        return kernel
+    order = [*writes, *(i for i in tensors if i not in writes)]
+
+    @functools.wraps(kernel)
+    def checked(*args, **kwargs):
+        given = [(arguments[i].name, args[i]) for i in order if i < len(args) and args[i] is not None]
+        torch.ops.liger.check_written(op, [n for n, _ in given], [t for _, t in given], len(writes))
+        return kernel(*args, **kwargs)
+
+    return checked
+
+
 def register_family(name, torch_kernels, triton_module):
     """Registers the torch kernels of an op family for CPU tensors, and makes the family selectable.
 
     ``torch_kernels`` maps op names to functions; ``triton_module`` must define functions of the same names.
     """
     for op, kernel in torch_kernels.items():
-        _library.impl(op, kernel, "CPU")
+        _library.impl(op, _checking_memory(op, kernel), "CPU")
     FAMILIES[name] = Family(name, torch_kernels, triton_module)
 
 
@@ -92,7 +110,7 @@ def register_portable(kernels):
     """Registers Python kernels that serve CPU and CUDA tensors alike, by op name."""
     for op, kernel in kernels.items():
         for key in ("CPU", "CUDA"):
-            _library.impl(op, kernel, key)
+            _library.impl(op, _checking_memory(op, kernel), key)
     PORTABLE.update(kernels)
 
 
@@ -101,6 +119,12 @@ def register_portable(kernels):
 
 # Compute capability of each visible device; empty until torch initialises CUDA, which importing must not cause.
 _capabilities = []
+_cuda_initialised = False
+
+
+@functools.lru_cache(None)
+def _triton_version():
+    return importlib.metadata.version("triton")
 
 
 @functools.lru_cache(None)
@@ -159,13 +183,19 @@ def supported(backend, family, capabilities=None):
         if old:
             return False, f"a device has {_dotted(old[0])}, the kernels need 8.0"
         built = _built_architectures()
+        through_ptx = []
         for capability in capabilities if built else []:
-            if code_for(capability, built) is None:
+            code = code_for(capability, built)
+            if code is None:
                 return (
                     False,
                     f"a device has {_dotted(capability)}, the kernels were built for {' '.join(built)}",
                 )
-        return True, _load.CUDA_REASON
+            if code == "ptx" and capability not in through_ptx:
+                through_ptx.append(capability)
+        # Slower, but right: kernels are chosen by the code that the device runs (csrc/common/loaded_code.h).
+        by_driver = "".join(f"; through PTX on {_dotted(capability)}" for capability in through_ptx)
+        return True, _load.CUDA_REASON + by_driver
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return False, "triton is not installed"
@@ -175,7 +205,7 @@ def supported(backend, family, capabilities=None):
             return False, "this torch has no CUDA and TRITON_INTERPRET is not 1"
         if old:
             return False, f"a device has {_dotted(old[0])}, the kernels need 8.0"
-        return True, f"triton {importlib.metadata.version('triton')}"
+        return True, f"triton {_triton_version()}"
     raise ValueError(f"liger: unknown backend '{backend}', expected one of {', '.join(('auto', *BACKENDS))}")
 
 
@@ -241,7 +271,8 @@ def _apply(family, wanted):
         family._override._destroy()
         family._override = None
     if kernels is not None:
-        keys = (["CUDA"] if torch.version.cuda else []) + (
+        # Before CUDA is initialised there are no CUDA tensors to serve.
+        keys = (["CUDA"] if _cuda_initialised else []) + (
             ["CPU"] if backend == "triton" and triton_interpreted() else []
         )
         if keys:
@@ -251,7 +282,7 @@ def _apply(family, wanted):
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 for op, kernel in kernels.items():
                     for key in keys:
-                        family._override.impl(op, kernel, key, allow_override=True)
+                        family._override.impl(op, _checking_memory(op, kernel), key, allow_override=True)
     family.choice, family.reason = backend, reason
 
 
@@ -302,6 +333,8 @@ def backend_report():
 
 
 def _on_cuda_initialised():
+    global _cuda_initialised
+    _cuda_initialised = True
     _capabilities[:] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     _apply_all(*_requested)
 

@@ -10,6 +10,7 @@ import torch
 import liger
 
 from .. import _load
+from ..backend import triton_interpreted
 
 # What liger reads, and what holds when the variable is not set. docs/environment.md says more.
 VARIABLES = {
@@ -42,7 +43,7 @@ def collect():
         "build": _build(),
         "cuda library": {"loaded": _load.CUDA_LOADED, "reason": _load.CUDA_REASON},
         # After the devices: asking for them initialises CUDA, which is when capabilities become known.
-        "ops": liger.backend_report(),
+        "ops": liger.backend_report() if devices else _on_the_cpu(liger.backend_report()),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
     }
 
@@ -86,6 +87,18 @@ def run(arguments):
         ],
     )
     return 0
+
+
+def _on_the_cpu(report):
+    """The report of a machine without a GPU: what serves CPU tensors, and what a CUDA device would get."""
+    found = {}
+    for op, row in report.items():
+        if row["backend"] == "torch" or (row["backend"] == "triton" and triton_interpreted()):
+            found[op] = row
+        else:
+            would = f"a CUDA device would get {row['backend']} ({row['reason']})"
+            found[op] = {"backend": "torch", "reason": f"CPU tensors, no CUDA device here; {would}"}
+    return found
 
 
 def _device(index):

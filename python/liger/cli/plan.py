@@ -27,6 +27,7 @@ import torch
 
 import liger
 
+from ..ops._budget import default_memory_budget
 from ._format import human_bytes, table
 
 DTYPES = {
@@ -152,9 +153,10 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
         weight gradient), working, gradients (of hidden states and weight), peak and peak_liger.
 
     Raises:
-        ValueError: negative sizes, or a LIGER_MEMORY_BUDGET that is not a positive number of bytes (RuntimeError
-            with a torch older than 2.13, whose stable ABI knows no other error).
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        RuntimeError: negative sizes.
     """
+    default_memory_budget()
     plan = None
     if capability == SM90 and dtype == torch.bfloat16:
         plan = _plan_sm90(tokens, hidden, vocab, exact_accumulation)

@@ -12,8 +12,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import differentiable, differentiable_once, wants_grad
+from ..ops._budget import check_budget_variable
 from ..ops._cross_entropy_math import Metrics
-from ..ops._products import product, write_linear
+from ..ops._fakes import register_fake
+from ..ops._products import product, without_ignored, write_linear
 from ..ops.cross_entropy import (
     denominator_tensor,
     fake_results,
@@ -82,19 +84,21 @@ class _Gradients:
         self.wanted = need_input, need_weight, self.bias.numel() > 0
         self.reducing = None
 
-    def add(self, rows, dlogits):
+    def add(self, rows, dlogits, ignored):
         need_input, need_weight, need_bias = self.wanted
-        if need_input:
-            self._add_input(rows, dlogits)
+        if need_input and not self.alone:
+            self._reduce_input(rows, dlogits)
         if need_weight:
-            product(dlogits.t(), self.source[rows], self.sum, add=rows.start > 0)
+            # Where the gradient of the rows goes, which is written later.
+            place = self.input[rows] if need_input else None
+            x = without_ignored(self.source[rows], ignored, place)
+            product(dlogits.t(), x, self.sum, add=rows.start > 0)
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
-
-    def _add_input(self, rows, dlogits):
-        if self.alone:
+        if need_input and self.alone:
             product(dlogits, self.weight_shard, self.input[rows])
-            return
+
+    def _reduce_input(self, rows, dlogits):
         part = self.input.new_empty(self.input[rows].shape, dtype=accumulate_dtype(self.input.dtype))
         product(dlogits, self.weight_shard, part)
         work = dist.all_reduce(part, group=self.group, async_op=True)
@@ -168,7 +172,7 @@ def _fused_forward(
         coefficients = whole_rows.fill(chunk.rows, chunk.gathered)
         if any(gradients.wanted):
             whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
-            gradients.add(chunk.rows, chunk.logits)
+            gradients.add(chunk.rows, chunk.logits, target[chunk.rows] == ignore_index)
 
     pending = deque()
     for index, chunk in enumerate(slices):
@@ -186,7 +190,7 @@ def _fused_forward(
 _library.impl("fused_linear_ce_forward", _fused_forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("liger_distributed::fused_linear_ce_forward")
+@register_fake("liger_distributed::fused_linear_ce_forward")
 def _(
     input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
     lse_square_scale, softcap, reduction, accum_dtype, memory_budget, vocab_start, vocab_size, group_name,
@@ -231,7 +235,7 @@ _library.impl("cross_entropy_forward", _plain_forward, "CompositeExplicitAutogra
 _SMOOTHING, _REDUCTION = 6, 9
 
 
-@torch.library.register_fake("liger_distributed::cross_entropy_forward")
+@register_fake("liger_distributed::cross_entropy_forward")
 def _(*arguments):
     logits, metrics = arguments[0], _metrics(*arguments[-2:])
     count = 3 if arguments[_SMOOTHING] == 0.0 else 4
@@ -306,10 +310,12 @@ def vocab_parallel_fused_linear_ce(
     Raises:
         RuntimeError: what :func:`liger.fused_linear_ce` refuses; no process group, or one without this process; a part
             that does not fit the vocabulary; a DTensor with another placement or mesh; class weights of a part.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the exchange of maxima, sums and target logits is that of Narayanan et al., arXiv 2104.04473, section 3.2
     (Megatron-LM); the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     weight, group, vocab_size = local_shard(_FUSED, "weight", weight, 0, group, vocab_size)
     bias, group, vocab_size = local_shard(_FUSED, "bias", bias, 0, group, vocab_size)
     if weight.dim() != 2:

@@ -1,6 +1,35 @@
 """How the sequences of a batch lie: padded, (B, L), or packed one after the other, (T,) with cumulative lengths."""
 
+import os
+
 import torch
+
+from ..ops.rms_norm import accumulate_dtype
+
+_library = torch.library.Library("liger_losses", "FRAGMENT")
+# 1, or nan where cumulative lengths do not fit; an op, so that compilers do not look at the values.
+_library.define("check_packing(str op, Tensor cu_seqlens, SymInt tokens, SymInt length) -> Tensor")
+
+
+def _check_packing(op, cu_seqlens, tokens, length):
+    lengths = cu_seqlens.diff()
+    wrong = (cu_seqlens[0] < 0) | (cu_seqlens[-1] > tokens) | (lengths < 0).any() | (lengths > length).any()
+    if not cu_seqlens.is_cuda and wrong:
+        raise RuntimeError(
+            f"{op}: cu_seqlens is {cu_seqlens.tolist()}, expected numbers that never fall, from 0 to the {tokens} "
+            f"tokens at most, and no sequence longer than max_length, {length}"
+        )
+    if cu_seqlens.is_cuda and os.environ.get("LIGER_CHECK_TARGETS") == "1":
+        torch._assert_async(~wrong, f"{op}: cu_seqlens do not fit {tokens} tokens and max_length {length}")
+    return torch.where(wrong, cu_seqlens.new_full((), torch.nan, dtype=torch.float32), 1.0)
+
+
+_library.impl("check_packing", _check_packing, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("liger_losses::check_packing")
+def _(op, cu_seqlens, tokens, length):
+    return cu_seqlens.new_empty((), dtype=torch.float32)
 
 
 class Batch:
@@ -12,6 +41,8 @@ class Batch:
         hidden, target: (N, H) and (N,), with ``ignore_index`` wherever the mask is off.
         live: (S, L) whether a token counts.
         places: (S, L) the row of each token of a packed batch, else None.
+        fits: None, or of a packed batch 1, and nan where its cumulative lengths do not fit: a factor of the loss.
+        wide: the dtype of numbers per token and sequence, float32 or wider.
     """
 
     def __init__(self, op, hidden, target, mask=None, cu_seqlens=None, max_length=None, ignore_index=-100):
@@ -28,7 +59,8 @@ class Batch:
             target = torch.where(live, target, ignore_index)
         self.token_shape = target.shape
         self.hidden, self.target = hidden.flatten(0, -2), target.flatten()
-        self.places = None
+        self.places = self.fits = None
+        self.wide = accumulate_dtype(hidden.dtype)
         if not self.packed:
             if target.dim() != 2:
                 raise RuntimeError(
@@ -36,21 +68,32 @@ class Batch:
                 )
             self.shape, self.live = target.shape, live
             return
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
+        if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise RuntimeError(
                 f"{op}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)"
             )
+        if cu_seqlens.dtype not in (torch.int32, torch.int64):
+            raise RuntimeError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
+        if cu_seqlens.device != target.device:
+            raise RuntimeError(
+                f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {target.device}, the device of target"
+            )
+        if max_length is not None and max_length < 0:
+            raise RuntimeError(f"{op}: max_length is {max_length}, expected the longest length")
         tokens = self.target.shape[0]
-        self.shape = torch.Size((cu_seqlens.numel() - 1, tokens if max_length is None else max_length))
+        length = tokens if max_length is None or tokens == 0 else max_length
+        self.shape = torch.Size((cu_seqlens.shape[0] - 1, length))
+        self.fits = torch.ops.liger_losses.check_packing.default(op, cu_seqlens, tokens, self.shape[1])
         starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
         places = starts + torch.arange(self.shape[1], device=cu_seqlens.device)
-        inside = places < ends
+        # Lengths that do not fit may not lead out of the batch before the loss is nan.
+        inside = (places >= 0) & (places < ends.clamp(max=tokens))
         self.places = torch.where(inside, places, 0).long()
         self.live = inside & live.flatten()[self.places]
         rows = torch.arange(tokens, device=cu_seqlens.device)
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
         self._sequence = sequence.clamp(max=max(self.shape[0] - 1, 0))
-        # Rows before the first sequence and after the last count for nothing.
+        # Rows before the first sequence and after the last count for nothing, as if the mask were off.
         outside = (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
         self.target = torch.where(outside, ignore_index, self.target)
 
@@ -63,9 +106,15 @@ class Batch:
 
     def sequences(self, per_token, fill=0.0):
         """(S, L) of numbers per token; what the mask leaves out, be it NaN, becomes ``fill``."""
-        if self.packed:
-            per_token = per_token.reshape(-1)[self.places]
-        return torch.where(self.live, per_token, fill)
+        return torch.where(self.live, self.floats(self.placed(per_token)), fill)
+
+    def placed(self, per_token):
+        """(S, L) of anything per token, of some token where there is none."""
+        return per_token.reshape(-1)[self.places] if self.packed else per_token.reshape(self.shape)
+
+    def floats(self, tensor):
+        """Numbers; where they are integers or bools, in the dtype of the batch."""
+        return tensor if tensor.is_floating_point() else tensor.to(self.wide)
 
     def lengths(self):
         """(S,) how many tokens of each sequence count."""
@@ -81,7 +130,7 @@ class Batch:
 
     def rows(self, per_token, ignore_index):
         """(N,) of numbers per token in their order, 0 where the mask is off."""
-        return torch.where(self.target != ignore_index, per_token.flatten(), 0.0)
+        return torch.where(self.target != ignore_index, self.floats(per_token).flatten(), 0.0)
 
 
 def sequence_scores(per_token, lengths, average):
@@ -90,11 +139,16 @@ def sequence_scores(per_token, lengths, average):
     return total / lengths.clamp_min(1) if average else total
 
 
+def either(condition, yes, no, like):
+    """Two numbers by a condition, in the dtype of ``like``: ``torch.where`` alone takes the default dtype."""
+    return torch.where(condition, like.new_full((), yes), no)
+
+
 def as_scalar(name, value, batch):
-    """A number, or a tensor of one element, as a float32 scalar on the device of the batch."""
-    device = batch.hidden.device
+    """A number, or a tensor of one element, as a scalar of float32 or wider on the device of the batch."""
+    device, wide = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
     if not isinstance(value, torch.Tensor):
-        return torch.full((), value, dtype=torch.float32, device=device)
+        return torch.full((), value, dtype=wide, device=device)
     if value.numel() != 1:
         raise RuntimeError(f"{batch.op}: {name} has shape {tuple(value.shape)}, expected one element")
-    return value.detach().to(device, torch.float32).reshape(())
+    return value.detach().to(device, wide).reshape(())

@@ -121,7 +121,8 @@ class PortableChunks:
         if self._call.wanted[0]:
             place = self._call.layout.cut(place, self._groups)
             grad_x = place.flatten(0, 2) if self._in_order else self._x
-        self._gradients.add(self._x, self._logits, grad_x)
+        ignored = self._target == self._call.head.ignore_index
+        self._gradients.add(self._x, self._logits, grad_x, ignored)
         if self._call.wanted[0] and not self._in_order:
             place.copy_(grad_x.view(place.shape))
 

@@ -21,10 +21,12 @@ from torch._C import (
     _ForceDispatchKeyGuard,
 )
 
-from ..ops._autograd import differentiable, differentiable_once, may_write_saved
+from ..ops._autograd import differentiable, differentiable_once, refuse_made
+from ..ops._fakes import register_fake
 from ..ops._linear_chunks import Head, check_head
+from ..ops._vmap import register_loops
 from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
-from ..ops.rescale import rescale, rescale_
+from ..ops.rescale import scaled_by_upstream
 from ..ops.rms_norm import accumulate_dtype
 from ._chunks import Call, Layout, chunks_of
 
@@ -145,7 +147,7 @@ def _forward(
 _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("liger_losses::fused_linear_loss_forward")
+@register_fake("liger_losses::fused_linear_loss_forward")
 def _(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, observed, need_grad_input, need_grad_weight, need_grad_bias,
@@ -175,32 +177,26 @@ def _setup(ctx, inputs, output):
             f"{_OP}: a gradient is wanted that the call did not ask for: need_grad_input, need_grad_weight and "
             f"need_grad_bias are {made}, and input, weight and bias require grad: {tuple(wanted)}"
         )
-    ctx.save_for_backward(*(g if want else None for g, want in zip(output[-3:], wanted, strict=True)))
-    ctx.lists = len(inputs[4]), len(inputs[5])
-    ctx.mark_non_differentiable(*output[1:])
+    saved = [g if want else None for g, want in zip(output[-3:], wanted, strict=True)]
+    ctx.save_for_backward(*saved)
+    # The first of them counts as differentiable: refuse_made says why.
+    linked = next(g for g in saved if g is not None)
+    ctx.mark_non_differentiable(*(o for o in output[1:] if o is not linked))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once(_OP)
-def _backward(ctx, grad_loss, *_grad_others):
+def _backward(ctx, grad_loss, *grad_others):
+    refuse_made(_OP, grad_others)
     result = [None] * 20
-    result[4:6] = ([None] * length for length in ctx.lists)
-    if grad_loss is None:
-        return tuple(result)
-    grads = ctx.saved_tensors
-    in_place = may_write_saved(*grads)
-    for place, grad in zip(_DIFFERENTIABLE, grads, strict=True):
-        if grad is None:
-            continue
-        if in_place:
-            # They belong to this node alone and die with it.
-            rescale_(grad, grad_loss)
+    if grad_loss is not None:
+        grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
+        for place, grad in zip(_DIFFERENTIABLE, grads, strict=True):
             result[place] = grad
-        else:
-            result[place] = rescale(grad, grad_loss)
     return tuple(result)
 
 
 fused_linear_loss_forward = differentiable(
     torch.ops.liger_losses.fused_linear_loss_forward.default, _setup, _backward
 )
+register_loops("liger_losses")

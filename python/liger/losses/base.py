@@ -8,6 +8,7 @@ from torch import nn
 
 from ..ops._autocast import autocast_operands
 from ..ops._autograd import wants_grad
+from ..ops._budget import check_budget_variable
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import Batch, sequence_scores
 from ._op import fused_linear_loss_forward, register_function
@@ -135,7 +136,7 @@ class FusedLinearLoss(nn.Module):
         if not use_ref_model:
             if ref_input is not None or ref_logps is not None:
                 raise ValueError(f"{batch.op}: a reference was given, but use_ref_model is False")
-            return batch.live.new_zeros(batch.shape[0], dtype=torch.float32)
+            return batch.live.new_zeros(batch.shape[0], dtype=batch.wide)
         if ref_logps is None:
             if ref_input is None:
                 raise ValueError(
@@ -144,9 +145,12 @@ class FusedLinearLoss(nn.Module):
             ref_logps = self.reference(batch, weight, ref_input, ref_weight, ref_bias)
         else:
             batch.check("ref_logps", ref_logps, batch.token_shape, batch.shape[:1])
+        lengths = batch.lengths()
         if ref_logps.shape == batch.token_shape:
-            return sequence_scores(batch.sequences(ref_logps), batch.lengths(), average_log_prob)
-        return ref_logps / batch.lengths().clamp_min(1) if average_log_prob else ref_logps
+            return sequence_scores(batch.sequences(ref_logps), lengths, average_log_prob)
+        # Those of a sequence without a token that counts are ignored, too.
+        ref_logps = torch.where(lengths > 0, batch.floats(ref_logps), 0.0)
+        return ref_logps / lengths.clamp_min(1) if average_log_prob else ref_logps
 
     def run(self, batch, weight, bias=None, *, given=None, shared=None):
         """The loss of a batch.
@@ -163,6 +167,7 @@ class FusedLinearLoss(nn.Module):
         given, shared = (
             {name: t for name, t in (tensors or {}).items() if t is not None} for tensors in (given, shared)
         )
+        check_budget_variable(self.memory_budget)
         sequences = batch.shape[0]
         if self.unit == "token":
             parts, groups = 1, batch.target.shape[0]
@@ -185,6 +190,8 @@ class FusedLinearLoss(nn.Module):
             [*given, *shared], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
             self.memory_budget, self.uses_entropy, observed, *wants_grad(hidden, weight, bias),
         )  # fmt: skip
+        if batch.fits is not None:
+            loss = loss * batch.fits
         if observed:
             self.observe(TokenStatistics(*(t.view(batch.token_shape) for t in (logprobs, entropy, argmax))))
         logprobs = batch.sequences(logprobs.view(batch.token_shape))

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..ops._autocast import autocast_operands
+from ..ops._budget import check_budget_variable
 from ..ops.divergence import of_beta
 from ..ops.fused_linear_divergence import fused_linear_distillation
 from ._batch import as_scalar
@@ -117,6 +118,7 @@ class DistillationLoss(nn.Module):
             divisor = (rows.target != self.ignore_index).sum().clamp_min(1)
         share = divisor.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
         divergence, beta, factor = self.distance()
+        check_budget_variable(self.memory_budget)
         loss, *parts = fused_linear_distillation(
             rows.op, hidden, weight, teacher, heads[1], indices, rows.target, bias, heads[2],
             share, divergence, beta, self.temperature, self.weight_soft_loss * factor,

@@ -9,14 +9,17 @@ from typing import NamedTuple
 
 import torch
 
-from ._batch import as_scalar
+from ._batch import as_scalar, either
 from .base import FusedLinearLoss, choice
 
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 
 
 class PolicyMetrics(NamedTuple):
-    """Means over the tokens that count, and the log-probabilities (S, L), without gradients."""
+    """Means over the tokens that count, and the log-probabilities (S, L), without gradients.
+
+    ``clip_ratio``: the share of tokens whose importance weight is clipped; 0 with sapo, which clips none.
+    """
 
     kl: torch.Tensor | None
     logprobs: torch.Tensor
@@ -78,13 +81,13 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         return (ref - logprobs).expm1() - (ref - logprobs)
 
     def compute(
-        self, logprobs, entropy, *, weight, mask, advantages, old=None, ref=None, sampler_ratio=None, of_entropy=None
+        self, logprobs, entropy, *, weight, mask, advantages, old=None, ref=None, sampler_ratio=None, tokens=None
     ):  # fmt: skip
         ratio = self._ratio(logprobs, logprobs.detach() if old is None else old, mask)
         if self.loss_type == "cispo":
             losses = -ratio.clamp(max=self.epsilon_high).detach() * advantages * logprobs
         elif self.loss_type == "sapo":
-            tau = torch.where(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg)
+            tau = either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, ratio)
             losses = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
         else:
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
@@ -97,7 +100,9 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             losses = losses + self.beta * (kl * ratio if self.use_bias_correction_kl else kl)
         # What the mask leaves out may not reach the sum, not even as 0 * inf.
         losses = torch.where(mask, losses, 0.0) * weight
-        return losses if entropy is None else losses - of_entropy * torch.where(mask, entropy, 0.0)
+        if entropy is None:
+            return losses
+        return losses - self.entropy_coef * torch.where(mask, entropy, 0.0) / tokens
 
     def _weights(self, batch, num_items_in_batch):
         """(S,) what the loss of a token counts."""
@@ -107,14 +112,14 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         if self.loss_type in ("grpo", "sapo"):
             if num_items_in_batch is not None:
                 count = as_scalar("num_items_in_batch", num_items_in_batch, batch)
-            return 1.0 / (lengths.clamp_min(1) * count)
+            return (lengths.clamp_min(1) * count).to(batch.wide).reciprocal()
         if self.loss_type == "dr_grpo":
             divisor = count * (self.max_completion_length or length)
         else:
             divisor = lengths.sum().clamp_min(1)
         if num_items_in_batch is not None and self.loss_type != "dr_grpo":
             divisor = as_scalar("num_items_in_batch", num_items_in_batch, batch).clamp_min(1)
-        return batch.live.new_ones(sequences, dtype=torch.float32) / divisor
+        return batch.live.new_ones(sequences, dtype=batch.wide) / divisor
 
     def _per_token(self, batch, name, tensor):
         """Numbers per token as ``compute`` sees them; None stays None."""
@@ -171,15 +176,16 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             )
         by_token = self.unit == "token"
 
+        def of_sequences(tensor):
+            return batch.spread(tensor) if by_token else tensor.unsqueeze(-1).expand(batch.shape)
+
         def spread(tensor):
             if tensor is None or tensor.shape == batch.token_shape:
                 return self._per_token(batch, "", tensor)
-            tensor = tensor.reshape(-1)
-            return batch.spread(tensor) if by_token else tensor.unsqueeze(-1).expand(batch.shape)
+            return of_sequences(batch.floats(tensor).reshape(-1))
 
-        weights = self._weights(batch, num_items_in_batch)
         given = {
-            "weight": spread(weights),
+            "weight": of_sequences(self._weights(batch, num_items_in_batch)),
             "mask": batch.target != self.ignore_index if by_token else batch.live,
             "advantages": spread(advantages),
             "old": self._per_token(batch, "old_per_token_logps", old_per_token_logps),
@@ -188,7 +194,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         }
         shared = {}
         if self.uses_entropy:
-            shared["of_entropy"] = self.entropy_coef / batch.lengths().sum().clamp_min(1)
+            shared["tokens"] = batch.lengths().sum().clamp_min(1)
         loss, logprobs, entropy = self.run(batch, lin_weight, bias, given=given, shared=shared)
         return loss, self._metrics(
             batch, logprobs, entropy, advantages, old_per_token_logps, ref_per_token_logps
@@ -203,7 +209,9 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         per_token = advantages.shape == batch.token_shape
         advantages = batch.sequences(advantages) if per_token else advantages.unsqueeze(-1)
         ratio = self._ratio(logprobs, logprobs if old is None else batch.sequences(old), batch.live)
-        if self.loss_type == "cispo":
+        if self.loss_type == "sapo":
+            clipped = torch.zeros_like(ratio)
+        elif self.loss_type == "cispo":
             clipped = (ratio > self.epsilon_high) & (advantages > 0)
         else:
             clipped = ((ratio < 1 - self.epsilon_low) & (advantages < 0)) | (

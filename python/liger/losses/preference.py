@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores
 from .base import FusedLinearLoss, choice
 
@@ -62,11 +63,12 @@ class PreferenceLoss(FusedLinearLoss):
         terms = torch.where(lengths.sum(0) > 0, losses, 0.0) / pairs
         if nll_mask is None:
             return terms
-        return terms - (self.alpha / nll_tokens) * (logprobs[0] * nll_mask[0]).sum(-1)
+        return terms - self.alpha * (logprobs[0] * nll_mask[0]).sum(-1) / nll_tokens
 
     def forward(
         self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, *,
-        ref_logps=None, nll_target=None, mask=None, cu_seqlens=None, max_length=None, num_items_in_batch=None,
+        ref_logps=None, nll_target=None, nll_mask=None, mask=None, cu_seqlens=None, max_length=None,
+        num_items_in_batch=None,
     ):  # fmt: skip
         """The loss of a batch of pairs, and its metrics.
 
@@ -78,7 +80,10 @@ class PreferenceLoss(FusedLinearLoss):
             ref_input, ref_weight, ref_bias: the same of the reference model, which costs one product.
             ref_logps: in their place, log-probabilities per token, shaped as target, or their sums per sequence,
                 (2 * pairs,).
-            nll_target: shaped as target, the same tokens where both count: those of the likelihood term (prompts, too).
+            nll_target: shaped as target, the tokens of the likelihood term; None for those of target. Where a token of
+                a chosen sequence differs from that of target, and both count, its log-probability is computed apart.
+            nll_mask: shaped as target, in place of ``nll_target`` where only more tokens of target are to count
+                (prompts, too): 0 for those that do not count in the likelihood term, whatever ``mask`` is there.
             mask: shaped as target, 0 for tokens that do not count.
             cu_seqlens, max_length: of a packed batch, (2 * pairs + 1,) where sequences begin, and the longest length.
             num_items_in_batch: takes the place of the number of pairs, which the sum is divided by.
@@ -87,24 +92,25 @@ class PreferenceLoss(FusedLinearLoss):
             (the loss, :class:`PreferenceMetrics`).
 
         Raises:
-            ValueError: a reference that is missing or not wanted.
+            ValueError: a reference that is missing or not wanted, both ``nll_target`` and ``nll_mask``.
             RuntimeError: an odd number of sequences, shapes that do not fit, another vocabulary of the reference.
         """
         where = {"cu_seqlens": cu_seqlens, "max_length": max_length}
-        preferred = self.batch(_input, target, mask=mask, **where)
-        batch = everything = preferred
-        nll_mask = nll_tokens = None
-        if self.compute_nll_loss:
-            if nll_target is not None:
-                preferred.check("nll_target", nll_target, target.shape)
-                both = torch.where(
-                    nll_target != self.ignore_index, nll_target, batch.target.view(target.shape)
-                )
-                batch = self.batch(_input, both, **where)
-                everything = self.batch(_input, nll_target, **where)
-            nll_mask = everything.live
-            nll_tokens = nll_mask[: nll_mask.shape[0] // 2].sum().clamp_min(1)
-        live = preferred.live
+        batch = preferred = likely = self.batch(_input, target, mask=mask, **where)
+        live = of_likelihood = preferred.live
+        half = batch.shape[0] // 2
+        if nll_target is not None and nll_mask is not None:
+            raise ValueError(f"{batch.op}: both nll_target and nll_mask were given, expected one of them")
+        if self.compute_nll_loss and nll_target is not None:
+            preferred.check("nll_target", nll_target, target.shape)
+            likely = self.batch(_input, nll_target, **where)
+        elif self.compute_nll_loss and nll_mask is not None:
+            likely = self.batch(_input, target, mask=nll_mask, **where)
+        if likely is not preferred:
+            both = torch.where(preferred.target != self.ignore_index, preferred.target, likely.target)
+            batch = self.batch(_input, both.view(target.shape), **where)
+            of_likelihood = likely.live & batch.placed(likely.target == batch.target)
+        nll_tokens = likely.live[:half].sum().clamp_min(1)
         pairs = max(batch.shape[0] // 2, 1) if num_items_in_batch is None else num_items_in_batch
         ref_logps = self.reference_scores(
             preferred, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
@@ -112,16 +118,27 @@ class PreferenceLoss(FusedLinearLoss):
         )  # fmt: skip
         loss, logprobs, _ = self.run(
             batch, lin_weight, bias,
-            given={"mask": live, "ref_logps": ref_logps, "nll_mask": nll_mask},
+            given={
+                "mask": live, "ref_logps": ref_logps, "nll_mask": of_likelihood if self.compute_nll_loss else None,
+            },
             shared={"pairs": as_scalar("num_items_in_batch", pairs, batch), "nll_tokens": nll_tokens},
         )  # fmt: skip
-        half = batch.shape[0] // 2
         scores = sequence_scores(logprobs * live, live.sum(-1), self.average_log_prob)
         rewards = self.beta * (scores - ref_logps)
         nll_loss = None
-        if nll_mask is not None:
-            nll_loss = -(logprobs * nll_mask)[:half].sum() / nll_tokens
+        if self.compute_nll_loss:
+            nll_loss = -(logprobs * of_likelihood)[:half].sum() / nll_tokens
+            if nll_target is not None:
+                others = self._of_other_tokens(batch, likely, lin_weight, bias) / nll_tokens
+                loss, nll_loss = loss - self.alpha * others, nll_loss - others.detach()
         return loss, PreferenceMetrics(nll_loss, scores[:half], scores[half:], rewards[:half], rewards[half:])
+
+    def _of_other_tokens(self, batch, likely, weight, bias):
+        """The sum of the log-probabilities of chosen tokens of ``likely`` where those of ``batch`` are others."""
+        chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
+        other = torch.where(chosen & (likely.target != batch.target), likely.target, self.ignore_index)
+        options = self.temperature, self.ignore_index, self.softcap, self.memory_budget
+        return fused_linear_logprobs(batch.hidden, weight, other, bias, *options).sum()
 
 
 # --- DPO ----------------------------------------------------------------------------------------------------------

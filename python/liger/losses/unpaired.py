@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._batch import as_scalar, sequence_scores
+from ._batch import as_scalar, either, sequence_scores
 from .base import FusedLinearLoss, choice
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
@@ -50,8 +50,8 @@ class FusedLinearKTOLoss(FusedLinearLoss):
     def compute(self, logprobs, entropy, *, mask, ref_logps, desirable, kl, sequences):
         lengths = mask.sum(-1)
         ratio = sequence_scores(logprobs * mask, lengths, self.average_log_prob) - ref_logps - kl
-        losses = torch.sigmoid(torch.where(desirable, -self.beta, self.beta) * ratio)
-        weight = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
+        losses = torch.sigmoid(either(desirable, -self.beta, self.beta, ratio) * ratio)
+        weight = either(desirable, self.desirable_weight, self.undesirable_weight, ratio)
         return torch.where(lengths > 0, losses * weight, 0.0) / sequences
 
     def forward(
@@ -121,4 +121,5 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         )
         own = self.reference(batch, lin_weight, _input, lin_weight, bias)
         scores = sequence_scores(batch.sequences(own), batch.lengths(), self.average_log_prob)
-        return (scores - ref_logps).mean().clamp_min(0.0)
+        mean = (scores - ref_logps).sum() / max(batch.shape[0], 1)
+        return (mean if batch.fits is None else mean * batch.fits).clamp_min(0.0)

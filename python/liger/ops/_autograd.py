@@ -1,8 +1,8 @@
-"""How ops meet autograd, and small helpers shared by their autograd and vmap rules.
+"""How ops meet autograd, and small helpers shared by their autograd rules.
 
-A registered formula serves every caller of an op, but the dispatcher runs it as Python: on a small tensor that takes
-longer than the op itself. Eager calls, between which and the backend there is nothing but autograd, therefore go around
-it with the same formula (:func:`differentiable`, :func:`forbid_autograd`); everything else goes through the dispatcher.
+A formula in Python serves every caller of an op, but the dispatcher takes longer to run it on a small tensor than the
+op itself takes. Eager calls, between which and the backend there is nothing but autograd, therefore go around it with
+the same formula (:func:`differentiable`, :func:`forbid_autograd`); everything else goes through the dispatcher.
 docs/performance/host_time.md has the figures.
 """
 
@@ -13,45 +13,61 @@ from torch._C import (
     DispatchKey,
     DispatchKeySet,
     _any_requires_grad,
+    _are_functorch_transforms_active,
     _AutoDispatchBelowADInplaceOrView,
     _AutoDispatchBelowAutograd,
     _dispatch_tls_is_dispatch_key_excluded,
+    _dispatch_tls_is_dispatch_key_included,
     _dispatch_tls_local_include_set,
+    _functorch,
     _len_torch_function_stack,
 )
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-_library = torch.library.Library("liger", "IMPL")
+
+@functools.lru_cache(None)
+def _libraries(namespace):
+    """For implementations of ops of this namespace; they last as long as it does."""
+    return torch.library.Library(namespace, "IMPL")
+
 
 # What an op takes, in the types that no one has overridden.
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _PLAIN = _TENSORS | {bool, int, float, str, torch.dtype}
 # The dispatch keys that every thread starts with. Modes, transforms and tracers add theirs.
+_VMAP_OF_BACKWARDS = torch._C._parse_dispatch_key("VmapMode")
 _NOTHING_ADDED = DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
 def _meets_only_autograd(args):
     """Whether nothing but autograd would see a call of an op with these arguments before its backend does.
 
-    That excludes compilers, tensor subclasses, modes, transforms (vmap, grad), tracers, and calls from the inside of
-    another op, where autograd is off. The order matters: a compiler follows the first term and no other.
+    That excludes compilers, tensor subclasses, modes, transforms (vmap, grad), forward mode, tracers, and calls from
+    the inside of another op, where autograd is off. The order matters: a compiler follows the first term and no other.
     """
     return (
         not is_compiling()
         and _PLAIN.issuperset(map(type, args))
         and _dispatch_tls_local_include_set() == _NOTHING_ADDED
         and not _len_torch_function_stack()
+        and forward_ad._current_level < 0
         and not _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
     )
 
 
 def differentiable(op, setup_context, backward):
-    """Registers the autograd formula of an op, as ``torch.library.register_autograd`` does, and returns a function.
+    """Registers the autograd formula of an op and returns a function.
+
+    ``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)`` are those that
+    ``torch.library.register_autograd`` takes, except that ``backward`` returns a tuple with one entry per argument.
+    What is registered also serves the transforms of torch.func, each of which records a graph of its own, and refuses
+    forward mode.
 
     The function takes all arguments of the op, by position. It is the op, with less work for the host in eager code.
     """
-    torch.library.register_autograd(op, backward, setup_context=setup_context)
 
     def forward(ctx, *args):
         with _AutoDispatchBelowAutograd():
@@ -59,10 +75,8 @@ def differentiable(op, setup_context, backward):
         setup_context(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    node = type(op._opname, (torch.autograd.Function,), methods)
-    # Past Function.apply, which looks for transforms first: there are none where this is called.
-    record = super(torch.autograd.Function, node).apply
+    _register_formula(op, setup_context, backward)
+    record = _recorder(op, forward, backward)
 
     def call(*args):
         if not _meets_only_autograd(args):
@@ -75,32 +89,166 @@ def differentiable(op, setup_context, backward):
     return call
 
 
+def _recorder(op, forward, backward):
+    def jvp(ctx, *tangents):
+        refuse_tangents(op._opname)
+
+    methods = {
+        name: staticmethod(f) for name, f in (("forward", forward), ("backward", backward), ("jvp", jvp))
+    }
+    node = type(op._opname, (torch.autograd.Function,), methods)
+    # Past Function.apply, which looks for transforms first: here there are none, or the dispatcher has found them.
+    return super(torch.autograd.Function, node).apply
+
+
+def _register_formula(op, setup_context, backward):
+    """The kernel of an op for the dispatch key of autograd, which runs once per transform of torch.func and once below
+    them all, with the tensors of its level."""
+    # The dispatcher leaves out trailing arguments that have their defaults.
+    defaults = tuple(argument.default_value for argument in op._schema.arguments)
+
+    def below(keyset, args):
+        with _AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx, *args):
+        *args, keyset = args
+        # Nodes run with both modes off; that is of their own level, and not of those of torch.func below it.
+        transformed = _are_functorch_transforms_active()
+        with torch.set_grad_enabled(transformed), forward_ad._set_fwd_grad_enabled(transformed):
+            output = below(keyset, args)
+        with _AutoDispatchBelowAutograd():
+            setup_context(ctx, tuple(args), output)
+        return output
+
+    def backward_of_arguments(ctx, *grads):
+        needed = ctx.needs_input_grad
+        ctx.needs_input_grad = needed[:-1]
+        try:
+            return *backward(ctx, *grads), None
+        finally:
+            ctx.needs_input_grad = needed
+
+    record = _recorder(op, forward, backward_of_arguments)
+
+    def autograd_kernel(keyset, *args):
+        args += defaults[len(args) :]
+        _refuse_forward_mode(op, args)
+        if torch.is_grad_enabled() and _any_requires_grad(*args):
+            with enable_single_level_autograd_function():
+                return record(*args, keyset)
+        return below(keyset, args)
+
+    _libraries(op.namespace).impl(op._opname, autograd_kernel, "Autograd", with_keyset=True)
+
+
+def _refuse_forward_mode(op, args):
+    """Raises where the derivative of a result would be taken for zero."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in args:
+        if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            refuse_tangents(op._opname)
+
+
+def refuse_tangents(op):
+    raise NotImplementedError(
+        f"{op}: forward-mode differentiation (jvp, jacfwd, forward_ad) is not implemented, "
+        "use reverse mode (grad, vjp, jacrev)"
+    )
+
+
 def wants_grad(*tensors):
     """For each tensor, whether a gradient will be asked for: skipped work is decided before the op runs."""
     enabled = torch.is_grad_enabled()
-    return tuple(enabled and t is not None and t.requires_grad for t in tensors)
+    return tuple(enabled and t is not None and _requires_grad(t) for t in tensors)
 
 
-def graph_is_kept():
-    """Inside a backward: whether it may run again (retain_graph), so that what was saved must stay as it is."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+def _requires_grad(tensor):
+    """Whether a tensor requires grad, be it at a level below that of the innermost transform of torch.func."""
+    if _are_functorch_transforms_active():
+        while not tensor.requires_grad and _functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = _functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def is_transformed():
+    """Whether the call is transformed: by torch.func, by forward-mode differentiation, or by a backward over a batch
+    of upstream gradients (is_grads_batched), which has a vmap of its own."""
+    return (
+        _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _dispatch_tls_is_dispatch_key_included(_VMAP_OF_BACKWARDS)
+    )
 
 
 def is_traced(*tensors):
-    """Whether a compiler is looking at these tensors: under torch.compile, or stand-ins of a direct AOT trace."""
-    return is_compiling() or not _TENSORS.issuperset(map(type, tensors))
+    """Whether something looks at these tensors that must see functional code and decides itself what is kept: a
+    compiler (torch.compile, or stand-ins of a direct AOT trace) or a transform."""
+    return is_compiling() or is_transformed() or not _TENSORS.issuperset(map(type, tensors))
 
 
-def may_write_saved(*tensors):
-    """Inside a backward: whether these saved tensors die with it and may be overwritten. Never while tracing."""
-    return not is_traced(*tensors) and not graph_is_kept()
+def may_write_saved(ctx, *tensors):
+    """Inside a backward: whether these saved tensors die with it and may be overwritten.
+
+    Never while the graph may run again (retain_graph), is differentiated itself (create_graph), or is traced.
+    """
+    return (
+        type(ctx) is not _Differentiated
+        and not is_traced(*tensors)
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
 
 
-def differentiable_once(op):
+class _Differentiated:
+    """The context of a backward whose result is to be differentiated, with saved tensors that were unpacked before:
+    checkpointing allows that once."""
+
+    def __init__(self, ctx, saved_tensors):
+        self._ctx, self.saved_tensors = ctx, saved_tensors
+
+    def __getattr__(self, name):
+        return getattr(self._ctx, name)
+
+
+class _Once(torch.autograd.Function):
+    """A backward formula as a function of all that it depends on, whose own backward raises.
+
+    What the formula saved has the history of the inputs; so every path from the gradients to an input or to an upstream
+    gradient leads through here.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op, backward, ctx, saved, grads, *tensors):
+        """``tensors``: as many saved ones, then as many upstream gradients, then what else the result depends on."""
+        return backward(_Differentiated(ctx, tensors[:saved]), *tensors[saved : saved + grads])
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_second_derivative(ctx.op)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_tangents(ctx.op)
+
+
+def refuse_second_derivative(op):
+    raise RuntimeError(f"liger: the backward of {op} is not differentiable, so {op} has no second derivative")
+
+
+def differentiable_once(op, also=None):
     """Decorates the backward formula of an op: differentiating its results again raises, naming the op.
 
     Backward ops have no formula of their own. Without this, ``create_graph=True`` would give gradients that look like
-    constants, and a gradient penalty would silently miss a term.
+    constants, and a gradient penalty would silently miss a term. For every input that gets a gradient, the formula must
+    have saved something with its history: the input, or an output that counts as differentiable. ``also(ctx)`` returns
+    tensors that the gradients depend on and that were not saved.
     """
 
     def decorate(backward):
@@ -108,15 +256,23 @@ def differentiable_once(op):
         def formula(ctx, *grads):
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
-            with torch.no_grad():
-                results = backward(ctx, *grads)
-            message = f"liger: the backward of {op} is not differentiable, so {op} has no second derivative"
-            refuse = torch._C._functions.DelayedError(message.encode(), len(results))
-            return refuse(*(None if r is None else r.detach().requires_grad_() for r in results))
+            saved = ctx.saved_tensors
+            others = () if also is None else also(ctx)
+            return _Once.apply(op, backward, ctx, len(saved), len(grads), *saved, *grads, *others)
 
         return formula
 
     return decorate
+
+
+def refuse_made(op, grads):
+    """In the backward of an op that returns gradients made by its forward: raises where those are differentiated.
+
+    The first of them counts as a differentiable output: saved, it has the history that :func:`differentiable_once`
+    asks for, without a byte of the inputs.
+    """
+    if any(grad is not None for grad in grads):
+        refuse_second_derivative(op)
 
 
 def forbid_autograd(op_name):
@@ -150,8 +306,9 @@ def forbid_autograd(op_name):
         count_in(args)
         return result
 
-    _library.impl(op_name, refuse, "Autograd", with_keyset=True)
-    _library.impl(op_name, count, "ADInplaceOrView", with_keyset=True)
+    library = _libraries("liger")
+    library.impl(op_name, refuse, "Autograd", with_keyset=True)
+    library.impl(op_name, count, "ADInplaceOrView", with_keyset=True)
 
     def call(*args):
         if torch.is_grad_enabled() or not _meets_only_autograd(args):
@@ -188,8 +345,3 @@ def own_their_memory(tensors):
                 return False
             span += stride * (size - 1)
     return True
-
-
-def to_front(tensor, dim, size):
-    """For a vmap rule: the tensor with the mapped dimension first, repeated ``size`` times if it is not mapped."""
-    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -15,11 +15,13 @@ import torch
 from ._divergence_torch import target_columns, target_logits
 from ._rows import row_blocks
 from .cross_entropy_stats import cross_entropy_stats_backward_
-from .divergence import divergence_ce_forward_
+from .divergence import divergence_ce_forward_, divergence_forward_
 from .rms_norm import accumulate_dtype
 
 # The norm that a row of logits has at least, for the cosine.
 _LEAST_NORM = 1e-8
+# Rows of a gradient that is made for itself at a time.
+_APART = 64
 
 
 class Terms(NamedTuple):
@@ -39,14 +41,9 @@ class Terms(NamedTuple):
         return bool(self.soft and self.hard) and tempered
 
     @property
-    def over_teacher(self):
-        """Whether one of the two gradients takes the place of the teacher's logits."""
-        return self.hard_apart and self.divergence not in _RULES
-
-    @property
     def apart(self):
-        """How many more tensors of logits are needed: one for that gradient where no logits of a teacher are."""
-        return int(self.hard_apart and not self.over_teacher)
+        """How many more tensors of logits are needed, for that gradient."""
+        return int(self.hard_apart and self.divergence in _RULES)
 
 
 class Targets(NamedTuple):
@@ -85,10 +82,6 @@ class Targets(NamedTuple):
     def live(self, per_row):
         return torch.where(self.ignored, 0.0, per_row)
 
-    def clean(self, x, out):
-        """``out``: the rows of x, and zeros in the place of ignored ones, whose gradient of 0 would keep a nan."""
-        return torch.where(self.ignored.unsqueeze(1), torch.zeros_like(x[:1]), x, out=out)
-
     def statistics(self, logits):
         """(largest logit, log of the sum of exponentials past it) of each row."""
         largest, total, _ = torch.ops.liger.cross_entropy_stats.default(
@@ -124,13 +117,11 @@ class Rows(NamedTuple):
 
     Attributes:
         logits: (N, V) of the student. They may be overwritten in any case.
-        teacher: logits (N, V) of the dtype of the student's, which may be overwritten by :attr:`Terms.over_teacher`;
-            log-probabilities (N, k); or anything where ``soft`` is 0.
+        teacher: logits (N, V) of the dtype of the student's, log-probabilities (N, k), or anything where ``soft`` is 0.
         indices: (N, k) classes of the log-probabilities of the teacher, else None.
         targets: :class:`Targets`; ignored rows lose nothing.
         weights: :class:`RowWeights`.
-        gradient: (N, V), the logits themselves or memory for what becomes of them in fewer bits; None where none is
-            wanted.
+        gradient: (N, V), memory for the gradient of the logits, maybe of fewer bits; None where none is wanted.
     """
 
     logits: torch.Tensor
@@ -155,15 +146,7 @@ def _hard_rows(terms, rows):
     return None, targets.live(weights.hard * -log_q)
 
 
-def _divergence_rows(terms, rows, gradient, hard):
-    """(the distance, its share ``hard`` of cross entropy or nothing); the gradient of both goes to ``gradient``."""
-    return divergence_ce_forward_(
-        rows.logits, rows.teacher, rows.targets.target, rows.weights.soft, terms.divergence, terms.beta,
-        terms.temperature, hard, rows.targets.ignore_index, gradient,
-    )  # fmt: skip
-
-
-def _distance_alone(terms, rows):
+def _distance(terms, rows):
     return torch.ops.liger.divergence_forward.default(
         rows.logits, rows.teacher, rows.targets.target, rows.weights.soft, terms.divergence, terms.beta,
         terms.temperature, False, rows.targets.ignore_index, True, False,
@@ -172,9 +155,12 @@ def _distance_alone(terms, rows):
 
 def _of_one_softmax(terms, rows):
     if rows.gradient is not None:
-        soft, hard = _divergence_rows(terms, rows, rows.gradient, terms.hard / terms.soft)
+        soft, hard = divergence_ce_forward_(
+            rows.logits, rows.teacher, rows.targets.target, rows.weights.soft, terms.divergence, terms.beta,
+            terms.temperature, terms.hard / terms.soft, rows.targets.ignore_index, rows.gradient,
+        )  # fmt: skip
         return soft, hard if terms.hard else None
-    soft, stats = _distance_alone(terms, rows)
+    soft, stats = _distance(terms, rows)
     if not terms.hard:
         return soft, None
     log_q = (rows.targets.of(rows.logits) - stats[0]) - stats[1]
@@ -182,15 +168,22 @@ def _of_one_softmax(terms, rows):
 
 
 def _tempered_rows(terms, rows):
-    logits, targets, weights = rows.logits, rows.targets, rows.weights
-    log_q, lse = _cross_entropy(logits, targets)
+    log_q, lse = _cross_entropy(rows.logits, rows.targets)
+    hard = rows.targets.live(rows.weights.hard * -log_q)
     if rows.gradient is None:
-        soft, _ = _distance_alone(terms, rows)
-    else:
-        soft, _ = _divergence_rows(terms, rows, rows.teacher, 0.0)
-        cross_entropy_stats_backward_(logits, *targets.coefficients(lse, weights.hard, weights.hard))
-        torch.add(logits, rows.teacher, out=rows.gradient)
-    return soft, targets.live(weights.hard * -log_q)
+        return _distance(terms, rows)[0], hard
+    soft, backward = torch.empty_like(hard), torch.ops.liger.cross_entropy_stats_backward.default
+    # Both gradients are wide until they are added. The second one has memory for a few rows.
+    for begin in range(0, len(hard), _APART):
+        some = slice(begin, begin + _APART)
+        logits, targets, weights = rows.logits[some], rows.targets.at(some), rows.weights.at(some)
+        apart = backward(logits, *targets.coefficients(lse[some], weights.hard, weights.hard))
+        soft[some] = divergence_forward_(
+            logits, rows.teacher[some], targets.target, weights.soft, terms.divergence, terms.beta, terms.temperature,
+            False, targets.ignore_index, True,
+        )  # fmt: skip
+        torch.add(logits, apart, out=rows.gradient[some])
+    return soft, hard
 
 
 def _cosine_rows(terms, rows):
@@ -347,6 +340,6 @@ def distil_rows(terms, rows):
     """
     rule = _rule(terms)
     losses = rule(terms, rows)
-    if rows.gradient is not None and rows.gradient is not rows.logits and rule not in _DIRECT:
+    if rows.gradient is not None and rule not in _DIRECT:
         rows.gradient.copy_(rows.logits)
     return losses

@@ -174,14 +174,10 @@ def entry_points(forward):
         torch.ops.liger.check_divergence(
             op, student, teacher, target, row_weight, divergence, beta, temperature, False
         )
-        torch.ops.liger.check_divergence_gradient(
-            op, student, teacher, target, temperature, cross_entropy, gradient
-        )
-        # Before a gradient takes their place.
+        torch.ops.liger.check_divergence_gradient(op, student, target, temperature, cross_entropy, gradient)
         chosen = target_logits(student, target, ignore_index) if cross_entropy else None
-        out = student if gradient.data_ptr() == student.data_ptr() else gradient
         losses, stats = forward(
-            op, out, student, teacher, target, row_weight, divergence, beta, temperature, False, ignore_index,
+            op, gradient, student, teacher, target, row_weight, divergence, beta, temperature, False, ignore_index,
             per_row=True, cross_entropy=cross_entropy,
         )  # fmt: skip
         if not cross_entropy:

@@ -12,11 +12,12 @@ from ._autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    graph_is_kept,
     is_traced,
+    may_write_saved,
     own_their_memory,
-    to_front,
 )
+from ._fakes import register_fake
+from ._vmap import to_front
 from .rms_norm import accumulate_dtype
 
 # --- formulas -----------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ def _register_fakes(name):
         "_packed_backward_": _fake_writing,
     }
     for suffix, fake in fakes.items():
-        torch.library.register_fake(f"liger::{name}{suffix}", fake)
+        register_fake(f"liger::{name}{suffix}")(fake)
 
 
 # --- autograd and vmap --------------------------------------------------------------------------------------------
@@ -189,10 +190,16 @@ class _Form:
             return *needed, *(None for _ in ctx.options)
 
         @differentiable_once(name)
-        def backward_of_kept_graph(ctx, grad_out):
-            return self.backward_op(grad_out, *ctx.saved_tensors, False, *ctx.options)[:count]
+        def inplace_backward(ctx, grad_out):
+            inputs = ctx.saved_tensors
+            if not may_write_saved(ctx, *inputs):
+                return None, None, *self.backward_op(grad_out, *inputs, False, *ctx.options)[:count]
+            # Detached, because the tensors of the forward would carry their own history into the gradients.
+            inputs = [t.detach() for t in inputs]
+            self.backward_op_(grad_out, *inputs, *ctx.options)
+            return None, None, *inputs
 
-        self.backward_of_kept_graph = backward_of_kept_graph
+        self.inplace_backward = inplace_backward
         self.op = differentiable(op, setup, functional_backward)
         torch.library.register_vmap(f"liger::{name}", _elementwise(op, count))
 
@@ -223,13 +230,7 @@ class _Inplace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        if graph_is_kept():
-            grads = ctx.form.backward_of_kept_graph(ctx, grad_out)
-            return None, None, *((grads,) if isinstance(grads, torch.Tensor) else grads)
-        # Detached, because the tensors of the forward would carry their own history into the gradients.
-        inputs = [t.detach() for t in ctx.saved_tensors]
-        ctx.form.backward_op_(grad_out, *inputs, *ctx.options)
-        return None, None, *inputs
+        return ctx.form.inplace_backward(ctx, grad_out)
 
 
 def _elementwise(op, tensors):

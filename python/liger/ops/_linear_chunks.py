@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..backend import FAMILIES
-from ._products import product, write_linear
+from ._products import product, without_ignored, write_linear
 from .cross_entropy_stats import cross_entropy_stats_backward_
 from .rms_norm import accumulate_dtype
 
@@ -97,11 +97,18 @@ class HeadGradients:
     def unused_rows(self):
         """The memory of the weight's gradient as rows of logits, as long as it is not written; or None."""
 
-    def add(self, x, dlogits, grad_x):
-        """A chunk: rows of x, the gradient of their logits, and where the gradient of x goes, maybe x itself."""
+    def _counted(self, x, ignored, grad_x):
+        """Rows of x for the weight gradient. They lie where their own gradient goes, which comes after it."""
+        need_input, need_weight, _ = self.wanted
+        return without_ignored(x, ignored, grad_x if need_input else None) if need_weight else x
+
+    def add(self, x, dlogits, grad_x, ignored):
+        """A chunk: rows of x, the gradient of their logits, where the gradient of x goes, maybe x itself, and which of
+        them are ignored, (rows,) or None for none: whatever x holds there leaves no trace."""
         need_input, need_weight, need_bias = self.wanted
         if need_weight:
-            product(dlogits.t(), x, self.sum, add=self.chunks_added > 0)
+            counted = self._counted(x, ignored, grad_x)
+            product(dlogits.t(), counted, self.sum, add=self.chunks_added > 0)
         if need_input:
             product(dlogits, self.head_weight, grad_x)
         if need_bias:
@@ -169,7 +176,7 @@ class Sm90HeadGradients(HeadGradients):
         rows = self.weight.numel() // classes
         return self.weight.view(-1)[: rows * classes].view(rows, classes)
 
-    def add(self, x, dlogits, grad_x):
+    def add(self, x, dlogits, grad_x, ignored):
         need_input, _, need_bias = self.wanted
         first = self.chunks_added == 0
         self.chunks_added += 1
@@ -178,8 +185,9 @@ class Sm90HeadGradients(HeadGradients):
         if scratch is None or (first and self.first_rows > self.chunk_rows):
             scratch = x.new_empty(self._scratch_bytes[not first], dtype=torch.uint8)
         torch.ops.liger_sm90.head_gradients.default(
-            dlogits, x, self._dense_weight, self.class_parts[not first], first, self.chunks_added == self._chunks,
-            self.weight, self._units, scratch, grad_x if need_input else self.input,
+            dlogits, self._counted(x, ignored, grad_x), self._dense_weight, self.class_parts[not first], first,
+            self.chunks_added == self._chunks, self.weight, self._units, scratch,
+            grad_x if need_input else self.input,
         )  # fmt: skip
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)

@@ -1,8 +1,8 @@
 """Autograd for losses of a linear layer's output whose gradients are made by the forward."""
 
-from ._autograd import differentiable, differentiable_once, may_write_saved
+from ._autograd import differentiable, differentiable_once, refuse_made
 from .cross_entropy import refuse_gradients
-from .rescale import rescale, rescale_
+from .rescale import rescale, scaled_by_upstream
 
 
 def gradients_in_forward(op, name, *, refused, row_weight, per_row):
@@ -34,9 +34,11 @@ def gradients_in_forward(op, name, *, refused, row_weight, per_row):
             ctx.options = inputs[tensors:-3]
             ctx.save_for_backward(*inputs[:tensors])
         else:
-            made = zip(output[-3:], wanted, strict=True)
-            ctx.save_for_backward(*(grad if want else None for grad, want in made))
-        ctx.mark_non_differentiable(*output[1:])
+            saved = [grad if want else None for grad, want in zip(output[-3:], wanted, strict=True)]
+            ctx.save_for_backward(*saved)
+        # The first of the saved gradients counts as differentiable: refuse_made says why.
+        linked = None if ctx.recompute else next(grad for grad in saved if grad is not None)
+        ctx.mark_non_differentiable(*(o for o in output[1:] if o is not linked))
         ctx.set_materialize_grads(False)
 
     def recomputed(ctx, grad_loss, needed):
@@ -55,7 +57,8 @@ def gradients_in_forward(op, name, *, refused, row_weight, per_row):
         return [rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)]
 
     @differentiable_once(name)
-    def backward(ctx, grad_loss, *_grad_others):
+    def backward(ctx, grad_loss, *grad_others):
+        refuse_made(name, grad_others)
         result = [None] * len(arguments)
         if grad_loss is None:
             return tuple(result)
@@ -63,14 +66,8 @@ def gradients_in_forward(op, name, *, refused, row_weight, per_row):
         if ctx.recompute:
             grads = recomputed(ctx, grad_loss, needed)
         else:
-            grads = ctx.saved_tensors
-            if may_write_saved(*grads):
-                # They belong to this node alone and die with it: scaled in place, they need no second buffer.
-                for grad, need in zip(grads, needed, strict=True):
-                    if need:
-                        rescale_(grad, grad_loss)
-            else:
-                grads = rescaled(grads, grad_loss, needed)
+            saved = zip(ctx.saved_tensors, needed, strict=True)
+            grads = scaled_by_upstream(ctx, [g if need else None for g, need in saved], grad_loss)
         for place, grad, need in zip(places, grads, needed, strict=True):
             result[place] = grad if need else None
         return tuple(result)

@@ -2,7 +2,8 @@
 
 import torch
 
-from ._autograd import differentiable_once, to_front
+from ._autograd import differentiable_once
+from ._vmap import to_front
 from .rms_norm import accumulate_dtype
 
 

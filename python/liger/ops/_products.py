@@ -32,6 +32,15 @@ def write_wide_linear(x, weight, bias, out):
         product(x, weight[classes].t(), out[:, classes], add=bias is not None)
 
 
+def without_ignored(x, ignored, out=None):
+    """Rows of x, with zeros in place of those that ``ignored``, (rows,), marks; None marks none, and x is returned.
+
+    For the weight gradient ``dlogits.T @ x``, a sum over rows: the gradient of an ignored row is zero, but zero times
+    an infinite or NaN hidden state is NaN. ``out``: memory for the rows, maybe that of x.
+    """
+    return x if ignored is None else torch.where(ignored.unsqueeze(1), x.new_zeros(()), x, out=out)
+
+
 def product(a, b, out, add=False):
     """``out = a @ b``, or ``out += a @ b``, summed in the dtype of out, which may be wider than that of a and b."""
     if out.dtype != a.dtype and a.is_cuda:

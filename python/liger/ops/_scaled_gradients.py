@@ -30,8 +30,9 @@ class ScaledHeadGradients(HeadGradients):
         super().__init__(x, weight, bias, wanted, chunks, exact)
         self._factor = scale.reciprocal()
 
-    def add(self, x, dlogits, grad_x):
+    def add(self, x, dlogits, grad_x, ignored):
         need_input, need_weight, need_bias = self.wanted
+        x = self._counted(x, ignored, grad_x)
         first, self.chunks_added = self.chunks_added == 0, self.chunks_added + 1
         if need_weight and self.apart:
             product(dlogits.t(), x, self.sum, add=not first)

@@ -14,10 +14,10 @@ from ._autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    graph_is_kept,
     is_traced,
     may_write_saved,
     own_their_memory,
+    refuse_made,
     wants_grad,
 )
 from ._cross_entropy_math import Metrics
@@ -27,7 +27,8 @@ from ._cross_entropy_torch import (
     cross_entropy_forward__torch,
     cross_entropy_forward_torch,
 )
-from .rescale import rescale, rescale_
+from ._fakes import register_fake
+from .rescale import scaled_by_upstream
 from .rms_norm import accumulate_dtype
 
 
@@ -82,7 +83,7 @@ _REDUCTION = 9
 _WANTED = slice(10, 15)
 
 
-@torch.library.register_fake("liger::cross_entropy_forward")
+@register_fake("liger::cross_entropy_forward")
 def _(*arguments):
     logits, need_grad = arguments[0], arguments[-1]
     rows, wide = logits.shape[0], accumulate_dtype(logits.dtype)
@@ -94,18 +95,18 @@ def _(*arguments):
     )
 
 
-@torch.library.register_fake("liger::cross_entropy_forward_")
+@register_fake("liger::cross_entropy_forward_")
 def _(*arguments):
     logits = arguments[0]
     return fake_results(logits, logits.shape[0], arguments[_REDUCTION], Metrics(*arguments[_WANTED]))
 
 
-@torch.library.register_fake("liger::cross_entropy_backward")
+@register_fake("liger::cross_entropy_backward")
 def _(grad_loss, logits, *rest):
     return torch.empty_like(logits)
 
 
-@torch.library.register_fake("liger::cross_entropy_backward_")
+@register_fake("liger::cross_entropy_backward_")
 def _(grad_loss, logits, *rest):
     return None
 
@@ -135,7 +136,8 @@ def _setup(ctx, inputs, output):
     # Per-row upstream gradients are for a second look at the logits; so is a graph traced without grad mode.
     ctx.made = inputs[-1] and inputs[_REDUCTION] != "none"
     _save(ctx, inputs, *output[6:])
-    ctx.mark_non_differentiable(*output[1:])
+    # A made gradient counts as differentiable: refuse_made says why.
+    ctx.mark_non_differentiable(*(output[1:-1] if ctx.made else output[1:]))
     ctx.set_materialize_grads(False)
 
 
@@ -153,18 +155,15 @@ def _save(ctx, inputs, lse, used_denominator, grad_logits):
 
 
 @differentiable_once("cross_entropy")
-def _backward(ctx, grad_loss, *_grad_others):
+def _backward(ctx, grad_loss, *grad_others):
+    refuse_made("cross_entropy", grad_others)
     if grad_loss is None:
         grad_logits = None
     elif not ctx.made:
         backward = torch.ops.liger.cross_entropy_backward.default
         grad_logits = backward(grad_loss, *ctx.saved_tensors, *ctx.options)
     else:
-        (grad_logits,) = ctx.saved_tensors
-        if may_write_saved(grad_logits):
-            rescale_(grad_logits, grad_loss)
-        else:
-            grad_logits = rescale(grad_logits, grad_loss)
+        (grad_logits,) = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
     return grad_logits, *(None,) * 15
 
 
@@ -196,17 +195,15 @@ class _Inplace(torch.autograd.Function):
         return output[:6]
 
     @staticmethod
+    @differentiable_once("cross_entropy")
     def backward(ctx, grad_loss, *_grad_others):
-        if grad_loss is None or graph_is_kept():
+        if grad_loss is None or ctx.made or not may_write_saved(ctx):
             grad_logits = _backward(ctx, grad_loss)[0]
         else:
             logits, *others = ctx.saved_tensors
             # Without the history of the logits, which is no part of the gradient.
             grad_logits = logits.detach()
-            if ctx.made:
-                rescale_(grad_logits, grad_loss)
-            else:
-                _backward_op_(grad_loss, grad_logits, *others, *ctx.options)
+            _backward_op_(grad_loss, grad_logits, *others, *ctx.options)
         return None, grad_logits, *(None,) * 14
 
 

@@ -15,6 +15,7 @@ import torch
 from ..backend import register_family
 from ._autograd import differentiable, differentiable_once, forbid_autograd
 from ._cross_entropy_math import check_row_values
+from ._fakes import register_fake
 from ._rows import row_blocks
 from .rms_norm import accumulate_dtype
 
@@ -114,19 +115,19 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::cross_entropy_stats")
+@register_fake("liger::cross_entropy_stats")
 def _(logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum):
     return logits.new_empty(
         (4 if return_class_sum else 3, logits.shape[0]), dtype=accumulate_dtype(logits.dtype)
     )
 
 
-@torch.library.register_fake("liger::cross_entropy_stats_backward")
+@register_fake("liger::cross_entropy_stats_backward")
 def _(logits, *rest):
     return torch.empty_like(logits)
 
 
-@torch.library.register_fake("liger::cross_entropy_stats_backward_")
+@register_fake("liger::cross_entropy_stats_backward_")
 def _(logits, *rest):
     return None
 

@@ -13,7 +13,7 @@ from ._autograd import (
     differentiable_once,
     forbid_autograd,
     is_traced,
-    may_write_saved,
+    refuse_made,
     wants_grad,
 )
 from ._divergence_torch import (
@@ -22,8 +22,9 @@ from ._divergence_torch import (
     divergence_forward__torch,
     divergence_forward_torch,
 )
+from ._fakes import register_fake
 from .cross_entropy import denominator_tensor, refuse_gradients
-from .rescale import rescale, rescale_
+from .rescale import scaled_by_upstream
 from .rms_norm import accumulate_dtype
 
 register_family(
@@ -45,7 +46,7 @@ def _fake_loss(student, per_row):
     return student.new_empty(student.shape[0] if per_row else (), dtype=accumulate_dtype(student.dtype))
 
 
-@torch.library.register_fake("liger::divergence_forward")
+@register_fake("liger::divergence_forward")
 def _(student, *rest):
     *_, per_row, need_grad = rest
     return (
@@ -55,19 +56,19 @@ def _(student, *rest):
     )
 
 
-@torch.library.register_fake("liger::divergence_forward_")
+@register_fake("liger::divergence_forward_")
 def _(student, *rest):
     return _fake_loss(student, rest[-1])
 
 
-@torch.library.register_fake("liger::divergence_ce_forward_")
+@register_fake("liger::divergence_ce_forward_")
 def _(student, *rest):
     *_, cross_entropy, _, _ = rest
     wide = accumulate_dtype(student.dtype)
     return _fake_loss(student, True), student.new_empty(student.shape[0] if cross_entropy else 0, dtype=wide)
 
 
-@torch.library.register_fake("liger::divergence_backward")
+@register_fake("liger::divergence_backward")
 def _(grad_loss, student, *rest):
     return torch.empty_like(student)
 
@@ -90,12 +91,14 @@ def _setup(ctx, inputs, output):
         ctx.save_for_backward(output[2])
     else:
         ctx.save_for_backward(student, teacher, target, row_weight, output[1])
-    ctx.mark_non_differentiable(*output[1:])
+    # A made gradient counts as differentiable: refuse_made says why.
+    ctx.mark_non_differentiable(*(output[1:2] if ctx.made else output[1:]))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("divergence")
-def _backward(ctx, grad_loss, *_grad_others):
+def _backward(ctx, grad_loss, *grad_others):
+    refuse_made("divergence", grad_others)
     if grad_loss is None:
         grad_student = None
     elif not ctx.made:
@@ -104,11 +107,7 @@ def _backward(ctx, grad_loss, *_grad_others):
         backward = torch.ops.liger.divergence_backward.default
         grad_student = backward(of_rows, student, teacher, target, stats, *ctx.options)
     else:
-        (grad_student,) = ctx.saved_tensors
-        if may_write_saved(grad_student):
-            rescale_(grad_student, grad_loss)
-        else:
-            grad_student = rescale(grad_student, grad_loss)
+        grad_student = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)[0]
     return grad_student, *(None,) * 10
 
 
@@ -159,6 +158,9 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     if reduction not in REDUCTIONS:
         raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
     refuse_gradients(op, token_weight=token_weight, denominator=denominator)
+    if token_weight is not None and target is not None:
+        # That of an ignored row is ignored, too, be it nan.
+        token_weight = token_weight.masked_fill(target == ignore_index, 0)
     wide = accumulate_dtype(rows.dtype)
     if denominator is not None:
         if reduction == "none":

@@ -13,8 +13,11 @@ from ..backend import register_family
 from ..distributed import align_tokens
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
+from ._budget import check_budget_variable
 from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
+from ._fakes import register_fake
 from ._made_gradients import gradients_in_forward
+from ._products import without_ignored
 from ._rows import row_blocks
 from .cross_entropy import denominator_tensor, fake_results, flatten_rows, output_like
 from .rms_norm import accumulate_dtype
@@ -72,6 +75,7 @@ def fused_linear_ce_forward_torch(
     upstream = 1.0 / used_denominator
     # Ignored rows are left out, but not on a GPU, where finding them would need a synchronisation.
     computed, index = rows, None
+    ignored = ~rule.live if input.is_cuda else None
     if not (input.is_cuda or rule.live.all()):
         index = rule.live.nonzero().squeeze(1)
         computed, rule = index.numel(), _restricted(rule, index)
@@ -96,13 +100,15 @@ def fused_linear_ce_forward_torch(
                 z = results.fill(here, logits[block])
                 if need_grad_input or grad_weight is not None or need_bias:
                     logits[block] = row_gradient(rule, here, z, results.lse[here], upstream)
+            if grad_weight is not None:
+                place = grad_input[chunk] if need_grad_input else None
+                counted = x if ignored is None else without_ignored(x, ignored[chunk], place)
+                grad_weight.add(logits, counted)
             if need_grad_input:
                 if index is None:
                     torch.mm(logits, weight, out=grad_input[chunk])
                 else:
                     grad_input[index[chunk]] = logits @ weight
-            if grad_weight is not None:
-                grad_weight.add(logits, x)
             if need_bias:
                 grad_bias += logits.sum(0, dtype=rule.wide)
 
@@ -127,7 +133,7 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_ce_forward")
+@register_fake("liger::fused_linear_ce_forward")
 def _(
     input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
     lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,
@@ -227,9 +233,11 @@ def fused_linear_ce(
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a budget that is not positive, a CPU
             target out of range, a class weight, token weight or denominator that requires grad.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
     """
+    check_budget_variable(memory_budget)
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )

@@ -2,9 +2,9 @@
 
 The loop is the same on every device: products of torch around the row ops. Logits exist for a part of a chunk at a
 time, so that most of the budget is for the gradient of the student's: fewer sums of the weight's gradient. Those of
-float32 and float64 models become their gradient in place. Those of models in 16 bits are float32, since the gradient of
-a student near its teacher is a small difference of both, and their gradient is rounded to 16 bits once. Cross entropy
-of the same logits can be a part of the loss. docs/divergence.md defines every term.
+models in 16 bits are float32, since the gradient of a student near its teacher is a small difference of both, and their
+gradient is rounded to 16 bits once. Cross entropy of the same logits can be a part of the loss. docs/divergence.md
+defines every term.
 """
 
 import os
@@ -15,8 +15,10 @@ from ..backend import register_portable
 from ..distributed import unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
+from ._budget import check_budget_variable
 from ._cross_entropy_math import check_targets
 from ._distillation_rows import Rows, RowWeights, Targets, Terms, distil_rows
+from ._fakes import register_fake
 from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
 from ._products import write_linear, write_wide_linear
@@ -53,7 +55,7 @@ def _plan(input, weight, wanted, exact, memory_budget, beside):
     vocab, size = weight.shape[0], input.element_size()
     budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
     line = -(-vocab * size // 16) * 16
-    if not any(wanted) and size < accumulate_dtype(input.dtype).itemsize:
+    if not any(wanted):
         # Parts are all there is.
         part = max(min(_whole_tiles(budget // (line * beside)), rows), 1)
         return part, -(-rows // part), part
@@ -84,40 +86,34 @@ class _Logits:
 
     Attributes:
         wide: that dtype.
-        in_place: whether it is that of their gradient, over which the student's lie.
-        kinds: how many of the two need memory beside the gradient: a teacher's may be there in that dtype.
+        lines: rows of the gradient's dtype that a row of logits takes.
+        kinds: how many of the two need memory: a teacher's may be there in that dtype.
     """
 
-    def __init__(self, input, weight, bias, teacher, teacher_weight, teacher_bias, of_teacher, overwritten):
+    def __init__(self, input, weight, bias, teacher, teacher_weight, teacher_bias, of_teacher):
         self.wide = accumulate_dtype(input.dtype)
-        self.in_place = input.dtype == self.wide
+        self.lines = self.wide.itemsize // input.element_size()
         self._head, self._teacher = (weight, bias), teacher
         self._teacher_head = teacher_weight, teacher_bias
-        there = teacher_weight is None and teacher.dtype == self.wide and not overwritten
-        self._made = of_teacher and not there
-        self.kinds = (not self.in_place) + self._made
-
-    @property
-    def lines(self):
-        """Rows of the gradient's dtype that a row of logits takes."""
-        return 1 if self.in_place else 2
+        self._made = of_teacher and (teacher_weight is not None or teacher.dtype != self.wide)
+        self.kinds = 1 + self._made
 
     def rows_in(self, memory):
         """Memory for rows of the gradient as rows of logits."""
-        if self.in_place or memory.dtype == self.wide:
+        if self.lines == 1:
             return memory
         (lines, classes), stride = memory.shape, memory.stride(0)
         rows = lines // 2
         flat = memory.as_strided((2 * rows * stride,), (1,))
         return flat.view(self.wide).view(rows, stride)[:, :classes]
 
-    def student(self, x, gradient, memory):
-        """Those of the hidden states x, in the place of ``gradient`` or else in ``memory``."""
-        if self.in_place:
-            write_linear(x, *self._head, gradient)
-            return gradient
-        write_wide_linear(x, *self._head, memory[: x.shape[0]])
-        return memory[: x.shape[0]]
+    def _write(self, x, weight, bias, out):
+        (write_linear if self.lines == 1 else write_wide_linear)(x, weight, bias, out)
+        return out
+
+    def student(self, x, memory):
+        """Those of the hidden states x, at the beginning of ``memory``."""
+        return self._write(x, *self._head, memory[: x.shape[0]])
 
     def teacher(self, rows, memory):
         """What the teacher says of these rows of the batch; logits that are not there yet come to the end of
@@ -126,12 +122,9 @@ class _Logits:
         if not self._made:
             return known
         memory = memory[memory.shape[0] - known.shape[0] :]
-        weight, bias = self._teacher_head
-        if weight is None:
-            memory.copy_(known)
-        else:
-            (write_linear if self.in_place else write_wide_linear)(known, weight, bias, memory)
-        return memory
+        if self._teacher_head[0] is None:
+            return memory.copy_(known)
+        return self._write(known, *self._teacher_head, memory)
 
 
 def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index):
@@ -180,46 +173,41 @@ def fused_linear_divergence_forward_kernel(
     weights = RowWeights.of(row_weight if scale is None else row_weight * scale, terms, targets)
 
     logits = _Logits(
-        input, weight, bias, teacher, teacher_weight, teacher_bias, bool(soft) and teacher_indices is None,
-        need_gradient and terms.over_teacher,
-    )  # fmt: skip
+        input, weight, bias, teacher, teacher_weight, teacher_bias, bool(soft) and teacher_indices is None
+    )
     gradients, first_rows, chunk_rows, part_rows = _gradients(
         input, weight, bias, wanted, exact, memory_budget, logits.lines * (logits.kinds + terms.apart),
         hosted=not terms.apart, scale=scale,
     )  # fmt: skip
-    if need_gradient or logits.in_place:
+    if need_gradient:
         # An even number, so that wider rows behind them begin at multiples of their size.
         memory, beside = gradients.new_logits_beside(
             chunk_rows + chunk_rows % 2, logits.lines * logits.kinds * part_rows
         )
+        room = logits.rows_in(beside)
     else:
-        memory, beside = None, input.new_empty(logits.kinds * part_rows, vocab, dtype=wide)
-    room = logits.rows_in(beside)
+        memory, room = None, input.new_empty(logits.kinds * part_rows, vocab, dtype=wide)
     found = []
     for chunk in row_chunks(rows, chunk_rows, first_rows):
-        x = input[chunk]
-        if target is not None and need_grad_weight:
-            x = targets.at(chunk).clean(x, gradients.input[chunk] if need_grad_input else None)
-        here, step = room, part_rows
-        unused = gradients.unused_rows() if logits.kinds and not terms.apart else None
+        x, here, step = input[chunk], room, part_rows
+        unused = gradients.unused_rows() if need_gradient and not terms.apart else None
         if unused is not None:
             lent = unused.shape[0] // (logits.lines * logits.kinds) // _TILE * _TILE
             # A longer first chunk lies where the room is.
-            if lent > step or chunk.stop - chunk.start > chunk_rows:
+            if lent > step or x.shape[0] > chunk_rows:
                 here, step = logits.rows_in(unused), lent
         for part in row_chunks(x.shape[0], step):
             of_batch = slice(chunk.start + part.start, chunk.start + part.stop)
-            place = None if memory is None else memory[part]
-            count = logits.kinds * (part.stop - part.start)
-            student = logits.student(x[part], place, here[:count])
+            places = here[: logits.kinds * (part.stop - part.start)]
             known = Rows(
-                student, logits.teacher(of_batch, here[:count]),
+                logits.student(x[part], places), logits.teacher(of_batch, places),
                 None if teacher_indices is None else teacher_indices[of_batch], targets.at(of_batch),
-                weights.at(of_batch), place if need_gradient else None,
+                weights.at(of_batch), memory[part] if need_gradient else None,
             )  # fmt: skip
             found.append(distil_rows(terms, known))
         if need_gradient:
-            gradients.add(x, memory[: x.shape[0]], gradients.input[chunk])
+            ignored = None if target is None else targets.at(chunk).ignored
+            gradients.add(x, memory[: x.shape[0]], gradients.input[chunk], ignored)
 
     def of_all_rows(factor, losses):
         if not (factor and losses):
@@ -237,7 +225,7 @@ register_portable({"fused_linear_divergence_forward": fused_linear_divergence_fo
 # --- fake ---------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_divergence_forward")
+@register_fake("liger::fused_linear_divergence_forward")
 def _(
     input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
     temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
@@ -379,9 +367,11 @@ def fused_linear_kl_div(
     Raises:
         RuntimeError: mismatched shapes (also of the two vocabularies), dtypes or devices, options out of range, a
             tensor of the teacher, a weight of tokens or a denominator that requires grad.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     denominator = denominator_tensor(denominator, input)
     return _fused_linear_kl_div(
         input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, reverse,
@@ -404,10 +394,11 @@ def fused_linear_jsd(
         As :func:`liger.fused_linear_kl_div`.
 
     Raises:
-        RuntimeError: as :func:`liger.fused_linear_kl_div`.
+        RuntimeError, ValueError: as :func:`liger.fused_linear_kl_div`.
 
     Source: GKD, arXiv 2306.13649, in the chunks of "Liger Kernel", arXiv 2410.10989.
     """
+    check_budget_variable(memory_budget)
     denominator = denominator_tensor(denominator, input)
     return _fused_linear_jsd(
         input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, beta,

@@ -12,6 +12,8 @@ from ..backend import register_portable
 from ..distributed import align_tokens, unflatten_tokens
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once
+from ._budget import check_budget_variable
+from ._fakes import register_fake
 from ._linear_chunks import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
 from .cross_entropy import flatten_rows
 from .fused_linear_ce import fused_linear_ce_forward
@@ -77,12 +79,12 @@ def fused_linear_logprobs_backward(
     gradients, chunk_rows = head_gradients(input, weight, bias, wanted, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
     for chunk in row_chunks(input.shape[0], chunk_rows):
-        logits = memory[: chunk.stop - chunk.start]
+        logits, y = memory[: chunk.stop - chunk.start], target[chunk]
         head.write_logits(input[chunk], logits)
-        found = head.statistics(logits, target[chunk], entropy=grad_entropy is not None)
+        found = head.statistics(logits, y, entropy=grad_entropy is not None)
         of_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, target[chunk], found, grad_logprobs[chunk], of_entropy)
-        gradients.add(input[chunk], logits, gradients.input[chunk])
+        head.write_gradient(logits, y, found, grad_logprobs[chunk], of_entropy)
+        gradients.add(input[chunk], logits, gradients.input[chunk], y == ignore_index)
     return gradients.finish()
 
 
@@ -97,7 +99,7 @@ register_portable(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::fused_linear_logprobs_forward")
+@register_fake("liger::fused_linear_logprobs_forward")
 def _(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
 ):  # fmt: skip
@@ -109,7 +111,7 @@ def _(
     )
 
 
-@torch.library.register_fake("liger::fused_linear_logprobs_backward")
+@register_fake("liger::fused_linear_logprobs_backward")
 def _(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
     memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
@@ -184,9 +186,11 @@ def fused_linear_logprobs(
 
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
     """
+    check_budget_variable(memory_budget)
     hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(_OP, hidden, targets, None)
     rows, flat, _ = flatten_rows(_OP, "hidden", hidden, targets, None)

@@ -8,6 +8,7 @@ import torch
 
 from ..backend import register_family
 from ._autograd import differentiable
+from ._fakes import register_fake
 from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
 from .rms_norm import accumulate_dtype
 
@@ -62,13 +63,13 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::group_norm")
+@register_fake("liger::group_norm")
 def _(x, num_groups, weight=None, bias=None, eps=1e-5):
     mean, rstd = (x.new_empty(x.shape[0], num_groups, dtype=accumulate_dtype(x.dtype)) for _ in range(2))
     return torch.empty_like(x), mean, rstd
 
 
-@torch.library.register_fake("liger::group_norm_backward")
+@register_fake("liger::group_norm_backward")
 def _(grad_y, x, num_groups, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias):
     return fake_backward(x, weight, bias, need_grad_x, need_grad_weight, need_grad_bias)
 

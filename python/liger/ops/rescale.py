@@ -3,7 +3,8 @@
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable, differentiable_once, forbid_autograd
+from ._autograd import differentiable, forbid_autograd, may_write_saved
+from ._fakes import register_fake
 from ._rows import row_blocks
 from .rms_norm import accumulate_dtype
 
@@ -46,12 +47,12 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::rescale")
+@register_fake("liger::rescale")
 def _(x, factor):
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("liger::rescale_")
+@register_fake("liger::rescale_")
 def _(x, factor):
     return None
 
@@ -63,7 +64,6 @@ def _setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-@differentiable_once("rescale")
 def _backward(ctx, grad_out):
     x, factor = ctx.saved_tensors
     need_x, need_factor = ctx.needs_input_grad
@@ -77,3 +77,15 @@ def _backward(ctx, grad_out):
 
 rescale = differentiable(torch.ops.liger.rescale.default, _setup, _backward)
 rescale_ = forbid_autograd("rescale_")
+
+
+def scaled_by_upstream(ctx, grads, grad_loss):
+    """In a backward: the saved gradients of a loss, or None, times the upstream gradient; in place where they die with
+    the node."""
+    grads = [None if grad is None else grad.detach() for grad in grads]
+    if not may_write_saved(ctx, *grads):
+        return [None if grad is None else rescale(grad, grad_loss) for grad in grads]
+    for grad in grads:
+        if grad is not None:
+            rescale_(grad, grad_loss)
+    return grads

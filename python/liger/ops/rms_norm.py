@@ -10,7 +10,9 @@ With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable, differentiable_once, to_front
+from ._autograd import differentiable, differentiable_once
+from ._fakes import register_fake
+from ._vmap import to_front
 
 
 def accumulate_dtype(dtype):
@@ -119,12 +121,12 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::rms_norm")
+@register_fake("liger::rms_norm")
 def _(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
 
 
-@torch.library.register_fake("liger::fused_add_rms_norm")
+@register_fake("liger::fused_add_rms_norm")
 def _(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     rstd = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
     return torch.empty_like(x), torch.empty_like(x), rstd
@@ -137,12 +139,12 @@ def _fake_backward(x, weight, need_grad_x, need_grad_weight):
     return grad_x, weight.new_empty(weight.shape[0] if need_grad_weight else 0)
 
 
-@torch.library.register_fake("liger::rms_norm_backward")
+@register_fake("liger::rms_norm_backward")
 def _(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
     return _fake_backward(x, weight, need_grad_x, need_grad_weight)
 
 
-@torch.library.register_fake("liger::fused_add_rms_norm_backward")
+@register_fake("liger::fused_add_rms_norm_backward")
 def _(
     grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
 ):
@@ -179,7 +181,9 @@ def _setup_fused_add_rms_norm(ctx, inputs, output):
     _x, _residual, weight, _eps, ctx.offset, ctx.casting_mode = inputs
     _y, new_residual, rstd = output
     ctx.save_for_backward(new_residual, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
+    # The sum does not depend on the weight.
+    constant = () if any(ctx.needs_input_grad[:2]) else (new_residual,)
+    ctx.mark_non_differentiable(rstd, *constant)
     ctx.set_materialize_grads(False)
 
 

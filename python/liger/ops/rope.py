@@ -12,12 +12,12 @@ from ..backend import register_family
 from ._autograd import (
     check_given_up,
     differentiable,
-    differentiable_once,
     forbid_autograd,
     is_traced,
     own_their_memory,
-    to_front,
 )
+from ._fakes import register_fake
+from ._vmap import to_front
 from .rms_norm import accumulate_dtype
 
 
@@ -72,17 +72,17 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::rope")
+@register_fake("liger::rope")
 def _(q, k, cos, sin, interleaved=False):
     return torch.empty_like(q), torch.empty_like(k)
 
 
-@torch.library.register_fake("liger::rope_backward")
+@register_fake("liger::rope_backward")
 def _(grad_q_out, grad_k_out, cos, sin, interleaved=False):
     return torch.empty_like(grad_q_out), torch.empty_like(grad_k_out)
 
 
-@torch.library.register_fake("liger::rope_")
+@register_fake("liger::rope_")
 def _(q, k, cos, sin, interleaved=False):
     return None
 
@@ -92,29 +92,38 @@ def _(q, k, cos, sin, interleaved=False):
 
 def _setup(ctx, inputs, output):
     _q, _k, cos, sin, ctx.interleaved = inputs
-    if any(ctx.needs_input_grad[2:4]):
+    need_q, need_k, *of_tables = ctx.needs_input_grad[:4]
+    if any(of_tables):
         raise RuntimeError("rope: cos or sin requires grad, but rope is differentiable in q and k only")
+    if not (need_q and need_k):
+        ctx.mark_non_differentiable(
+            *(o for o, need in zip(output, (need_q, need_k), strict=True) if not need)
+        )
     ctx.save_for_backward(cos, sin)
     ctx.set_materialize_grads(False)
 
 
-@differentiable_once("rope")
 def _backward(ctx, grad_q_out, grad_k_out):
+    return _rotated(_rope_backward, ctx, grad_q_out, grad_k_out)
+
+
+def _rotated(op, ctx, q, k):
+    """Both sides rotated by op, one that is None or whose result nobody needs staying out."""
     cos, sin = ctx.saved_tensors
-    need_q = ctx.needs_input_grad[0] and grad_q_out is not None
-    need_k = ctx.needs_input_grad[1] and grad_k_out is not None
+    need_q = ctx.needs_input_grad[0] and q is not None
+    need_k = ctx.needs_input_grad[1] and k is not None
     if not need_q and not need_k:
         return None, None, None, None, None
-    # The side without a gradient takes part with no heads: it costs nothing.
-    grad_q, grad_k = torch.ops.liger.rope_backward.default(
-        grad_q_out if need_q else grad_k_out[:, :0],
-        grad_k_out if need_k else grad_q_out[:, :0],
-        cos, sin, ctx.interleaved,
-    )  # fmt: skip
-    return grad_q if need_q else None, grad_k if need_k else None, None, None, None
+    # The side that stays out takes part with no heads: it costs nothing.
+    q, k = op(q if need_q else k[:, :0], k if need_k else q[:, :0], cos, sin, ctx.interleaved)
+    return q if need_q else None, k if need_k else None, None, None, None
 
 
 _rope = differentiable(torch.ops.liger.rope.default, _setup, _backward)
+# A rotation is linear: the derivative of its backward is the rotation itself.
+_rope_backward = differentiable(
+    torch.ops.liger.rope_backward.default, _setup, lambda ctx, q, k: _rotated(_rope, ctx, q, k)
+)
 _rope_ = forbid_autograd("rope_")
 
 
@@ -123,10 +132,11 @@ class _Inplace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
-        _setup(ctx, (q, k, cos, sin, interleaved), None)
+        output = _same_memory(q), _same_memory(k)
+        _setup(ctx, (q, k, cos, sin, interleaved), output)
         # Detached, q and k share their version counters with what is written: whoever saved them will know.
         _rope_(q.detach(), k.detach(), cos, sin, interleaved)
-        return _same_memory(q), _same_memory(k)
+        return output
 
     @staticmethod
     def backward(ctx, grad_q_out, grad_k_out):

@@ -3,7 +3,9 @@
 import torch
 
 from ..backend import register_family
-from ._autograd import differentiable, differentiable_once, to_front
+from ._autograd import differentiable, differentiable_once
+from ._fakes import register_fake
+from ._vmap import to_front
 from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -31,12 +33,12 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::softmax")
+@register_fake("liger::softmax")
 def _(x):
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("liger::softmax_backward")
+@register_fake("liger::softmax_backward")
 def _(grad_y, y):
     return torch.empty_like(y)
 

@@ -16,6 +16,8 @@ from torch.autograd.graph import increment_version
 from ..backend import register_portable
 from ._autocast import autocast_operands
 from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from ._budget import check_budget_variable
+from ._fakes import register_fake
 from ._products import write_linear
 from ._tiled_work import (
     ParameterGradient,
@@ -216,7 +218,7 @@ register_portable(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("liger::tiled_mlp_forward")
+@register_fake("liger::tiled_mlp_forward")
 def _(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, num_shards, memory_budget, keep):  # fmt: skip # noqa: E501
     problem = _problem(x, up_weight, down_weight)
     # No plan in vain: it would guard a dynamic number of tokens.
@@ -234,7 +236,7 @@ def _fake_backward(
     return tuple(x.new_empty(t.shape if need else (0,)) for t, need in zip(sources, needed, strict=True))
 
 
-torch.library.register_fake("liger::tiled_mlp_backward")(_fake_backward)
+register_fake("liger::tiled_mlp_backward")(_fake_backward)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
@@ -259,7 +261,7 @@ def _backward(ctx, grad_y, _grad_kept, _grad_kept_up):
         return tuple(result)
     needed = ctx.needs_input_grad[:_TENSORS]
     saved = ctx.saved_tensors
-    if may_write_saved(*saved):
+    if may_write_saved(ctx, *saved):
         # The kept activations die with this node: their memory becomes that of gradients. For some of it to do so
         # early, nothing but the list may hold it.
         increment_version(saved[:2])
@@ -312,9 +314,11 @@ def tiled_mlp(
     Raises:
         RuntimeError: mismatched shapes, dtypes or devices, an unknown activation, fewer than one or more shards than
             tokens, a budget that is not positive.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.
     """
+    check_budget_variable(memory_budget)
     tensors = autocast_operands(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     keep = any(wants_grad(*tensors))
     return _forward_op(*tensors, activation, num_shards, memory_budget, keep)[0]

@@ -1,12 +1,14 @@
 """What can be patched: modules are recognised by how they look and trusted only after they have been tried.
 
-A module that looks like a norm, an MLP, an attention or a causal language model is run once on a few random numbers, as
-a stand-in of the same class without its parameters, beside the op that would replace its code. Only if the results
-agree is it patched. Each function here returns a recipe, a reason in words why a module that looks right is left alone,
-or None for a module that does not look like one.
+A module that looks like a norm, an MLP, an attention or a causal language model is run on a few random numbers, small
+and large ones, in evaluation and in training, as a stand-in of the same class without its parameters, beside the op
+that would replace its code. Only if the results agree is it patched. Each function here returns a recipe, a reason in
+words why a module that looks right is left alone, or None for a module that does not look like one.
 """
 
 import inspect
+import logging
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,10 +16,12 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
-from ..ops.rope import rope
+from . import _trials
 from ._loss import CausalLMRecipe, linear_heads
-from ._modules import ROPE_NAME, MLPRecipe, NormRecipe, RopeRecipe, TiledMLPRecipe
-from ._rename import rename_global, uses_global
+from ._modules import ROPE_NAME, MLPRecipe, NormRecipe, RopeRecipe, TiledMLPRecipe, rotary_function
+from ._rename import globals_used, rename_global, uses_global
+
+logger = logging.getLogger("liger.transformers")
 
 EPS_NAMES = ("variance_epsilon", "eps")
 # (offset, casting_mode): Llama and its kin, Gemma, norms without casts.
@@ -30,8 +34,7 @@ TILED_ACTIVATIONS = SWIGLU_ACTIVATIONS + GEGLU_ACTIVATIONS
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
 SOFTCAP_NAME = "final_logit_softcapping"
 
-# What code of a model may raise when it runs on a stand-in.
-_TRIAL_ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+IN_TRAINING = "in training it computes something else than in evaluation, by dropout for example"
 
 
 def norm(module):
@@ -43,18 +46,21 @@ def norm(module):
     ):
         return None
     recipes = [NormRecipe(eps_name, offset, casting_mode) for offset, casting_mode in NORM_KINDS]
-    errors, random = dict.fromkeys(recipes, 0.0), _Random()
+    errors, random = {recipe: [] for recipe in recipes}, _trials.Random()
     for dtype in (torch.float32, torch.bfloat16):
-        x, weight = random(3, 5, 16).to(dtype), random(16).to(dtype)
-        stand_in = _stand_in(module, weight=weight)
+        x, weight = random.of_all_scales(5, 16).to(dtype), random(16).to(dtype)
+        stand_in = _trials.stand_in(module, weight=weight)
         try:
-            expected = _original(module).forward(stand_in, x)
-        except _TRIAL_ERRORS as error:
-            return _no_trial(error)
+            expected, training = _in_both_modes(stand_in, x)
+        except _trials.ERRORS as error:
+            return _no_trial(module, error)
+        if not torch.equal(expected, training):
+            return IN_TRAINING
         for recipe in recipes:
-            errors[recipe] += _error(recipe.run(x, weight, getattr(module, eps_name)), expected)
-    best = min(recipes, key=errors.get)
-    if errors[best] <= 1:
+            actual = recipe.run(x, weight, getattr(module, eps_name))
+            errors[recipe].append(_trials.error(actual, expected))
+    best = min(recipes, key=lambda recipe: sum(errors[recipe]))
+    if max(errors[best]) <= 1:
         return best
     return "it does not compute a root-mean-square normalisation that liger has"
 
@@ -78,24 +84,26 @@ def _mlp(module, recipes, activations):
     inputs = next((names for names in MLP_INPUTS if {*names, "down_proj"} <= module._modules.keys()), None)
     if act_name is None or inputs is None:
         return None
-    random = _Random()
-    x, width = random(3, 16), 24 if len(inputs) == 1 else 12
-    projections = {name: _Projection(random(width, 16)) for name in inputs}
-    projections["down_proj"] = _Projection(random(16, 12))
-    stand_in = _stand_in(module, **projections, **{act_name: getattr(module, act_name)})
+    random = _trials.Random()
+    x, width = random.of_all_scales(3, 16), 24 if len(inputs) == 1 else 12
+    projections = {name: _trials.Projection(random(width, 16)) for name in inputs}
+    projections["down_proj"] = _trials.Projection(random(16, 12))
+    stand_in = _trials.stand_in(module, **projections, **{act_name: getattr(module, act_name)})
     try:
-        expected = _original(module).forward(stand_in, x)
-    except _TRIAL_ERRORS as error:
-        return _no_trial(error)
+        expected, training = _in_both_modes(stand_in, x)
+    except _trials.ERRORS as error:
+        return _no_trial(module, error)
+    if not torch.equal(expected, training):
+        return IN_TRAINING
     for recipe in recipes(inputs, act_name):
-        if _error(recipe.run(stand_in, x), expected) <= 1:
+        if _trials.error(recipe.run(stand_in, x), expected) <= 1:
             return recipe
     formula = " or ".join(dict.fromkeys(name.partition("_")[0] + "(gate)" for name in activations))
     return f"with {type(getattr(module, act_name)).__name__} it does not compute down({formula} * up)"
 
 
 def attention(module):
-    forward = _original(module).forward
+    forward = _trials.original(module).forward
     if not inspect.isfunction(forward):
         return None
     namespace = uses_global(forward, ROPE_NAME)
@@ -109,28 +117,38 @@ def attention(module):
         try:
             if _rotates(namespace[ROPE_NAME], interleaved):
                 return RopeRecipe(interleaved)
-        except _TRIAL_ERRORS as error:
-            return _no_trial(error)
+        except _trials.ERRORS as error:
+            return _no_trial(module, error)
     return f"its {ROPE_NAME} is not the rotation that liger.rope computes"
 
 
 def _rotates(apply_rotary_pos_emb, interleaved):
     """Whether the function rotates pairs of neighbours (``interleaved``) or of halves, as liger.rope does."""
-    random = _Random()
-    q, k = random(2, 4, 3, 8), random(2, 2, 3, 8)
+    random, ours = _trials.Random(), rotary_function(apply_rotary_pos_emb, interleaved)
+    scales = len(_trials.SCALES)
+    q, k = random.of_all_scales(4, 3, 8), random.of_all_scales(2, 3, 8)
+    heads_last = q.transpose(1, 2), k.transpose(1, 2)
     for rotary_dim in (8, 4):
-        angles = random(2, 3, rotary_dim // 2)
-        angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
-        cos, sin = angles.cos(), angles.sin()
-        try:
-            expected = apply_rotary_pos_emb(q, k, cos, sin)
-        except RuntimeError:
-            # It has no partial rotation, so it will never be asked for one.
-            if rotary_dim == 8:
-                raise
-            continue
-        if max(map(_error, rope(q, k, cos, sin, interleaved=interleaved), expected)) > 1:
-            return False
+        # Not of one angle: a factor of the attention may be in either.
+        half = random(2, scales, 3, rotary_dim // 2)
+        cos, sin = half.repeat_interleave(2, -1) if interleaved else torch.cat((half, half), -1)
+        for usual, (tensors, rows, options) in enumerate(
+            (
+                ((q, k), slice(None), {}),
+                (heads_last, slice(None), {"unsqueeze_dim": 2}),
+                ((q, k), 0, {"unsqueeze_dim": 0}),
+                (heads_last, 0, {"unsqueeze_dim": 1}),
+            )
+        ):
+            try:
+                expected = apply_rotary_pos_emb(*tensors, cos[rows], sin[rows], **options)
+            except (RuntimeError, TypeError):
+                # It has no partial rotation, or no such layout, so it will never be asked for one.
+                if usual == 0 and rotary_dim == 8:
+                    raise
+                continue
+            if max(map(_trials.error, ours(*tensors, cos[rows], sin[rows], **options), expected)) > 1:
+                return False
     return True
 
 
@@ -142,7 +160,7 @@ def causal_lm(module, fused):
     if LOSS_MAPPING.get(module.loss_type, ForCausalLMLoss) is not ForCausalLMLoss:
         return None
     head = module.get_output_embeddings()
-    if head is None or "labels" not in inspect.signature(_original(module).forward).parameters:
+    if head is None or "labels" not in inspect.signature(_trials.original(module).forward).parameters:
         return None
     if getattr(module, "_loss_function", None) is not None:
         return "it has a loss function of its own"
@@ -152,90 +170,90 @@ def causal_lm(module, fused):
     if not fused:
         return CausalLMRecipe(name, fused=False)
     linears = linear_heads(head)
-    if not linears or any(_original(linear).forward is not nn.Linear.forward for linear in linears):
+    if not linears or any(_trials.original(linear).forward is not nn.Linear.forward for linear in linears):
         kind = f"{type(head).__module__}.{type(head).__qualname__}"
         return f"its head is a {kind}, not a plain linear layer: the loss is computed from full logits"
     return _try_causal_lm(module, name)
 
 
+@dataclass
+class _MadeUpOutput(MoeModelOutputWithPast):
+    """The output of a backbone. What else its model reads from it is None."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 def _try_causal_lm(module, head_name):
     """Runs the model's own forward between a made-up backbone and head, and watches what reaches its loss function."""
-    random, seen = _Random(), []
-    hidden, weight = random(1, 4, 16), random(20, 16)
+    random, seen = _trials.Random(), []
+    hidden, weight = random.of_all_scales(4, 16), random(20, 16)
 
     def loss_function(logits, labels, *_, **__):
         seen.append(logits)
         return logits.new_zeros(())
 
     attributes = {
-        module.base_model_prefix: lambda *_, **__: MoeModelOutputWithPast(last_hidden_state=hidden),
+        module.base_model_prefix: lambda *_, **__: _MadeUpOutput(last_hidden_state=hidden),
         head_name: lambda x: nn.functional.linear(x, weight),
         "_loss_function": loss_function,
     }
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device="cpu")
+    tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device="cpu")
     try:
-        _original(module).forward(_stand_in(module, **attributes), input_ids=tokens, labels=tokens)
-    except _TRIAL_ERRORS as error:
-        return _no_trial(error)
+        for training in (False, True):
+            stand_in = _trials.stand_in(module, **attributes, training=training)
+            type(stand_in).forward(stand_in, input_ids=tokens, labels=tokens)
+    except _trials.ERRORS as error:
+        return _no_trial(module, error)
     logits, softcap = hidden @ weight.T, getattr(module.config, SOFTCAP_NAME, None)
-    if len(seen) == 1 and seen[0].shape == logits.shape:
-        if _error(seen[0], logits) <= 1:
+    if len(seen) == 2 and all(given.shape == logits.shape for given in seen):
+        if _all_are(seen, logits):
             return CausalLMRecipe(head_name, fused=True)
-        if softcap is not None and _error(seen[0], softcap * torch.tanh(logits / softcap)) <= 1:
+        if softcap is not None and _all_are(seen, softcap * torch.tanh(logits / softcap)):
             return CausalLMRecipe(head_name, fused=True, softcap=float(softcap))
     return "between head and loss it changes the logits, or it does not use its loss function"
+
+
+def _all_are(seen, expected):
+    return all(_trials.error(given, expected) <= 1 for given in seen)
+
+
+# --- what nothing here looks at -------------------------------------------------------------------------------------
+
+
+def not_looked_at(module):
+    """What a module computes that no option of patching replaces, although liger has an op for it or its kin; or None.
+
+    It is called for modules that are neither patched nor left for a reason.
+    """
+    name = _trials.original(module).__name__
+    if name.endswith("Experts"):
+        return "experts"
+    if isinstance(module, nn.LayerNorm) or name.endswith("LayerNorm"):
+        return "layer norm"
+    if isinstance(module, nn.RMSNorm) or name.endswith("RMSNorm"):
+        return "RMS norm of another form"
+    forward = _trials.original(module).forward
+    if inspect.isfunction(forward):
+        rotary = sorted(
+            n for n in globals_used(forward) if n.startswith("apply_") and ("rot" in n or "rope" in n)
+        )
+        if rotary:
+            return f"rotary embedding ({', '.join(rotary)})"
+    return None
 
 
 # --- trials -------------------------------------------------------------------------------------------------------
 
 
-class _Projection:
-    """What a linear layer looks like to the code of an MLP."""
-
-    _forward_hooks = ()
-    bias = None
-
-    def __init__(self, weight):
-        self.weight = weight
-
-    def __call__(self, x):
-        return nn.functional.linear(x, self.weight)
+def _in_both_modes(stand_in, x):
+    """What the module's own forward makes of x in evaluation and in training."""
+    return type(stand_in).forward(stand_in, x), type(stand_in).forward(_trials.in_training(stand_in), x)
 
 
-def _original(module):
-    cls = type(module)
-    return getattr(cls, "_liger_original", cls)
-
-
-def _stand_in(module, **attributes):
-    """An object of the module's class with its settings, but with none of its tensors and submodules.
-
-    Made without calling any constructor: those are intercepted while ZeRO-3 partitions parameters.
-    """
-    stand_in = object.__new__(_original(module))
-    stand_in.__dict__.update(module.__dict__)
-    stand_in.__dict__.update(_parameters={}, _buffers={}, _modules={}, training=False)
-    stand_in.__dict__.update(attributes)
-    return stand_in
-
-
-class _Random:
-    """The same numbers in every trial, and none taken from the global generator."""
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(0)
-
-    def __call__(self, *shape):
-        return torch.randn(shape, generator=self.generator, dtype=torch.float32, device="cpu")
-
-
-def _error(actual, expected):
-    """The largest error in units of four roundings of the dtype; infinite where even shape or dtype differ."""
-    if actual.shape != expected.shape or actual.dtype != expected.dtype:
-        return float("inf")
-    scale = expected.float().abs().max() * torch.finfo(expected.dtype).eps * 4
-    return ((actual.float() - expected.float()).abs().max() / scale).item()
-
-
-def _no_trial(error):
-    return f"it could not be tried: {type(error).__name__}: {error}"
+def _no_trial(module, error):
+    # The words of the error are about the stand-in and not about the model.
+    logger.debug("liger: no trial of a %s: %s: %s", type(module).__name__, type(error).__name__, error)
+    return "its forward needs more than a trial can give it, so that nothing is known of what it computes"

@@ -11,13 +11,16 @@ import copyreg
 import functools
 from types import MethodType
 
+from transformers.modeling_utils import PreTrainedModel
+
 
 @functools.cache
 def patched_class(original, recipe):
     """The subclass of ``original`` that the recipe describes; always the same one for the same pair.
 
     It has the name of the original, by which transformers, PEFT and FSDP policies recognise classes, and shows itself
-    only when the model is printed.
+    only when the model is printed; a model of transformers not even then, because the Trainer asks it for its printed
+    name to find out whether its labels are to be shifted.
     """
 
     def reduce(self, protocol):
@@ -32,11 +35,12 @@ def patched_class(original, recipe):
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": reduce,
-        "_get_name": lambda self: f"Liger{original._get_name(self)}",
         "_liger_original": original,
         "_liger_recipe": recipe,
         **recipe.members(original),
     }
+    if not issubclass(original, PreTrainedModel):
+        members["_get_name"] = lambda self: f"Liger{original._get_name(self)}"
     cls = type(original)(original.__name__, (original,), members)
     return cls
 
@@ -59,11 +63,26 @@ def give_class(module, cls):
         module._old_forward = MethodType(cls.forward, module)
 
 
-def forward_is_hidden(module):
-    """Whether a forward set on the instance, other than accelerate's, hides that of the class."""
-    if "forward" not in module.__dict__:
-        return False
-    return getattr(module.__dict__.get("_old_forward"), "__func__", None) is not type(module).forward
+def hiding_forward(module):
+    """The forward set on the instance that hides that of the class; None if there is none, or accelerate's hooks, which
+    call that of the class."""
+    forward = module.__dict__.get("forward")
+    if forward is None or _is_of_class(module, "_old_forward"):
+        return None
+    return forward
+
+
+def forward_in_its_place(module):
+    """The same after patching, when what wraps the forward of the patched class, as the autocast of
+    ``accelerator.prepare`` does, hides nothing."""
+    forward = hiding_forward(module)
+    if forward is None or _is_of_class(module, "_original_forward"):
+        return None
+    return module.__dict__.get("_original_forward", forward)
+
+
+def _is_of_class(module, name):
+    return getattr(module.__dict__.get(name), "__func__", None) is type(module).forward
 
 
 def restore_class(module):

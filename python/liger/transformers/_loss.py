@@ -29,7 +29,9 @@ logger = logging.getLogger("liger.transformers")
 class _Active(threading.local):
     """The innermost call of a patched model in this thread that wants its loss from the head."""
 
-    call = None
+    def __init__(self):
+        # For every thread, by threading.local. torch.compile takes an attribute of the class for a constant.
+        self.call = None
 
 
 _active = _Active()
@@ -88,7 +90,7 @@ def _loss_from_logits(logits, labels, vocab_size=None, **keywords):
 class HeadRecipe:
     """An nn.Linear that returns the loss while a call of its model wants that, and logits otherwise."""
 
-    kind: ClassVar[str] = "fused_linear_cross_entropy"
+    kind: ClassVar[None] = None  # a part of what CausalLMRecipe replaces
 
     def members(self, original):
         def forward(self, input):
@@ -105,7 +107,7 @@ class HeadRecipe:
 class EmbeddingRecipe:
     """An nn.Embedding with the weight of the head: while a call wants its loss, both get one gradient between them."""
 
-    kind: ClassVar[str] = "fused_linear_cross_entropy"
+    kind: ClassVar[None] = None  # a part of what CausalLMRecipe replaces
 
     def members(self, original):
         def forward(self, input):

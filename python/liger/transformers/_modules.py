@@ -184,11 +184,18 @@ def rotary_function(original, interleaved):
 
     @functools.wraps(original)
     def apply(q, k, cos, sin, *args, unsqueeze_dim=1, **kwargs):
-        if args or kwargs or not _rope_takes(q, k, cos):
+        heads_at = _heads_at(cos, unsqueeze_dim)
+        if args or kwargs or heads_at not in (1, 2) or not _rope_takes(q, k, cos):
             return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
-        return rope(q, k, cos, sin, unsqueeze_dim, interleaved)
+        return rope(q, k, cos, sin, heads_at, interleaved)
 
     return apply
+
+
+def _heads_at(cos, unsqueeze_dim):
+    """The dimension of q and k, of four, along which ``cos.unsqueeze(unsqueeze_dim)`` is broadcast."""
+    dims = cos.dim() + 1
+    return 4 - dims + (unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + dims)
 
 
 def _rope_takes(q, k, cos):

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from . import _behaviour
-from ._classes import forward_is_hidden, give_class, patched_class, restore_class
+from ._classes import (
+    forward_in_its_place,
+    give_class,
+    hiding_forward,
+    patched_class,
+    recipe_of,
+    restore_class,
+)
 from ._loss import EmbeddingRecipe, HeadRecipe, linear_heads, sharing_embeddings
 
 logger = logging.getLogger("liger.transformers")
@@ -58,22 +65,31 @@ class Options:
 
 @dataclass
 class PatchReport:
-    """What :func:`patch` did, by module name ("" is the model itself).
+    """What of a model runs on liger, by module name ("" is the model itself).
 
     Attributes:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``,
-            ``"cross_entropy"`` or ``"fused_linear_cross_entropy"``.
-        left: module name -> why a module that looked as if it could be patched was left as it is.
+            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` where ``liger.trl.patch`` has
+            given a trainer's model its head.
+        left: module name -> why a module that looks as if it could be patched runs as before.
+        not_looked_at: module name -> what it computes (experts, layer norm, another rotary embedding), where patching
+            has no replacement to try.
     """
 
     replaced: dict = field(default_factory=dict)
     left: dict = field(default_factory=dict)
+    not_looked_at: dict = field(default_factory=dict)
 
     def __str__(self):
         kinds = list(self.replaced.values())
         lines = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
         reasons = list(self.left.values())
         lines += [f"left {reasons.count(reason)} as before: {reason}" for reason in dict.fromkeys(reasons)]
+        others = list(self.not_looked_at.values())
+        if others:
+            lines.append(
+                "not looked at: " + ", ".join(f"{others.count(o)} x {o}" for o in dict.fromkeys(others))
+            )
         return "; ".join(lines) or "nothing"
 
 
@@ -134,30 +150,80 @@ def unpatch(model):
     """
     for module in model.modules():
         restore_class(module)
-        module.__dict__.pop("_liger_report", None)
+        module.__dict__.pop(_LEFT, None)
     return model
 
 
 def patch_report(model):
-    """The :class:`PatchReport` of a model that was given to :func:`patch`; an empty one if it was not."""
-    return model.__dict__.get("_liger_report", PatchReport())
+    """The :class:`PatchReport` of a model, or of any module of one, as it is now; an empty one if nothing is patched.
+
+    What has taken the place of a patched forward since (the head that a trainer of TRL gives its model, for example) is
+    reported as left.
+    """
+    report = PatchReport()
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        kind, reason = _state(module)
+        if reason is not None:
+            report.left[name] = reason
+        elif kind is not None:
+            report.replaced[name] = kind
+    if report.replaced or report.left:
+        for name, module in modules.items():
+            if recipe_of(module) is None and name not in report.left:
+                what = _behaviour.not_looked_at(module)
+                if what is not None:
+                    report.not_looked_at[name] = what
+    return report
+
+
+def _state(module):
+    """(which op a module runs on, why it runs as before); both None if it never looked like anything to patch."""
+    recipe, reason = recipe_of(module), module.__dict__.get(_LEFT)
+    forward = _function(hiding_forward(module) if recipe is None else forward_in_its_place(module))
+    if getattr(forward, "liger_trainer_loss", False):
+        return "trainer_loss", None
+    kind = getattr(recipe, "kind", None)
+    if kind is not None and forward is not None:
+        return None, _hidden_by(forward)
+    return kind, reason
+
+
+def _function(method):
+    return getattr(method, "__func__", method)
+
+
+def _hidden_by(function):
+    words = "its forward was replaced on the instance"
+    # Not __module__, which functools.wraps copies.
+    if not getattr(function, "__globals__", {}).get("__name__", "").startswith("trl."):
+        return words
+    return f"{words} by a trainer of TRL, which computes the loss there: liger.trl.patch(trainer) does so by liger"
+
+
+# Where a module that was left alone keeps the reason, which copies and what wraps the model take along.
+_LEFT = "_liger_left"
 
 
 def apply(model, options):
-    """Patches what can be patched and keeps the report on the model, where copies of the model find it too."""
-    report = PatchReport()
-    # Trials run on the CPU, also while a model is being made on the meta device.
-    with torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for name, module in list(model.named_modules()):
+    """Patches what can be patched."""
+    # Trials run on the CPU, also while a model is being made on the meta device, and may draw random numbers.
+    with (
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):
+        for module in list(model.modules()):
             recipe = _recipe(module, options)
-            if recipe is not None and not isinstance(recipe, str) and forward_is_hidden(module):
-                recipe = "its forward was replaced on the instance"
+            if recipe is not None and not isinstance(recipe, str):
+                forward = _function(hiding_forward(module))
+                recipe = recipe if forward is None else _hidden_by(forward)
             if isinstance(recipe, str):
-                report.left[name] = recipe
+                module.__dict__[_LEFT] = recipe
             elif recipe is not None:
                 _apply_recipe(module, recipe)
-                report.replaced[name] = recipe.kind
-    model.__dict__["_liger_report"] = report
+    report = patch_report(model)
     logger.log(
         logging.WARNING if report.left else logging.INFO, "liger: %s: %s", type(model).__name__, report
     )

@@ -17,6 +17,11 @@ def uses_global(function, name):
     return None
 
 
+def globals_used(function):
+    """The names that the function, or one that it wraps, looks up in its globals."""
+    return set().union(*(_names(inner.__code__, "LOAD_GLOBAL") for inner in _with_wrapped(function)))
+
+
 def rename_global(function, old, new):
     """A copy of the function, and of those that it wraps, in which the global ``old`` is looked up as ``new``.
 

@@ -32,7 +32,7 @@ class _SharedLookup(torch.autograd.Function):
             return None, grad_weight, None
         (ids,) = ctx.saved_tensors
         # The gradient of the head has come from its node alone and goes nowhere else: it may be written over.
-        owned = may_write_saved(grad_rows, grad_weight)
+        owned = may_write_saved(ctx, grad_rows, grad_weight)
         if grad_weight is not None and owned and _ROWS_PER_TOKEN * ids.numel() < ctx.weight_rows:
             _add_to_rows(grad_weight, grad_rows, ids, ctx.padding_idx)
             return None, grad_weight, None
@@ -134,7 +134,7 @@ class _LinearOver(torch.autograd.Function):
         flat_grad, flat_x = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_weight = flat_grad.t() @ flat_x if ctx.needs_input_grad[1] else None
         grad_bias = flat_grad.sum(0) if ctx.needs_input_grad[2] else None
-        if may_write_saved(grad, x, weight) and x.is_contiguous():
+        if may_write_saved(ctx, grad, x, weight) and x.is_contiguous():
             # Detached, because x would carry its history into the gradient.
             grad_x = x.detach()
             torch.mm(flat_grad, weight, out=grad_x.view(flat_x.shape))

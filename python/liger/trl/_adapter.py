@@ -98,11 +98,17 @@ class WithLoss(WithKeywords):
         return theirs + (self.loss - self.loss.detach())
 
 
+def over_processes(num_items_in_batch, trainer):
+    """A tensor of the number of items of all processes, at least 1, over theirs. Float32: a tensor of integers over a
+    number has the default dtype."""
+    return num_items_in_batch.clamp(min=1).to(torch.float32) / trainer.accelerator.num_processes
+
+
 def token_count(target, num_items_in_batch):
     """The number given, or else that of the targets that count, at least 1, on the device of the targets."""
     if num_items_in_batch is None:
         return (target != -100).sum().clamp(min=1)
     if not isinstance(num_items_in_batch, torch.Tensor):
         # Unlike a tensor made from the number, this waits for nothing.
-        num_items_in_batch = torch.full((), num_items_in_batch, device=target.device)
+        num_items_in_batch = torch.full((), num_items_in_batch, dtype=torch.float32, device=target.device)
     return num_items_in_batch.to(target.device).clamp(min=1)

@@ -6,7 +6,7 @@ from trl import DistillationTrainer
 from ..losses import TokenStatistics
 from ..ops.fused_linear_divergence import fused_linear_jsd
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
-from ._adapter import add_heads, base_model, replace, token_count
+from ._adapter import add_heads, base_model, over_processes, replace, token_count
 from ._head import FusedHead
 
 _NOTHING = TokenStatistics(None, None, None)
@@ -44,7 +44,7 @@ def adapt_distillation(trainer):
         training = trainer.model.training
         if training and inputs.get("num_items_in_batch") is not None:
             # Of all processes, over which gradients are averaged.
-            num_items_in_batch = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
+            num_items_in_batch = over_processes(inputs["num_items_in_batch"], trainer)
         answer, counts = inputs["completion_ids"], inputs["completion_mask"]
         if "tool_mask" in inputs:
             counts = counts * inputs["tool_mask"]

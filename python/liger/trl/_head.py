@@ -100,6 +100,7 @@ class FusedHead:
             with contextlib.nullcontext() if fused.autocast is None else fused.autocast():
                 return fused.run(self, *args, **kwargs)
 
+        forward.liger_trainer_loss = True  # for patch_report
         model.forward = types.MethodType(forward, model)
 
     def run(

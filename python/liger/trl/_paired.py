@@ -63,8 +63,8 @@ def _adapt(trainer, cls, loss_of, padding_value, *, average, with_nll, nll_of_pr
 
         def function(hidden, weight, bias, target, preferred):
             # Only where they differ does the loss need both.
-            nll_target = target if nll_of_prompts else None
-            return loss_of(weight, hidden, preferred, bias, nll_target=nll_target)
+            nll_mask = target != -100 if nll_of_prompts else None
+            return loss_of(weight, hidden, target, bias, mask=preferred != -100, nll_mask=nll_mask)
 
         if loss_of is not None:
             model = WithLoss(model, of_answers(function, Longest(likely != -100), answers))

@@ -5,7 +5,7 @@ from trl import GRPOTrainer
 
 from ..losses import FusedLinearGRPOLoss, TokenStatistics
 from ..losses.policy import GRPO_LOSS_TYPES
-from ._adapter import Observed, WithKeywords, WithLoss, add_heads, replace
+from ._adapter import Observed, WithKeywords, WithLoss, add_heads, over_processes, replace
 
 # Of these the sum over tokens has a divisor that does not depend on the batch at hand.
 _OVER_ALL_TOKENS = ("cispo", "dapo")
@@ -53,7 +53,7 @@ def adapt_grpo(trainer):
         divisor, factor = None, 1.0 / steps
         if trainer.loss_type in _OVER_ALL_TOKENS:
             # Of all processes and of all steps between two generations.
-            divisor = inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
+            divisor = over_processes(inputs["num_items_in_batch"], trainer)
             divisor, factor = divisor * (steps / args.steps_per_generation if training else 1.0), 1.0
 
         def function(hidden, weight, bias, target):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..ops._budget import default_memory_budget
 from ..ops._linear_chunks import row_chunks
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ..ops.rms_norm import accumulate_dtype
@@ -93,7 +94,7 @@ def with_logit_statistics(scores, hidden, weight, bias, target, transform, wante
         constant = 0.0 if bias is None else bias.mean(dtype=wide) / transform.temperature
         # No product of matrices, which autocast would round.
         functions["mean_logits"] = lambda x: (x.to(wide) * row).sum(-1) + constant
-    budget = torch.ops.liger.default_memory_budget()
+    budget = default_memory_budget()
     for name, function in functions.items():
         width = hidden.shape[-1] if name == "mean_logits" and transform.softcap is None else weight.shape[0]
         chunks = row_chunks(rows.shape[0], max(budget // (wide.itemsize * width), 1))

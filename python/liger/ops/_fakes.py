@@ -1,0 +1,43 @@
+"""Shapes of results without results: for meta tensors, compilers and other modes."""
+
+import functools
+
+import torch
+
+
+def register_fake(name):
+    """Decorator: registers the fake of an op, such as ``"liger::softmax"``, and checks devices.
+
+    A call with a single meta tensor is dispatched to the fake, whatever the others are. Unchecked, it would return
+    memory that nothing was written to.
+    """
+    namespace, _, op = name.partition("::")
+    arguments = getattr(getattr(torch.ops, namespace), op).default._schema.arguments
+    names = [argument.name for argument in arguments]
+    public = op.removesuffix("_").removesuffix("_forward")
+
+    def decorate(fake):
+        @functools.wraps(fake)
+        def checked(*args, **kwargs):
+            check_one_device(public, {**dict(zip(names, args, strict=False)), **kwargs})
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(name, checked)
+        return fake
+
+    return decorate
+
+
+def check_one_device(op, arguments):
+    """Raises RuntimeError where the tensors among these arguments, by name, are on different devices."""
+    first = None
+    for name, value in arguments.items():
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if first is None:
+                first, device = name, tensor.device
+            elif tensor.device != device:
+                raise RuntimeError(
+                    f"{op}: {name} is on {tensor.device}, expected the device of {first}, {device}"
+                )

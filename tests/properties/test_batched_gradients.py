@@ -1,0 +1,39 @@
+"""Backwards over a batch of upstream gradients: is_grads_batched, vectorised Jacobians."""
+
+import pytest
+import torch
+from public_callables import CASES, arguments, differentiable_outputs
+
+BATCH = 3
+HOW = {"freed": {}, "retained": {"retain_graph": True}, "created": {"create_graph": True}}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", CASES)
+def test_batched_gradients_are_those_of_each(name, how, device):
+    given = arguments(name, device)
+    wanted = [given[key] for key in CASES[name].differentiable]
+    results = differentiable_outputs(name, given)
+    upstream = [torch.randn(BATCH, *r.shape, dtype=r.dtype, device=device) for r in results]
+    each = [
+        torch.autograd.grad(results, wanted, [u[i] for u in upstream], retain_graph=True)
+        for i in range(BATCH)
+    ]
+    batched = torch.autograd.grad(results, wanted, upstream, is_grads_batched=True, **HOW[how])
+    for i in range(BATCH):
+        for grad, expected in zip(batched, each[i], strict=True):
+            torch.testing.assert_close(grad[i], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vectorised_jacobian(name, device):
+    given = arguments(name, device, requires_grad=False)
+    key = CASES[name].differentiable[0]
+
+    def first(x):
+        return differentiable_outputs(name, {**given, key: x})[0].reshape(-1)[:4]
+
+    vectorised, looped = (
+        torch.autograd.functional.jacobian(first, given[key], vectorize=v) for v in (True, False)
+    )
+    torch.testing.assert_close(vectorised, looped, rtol=1e-5, atol=1e-5)

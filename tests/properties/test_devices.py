@@ -1,0 +1,95 @@
+"""Tensors of several devices raise, naming op and argument; meta tensors alone give the shapes of the results."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+from public_callables import CASES, arguments
+from samples import SAMPLES
+
+GPU = torch.cuda.is_available()
+
+
+def tensor_names(given):
+    return [name for name, value in given.items() if isinstance(value, torch.Tensor)]
+
+
+def one_elsewhere():
+    """(case, argument): every tensor of every case whose place another tensor shares."""
+    pairs = []
+    for name in CASES:
+        names = tensor_names(arguments(name))
+        pairs += [(name, argument) for argument in names if len(names) > 1]
+    return pairs
+
+
+# Devices beside that of the other tensors; a test without a GPU has the first.
+ELSEWHERE = ["meta", *(["cpu"] if GPU else []), *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
+# Their products, before any op of liger, are torch's own, which does not look at the devices of meta tensors alone.
+OF_TORCH = ("tiled", "nn.SwiGLUMLP", "nn.GEGLUMLP")
+
+
+def moved_to(elsewhere, tensor):
+    if tensor.device == torch.device(elsewhere):
+        pytest.skip("it is there already")
+    if tensor.dim() == 0 and elsewhere == "cpu":
+        pytest.skip("torch takes a number that is on the CPU with tensors of any device")
+    return tensor.detach().to(elsewhere)
+
+
+def as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+@pytest.mark.parametrize(("name", "moved"), one_elsewhere())
+def test_a_tensor_of_another_device_raises(name, moved, elsewhere, device):
+    given = arguments(name, device)
+    given[moved] = moved_to(elsewhere, given[moved])
+    if name in OF_TORCH:
+        with contextlib.suppress(RuntimeError):
+            assert all(r.is_meta for r in as_tuple(CASES[name].call(**given)))
+        return
+    with pytest.raises(RuntimeError) as raised:
+        CASES[name].call(**given)
+    message = str(raised.value)
+    assert re.match(
+        r"\w+: \w+ is on (meta|cpu|cuda:\d), expected the device of [\w ]+, (meta|cpu|cuda:\d)", message
+    ), message
+
+
+def tensors_of_ops():
+    """(op, position of an argument): every tensor of the raw ops, whose backends check what public functions do not."""
+    found = []
+    for op in SAMPLES:
+        if not op.startswith("check_"):
+            sample = SAMPLES[op](torch.device("cpu"))[0]
+            places = [i for i, value in enumerate(sample) if isinstance(value, torch.Tensor)]
+            found += [(op, i) for i in places if len(places) > 1]
+    return found
+
+
+@pytest.mark.parametrize("elsewhere", ELSEWHERE)
+@pytest.mark.parametrize(("op", "place"), tensors_of_ops())
+def test_a_tensor_of_another_device_raises_in_ops(op, place, elsewhere, device):
+    given = list(SAMPLES[op](device)[0])
+    given[place] = moved_to(elsewhere, given[place])
+    # Of Triton it is a ValueError where no check of ours comes first.
+    with pytest.raises((RuntimeError, ValueError), match=r"device|cpu tensor"), torch.no_grad():
+        getattr(torch.ops.liger, op)(*given)
+
+
+def described(results):
+    return [(r.shape, r.dtype, r.stride()) for r in as_tuple(results) if r is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_tensors_give_the_shapes(name):
+    given = arguments(name)
+    moved = {k: v.detach().to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+    for key in CASES[name].differentiable:
+        moved[key].requires_grad_()
+    results = CASES[name].call(**moved)
+    assert all(r.is_meta for r in as_tuple(results))
+    assert described(results) == described(CASES[name].call(**given))

@@ -1,0 +1,147 @@
+"""Cumulative lengths of packed batches: those that do not fit are an error on a CPU, and a loss of nan on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from losses_cases import HIDDEN, VOCAB, leaf
+
+from liger import losses
+
+TOKENS = 12
+FITTING = [0, 3, 3, 7, 12]
+WRONG = {
+    "falling": ([0, 7, 3, 9, 12], None),
+    "negative": ([-2, 3, 3, 7, 12], None),
+    "far below": ([-50, 3, 3, 7, 12], None),
+    "beyond the tokens": ([0, 3, 3, 7, 13], None),
+    "far beyond": ([0, 3, 3, 7, 2**30], 12),
+    "max_length below the longest": (FITTING, 4),
+}
+
+
+def batch(device):
+    hidden = leaf(torch.randn(TOKENS, HIDDEN, device=device))
+    weight = leaf(torch.randn(VOCAB, HIDDEN, device=device))
+    return hidden, weight, torch.randint(VOCAB, (TOKENS,), device=device)
+
+
+DPO, ORPO = losses.FusedLinearDPOLoss(use_ref_model=False), losses.FusedLinearORPOLoss()
+KTO, KTO_DIVERGENCE = losses.FusedLinearKTOLoss(use_ref_model=False), losses.FusedLinearKTOLoss()
+GRPO = losses.FusedLinearGRPOLoss(beta=0.0)
+GSPO = losses.FusedLinearGRPOLoss(beta=0.0, importance_sampling_level="sequence")
+
+
+def dpo(hidden, weight, target, **where):
+    return DPO(weight, hidden, target, **where)[0]
+
+
+def orpo(hidden, weight, target, **where):
+    return ORPO(weight, hidden, target, nll_target=target.flip(0), **where)[0]
+
+
+def kto(hidden, weight, target, **where):
+    labels = torch.ones(4, device=target.device)
+    return KTO(hidden, weight, target, None, labels, **where)[0]
+
+
+def kto_divergence(hidden, weight, target, **where):
+    ref_logps = torch.full((4,), -100.0, device=target.device)
+    return KTO_DIVERGENCE.estimate_kl(hidden, weight, target, ref_logps=ref_logps, **where)
+
+
+def grpo(hidden, weight, target, **where):
+    advantages = torch.ones(4, device=target.device)
+    return GRPO(hidden, weight, target, None, advantages, **where)[0]
+
+
+def gspo(hidden, weight, target, **where):
+    advantages = torch.ones(4, device=target.device)
+    return GSPO(hidden, weight, target, None, advantages, **where)[0]
+
+
+LOSSES = [dpo, orpo, kto, kto_divergence, grpo, gspo]
+
+
+@pytest.mark.parametrize("function", LOSSES)
+@pytest.mark.parametrize("what", WRONG)
+def test_lengths_that_do_not_fit(device, function, what):
+    ends, max_length = WRONG[what]
+    hidden, weight, target = batch(device)
+    where = {"cu_seqlens": torch.tensor(ends, device=device), "max_length": max_length}
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match=r"cu_seqlens is .*expected numbers that never fall"):
+            function(hidden, weight, target, **where)
+        return
+    loss = function(hidden, weight, target, **where)
+    assert loss.isnan()
+    if loss.requires_grad:
+        assert all(grad.isnan().all() for grad in torch.autograd.grad(loss, (hidden, weight)))
+
+
+@pytest.mark.parametrize("function", LOSSES)
+def test_lengths_that_fit(device, function):
+    hidden, weight, target = batch(device)
+    expected = function(hidden, weight, target, cu_seqlens=torch.tensor(FITTING, device=device))
+    assert expected.isfinite()
+    for dtype, max_length in ((torch.int32, 5), (torch.int64, 12)):
+        ends = torch.tensor(FITTING, device=device, dtype=dtype)
+        loss = function(hidden, weight, target, cu_seqlens=ends, max_length=max_length)
+        torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("function", LOSSES)
+@pytest.mark.parametrize(
+    "ends, max_length, message",
+    [
+        (torch.tensor([0.0, 3.0, 3.0, 7.0, 12.0]), None, "cu_seqlens is torch.float32, expected int32 or int64"),
+        (torch.tensor([True, True, True, True, True]), None, "cu_seqlens is torch.bool, expected int32 or int64"),
+        (torch.tensor([[0, 3, 3, 7, 12]]), None, r"cu_seqlens has shape \(1, 5\), expected \(sequences \+ 1,\)"),
+        (torch.tensor(FITTING), -1, "max_length is -1, expected the longest length"),
+        (torch.tensor(FITTING, device="meta"), None, "cu_seqlens is on meta, expected (cpu|cuda)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_lengths(device, function, ends, max_length, message):
+    hidden, weight, target = batch(device)
+    ends = ends if ends.is_meta else ends.to(device)
+    with pytest.raises(RuntimeError, match=message):
+        function(hidden, weight, target, cu_seqlens=ends, max_length=max_length)
+
+
+@pytest.mark.parametrize("function", [dpo, kto, grpo, gspo])
+def test_compiled_in_one_graph(device, function):
+    hidden, weight, target = batch(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, w, ends: function(x, w, target, cu_seqlens=ends, max_length=5),
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    ends = torch.tensor(FITTING, device=device)
+    torch.testing.assert_close(
+        compiled(hidden, weight, ends), function(hidden, weight, target, cu_seqlens=ends)
+    )
+    wrong = torch.tensor(WRONG["falling"][0], device=device)
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match="expected numbers that never fall"):
+            compiled(hidden, weight, wrong)
+    else:
+        assert compiled(hidden, weight, wrong).isnan()
+
+
+_CHECKED = """
+import torch
+from liger import losses
+ends = torch.tensor([0, 7, 3, 9, 12], device="cuda")
+x, w = torch.randn(12, 8, device="cuda"), torch.randn(29, 8, device="cuda")
+y = torch.randint(29, (12,), device="cuda")
+losses.FusedLinearDPOLoss(use_ref_model=False)(w, x, y, cu_seqlens=ends)[0].item()
+"""
+
+
+@pytest.mark.gpu
+def test_checked_on_a_gpu():
+    environment = {**os.environ, "LIGER_CHECK_TARGETS": "1"}
+    done = subprocess.run([sys.executable, "-c", _CHECKED], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and "cu_seqlens do not fit 12 tokens" in done.stderr + done.stdout

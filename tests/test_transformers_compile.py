@@ -1,0 +1,51 @@
+"""torch.compile of a patched model whose graph breaks somewhere inside: losses and gradients of the unpatched model."""
+
+import pytest
+import torch
+
+import liger
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
+
+BROKEN = {
+    "mlp": "model.layers.1.mlp",
+    "attention": "model.layers.0.self_attn",
+    "head": "lm_head",
+    "last norm": "model.norm",
+    "embedding": "model.embed_tokens",
+}
+
+
+def break_around(module):
+    """The graph ends before and after this module."""
+    forward = module.forward
+
+    def broken(*args, **kwargs):
+        torch._dynamo.graph_break()
+        result = forward(*args, **kwargs)
+        torch._dynamo.graph_break()
+        return result
+
+    module.forward = broken
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("where", BROKEN)
+def test_a_graph_that_breaks(where, tied, checkpointing):
+    plain = make("llama", tie_word_embeddings=tied)
+    model = liger.patch(twin(plain))
+    if checkpointing:
+        # Its name since transformers 5.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    break_around(model.get_submodule(BROKEN[where]))
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for inputs in (batch(), batch(rows=1, tokens=7)):
+        output, _ = step(compiled, **inputs, use_cache=False)
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        assert_same_step((output, grads), step(plain, **inputs, use_cache=False))
+        assert output.logits is None

@@ -1,0 +1,137 @@
+"""What patch_report says of a model: what runs on liger now, in words about the model."""
+
+import pytest
+import torch
+from torch import nn
+
+import liger
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import assert_same_step, batch, config, make, step, twin  # noqa: E402
+
+from liger.transformers import patch_report  # noqa: E402
+
+
+def count(found):
+    kinds = list(found.values())
+    return {kind: kinds.count(kind) for kind in kinds}
+
+
+def test_experts_are_not_looked_at():
+    report = patch_report(liger.patch(make("Mixtral", num_local_experts=2)))
+    # Before transformers 5 every expert is a module with an MLP's form but other names.
+    if any(type(m).__name__.endswith("Experts") for m in make("Mixtral", num_local_experts=2).modules()):
+        assert count(report.not_looked_at) == {"experts": 2}
+        assert "not looked at: 2 x experts" in str(report)
+    assert report.replaced[""] == "fused_linear_cross_entropy" and not report.left
+
+
+def test_layer_norms_are_not_looked_at():
+    model = transformers.StableLmForCausalLM(config("StableLm"))
+    report = patch_report(liger.patch(model))
+    norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
+    assert count(report.not_looked_at) == {"layer norm": norms} and norms > 0
+
+
+def test_rotary_embeddings_of_vision_are_not_looked_at():
+    if not hasattr(transformers, "Qwen2VLConfig"):
+        pytest.skip("this transformers has no Qwen2-VL")
+    modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    settings = transformers.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
+        depth=1, embed_dim=16, hidden_size=16, num_heads=2
+    )
+    holder = nn.ModuleList([make("llama"), modeling.VisionAttention(settings)])
+    report = patch_report(liger.patch(holder))
+    assert report.not_looked_at == {"1": "rotary embedding (apply_rotary_pos_emb_vision)"}
+
+
+def test_an_unpatched_model_has_an_empty_report():
+    model = make("Mixtral", num_local_experts=2)
+    for _ in range(2):
+        assert str(patch_report(model)) == "nothing"
+        liger.unpatch(liger.patch(model))
+
+
+def test_reasons_speak_of_the_model():
+    class Reading(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, labels=None, **kwargs):
+            self.model.own_method()
+
+    report = patch_report(liger.patch(Reading(config("llama"))))
+    assert report.left == {
+        "": "its forward needs more than a trial can give it, so that nothing is known of what it computes"
+    }
+
+
+def test_after_merge_and_unload():
+    peft = pytest.importorskip("peft")
+    model = make("llama")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    before = patch_report(liger.patch(wrapped))
+    merged = wrapped.merge_and_unload()
+    after = patch_report(merged)
+    assert count(after.replaced) == count(before.replaced) and "" in after.replaced
+    assert patch_report(merged.model.layers[0]).replaced.keys() == {
+        "self_attn", "mlp", "input_layernorm", "post_attention_layernorm",
+    }  # fmt: skip
+    liger.unpatch(merged)
+    assert str(patch_report(merged)) == "nothing"
+
+
+def test_a_forward_that_came_after_the_patch_is_reported():
+    model = liger.patch(make("llama"))
+    model.forward = lambda *args, **kwargs: None
+    model.model.norm.forward = lambda x: x
+    report = patch_report(model)
+    words = "its forward was replaced on the instance"
+    assert report.left == {"": words, "model.norm": words}
+    assert count(report.replaced)["rms_norm"] == 4 and "fused_linear_cross_entropy" not in count(
+        report.replaced
+    )
+    del model.forward, model.model.norm.forward
+    assert not patch_report(model).left
+
+
+@pytest.fixture
+def accelerator():
+    accelerate = pytest.importorskip("accelerate")
+    yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    # The next test is to begin without its settings.
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_autocast_around_the_forward_hides_nothing(accelerator):
+    """As accelerator.prepare does it, which keeps the forward of the class."""
+    plain = make("llama")
+    model = liger.patch(twin(plain))
+    prepared = accelerator.prepare_model(model)
+    assert "forward" in prepared.__dict__
+    assert patch_report(prepared).replaced[""] == "fused_linear_cross_entropy"
+    assert prepared(**batch()).logits is None
+    # What was prepared first holds on to the forward of its old class.
+    late = liger.patch(accelerator.prepare_model(twin(plain)))
+    assert patch_report(late).left == {"": "its forward was replaced on the instance"}
+    assert late(**batch()).logits is not None
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_models_keep_their_names(kind):
+    plain = make(kind)
+    model = liger.patch(twin(plain))
+    for name in ("__name__", "__qualname__", "__module__"):
+        assert getattr(type(model), name) == getattr(type(plain), name)
+    assert model._get_name() == plain._get_name()
+    assert str(model).startswith(f"{type(plain).__name__}(") and "LigerSiLU" not in str(model)
+    assert "RMSNorm" in str(model) and f"Liger{type(plain.model.norm).__name__}" in str(model)
+    assert (
+        model._get_name() in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    )
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+def test_copies_take_the_reasons_along(tmp_path):
+    model = liger.patch(make("llama", hidden_act="relu"))
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert patch_report(loaded) == patch_report(twin(model)) == patch_report(model)
