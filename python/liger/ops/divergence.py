@@ -133,6 +133,9 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
                 f"{op}: {name} has shape {tuple(other.shape)}, expected that of {names[0]} without its last dimension, "
                 f"{tuple(x.shape[:-1])}"
             )
+        # Before the two meet in an op of torch, which would name neither.
+        if other is not None and other.device != x.device:
+            raise RuntimeError(f"{op}: {name} is on {other.device}, expected the device of {names[0]}, {x.device}")
     _, teacher, _ = align_tokens(op, x, teacher, None)
     x, target, token_weight = align_tokens(op, x, target, token_weight)
     like = x.select(-1, 0)
