@@ -24,6 +24,7 @@ from torch._C import (
 )
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
@@ -97,9 +98,8 @@ def _recorder(op, forward, backward):
     methods = {
         name: staticmethod(f) for name, f in (("forward", forward), ("backward", backward), ("jvp", jvp))
     }
-    node = type(op._opname, (torch.autograd.Function,), methods)
-    # Past Function.apply, which looks for transforms first: here there are none, or the dispatcher has found them.
-    return super(torch.autograd.Function, node).apply
+    # Not Function, whose apply looks for transforms first: here there are none, or the dispatcher has found them.
+    return type(op._opname, (_SingleLevelFunction,), methods).apply
 
 
 def _register_formula(op, setup_context, backward):
