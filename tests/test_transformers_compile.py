@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
 BROKEN = {
-    "mlp": "model.layers.1.mlp",
+    "mlp": "model.layers.0.mlp",
     "attention": "model.layers.0.self_attn",
     "head": "lm_head",
     "last norm": "model.norm",
@@ -35,7 +35,7 @@ def break_around(module):
 @pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("where", BROKEN)
 def test_a_graph_that_breaks(where, tied, checkpointing):
-    plain = make("llama", tie_word_embeddings=tied)
+    plain = make("llama", tie_word_embeddings=tied, num_hidden_layers=1)
     model = liger.patch(twin(plain))
     if checkpointing:
         # Its name since transformers 5.
@@ -44,8 +44,7 @@ def test_a_graph_that_breaks(where, tied, checkpointing):
     break_around(model.get_submodule(BROKEN[where]))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
-    for inputs in (batch(), batch(rows=1, tokens=7)):
-        output, _ = step(compiled, **inputs, use_cache=False)
-        grads = {name: p.grad for name, p in model.named_parameters()}
-        assert_same_step((output, grads), step(plain, **inputs, use_cache=False))
-        assert output.logits is None
+    output, _ = step(compiled, **batch(), use_cache=False)
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert_same_step((output, grads), step(plain, **batch(), use_cache=False))
+    assert output.logits is None
