@@ -5,7 +5,6 @@
 #include <tuple>
 
 #include "common/check_parts.h"
-#include "common/dispatch.h"
 #include "common/integers.h"
 #include "cross_entropy.h"
 #include "divergence.h"
@@ -89,38 +88,57 @@ void launch_forward(const char* op, const Call& call, const divergence::Results&
   });
 }
 
-// The gradient may go over the student's rows themselves.
+// The gradient may go over the student's rows themselves, if it is of their dtype.
 void launch_backward(const char* op, const Call& call, const divergence::Results& r,
-                     const std::string& divergence) {
+                     ScalarType gradient_dtype, const std::string& divergence) {
   const divergence::Problem& p = call.problem;
   const Tensor& like = call.student.tensor;
-  dispatch_dtype(like.scalar_type(), [&](auto tag) {
+  dispatch_gradient(like.scalar_type(), gradient_dtype, [&](auto tag, auto of_gradient) {
     using T = typename decltype(tag)::type;
+    using G = typename decltype(of_gradient)::type;
     const bool aligned = aligned_with_student<T>(p, p.teacher, p.teacher_stride) &&
-                         aligned_with_student<T>(p, r.gradient, r.gradient_stride);
+                         aligned_with_student<T, G>(p, r.gradient, r.gradient_stride);
     dispatch_divergence(divergence, [&](auto rule) {
       using Rule = decltype(rule);
       const auto kernel =
-          aligned ? divergence::backward<T, Rule, true> : divergence::backward<T, Rule, false>;
+          aligned ? divergence::backward<T, G, Rule, true> : divergence::backward<T, G, Rule, false>;
       kernel<<<static_cast<unsigned>(p.rows), threads_for<T>(p.vocab), 0, current_stream(like)>>>(p, r);
       check_launch(op);
     });
   });
 }
 
-// Losses and stats of all rows; with a gradient that is not null, that too.
+// Where a gradient goes; nowhere without data.
+struct Place {
+  void* data = nullptr;
+  int64_t stride = 0;
+  ScalarType dtype = ScalarType::Float;
+};
+
+// Losses and stats of all rows, and their gradient where that has a place.
 void run_rows(const char* op, const Call& call, divergence::Results r, const std::string& divergence,
-              void* gradient, int64_t gradient_stride) {
+              const Place& gradient) {
   if (call.problem.rows == 0) return;
   const Tensor& like = call.student.tensor;
-  r.gradient = gradient;
-  r.gradient_stride = gradient_stride;
-  if (gradient != nullptr && launch_divergence_persistent(op, divergence, call.problem, r, like.scalar_type(),
-                                                          like.get_device_index(), current_stream(like))) {
+  r.gradient = gradient.data;
+  r.gradient_stride = gradient.stride;
+  if (gradient.data != nullptr &&
+      launch_divergence_persistent(op, divergence, call.problem, r, like.scalar_type(), gradient.dtype,
+                                   like.get_device_index(), current_stream(like))) {
     return;
   }
   launch_forward(op, call, r, divergence);
-  if (gradient != nullptr) launch_backward(op, call, r, divergence);
+  if (gradient.data != nullptr) launch_backward(op, call, r, gradient.dtype, divergence);
+}
+
+// Over the student's own rows, which were taken as rows_to_overwrite() gives them.
+Place over_student(const Call& call) {
+  const Tensor& rows = call.student.tensor;
+  return {rows.mutable_data_ptr(), call.student.rows.stride, rows.scalar_type()};
+}
+
+Place at(const RowOutput& output) {
+  return {output.data(), output.rows.stride, output.written.scalar_type()};
 }
 
 // The sum of count values. grid: one block.
@@ -159,13 +177,12 @@ std::tuple<Tensor, Tensor, Tensor> divergence_forward(const Tensor& student, con
   const Call call(row_input(student), teacher, target, row_weight, beta, temperature, log_probs,
                   ignore_index);
   if (!need_grad) {
-    run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
-             nullptr, 0);
+    run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence, {});
     return {reduced(op, losses, per_row), stats, no_tensor(student.scalar_type(), student)};
   }
   RowOutput gradient = row_output(torch::stable::empty_like(student));
   run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
-           gradient.data(), gradient.rows.stride);
+           at(gradient));
   gradient.finish();
   return {reduced(op, losses, per_row), stats, gradient.result};
 }
@@ -185,30 +202,35 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   const Call call(row_input(student), teacher, target, row_weight, beta, temperature, log_probs,
                   ignore_index);
   run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
-           call.student.tensor.mutable_data_ptr(), call.student.rows.stride);
+           over_student(call));
   write_back(student, call.student);
   return reduced(op, losses, per_row);
 }
 
 std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const Tensor& teacher,
-                                                  const Tensor& target,
+                                                  const std::optional<Tensor>& target,
                                                   const std::optional<Tensor>& row_weight,
                                                   const std::string& divergence, double beta,
-                                                  double cross_entropy, int64_t ignore_index) {
+                                                  double temperature, double cross_entropy,
+                                                  int64_t ignore_index, const Tensor& gradient) {
   constexpr const char* op = "divergence_ce_forward_";
-  check(op, student, teacher, target, row_weight, divergence, beta, 1.0, false);
+  check(op, student, teacher, target, row_weight, divergence, beta, temperature, false);
+  check_divergence_gradient(op, student, target, temperature, cross_entropy, gradient);
+  check_written(op, {{"gradient", gradient}},
+                {{"student", student}, {"teacher", teacher}, {"target", target}, {"row_weight", row_weight}});
   const DeviceGuard guard(student.get_device_index());
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
-  check_written(op, {{"student", student}},
-                {{"teacher", teacher}, {"target", target}, {"row_weight", row_weight}});
-  Call call(row_input(student), teacher, target, row_weight, beta, 1.0, false, ignore_index);
+  const Tensor hard = empty({cross_entropy != 0.0 ? rows : 0}, ScalarType::Float, student);
+  Call call(row_input(student), teacher, target, row_weight, beta, temperature, false, ignore_index);
   call.problem.cross_entropy = static_cast<float>(cross_entropy);
-  run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
-           call.student.tensor.mutable_data_ptr(), call.student.rows.stride);
-  write_back(student, call.student);
-  return {losses, stats};
+  divergence::Results results = call.results(static_cast<float*>(losses.mutable_data_ptr()), stats);
+  if (cross_entropy != 0.0) results.hard = static_cast<float*>(hard.mutable_data_ptr());
+  RowOutput out = row_output(gradient, true);
+  run_rows(op, call, results, divergence, at(out));
+  out.finish();
+  return {losses, hard};
 }
 
 void check_for_backward(const char* op, const Tensor& student, const Tensor& grad_loss, const Tensor& stats) {
@@ -241,7 +263,7 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
   divergence::Results r = call.results(nullptr, known);
   r.gradient = out.data();
   r.gradient_stride = out.rows.stride;
-  if (call.problem.rows > 0) launch_backward(op, call, r, divergence);
+  if (call.problem.rows > 0) launch_backward(op, call, r, out.written.scalar_type(), divergence);
   out.finish();
   return out.result;
 }

@@ -1,5 +1,4 @@
 // The launches of divergences whose rows stay in shared memory.
-#include "common/dispatch.h"
 #include "common/integers.h"
 #include "common/placement.h"
 #include "divergence.h"
@@ -14,13 +13,14 @@ constexpr int64_t kPersistent = 16 << 10;
 }  // namespace
 
 bool launch_divergence_persistent(const char* op, const std::string& divergence, const divergence::Problem& p,
-                                  const divergence::Results& r, ScalarType dtype, int device_index,
-                                  cudaStream_t stream) {
+                                  const divergence::Results& r, ScalarType dtype, ScalarType gradient_dtype,
+                                  int device_index, cudaStream_t stream) {
   const DeviceAttributes& device = device_attributes(device_index);
   if (device.code.architecture < 90 || p.log_probs) return false;
   bool launched = false;
-  dispatch_dtype(dtype, [&](auto tag) {
+  dispatch_gradient(dtype, gradient_dtype, [&](auto tag, auto of_gradient) {
     using T = typename decltype(tag)::type;
+    using G = typename decltype(of_gradient)::type;
     const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
     if (2 * row_vectors * 16 < kPersistent || !aligned_with_student<T>(p, p.teacher, p.teacher_stride))
       return;
@@ -32,9 +32,9 @@ bool launch_divergence_persistent(const char* op, const std::string& divergence,
       using Two = PersistentShape<256, 4, divergence::PairStats, kKept, 2>;
       using One = PersistentShape<512, 4, divergence::PairStats, kKept, 1>;
       Placement<divergence::Problem, divergence::Results> placement(op, row_vectors, device);
-      placement.template consider<Three>(divergence::rows_persistent<T, Rule, Three>);
-      placement.template consider<Two>(divergence::rows_persistent<T, Rule, Two>);
-      placement.template consider<One>(divergence::rows_persistent<T, Rule, One>);
+      placement.template consider<Three>(divergence::rows_persistent<T, G, Rule, Three>);
+      placement.template consider<Two>(divergence::rows_persistent<T, G, Rule, Two>);
+      placement.template consider<One>(divergence::rows_persistent<T, G, Rule, One>);
       launched = placement.launch(p.rows, stream, p, r);
     });
   });

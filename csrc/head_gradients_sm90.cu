@@ -12,9 +12,9 @@ namespace {
 
 constexpr const char* kOp = "head_gradients";
 
-// Rows of the first chunk, of the others, and of a part of one that has so many other logits beside its own;
-// then parts of the classes and bytes of scratch, of the first chunk and of the others; bytes of units. Empty
-// where this engine cannot do it.
+// Rows of the first chunk, of the others, and of a part of one that has logits of so many rows of 16 bits for
+// each row of its gradient; then parts of the classes and bytes of scratch, of the first chunk and of the
+// others; bytes of units. Empty where this engine cannot do it.
 std::vector<int64_t> head_plan(const Tensor& input, const Tensor& weight, int64_t beside, int64_t group_rows,
                                int64_t memory_budget, bool need_grad_input, bool need_grad_weight,
                                bool hosted) {

@@ -200,11 +200,13 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def(
       "divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
-  // divergence_forward_ at temperature 1, with cross_entropy times the cross entropy of the target in the
-  // gradient, but not in the losses (N,)
+  // The loss of each row (N,), and the gradient of their sum with cross_entropy times the cross entropy of
+  // the target, at temperature 1; hard_loss (N,): that, times row_weight, empty where cross_entropy is 0.
+  // gradient may be float16 or bfloat16 where student is float32: rounded once
   m.def(
-      "divergence_ce_forward_(Tensor(a!) student, Tensor teacher, Tensor target, Tensor? row_weight, str "
-      "divergence, float beta, float cross_entropy, int ignore_index) -> (Tensor loss, Tensor stats)");
+      "divergence_ce_forward_(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
+      "divergence, float beta, float temperature, float cross_entropy, int ignore_index, Tensor(a!) gradient)"
+      " -> (Tensor loss, Tensor hard_loss)");
   // The gradient of sum(grad_loss * loss of the row) in the student, grad_loss (N,) or ()
   m.def(
       "divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, "
@@ -307,6 +309,10 @@ STABLE_TORCH_LIBRARY(liger, m) {
       "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
       "divergence, float beta, float temperature, bool log_probs) -> ()");
   m.def(
+      "check_divergence_gradient(str op, Tensor student, Tensor? target, float temperature, "
+      "float "
+      "cross_entropy, Tensor gradient) -> ()");
+  m.def(
       "check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
       " Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str "
       "divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? "
@@ -371,6 +377,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));
   m.impl("check_divergence", TORCH_BOX(&check_divergence));
+  m.impl("check_divergence_gradient", TORCH_BOX(&check_divergence_gradient));
   m.impl("check_fused_linear_divergence", TORCH_BOX(&check_fused_linear_divergence));
   m.impl("check_written", TORCH_BOX(&check_written_of_python));
 }

@@ -14,8 +14,10 @@ constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
 // What a chunk costs beyond its products, as rows whose products take as long (measured, docs/performance):
 // launches, and one more pass over the sum, which the products do not hide entirely.
 constexpr double kLaunchRows = 4, kPassRows = 60;
-// Of each part of a chunk: its launches, and what they lose beside the waves of its product (estimated).
+// Of each product of a part of a chunk: its launches, and what they lose beside the waves (estimated).
 constexpr double kPartRows = 12;
+// Float32 logits of a row take so many rows of the gradient's 16 bits.
+constexpr int64_t kLinesPerLogits = 2;
 
 // Panels that are being read while the first sums are written. A pair is enough to keep blocks from waiting
 // for tiles that begin later; two hide that blocks are not equally fast.
@@ -141,9 +143,10 @@ std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside,
   const auto cost = [&](int64_t rows, int64_t part_rows) {
     const double of_input = p.need_grad_input ? static_cast<double>(rows) / filled(rows).share : 0.0;
     const double of_weight = p.need_grad_weight ? static_cast<double>(rows) : 0.0;
-    const double in_parts = static_cast<double>(beside * ceil_div(rows, part_rows)) *
-                            (kPartRows + exponential_rows(p, part_rows));
-    return kLaunchRows + (exponential_rows(p, rows) + of_input + of_weight + in_parts) / 3;
+    const int64_t products = beside / kLinesPerLogits * ceil_div(rows, part_rows);
+    const double logits =
+        beside == 0 ? exponential_rows(p, rows) : products * (kPartRows + exponential_rows(p, part_rows));
+    return kLaunchRows + (of_input + of_weight + logits) / 3;
   };
   // Of so many rows in chunks; the last one is as long as what is left.
   const auto cost_of_all = [&](int64_t rows, int64_t chunk_rows, int64_t part_rows) {
@@ -183,16 +186,16 @@ std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside,
 
   // All rows at once need no sum over chunks.
   const Sm90HeadPlan even = *best;
-  const int64_t room = std::min(p.rows, p.hidden);
-  for (int64_t rows = round_up(even.chunk_rows + 1, unit); rows <= round_up(room, unit); rows += unit) {
+  const int64_t lent = p.hidden / beside / kTileM * kTileM;
+  if (lent < kFewestRows) return best;
+  for (int64_t rows = round_up(even.chunk_rows + 1, unit); rows <= most; rows += unit) {
     const int64_t first = std::min(rows, p.rows);
-    if (first > room) break;
     const int64_t parts = filled(first).parts, units = first < p.rows ? units_bytes : 0;
     const int64_t left = budget - units - first * row_bytes;
     if (left < 0) break;
     if (left < partial_bytes(p, first, parts)) continue;
     const double others = cost_of_all(p.rows - first, even.chunk_rows, even.part_rows);
-    consider(cost(first, first) + others + (first < p.rows ? pass : 0.0),
+    consider(cost(first, std::min(first, lent)) + others + (first < p.rows ? pass : 0.0),
              {first, parts, even.chunk_rows, even.part_rows, even.parts, units});
   }
   return best;

@@ -40,20 +40,21 @@ struct Sm90Plan {
 // groups of more rows than the budget has room for.
 std::optional<Sm90Plan> plan_sm90(const Sm90Problem& problem);
 
-// The same for losses that turn logits into their gradient where they lie, in rows and in memory of their own
+// The same for losses that have the gradient of their logits in rows and in memory of their own
 // (head_gradients_sm90.cu): the products by which a chunk becomes gradients are the same.
 struct Sm90HeadPlan {
   int64_t first_rows;   // of the first chunk, as many as of the others or more
   int64_t first_parts;  // as parts
   int64_t chunk_rows;   // of the others
-  int64_t part_rows;    // of a chunk, for which other logits exist beside its own
+  int64_t part_rows;    // of a chunk, for which logits exist beside the gradient
   int64_t parts;        // that the input gradient's summed dimension is split into
   int64_t units_bytes;  // of the sum over chunks, 0 with one chunk
 };
 
-// beside: how many other logits a part has. hosted: as long as there is no sum yet, they lie in the memory of
-// the weight gradient, so that the first chunk has the budget for itself. Nothing as above, or where not even
-// a part of kFewestRows fits.
+// beside: how many rows of 16 bits a row of a part has beside its gradient, two for each product of float32
+// logits; 0 where logits become their gradient where they lie. hosted: as long as there is no sum yet, they
+// lie in the memory of the weight gradient, hidden / beside rows at a time, so that the first chunk's
+// gradient has the budget for itself. Nothing as above, or where not even a part of kFewestRows fits.
 std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& problem, int64_t beside, bool hosted);
 
 }  // namespace liger

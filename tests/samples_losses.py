@@ -199,11 +199,25 @@ def _divergence_forward_(d):
 
 
 def _divergence_ce_forward_(d):
-    return [
-        (student, teacher, target, weight, divergence, beta, 0.7, -100)
-        for student, teacher, target, weight, divergence, beta, *_ in _divergence_forward_(d)
-        if target is not None
-    ]
+    samples = []
+    for (
+        student,
+        teacher,
+        target,
+        weight,
+        divergence,
+        beta,
+        temperature,
+        log_probs,
+        *_,
+    ) in _divergence_forward_(d):
+        hard = 0.7 if target is not None and temperature == 1.0 else 0.0
+        rest = (target, weight, divergence, beta, temperature, hard, -100)
+        if not log_probs:
+            samples.append((student, teacher, *rest, torch.empty_like(student)))
+        if student.dtype == torch.float32:
+            samples.append((student, teacher, *rest, torch.empty_like(student, dtype=torch.bfloat16)))
+    return samples
 
 
 def _divergence_forward(d):
@@ -307,6 +321,10 @@ SAMPLES = {
     "fused_linear_divergence_forward": _fused_linear_divergence_forward,
     "fused_linear_logprobs_forward": _fused_linear_logprobs_forward,
     "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
+    "check_divergence_gradient": lambda d: [
+        ("divergence_ce_forward_", arguments[0], arguments[2], arguments[6], arguments[7], arguments[9])
+        for arguments in _divergence_ce_forward_(d)
+    ],
     "check_divergence": lambda d: [("jsd", *arguments[:-2]) for arguments in _divergence_forward_(d)],
     "check_fused_linear_divergence": lambda d: [
         (*arguments[:14], *arguments[16:18]) for arguments in _fused_linear_divergence_forward(d)

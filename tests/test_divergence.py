@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, assert_as_exact_as_torch, strided_like
+from cases import DTYPES, assert_as_exact_as_torch, compiled, strided_like
 from cross_entropy_reference import LARGEST_LSE
 
 import liger
@@ -163,6 +163,56 @@ def test_temperature_is_not_squared(device):
     student, teacher = make(device, 5, 20)
     scaled = liger.kl_div(student / 3, teacher / 3)
     torch.testing.assert_close(liger.kl_div(student, teacher, temperature=3.0), scaled)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_losses_in_float64(name):
+    student, teacher = make("cpu", 6, 40, torch.float64)
+    torch.testing.assert_close(
+        ours(name, student, teacher, reduction="none"), plain(name, student, teacher), rtol=1e-13, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_default_dtype(device, name):
+    student, teacher = make(device, 6, 40)
+    one = torch.ones((), device=device)
+    expected = with_gradient(lambda s: ours(name, s, teacher), student, one)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = with_gradient(lambda s: ours(name, s, teacher), student, one)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ignored", [False, True])
+def test_most_classes_in_rows_that_lie_differently(ignored):
+    """2^31 - 1 of them, by single elements: none of what comes after the last is touched."""
+    classes = 2**31 - 1
+    with compiled("divergence") as device:
+        if torch.cuda.mem_get_info()[0] < 14 << 30:
+            pytest.skip("needs 14 GB of free GPU memory")
+        student = torch.zeros(classes + 1, device=device, dtype=torch.float16)[1:].view(1, classes)
+        teacher = torch.zeros(classes, device=device, dtype=torch.float16).view(1, classes)
+        target = torch.full((1,), -100 if ignored else 0, device=device)
+        options = ("forward_kl", 0.5, 1.0, False, -100, True)
+        losses, _, gradient = torch.ops.liger.divergence_forward(
+            student, teacher, target, None, *options, True
+        )
+        assert losses.abs() < 1e-2 and not gradient[0, -3:].any() and not gradient[0, :3].any()
+
+
+def test_mean_of_no_rows(device):
+    """nan, as of liger.cross_entropy; the gradients are empty."""
+    for shape, nan in (((0, 7), ("mean", "batchmean")), ((2, 0, 7), ("mean",))):
+        for reduction in ("mean", "batchmean", "sum"):
+            empty = torch.empty(shape, device=device, requires_grad=True)
+            loss = liger.jsd(empty, empty.detach(), reduction=reduction)
+            loss.backward()
+            assert loss.isnan() == (reduction in nan) and empty.grad.shape == shape
+    assert liger.jsd(torch.empty(0, 7, device=device), torch.empty(0, 7, device=device), denominator=3) == 0
 
 
 def test_no_rows_and_none_that_count(device):

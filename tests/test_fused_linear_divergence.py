@@ -154,41 +154,86 @@ def test_no_product_for_what_is_frozen(device, leaf, monkeypatch):
     assert made == [[True] * 3, [leaf == other for other in LEAVES]]
 
 
-def test_logits_fit_the_budget(device, monkeypatch):
-    """Those of a chunk of the student with those of a part of it of the teacher; each row is multiplied once."""
-    tensors, seen = make(device), {}
-    write = module.write_linear
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_logits_fit_the_budget(device, monkeypatch, dtype):
+    """Those of a part of a chunk, beside the gradients of the chunk; each row is multiplied once."""
+    tensors, seen = make(device, dtype), {}
+    for name in ("write_linear", "write_wide_linear"):
+        write = getattr(module, name)
 
-    def spy(x, weight, bias, out):
-        seen.setdefault(id(weight), []).append(out.shape[0])
-        write(x, weight, bias, out)
+        def spy(x, weight, bias, out, write=write):
+            assert out.dtype == torch.float32
+            seen.setdefault(tuple(weight.shape), []).append(out.shape[0])
+            write(x, weight, bias, out)
 
-    monkeypatch.setattr(module, "write_linear", spy)
-    fused("kl", tensors, memory_budget=budget(torch.float32))
-    student, teacher = (seen[id(tensors[name])] for name in ("weight", "teacher_weight"))
-    assert sum(student) == sum(teacher) == ROWS
-    assert max(student) + max(teacher) <= 8 and max(student) > max(teacher)
+        monkeypatch.setattr(module, name, spy)
+    chunks = []
+    for cls in (module.HeadGradients, module.ScaledHeadGradients):
+
+        def chunk(self, x, *rest, add=cls.add):
+            chunks.append(x.shape[0])
+            add(self, x, *rest)
+
+        monkeypatch.setattr(cls, "add", chunk)
+    lines, of_logits = (10, 2) if dtype == torch.float32 else (16, 4)
+    room = lines * -(-VOCAB * dtype.itemsize // 16) * 16
+    # A float32 sum over chunks would be more memory, which one chunk may use instead.
+    with_gradients(lambda t: fused("kl", t, memory_budget=room, accum_dtype=dtype), tensors)
+    student, teacher = (seen[tuple(tensors[name].shape)] for name in ("weight", "teacher_weight"))
+    assert student == teacher and sum(student) == sum(chunks) == ROWS
+    assert max(chunks) > max(student) and max(chunks) + of_logits * max(student) <= lines
 
 
-@pytest.mark.parametrize("apart", [0, 1, 2])
+@pytest.mark.parametrize("wide", [False, True], ids=["16-bit logits", "float32 logits"])
+@pytest.mark.parametrize("products", [0, 1, 2])
 @pytest.mark.parametrize("exact", [False, True], ids=["16-bit sum", "float32 sum"])
 @pytest.mark.parametrize("rows", [100, 1500, 8192, 50000])
-def test_chunks_of_large_heads(rows, exact, apart):
+def test_chunks_of_large_heads(rows, exact, products, wide):
     """Chunks and their parts fit the budget, or the memory of the weight's gradient where the sum is elsewhere."""
     x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (rows, 128256))
-    chunk, chunks, part = module._plan(x, weight, True, exact, None, apart)
+    beside = products * (2 if wide else 1)
+    chunk, chunks, part = module._plan(x, weight, (True, True, True), exact, None, beside)
     assert chunk * (chunks - 1) < rows <= chunk * chunks and 1 <= part <= chunk
     room = weight.numel() if exact and chunks > 1 else (512 << 20) // 2
     single = exact and chunks == 1
-    assert single or (chunk + apart * part) * weight.shape[0] <= room
-    # Fewer chunks than if the teacher had as much room as the student, and parts of whole tiles.
-    assert chunks <= -(-rows // (room // weight.shape[0] // (1 + apart)))
+    assert single or (chunk + beside * part) * weight.shape[0] <= room
+    # Fewer chunks than if all had as much room as the gradient, and parts of whole tiles.
+    assert chunks <= -(-rows // (room // weight.shape[0] // (1 + beside)))
     assert part == chunk or part % 128 == 0
+
+
+@pytest.mark.parametrize("rows", [1, 100, 8192])
+def test_parts_without_a_gradient(rows):
+    """They are all there is."""
+    x, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (rows, 128256))
+    chunk, chunks, part = module._plan(x, weight, (False,) * 3, True, None, 4)
+    assert chunk == part == min(rows, 512 // 128 * 128) and chunk * (chunks - 1) < rows <= chunk * chunks
 
 
 def test_no_rows(device):
     results = with_gradients(lambda t: fused("jsd 0.3", t, reduction="sum"), make(device, rows=0))
     assert results[0] == 0 and not results[2].any() and not results[3].any()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_mean_of_no_rows(device, name):
+    loss, grad_input, *grads = with_gradients(lambda t: fused(name, t), make(device, rows=0))
+    assert loss.isnan() and grad_input.shape == (0, HIDDEN) and not any(g.any() for g in grads)
+    assert fused(name, make(device, rows=0), denominator=2) == 0
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ignored_rows_may_hold_anything(device, name, dtype):
+    tensors = make(device, dtype)
+    target = torch.zeros(ROWS, dtype=torch.int64, device=device)
+    target[::3] = -100
+    expected = with_gradients(lambda t: fused(name, t, target, memory_budget=budget(dtype)), tensors)
+    spoilt = dict(tensors)
+    for of in ("input", "teacher"):
+        spoilt[of] = tensors[of].masked_fill((target == -100).unsqueeze(1), torch.nan)
+    found = with_gradients(lambda t: fused(name, t, target, memory_budget=budget(dtype)), spoilt)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_bad_input(device):

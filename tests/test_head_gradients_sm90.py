@@ -13,10 +13,10 @@ pytestmark = pytest.mark.gpu
 # rows, hidden, vocab, budget
 SHAPES = {
     "one chunk": (500, 512, 2048, 512 * MIB),
-    "chunks": (1900, 256, 1152, 3 * MIB),
+    "chunks": (1900, 256, 1152, 4 * MIB),
     "a longer first chunk": (1900, 1024, 1152, 3 * MIB),
-    "more rows than tiles": (2500, 512, 4224, 12 * MIB),
-    "parts of the classes": (700, 256, 16384, 48 * MIB),
+    "more rows than tiles": (2500, 512, 4224, 24 * MIB),
+    "parts of the classes": (700, 256, 16384, 64 * MIB),
     "fewest rows": (257, 256, 256, 512 * MIB),
 }
 SEVERAL_CHUNKS = "chunks", "a longer first chunk", "more rows than tiles"
@@ -72,7 +72,7 @@ def ours(name, x, weight, teacher, teacher_weight, **options):
 
 
 def assert_as_exact_as_torch(found, of_torch, expected):
-    """Gradients as norms of their errors: logits are rounded to bfloat16 by both."""
+    """Gradients as norms of their errors."""
     for actual, theirs, wanted in zip(found, of_torch, expected, strict=True):
         error, allowed = ((g.double() - wanted).norm() / wanted.norm() for g in (actual, theirs))
         assert error <= max(1.1 * allowed.item(), GRADIENT)
@@ -92,7 +92,7 @@ def test_distillation(sm90, plans, shape, name):
         theirs_loss, theirs = ours(name, *values, memory_budget=budget)
     assert plans[-1] is None
     wanted_loss, wanted = exact(name, *values)
-    torch.testing.assert_close(loss.double(), wanted_loss, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(loss.double(), wanted_loss, rtol=2e-5, atol=1e-7)
     torch.testing.assert_close(loss, theirs_loss, rtol=1e-4, atol=1e-6)
     assert_as_exact_as_torch(grads, theirs, wanted)
     again = ours(name, *values, memory_budget=budget)
@@ -161,7 +161,7 @@ def test_hard_targets(sm90, plans):
 @pytest.mark.parametrize("vocab", [2048, 34048])
 def test_targets_and_a_teacher_in_parts(sm90, plans, vocab, how):
     """Rows that two kernels read, and rows that stay in shared memory; the teacher's logits of the first chunk lie in
-    the memory of the weight's gradient, later ones come in parts."""
+    the memory of the weight's gradient where that is large enough, others come in parts."""
     rows, hidden = 900, 512
     values = *layers(sm90, rows, hidden, vocab)[:2], *layers(sm90, rows, 128, vocab)[2:]
     target = torch.randint(vocab, (rows,), device=sm90)
@@ -175,7 +175,7 @@ def test_targets_and_a_teacher_in_parts(sm90, plans, vocab, how):
         weights = torch.full((rows,), 1 / rows, device=sm90, dtype=torch.float64 if wide else torch.float32)
         found = fused_linear_distillation(
             "test", *leaves, *teacher, None, target, None, None, weights, *settings, -100, False, None,
-            2 * vocab * 700 + 3 * MIB,
+            2 * vocab * 1400 + 3 * MIB,
         )  # fmt: skip
         return [loss.detach() for loss in found], torch.autograd.grad(found[0], leaves)
 

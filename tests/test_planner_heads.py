@@ -8,7 +8,7 @@ import torch
 MIB, TILE = 1 << 20, 128
 
 
-def plan(rows, hidden, vocab, needs=(True, True), beside=1, budget=512 * MIB, clusters=66, hosted=False):
+def plan(rows, hidden, vocab, needs=(True, True), beside=4, budget=512 * MIB, clusters=66, hosted=False):
     """(rows of the first chunk, its parts of the classes, rows of others, rows of a part, parts, bytes of units)"""
     return torch.ops.liger.plan_head_sm90(rows, hidden, vocab, *needs, beside, budget, clusters, 1, hosted)
 
@@ -20,7 +20,7 @@ def problems(count):
         vocab = TILE * draw.choice([1, 2, 9, 250, 1002, draw.randint(1, 1200)])
         yield (
             draw.choice([256, 257, 1000, 8192, draw.randint(256, 40000)]), 256 * draw.randint(1, 24), vocab, needs,
-            draw.choice([0, 1, 2]), int(2 ** draw.uniform(22, 31)), draw.choice([39, 57, 66]),
+            draw.choice([0, 2, 4, 6]), int(2 ** draw.uniform(22, 31)), draw.choice([39, 57, 66]),
         )  # fmt: skip
 
 
@@ -50,13 +50,14 @@ def test_memory_and_sizes():
         longer, longer_parts, *others, units = plan(
             rows, hidden, vocab, needs, beside, budget, clusters, hosted=True
         )
-        assert longer == chunk or (needs[1] and beside > 0 and chunk < longer <= min(hidden, rows))
+        assert longer == chunk or (needs[1] and beside > 0 and chunk < longer <= rows)
+        assert longer == chunk or hidden // beside >= 256
         assert others == [chunk, part, parts]
         partial = 4 * longer_parts * longer * hidden if longer_parts > 1 else 0
         assert longer == chunk or longer * 2 * vocab + partial + units <= budget
         assert longer == rows or longer % TILE == 0
         grown += longer > chunk
-    assert taken > 200 and grown > 20
+    assert taken > 200 and grown > 10
 
 
 def test_all_rows_at_once_need_no_sum():
@@ -70,7 +71,7 @@ def test_all_rows_at_once_need_no_sum():
         (8192, 4000, 128256),
         (8192, 4096, 128255),
         (255, 4096, 128256),
-        (8192, 4096, 128256, (True, True), 1, 64 * MIB),
+        (8192, 4096, 128256, (True, True), 4, 64 * MIB),
     ],
 )
 def test_what_it_leaves_to_the_generic_engine(problem):

@@ -183,7 +183,11 @@ def divergence_launches(dtype, tokens=9):
                 _, stats, _ = divergence.divergence_forward(*weighted, need_grad)
             divergence.divergence_forward_(*weighted)
             divergence.divergence_backward(row, student, teacher, target, stats, *options)
-        divergence.divergence_ce_forward_(student, teacher, target, row, kind, 0.5, 0.7, -100)
+        for narrower in {dtype, torch.bfloat16} if dtype == torch.float32 else {dtype}:
+            gradient = torch.zeros_like(student, dtype=narrower)
+            divergence.divergence_ce_forward_(
+                student, teacher, target, row, kind, 0.5, 1.0, 0.7, -100, gradient
+            )
 
 
 def fused_linear_ce_launches(dtype, tokens=9):

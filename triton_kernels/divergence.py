@@ -30,18 +30,21 @@ def _log1p_of_negative(x):
 
 
 @triton.jit
-def _terms(log_p, log_q, beta, KIND: tl.constexpr):
-    """(value, derivative in log_q, q) of classes. One without probability adds nothing, whatever its logarithm."""
-    p, q = tl.exp(log_p), tl.exp(log_q)
+def _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND: tl.constexpr):
+    """(value, derivative in log_q, q) of classes by the logits s of the student and t of the teacher, and what makes
+    them log-probabilities. A class without probability adds nothing, whatever its logarithm."""
+    p = tl.exp((t - high_t) * inverse_temperature - sum_t)
+    q = tl.exp((s - high_s) * inverse_temperature - sum_s)
+    # log(p / q): of logits that are near each other the difference is exact, that of rounded logarithms is not.
+    d = ((t - s) - (high_t - high_s)) * inverse_temperature - (sum_t - sum_s)
     if KIND == 0:
-        value = tl.where(p > 0, p * (log_p - log_q), 0.0)
+        value = tl.where(p > 0, p * d, 0.0)
         slope = -p
     elif KIND == 1:
-        value = tl.where(q > 0, q * (log_q - log_p), 0.0)
+        value = tl.where(q > 0, -q * d, 0.0)
         slope = value + q
     elif KIND == 2:
         # By the ratio of the smaller to the larger one: exact for p near q, and finite.
-        d = log_p - log_q
         of_larger = -_log1p_of_negative(tl.where(d > 0, 1 - beta, beta) * _expm1_of_negative(-tl.abs(d)))
         slope = tl.where(q > 0, (1 - beta) * q * tl.where(d > 0, of_larger - d, of_larger), 0.0)
         value = slope + tl.where(p > 0, beta * p * tl.where(d > 0, of_larger, of_larger + d), 0.0)
@@ -74,16 +77,18 @@ def _write_gradient(
     cross_entropy, beta, inverse_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``cross_entropy * (softmax - onehot)`` is added to the gradient before the factor ``upstream``."""
+    """``cross_entropy * (softmax - onehot)`` is added to the gradient before the factor ``upstream``: nan where the
+    target is no class."""
     lanes = tl.arange(0, BLOCK)
-    taken -= cross_entropy
+    unknown = (cross_entropy != 0) & ((target < 0) | (target >= n_cols))
+    hard = tl.where(unknown, float("nan"), cross_entropy)
+    taken -= hard
     for start in range(0, n_cols, BLOCK):
         mask = start + lanes < n_cols
         s = tl.load(student_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
         t = tl.load(teacher_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
-        log_q, log_p = (s - high_s) * inverse_temperature - sum_s, (t - high_t) * inverse_temperature - sum_t
-        _, slope, q = _terms(log_p, log_q, beta, KIND)
-        onehot = tl.where(start + lanes == target, cross_entropy, 0.0)
+        _, slope, q = _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND)
+        onehot = tl.where(start + lanes == target, hard, 0.0)
         grad = tl.where(live, upstream * (slope - q * taken - onehot), 0.0)
         tl.store(out_row + start + lanes, grad.to(out_row.dtype.element_ty), mask=mask)
 
@@ -95,6 +100,8 @@ def forward_kernel(
     KIND: tl.constexpr, LOG_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With ``out_ptr`` the gradient too, perhaps over the student: one more read of both rows, in part from L2."""
+    # The first column past the last block of 2^31 - 1 columns is no int32.
+    n_cols = tl.cast(n_cols, tl.int64)
     row = tl.program_id(0).to(tl.int64)
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
     lanes = tl.arange(0, BLOCK)
@@ -121,11 +128,7 @@ def forward_kernel(
             mask = start + lanes < n_cols
             s = tl.load(student_row + start + lanes, mask=mask, other=float("-inf")).to(tl.float32)
             t = tl.load(teacher_row + start + lanes, mask=mask, other=float("-inf")).to(tl.float32)
-            log_q, log_p = (
-                (s - high_s) * inverse_temperature - sum_s,
-                (t - high_t) * inverse_temperature - sum_t,
-            )
-            value, slope, _ = _terms(log_p, log_q, beta, KIND)
+            value, slope, _ = _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND)
             values += value
             slopes += slope
         loss = tl.sum(values, 0)
@@ -154,6 +157,7 @@ def backward_kernel(
     out_stride, n_rows, n_cols, ignore_index, beta, inverse_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    n_cols = tl.cast(n_cols, tl.int64)
     row = tl.program_id(0).to(tl.int64)
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
     count = tl.cast(n_rows, tl.int64)

@@ -70,6 +70,11 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
                       const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
                       const std::string& divergence, double beta, double temperature, bool log_probs);
+// Of the op that writes the gradient of a divergence and cross entropy to `gradient`, which may be of a half
+// type where the student is float32.
+void check_divergence_gradient(const std::string& op, const Tensor& student,
+                               const std::optional<Tensor>& target, double temperature, double cross_entropy,
+                               const Tensor& gradient);
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
                                    const std::optional<Tensor>& teacher_weight,
                                    const std::optional<Tensor>& teacher_indices,

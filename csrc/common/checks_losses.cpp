@@ -145,6 +145,23 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
           " with log_probs, expected 1: log-probabilities are logits too, so pass them without log_probs");
 }
 
+void check_divergence_gradient(const std::string& op, const Tensor& student,
+                               const std::optional<Tensor>& target, double temperature, double cross_entropy,
+                               const Tensor& gradient) {
+  require(cross_entropy >= 0.0, op, ": cross_entropy is ", cross_entropy,
+          ", expected a number that is not negative");
+  require(cross_entropy == 0.0 || target.has_value(), op,
+          ": no target, expected one for the cross entropy, as cross_entropy is ", cross_entropy);
+  require(cross_entropy == 0.0 || temperature == 1.0, op, ": temperature is ", temperature,
+          " with cross entropy, expected 1: at another the two have no softmax in common");
+  check_same_shape(op, "gradient", gradient, "student", student);
+  check_same_device(op, "gradient", gradient, "student", student);
+  const ScalarType from = student.scalar_type(), to = gradient.scalar_type();
+  const bool narrower = from == ScalarType::Float && (to == ScalarType::Half || to == ScalarType::BFloat16);
+  require(to == from || narrower, op, ": gradient has dtype ", dtype_name(to), ", expected that of student, ",
+          dtype_name(from), ", or, where that is float32, float16 or bfloat16");
+}
+
 void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, const Tensor& teacher,
                                    const std::optional<Tensor>& teacher_weight,
                                    const std::optional<Tensor>& teacher_indices,
@@ -194,7 +211,13 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
     check_same_device(op, name, *tensor, "input", input);
   };
   check_like_input("weight", weight);
-  if (!topk) check_like_input("teacher", teacher);
+  // Logits are taken in the dtype that they have.
+  if (teacher_weight) {
+    check_like_input("teacher", teacher);
+  } else if (!topk) {
+    check_floating(op, "teacher", teacher);
+    check_same_device(op, "teacher", teacher, "input", input);
+  }
   check_like_input("teacher_weight", teacher_weight);
   check_like_input("bias", bias);
   check_like_input("teacher_bias", teacher_bias);

@@ -11,23 +11,23 @@ namespace liger::divergence {
 
 inline constexpr int kMaxThreads = 512;
 
-// One class: p of the teacher, q of the student, and their logarithms.
+// One class: p of the teacher, q of the student, and d = log(p / q).
 struct Class {
-  float log_p, log_q, p, q;
+  float d, p, q;
 };
 
 // A divergence is the sum of value() over the classes; slope() is the derivative of a term in log_q. A class
 // without probability adds nothing, whatever its logarithm.
 struct ForwardKl {
   static __device__ __forceinline__ float value(const Class& c, float) {
-    return c.p > 0.0f ? c.p * (c.log_p - c.log_q) : 0.0f;
+    return c.p > 0.0f ? c.p * c.d : 0.0f;
   }
   static __device__ __forceinline__ float slope(const Class& c, float) { return -c.p; }
 };
 
 struct ReverseKl {
   static __device__ __forceinline__ float value(const Class& c, float) {
-    return c.q > 0.0f ? c.q * (c.log_q - c.log_p) : 0.0f;
+    return c.q > 0.0f ? -c.q * c.d : 0.0f;
   }
   static __device__ __forceinline__ float slope(const Class& c, float beta) { return value(c, beta) + c.q; }
 };
@@ -36,9 +36,8 @@ struct ReverseKl {
 struct Jsd {
   // log(p / m) and log(q / m), by the ratio of the smaller to the larger one: exact for p near q, and finite.
   static __device__ __forceinline__ float2 against_mixture(const Class& c, float beta) {
-    const float d = c.log_p - c.log_q;
-    const float of_larger = -log1pf((d > 0.0f ? 1.0f - beta : beta) * expm1f(-fabsf(d)));
-    return d > 0.0f ? make_float2(of_larger, of_larger - d) : make_float2(of_larger + d, of_larger);
+    const float of_larger = -log1pf((c.d > 0.0f ? 1.0f - beta : beta) * expm1f(-fabsf(c.d)));
+    return c.d > 0.0f ? make_float2(of_larger, of_larger - c.d) : make_float2(of_larger + c.d, of_larger);
   }
   static __device__ __forceinline__ float value(const Class& c, float beta) {
     const float2 logs = against_mixture(c, beta);
@@ -84,6 +83,7 @@ struct RowWeights {
 struct Results {
   float* loss;   // (rows), times their weights
   float* stats;  // (5, rows), as csrc/library.cpp defines them
+  float* hard;   // (rows), cross_entropy times that of the target, times their weights; null: not wanted
   RowWeights weights;
   void* gradient;  // rows x vocab, of the sum of the losses; perhaps the student's logits
   int64_t gradient_stride;
@@ -91,6 +91,12 @@ struct Results {
 
 __device__ __forceinline__ bool ignored(const Problem& p, int64_t row) {
   return p.targets.data != nullptr && p.targets[row] == p.targets.ignore_index;
+}
+
+// Whether the target is a class. One that is none, and not ignored, makes the cross entropy of its row and
+// the gradient nan.
+__device__ __forceinline__ bool is_class(const Problem& p, int64_t target) {
+  return target >= 0 && target < p.vocab;
 }
 
 // What makes a logit a log-probability: (z - max) / temperature - log_sum. The difference is taken first, so
@@ -104,8 +110,10 @@ struct Normaliser {
 
 __device__ __forceinline__ Class class_at(float student, float teacher, const Normaliser& of_student,
                                           const Normaliser& of_teacher) {
-  const float log_q = of_student(student), log_p = of_teacher(teacher);
-  return {log_p, log_q, __expf(log_p), __expf(log_q)};
+  // Of two logits that are near each other the difference is exact, that of their rounded logarithms is not.
+  const float apart = (teacher - student) - (of_teacher.max - of_student.max);
+  const float d = apart * of_student.inverse_temperature - (of_teacher.log_sum - of_student.log_sum);
+  return {d, __expf(of_teacher(teacher)), __expf(of_student(student))};
 }
 
 // A thread's share of a row: its largest logit, and the sum of exp((z - largest) / temperature).
@@ -132,27 +140,27 @@ struct LogSum {
 };
 
 // body(column, student, teacher) for this thread's share of two rows, in vectors where both rows are equally
-// far from a 16-byte boundary (kAligned), with single elements at their ends.
+// far from a 16-byte boundary (kAligned), with single elements at their ends. Unsigned, since what lies past
+// the last of 2^31 - 1 columns is no int.
 template <typename T, bool kAligned, typename Body>
 __device__ __forceinline__ void over_rows(const T* student, const T* teacher, int vocab, const Body& body) {
   constexpr int N = kAligned ? kVec<T> : 1, kUnroll = 2;
   const Span span = kAligned ? span_of(student, vocab) : Span{0, vocab, 0};
-  const int step = blockDim.x;
-  for (int v = threadIdx.x; v < span.vectors; v += kUnroll * step) {
+  const unsigned step = blockDim.x, vectors = static_cast<unsigned>(span.vectors);
+  for (unsigned v = threadIdx.x; v < vectors; v += kUnroll * step) {
     Vec<T, N> x[kUnroll], y[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int column = span.head + (v + u * step) * N;
-      if (v + u * step < span.vectors)
-        x[u] = load<T, N>(student + column), y[u] = load<T, N>(teacher + column);
+      const unsigned column = span.head + (v + u * step) * N;
+      if (v + u * step < vectors) x[u] = load<T, N>(student + column), y[u] = load<T, N>(teacher + column);
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      if (v + u * step < span.vectors) {
+      if (v + u * step < vectors) {
         float s[N], t[N];
         unpack(x[u], s);
         unpack(y[u], t);
-        body(span.head + (v + u * step) * N, s, t);
+        body(static_cast<int>(span.head + (v + u * step) * N), s, t);
       }
     }
   }
@@ -175,6 +183,21 @@ __device__ __forceinline__ void write_results(const Problem& p, const Results& r
   const float columns[] = {of_student.max, of_student.log_sum, of_teacher.max, of_teacher.log_sum, slope};
 #pragma unroll
   for (int i = 0; i < 5; ++i) r.stats[i * p.rows + row] = columns[i];
+}
+
+// The student's logit at the target of a row that has cross entropy: nan where the target is no class, 0 in
+// ignored rows.
+template <typename T>
+__device__ __forceinline__ float target_logit(const Problem& p, int64_t row, bool ignored) {
+  if (ignored) return 0.0f;
+  const int64_t target = p.targets[row];
+  return is_class(p, target) ? to_float(row_at<T>(p.student, p.student_stride, row)[target]) : NAN;
+}
+
+// Of a row with that logit at its target; of an ignored one all numbers are 0.
+__device__ __forceinline__ float hard_loss(const Problem& p, float weight, const Normaliser& of_student,
+                                           float logit) {
+  return weight * p.cross_entropy * (of_student.log_sum - (logit - of_student.max));
 }
 
 // grid: rows. Any number of threads that is a multiple of 32. Writes losses and stats.
@@ -207,24 +230,34 @@ __global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, const Re
     value = block_reduce<Sum>(value, scratch);
     slope = p.log_probs ? 0.0f : block_reduce<Sum>(slope, scratch);
   }
-  if (threadIdx.x == 0) write_results(p, r, row, r.weights[row] * value, of_student, of_teacher, slope);
+  if (threadIdx.x == 0) {
+    const float weight = r.weights[row];
+    write_results(p, r, row, weight * value, of_student, of_teacher, slope);
+    if (r.hard != nullptr) {
+      const float logit = target_logit<T>(p, row, ignored(p, row));
+      r.hard[row] = hard_loss(p, weight, of_student, logit);
+    }
+  }
 }
 
-// grid: rows. Writes the gradient, from stats; over the student's logits is fine: one thread reads and writes
-// an element.
-template <typename T, typename Rule, bool kAligned>
+// grid: rows. Writes the gradient, in its own dtype G, from stats; over the student's logits, of the same
+// dtype, is fine: one thread reads and writes an element. kAligned: the rows of all three are equally far, in
+// elements, from a multiple of kVec<T> elements.
+template <typename T, typename G, typename Rule, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const Results r) {
   const int64_t row = blockIdx.x;
-  T* out = static_cast<T*>(r.gradient) + row * r.gradient_stride;
+  G* out = static_cast<G*>(r.gradient) + row * r.gradient_stride;
   if (ignored(p, row)) {
-    for (int column = threadIdx.x; column < p.vocab; column += blockDim.x) out[column] = from_float<T>(0.0f);
+    for (unsigned column = threadIdx.x; column < static_cast<unsigned>(p.vocab); column += blockDim.x)
+      out[column] = from_float<G>(0.0f);
     return;
   }
   const auto stat = [&](int i) { return r.stats[i * p.rows + row]; };
   const Normaliser of_student{stat(0), stat(1), p.inverse_temperature};
   const Normaliser of_teacher{stat(2), stat(3), p.inverse_temperature};
-  const float slope = stat(4) - p.cross_entropy, upstream = r.weights[row] * p.inverse_temperature;
   const int64_t target = p.cross_entropy == 0.0f ? -1 : p.targets[row];
+  const float hard = p.cross_entropy == 0.0f || is_class(p, target) ? p.cross_entropy : NAN;
+  const float slope = stat(4) - hard, upstream = r.weights[row] * p.inverse_temperature;
   over_rows<T, kAligned>(row_at<T>(p.student, p.student_stride, row),
                          row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
                          [&](int column, const auto& s, const auto& t) {
@@ -233,10 +266,10 @@ __global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const R
 #pragma unroll
                            for (int i = 0; i < N; ++i) {
                              const Class c = class_at(s[i], t[i], of_student, of_teacher);
-                             const float taken = column + i == target ? p.cross_entropy : 0.0f;
+                             const float taken = column + i == target ? hard : 0.0f;
                              grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope - taken);
                            }
-                           store(out + column, pack<T>(grad));
+                           store(out + column, pack<G>(grad));
                          });
 }
 

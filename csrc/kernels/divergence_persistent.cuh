@@ -35,6 +35,18 @@ __device__ __forceinline__ void load_kept(const T* place, int step, float (&x)[N
   }
 }
 
+// A vector of the gradient, of which no later block reads anything; it stays one access.
+template <typename G, int N>
+__device__ __forceinline__ void store_gradient(G* p, const float (&x)[N]) {
+  const Vec<G, N> d = pack<G>(x);
+  if constexpr (sizeof(d) == 16) {
+    store_streaming(p, d);
+  } else {
+    static_assert(sizeof(d) == 8);
+    __stcs(reinterpret_cast<int2*>(p), *reinterpret_cast<const int2*>(&d));
+  }
+}
+
 // What the gradient of a vector is made of.
 template <Keeps kKeeps, typename T, int N>
 __device__ __forceinline__ void load_pair(const T* place, int step, float (&s)[N], float (&t)[N]) {
@@ -52,8 +64,10 @@ __device__ __forceinline__ void load_pair(const T* place, int step, float (&s)[N
 #endif
 
 // grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. The rows of
-// student and teacher are equally far from a 16-byte boundary.
-template <typename T, typename Rule, typename Shape>
+// student and teacher, of T, are equally far from a 16-byte boundary. The gradient, of G, may be written over
+// the student's logits where that is T too: all of a row has been read when its first element is written. Of
+// another type it must lie elsewhere.
+template <typename T, typename G, typename Rule, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     rows_persistent(const Problem p, const Results r, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
@@ -69,9 +83,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
 
   const auto teacher_of = [&](int64_t row) { return row_at<T>(p.teacher, p.teacher_stride, row); };
   Vec<T, 1> student_edge = {}, teacher_edge = {};
-  float weight = 0.0f;
+  float weight = 0.0f, at_label = 0.0f;
   const auto load_rest = [&](const Slice<T>& s, int64_t row) {
     weight = r.weights[row];
+    // Before a gradient takes its place.
+    if (r.hard != nullptr && rank == 0 && threadIdx.x == 0) at_label = target_logit<T>(p, row, false);
     const int column = s.edge_column(rank, p.vocab);
     if (column >= 0) student_edge.v[0] = s.row[column], teacher_edge.v[0] = teacher_of(row)[column];
   };
@@ -99,7 +115,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     const int64_t row_next = row + row_step;
     const Slice<T> next = slice_of(row_next, y_next);
     const int64_t y_after = target_of(row_next + row_step);
-    T* const out = static_cast<T*>(r.gradient) + row * r.gradient_stride;
+    G* const out = static_cast<G*>(r.gradient) + row * r.gradient_stride;
     if (now.live) {
       Running<P::kCross> running;
       parts.first_pass(now, [&](auto count, const T* part, int) {
@@ -145,17 +161,19 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       Outcome outcome = P::outcome(known, sums, p.beta, weight * p.inverse_temperature);
       if (rank == 0 && threadIdx.x == 0) {
         write_results(p, r, row, weight * outcome.loss, of_student, of_teacher, outcome.slope);
+        if (r.hard != nullptr) r.hard[row] = hard_loss(p, weight, of_student, at_label);
       }
-      const float at_target = weight * p.cross_entropy;
+      const bool labelled = is_class(p, y_now);
+      const float at_target = p.cross_entropy == 0.0f ? 0.0f : labelled ? weight * p.cross_entropy : NAN;
       P::add(outcome, at_target * known.student_factor);
-      const int target = at_target == 0.0f ? -1 : static_cast<int>(y_now);
+      const int target = at_target != 0.0f && labelled ? static_cast<int>(y_now) : -1;
       if (at_edge >= 0) {
         P::gradient(edge_s, edge_t, known, outcome);
         if (at_edge == target) edge_s[0] -= at_target;
-        out[at_edge] = from_float<T>(edge_s[0]);
+        out[at_edge] = from_float<G>(edge_s[0]);
       }
       if (next.live) load_rest(next, row_next);
-      const bool aligned = ce::aligned_alike(now.row, out);
+      const bool aligned = reinterpret_cast<uintptr_t>(out + now.span.head) % sizeof(Vec<G, N>) == 0;
       const T* const rows_next[] = {next.row, teacher_of(row_next)};
       parts.last_pass(now, next, rows_next, [&](auto count, const T* part, int column) {
         // Of the whole warp; a negative difference is a large one.
@@ -171,7 +189,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
               P::gradient(s[i], t[i], known, outcome);
-              store_streaming(out + column + (u + i) * 32 * N, pack<T>(s[i]));
+              store_gradient(out + column + (u + i) * 32 * N, s[i]);
             }
           }
         } else {
@@ -182,17 +200,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
             P::gradient(s, t, known, outcome);
 #pragma unroll
             for (int i = 0; i < N; ++i) s[i] -= column + i == target ? at_target : 0.0f;
-            const Vec<T, N> d = pack<T>(s);
-            aligned ? store_streaming(out + column, d) : ce::store_elements(out + column, d);
+            aligned ? store_gradient(out + column, s) : ce::store_elements(out + column, pack<G>(s));
           }
         }
       });
     } else {
       if (next.live) load_all(next, row_next);
-      ce::write_zeros<T, true>(out, p.vocab, rank, plan.blocks);
+      ce::write_zeros<G, true>(out, p.vocab, rank, plan.blocks);
       if (rank == 0 && threadIdx.x == 0) {
         const Normaliser none{0.0f, 0.0f, 0.0f};
         write_results(p, r, row, 0.0f * r.weights[row], none, none, 0.0f);
+        if (r.hard != nullptr) r.hard[row] = 0.0f * r.weights[row];
       }
     }
     now = next;

@@ -5,10 +5,10 @@ that a case stays small. Each is computed three times: by liger, by the formula 
 that formula in float64.
 
 An error may be two roundings of the result and eight of float32, in which it is computed, plus four times the sum of
-two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change of the exact result
-where its inputs change by a rounding of their own, but at least eight of float32. Torch's error and the size of the
-result are the largest of this case and of four others with the same options and other numbers, the change is the larger
-one of two: a number may be lucky, or small by cancellation. Nothing is tuned by case.
+two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change of the exact
+result where its inputs change by a rounding of their own, but at least eight of float32. Torch's error and the size of
+the result are the largest of this case and of four others with the same options and other numbers, the change is the
+larger one of two: a number may be lucky, or small by cancellation. Nothing is tuned by case.
 
 LIGER_FUZZ_CASES: how many cases, in all tests together; without it the few thousand of every test run, which are the
 same each time. With it they are others each time, unless LIGER_FUZZ_SEED is set; the seed is printed.

@@ -4,6 +4,7 @@ Distillation among them: its teacher, a second head, is the reference of the oth
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,13 +69,21 @@ def _grpo(t):
     return (BETA * (gap.exp() - gap - 1) - gain).mean()
 
 
+def _divergence(t):
+    return _distance(t)[0].mean()
+
+
 def _jsd(t):
+    distance, log_q = _distance(t)
+    return 0.5 * distance.mean() + 0.5 * F.nll_loss(log_q.flatten(0, 1), t["target"].flatten())
+
+
+def _distance(t):
     log_q = F.log_softmax((t["x"] @ t["weight"].T).float(), -1)
     with torch.no_grad():
         log_p = F.log_softmax((t["ref_x"] @ t["ref_weight"].T).float(), -1)
     log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    distance = 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1)
-    return 0.5 * distance.mean() + 0.5 * F.nll_loss(log_q.flatten(0, 1), t["target"].flatten())
+    return 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1), log_q
 
 
 # --- the losses -----------------------------------------------------------------------------------------------------
@@ -105,8 +114,12 @@ def _call_jsd(module, t):
     return module(x, t["weight"], teacher, t["ref_weight"], t["target"].flatten())
 
 
+def _call_divergence(op, t):
+    return op(t["x"], t["weight"], t["ref_x"], t["ref_weight"])
+
+
 _CLIP = {"beta": BETA, "epsilon_low": EPSILON, "epsilon_high": EPSILON, "loss_type": "bnpo"}
-# name: (plain torch, name of the class, its options, how it is called, GEMMs)
+# name: (plain torch, name of the class or an op, its options, how it is called, GEMMs)
 LOSSES = {
     "dpo": (_dpo, "FusedLinearDPOLoss", {"beta": BETA}, _call_dpo, 4),
     "orpo": (_orpo, "FusedLinearORPOLoss", {"beta": BETA}, _call_pairs, 3),
@@ -114,13 +127,20 @@ LOSSES = {
     "kto": (_kto, "FusedLinearKTOLoss", {"beta": BETA}, _call_kto, 4),
     "grpo": (_grpo, "FusedLinearGRPOLoss", _CLIP, _call_grpo, 3),
     "jsd": (_jsd, "FusedLinearJSDLoss", {"beta": 0.5}, _call_jsd, 4),
+    "fused_linear_jsd": (_divergence, liger.fused_linear_jsd, {"beta": 0.5}, _call_divergence, 4),
 }
+# Whose teacher knows more than a reference, which the student began as.
+DISTILLATION = ("jsd", "fused_linear_jsd")
 
 
 def _candidates(options, name):
     plain, cls, settings, call, _ = LOSSES[name]
-    low = getattr(losses, cls)(**settings, accum_dtype=options.dtype)
-    exact = getattr(losses, cls)(**settings)
+    if callable(cls):
+        low, exact = partial(cls, **settings, accum_dtype=options.dtype), partial(cls, **settings)
+    else:
+        low, exact = (
+            getattr(losses, cls)(**settings, **dtype) for dtype in ({"accum_dtype": options.dtype}, {})
+        )
     with_reference = {"use_ref_model": True} if name == "kto" else {}
 
     def peers(t):
@@ -131,7 +151,8 @@ def _candidates(options, name):
         [
             *ours(options, lambda t: call(exact, t)),
             *ours(options, lambda t: call(low, t), LOW),
-            liger_kernel(peers),
+            # Which has no op of two heads for the divergence alone.
+            *([] if callable(cls) else [liger_kernel(peers)]),
             Candidate("torch eager", plain),
         ],
     )
@@ -171,8 +192,7 @@ def _row(options, name, sequences, length, hidden, vocabulary):
             "target": targets(options, sequences * length, vocabulary, "").view(sequences, length),
         }
         if gemms == 4:
-            # A teacher knows more than a reference, which the student began as.
-            apart = 0.5 if name == "jsd" else 0.01
+            apart = 0.5 if name in DISTILLATION else 0.01
             made["ref_x"] = x + normal(options, sequences, length, hidden, std=apart)
             made["ref_weight"] = made["weight"].clone()
         if name == "kto":

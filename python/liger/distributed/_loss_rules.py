@@ -133,10 +133,12 @@ def _divergence_(call):
 
 def _divergence_ce_(call):
     student, tokens = call["student"], _tokens_of(call["student"])
-    call.place(tokens, "student", "teacher", "target")
+    call.place(tokens, "student", "teacher", "target", "gradient")
     _place_of_rows(call, "row_weight", tokens)
-    (loss, stats), rows = call.run(), student.shape[0]
-    return call.wrap(loss, tokens, (rows,)), call.wrap(stats, where_sharded(tokens, Shard(1)), (5, rows))
+    (loss, hard), rows = call.run(), (student.shape[0],)
+    return call.wrap(loss, tokens, rows), call.wrap(hard, tokens, rows) if call[
+        "cross_entropy"
+    ] else call.unasked(hard)
 
 
 def _divergence_loss(call, loss, tokens, rows):

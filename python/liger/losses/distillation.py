@@ -121,20 +121,27 @@ class DistillationLoss(nn.Module):
         return teacher.flatten(0, -2)
 
     def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, num_items_in_batch):
+        # What is there of a teacher, logits or log-probabilities, is no operand of a product.
         hidden, weight, bias, *heads = autocast_operands(
-            rows.hidden, weight, bias, None if indices is not None else teacher, teacher_weight, teacher_bias
+            rows.hidden,
+            weight,
+            bias,
+            None if teacher_weight is None else teacher,
+            teacher_weight,
+            teacher_bias,
         )
-        teacher = heads[0] if indices is None else teacher
+        teacher = teacher if heads[0] is None else heads[0]
         check_layer(rows.op, _STUDENT, hidden, weight, bias, rows.target)
         if rows.target is not None and self.weight_hard_loss:
             check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
-        if heads[1] is not None:
-            check_layer(rows.op, _TEACHER, teacher, *heads[1:])
         if indices is not None:
             # What fills up a row means nothing.
             known = torch.where(teacher > -torch.inf, indices, 0)
             check_given_classes(rows.op, "teacher_indices", known, weight.shape[0])
+        elif teacher_weight is None:
+            check_floating(rows.op, _TEACHER.input, teacher)
         else:
+            check_layer(rows.op, _TEACHER, teacher, *heads[1:])
             check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
         if num_items_in_batch is not None:
             divisor = as_scalar("num_items_in_batch", num_items_in_batch, rows)
@@ -173,8 +180,8 @@ class _OfTwoHeads(DistillationLoss):
         Args:
             student_input: (..., H) hidden states: (B, L, H), or packed, (T, H).
             student_weight: (V, H), of the projection.
-            teacher_input: (..., Ht) hidden states of the teacher, of any size; or its logits, (..., V), without
-                ``teacher_weight``.
+            teacher_input: (..., Ht) hidden states of the teacher, of any size; or its logits, (..., V), of any floating
+                dtype, without ``teacher_weight``.
             teacher_weight: (V, Ht) or None.
             true_labels: (...), the token that each hidden state is to predict; None where ``weight_hard_loss`` is 0.
             student_bias, teacher_bias: (V,) or None.

@@ -1,14 +1,18 @@
-"""Rows of logits of a student: what they lose, and how they become their own gradient where they lie.
+"""Rows of logits of a student: what they lose, and their gradient.
 
 The loss of a row is ``soft`` times its distance from the teacher plus ``hard`` times the cross entropy of its target.
 Both see one set of logits. At temperature 1 the divergences' own op adds cross entropy to the gradient, and no pass is
 added; at others it is made first, in memory of its own, and added.
+
+Logits of models in 16 bits are float32: what a student near its teacher learns from is their difference, of which a
+rounding to 16 bits would leave little. Their gradient is rounded once, when it goes to memory of 16 bits.
 """
 
 from typing import NamedTuple
 
 import torch
 
+from ._divergence_torch import target_columns, target_logits
 from ._rows import row_blocks
 from .cross_entropy_stats import cross_entropy_stats_backward_
 from .divergence import divergence_ce_forward_, divergence_forward_
@@ -16,6 +20,8 @@ from .rms_norm import accumulate_dtype
 
 # The norm that a row of logits has at least, for the cosine.
 _LEAST_NORM = 1e-8
+# Rows of a gradient that is made for itself at a time.
+_APART = 64
 
 
 class Terms(NamedTuple):
@@ -30,33 +36,48 @@ class Terms(NamedTuple):
 
     @property
     def hard_apart(self):
-        """Whether cross entropy has a softmax of its own, whose gradient takes memory of its own."""
+        """Whether cross entropy has a softmax of its own, and so a gradient that is made for itself and added."""
         tempered = self.temperature != 1.0 and self.divergence != "cosine"
         return bool(self.soft and self.hard) and tempered
 
+    @property
+    def apart(self):
+        """How many more tensors of logits are needed, for that gradient."""
+        return int(self.hard_apart and self.divergence in _RULES)
+
 
 class Targets(NamedTuple):
-    """The targets of rows: their columns (rows, 1), and whether they count. Rows without any all count."""
+    """The targets of rows, and whether they count. Rows without any all count.
+
+    Attributes:
+        unknown: rows whose target is no class and not ignored, or None where only ``ignore_index`` means anything.
+    """
 
     target: torch.Tensor
     ignored: torch.Tensor
-    column: torch.Tensor
+    unknown: torch.Tensor | None
     ignore_index: int
 
     @classmethod
-    def of_rows(cls, input, target, ignore_index):
+    def of_rows(cls, input, target, ignore_index, classes):
+        """``classes``: how many there are, or None where targets are no labels."""
         if target is None:
             # No class is -1.
             target, ignore_index = input.new_zeros(input.shape[0], dtype=torch.int64), -1
-        ignored = target == ignore_index
-        return cls(target, ignored, torch.where(ignored, 0, target.long()).unsqueeze(1), ignore_index)
+        unknown = None if classes is None else target_columns(target, classes, ignore_index)[1]
+        return cls(target, target == ignore_index, unknown, ignore_index)
 
     def at(self, rows):
-        return Targets(self.target[rows], self.ignored[rows], self.column[rows], self.ignore_index)
+        unknown = None if self.unknown is None else self.unknown[rows]
+        return Targets(self.target[rows], self.ignored[rows], unknown, self.ignore_index)
 
     def of(self, x):
-        """(rows,) the element of each row at the target, in the dtype of the statistics."""
-        return x.gather(1, self.column).squeeze(1).to(accumulate_dtype(x.dtype))
+        """(rows,) the element of each row at the target, in the dtype of the statistics; nan where that is no class."""
+        return target_logits(x, self.target, self.ignore_index)
+
+    def column(self, x):
+        """(rows, 1) the columns of x that targets are; 0 where they are none."""
+        return target_columns(self.target, x.shape[1], self.ignore_index)[0]
 
     def live(self, per_row):
         return torch.where(self.ignored, 0.0, per_row)
@@ -73,28 +94,42 @@ class Targets(NamedTuple):
         return self.target, reference, of_exp, of_target, None, None, 0, self.ignore_index, None, None
 
 
-class Part(NamedTuple):
-    """Rows of a chunk, and what the teacher says of them.
-
-    Attributes:
-        rows: which of the chunk.
-        teacher: logits (N, V), log-probabilities (N, k), or anything where ``soft`` is 0.
-        indices: (N, k) classes of the log-probabilities of the teacher, else None.
-    """
-
-    rows: slice
-    teacher: torch.Tensor
-    indices: torch.Tensor | None
-
-
 class RowWeights(NamedTuple):
-    """What the two losses of each row are multiplied by, float32: ``soft`` and ``hard`` are among the factors."""
+    """What the two losses of each row are multiplied by, float32: ``soft`` and ``hard`` are among the factors. nan in
+    the place of ``hard`` where a target is no class."""
 
     soft: torch.Tensor
     hard: torch.Tensor
 
+    @classmethod
+    def of(cls, row_weight, terms, targets):
+        soft, hard = row_weight * terms.soft, row_weight * terms.hard
+        if targets.unknown is not None:
+            hard = torch.where(targets.unknown, torch.nan, hard)
+        return cls(soft, hard)
+
     def at(self, rows):
         return RowWeights(self.soft[rows], self.hard[rows])
+
+
+class Rows(NamedTuple):
+    """Rows of logits, and what is known of them.
+
+    Attributes:
+        logits: (N, V) of the student. They may be overwritten in any case.
+        teacher: logits (N, V) of the dtype of the student's, log-probabilities (N, k), or anything where ``soft`` is 0.
+        indices: (N, k) classes of the log-probabilities of the teacher, else None.
+        targets: :class:`Targets`; ignored rows lose nothing.
+        weights: :class:`RowWeights`.
+        gradient: (N, V), memory for the gradient of the logits, maybe of fewer bits; None where none is wanted.
+    """
+
+    logits: torch.Tensor
+    teacher: torch.Tensor
+    indices: torch.Tensor | None
+    targets: Targets
+    weights: RowWeights
+    gradient: torch.Tensor | None
 
 
 def _cross_entropy(logits, targets):
@@ -103,81 +138,74 @@ def _cross_entropy(logits, targets):
     return (targets.of(logits) - largest) - log_sum, largest + log_sum
 
 
-def _gradient_apart(logits, targets, lse, weights):
-    """The gradient of cross entropy in memory of its own."""
-    backward = torch.ops.liger.cross_entropy_stats_backward.default
-    return backward(logits, *targets.coefficients(lse, weights.hard, weights.hard))
-
-
-def _hard_rows(terms, logits, _part, targets, weights, need_grad):
+def _hard_rows(terms, rows):
+    logits, targets, weights = rows.logits, rows.targets, rows.weights
     log_q, lse = _cross_entropy(logits, targets)
-    if need_grad:
+    if rows.gradient is not None:
         cross_entropy_stats_backward_(logits, *targets.coefficients(lse, weights.hard, weights.hard))
     return None, targets.live(weights.hard * -log_q)
 
 
-def _divergence_rows(terms, logits, part, targets, weights, need_grad, hard=0.0):
-    """(losses, stats or None where nothing needs them); ``hard`` is the share of cross entropy in the gradient."""
-    teacher, target, ignore_index = part.teacher, targets.target, targets.ignore_index
-    if need_grad and hard:
-        return divergence_ce_forward_(
-            logits, teacher, target, weights.soft, terms.divergence, terms.beta, hard, ignore_index
-        )
-    arguments = (
-        logits, teacher, target, weights.soft, terms.divergence, terms.beta, terms.temperature, False, ignore_index,
-        True,
-    )  # fmt: skip
-    if need_grad:
-        return divergence_forward_(*arguments), None
-    return torch.ops.liger.divergence_forward.default(*arguments, False)[:2]
+def _distance(terms, rows):
+    return torch.ops.liger.divergence_forward.default(
+        rows.logits, rows.teacher, rows.targets.target, rows.weights.soft, terms.divergence, terms.beta,
+        terms.temperature, False, rows.targets.ignore_index, True, False,
+    )[:2]  # fmt: skip
 
 
-def _divergence_chunk(terms, logits, parts, targets, weights, need_grad):
-    """A chunk at a time, since what is not the op itself takes a launch for each step."""
-    # Their gradient will take the place of the logits.
-    z = targets.of(logits) if terms.hard else None
-    hard = terms.hard / terms.soft
-    found = [
-        _divergence_rows(
-            terms, logits[part.rows], part, targets.at(part.rows), weights.at(part.rows), need_grad, hard
-        )
-        for part in parts
-    ]
-    soft = torch.cat([losses for losses, _ in found])
+def _of_one_softmax(terms, rows):
+    if rows.gradient is not None:
+        soft, hard = divergence_ce_forward_(
+            rows.logits, rows.teacher, rows.targets.target, rows.weights.soft, terms.divergence, terms.beta,
+            terms.temperature, terms.hard / terms.soft, rows.targets.ignore_index, rows.gradient,
+        )  # fmt: skip
+        return soft, hard if terms.hard else None
+    soft, stats = _distance(terms, rows)
     if not terms.hard:
         return soft, None
-    stats = torch.cat([stats[:2] for _, stats in found], 1)
-    return soft, targets.live(weights.hard * -((z - stats[0]) - stats[1]))
+    log_q = (rows.targets.of(rows.logits) - stats[0]) - stats[1]
+    return soft, rows.targets.live(rows.weights.hard * -log_q)
 
 
-def _tempered_rows(terms, logits, part, targets, weights, need_grad):
-    log_q, lse = _cross_entropy(logits, targets)
-    apart = _gradient_apart(logits, targets, lse, weights) if need_grad else None
-    soft, _ = _divergence_rows(terms, logits, part, targets, weights, need_grad)
-    if need_grad:
-        logits.add_(apart)
-    return soft, targets.live(weights.hard * -log_q)
+def _tempered_rows(terms, rows):
+    log_q, lse = _cross_entropy(rows.logits, rows.targets)
+    hard = rows.targets.live(rows.weights.hard * -log_q)
+    if rows.gradient is None:
+        return _distance(terms, rows)[0], hard
+    soft, backward = torch.empty_like(hard), torch.ops.liger.cross_entropy_stats_backward.default
+    # Both gradients are wide until they are added. The second one has memory for a few rows.
+    for begin in range(0, len(hard), _APART):
+        some = slice(begin, begin + _APART)
+        logits, targets, weights = rows.logits[some], rows.targets.at(some), rows.weights.at(some)
+        apart = backward(logits, *targets.coefficients(lse[some], weights.hard, weights.hard))
+        soft[some] = divergence_forward_(
+            logits, rows.teacher[some], targets.target, weights.soft, terms.divergence, terms.beta, terms.temperature,
+            False, targets.ignore_index, True,
+        )  # fmt: skip
+        torch.add(logits, apart, out=rows.gradient[some])
+    return soft, hard
 
 
-def _cosine_rows(terms, logits, part, targets, weights, need_grad):
-    teacher, wide = part.teacher, accumulate_dtype(logits.dtype)
+def _cosine_rows(terms, rows):
+    logits, teacher, _, targets, weights, gradient = rows
+    column, wide = targets.column(logits), accumulate_dtype(logits.dtype)
     soft, hard = (logits.new_empty(logits.shape[0], dtype=wide) for _ in range(2))
     for block in row_blocks(logits):
         z, t = logits[block].to(wide), teacher[block].to(wide)
         norm, norm_t = (x.norm(dim=1, keepdim=True).clamp_min_(_LEAST_NORM) for x in (z, t))
-        t /= norm_t
+        # Not in place: they may be the caller's.
+        t = t / norm_t
         cosine = (z * t).sum(1, keepdim=True) / norm
         soft[block] = 1.0 - cosine.squeeze(1)
-        column, log_q = targets.column[block], None
         if terms.hard:
             log_q = z.log_softmax(1)
-            hard[block] = -log_q.gather(1, column).squeeze(1)
-        if not need_grad:
+            hard[block] = -log_q.gather(1, column[block]).squeeze(1)
+        if gradient is None:
             continue
         of_soft, of_hard = (w[block].unsqueeze(1) for w in weights)
         grad = z.mul_(cosine / norm).sub_(t).mul_(of_soft / norm)
         if terms.hard:
-            grad += log_q.exp_().mul_(of_hard).scatter_add_(1, column, -of_hard)
+            grad += log_q.exp_().mul_(of_hard).scatter_add_(1, column[block], -of_hard)
         logits[block] = grad.masked_fill_(targets.ignored[block].unsqueeze(1), 0.0)
     return targets.live(soft * weights.soft), targets.live(hard * weights.hard) if terms.hard else None
 
@@ -186,16 +214,19 @@ class _Support:
     """The classes whose log-probabilities a teacher gave: log p, and where they are, without the entries of -inf.
 
     Such entries fill up rows, so their class means nothing: they repeat the first one that is known. A row of nothing
-    else keeps its first class, so that it has one, and is told by ``some``.
+    else keeps its first class, so that it has one, and is told by ``some``. ``unknown`` are rows with an index that is
+    no class.
     """
 
-    def __init__(self, log_p, indices, wide):
+    def __init__(self, log_p, indices, logits, wide):
         known = log_p > -torch.inf
+        classes = (indices >= 0) & (indices < logits.shape[1])
+        self.unknown = (known & ~classes).any(1)
         self.some = known.any(1)
         known[:, 0] |= ~self.some
         self.first = known.int().argmax(1, keepdim=True)
         self.known, self.log_p = known, log_p.to(wide)
-        self.column = self.repeat_first(indices.long())
+        self.column = self.repeat_first(torch.where(classes, indices, 0).long())
 
     def repeat_first(self, x):
         return torch.where(self.known, x, x.gather(1, self.first))
@@ -226,12 +257,16 @@ def _write_exponentials(logits, temperature, targets, reference, factor):
         logits[block] = z.sub_(reference[block]).exp_().mul_(factor[block])
 
 
-def _topk_rows(terms, logits, part, targets, weights, need_grad):
-    wide = accumulate_dtype(logits.dtype)
-    support, apart = _Support(part.teacher, part.indices, wide), None
+def _topk_rows(terms, rows):
+    logits, teacher, indices, targets, weights, gradient = rows
+    wide, need_grad = accumulate_dtype(logits.dtype), gradient is not None
+    support, apart = _Support(teacher, indices, logits, wide), None
+    weights = RowWeights(torch.where(support.unknown, torch.nan, weights.soft), weights.hard)
     if terms.hard_apart:
         log_q_target, lse = _cross_entropy(logits, targets)
-        apart = _gradient_apart(logits, targets, lse, weights) if need_grad else None
+        if need_grad:
+            backward = torch.ops.liger.cross_entropy_stats_backward.default
+            apart = backward(logits, *targets.coefficients(lse, weights.hard, weights.hard))
     z_target = targets.of(logits) / terms.temperature
     z = logits.gather(1, support.column).to(wide) / terms.temperature
     z = torch.where(support.known, z, -torch.inf)
@@ -264,7 +299,8 @@ def _topk_rows(terms, logits, part, targets, weights, need_grad):
     of_soft = torch.where(support.some, weights.soft / terms.temperature, 0.0)
     of_tail, of_support = of_soft * (q_tail - p_tail), of_soft.unsqueeze(1) * (q - p)
     if terms.hard and not terms.hard_apart:
-        found = (support.column == targets.column) & support.known
+        target_column = targets.column(logits)
+        found = (support.column == target_column) & support.known
         inside = torch.where(found, of_support, 0.0).sum(1)
         at_target = torch.where(found.any(1), inside, of_tail * (z_target - tail).exp())
         of_tail, of_support = of_tail + weights.hard * q_tail, of_support + weights.hard.unsqueeze(1) * q
@@ -278,32 +314,32 @@ def _topk_rows(terms, logits, part, targets, weights, need_grad):
     elif terms.hard:
         # Not softmax - onehot in two roundings: where the target is probable, nothing of it would be left.
         at_target = targets.live(torch.addcmul(at_target, weights.hard, torch.expm1(log_q_target)))
-        logits.scatter_(1, targets.column, at_target.to(logits.dtype).unsqueeze(1))
+        logits.scatter_(1, target_column, at_target.to(logits.dtype).unsqueeze(1))
     return soft, hard
 
 
 _RULES = {"cosine": _cosine_rows, "topk_tail": _topk_rows, "topk": _topk_rows}
 
 
-def distil_rows(terms, logits, parts, targets, weights, need_grad):
-    """The two terms of the loss of each row; with need_grad the gradient of their sum takes the place of the logits.
+# Those that bring the gradient to its place by themselves; the others leave it in that of the logits.
+_DIRECT = (_of_one_softmax, _tempered_rows)
 
-    Args:
-        terms: :class:`Terms`.
-        logits: (N, V) of the student. They may be overwritten in any case.
-        parts: iterable of :class:`Part`, of all rows in their order. What one holds need not outlive it.
-        targets: :class:`Targets`, real ones where ``hard`` is not 0; ignored rows lose nothing.
-        weights: :class:`RowWeights`.
+
+def _rule(terms):
+    if not terms.soft:
+        return _hard_rows
+    return _RULES.get(terms.divergence, _tempered_rows if terms.hard_apart else _of_one_softmax)
+
+
+def distil_rows(terms, rows):
+    """The two terms of the loss of each of :class:`Rows`; the gradient of their sum goes to its place.
 
     Returns:
         (the distance from the teacher, the cross entropy), (N,) each, times their weights, float32; None for what is
         not computed.
     """
-    if terms.soft and terms.divergence not in _RULES and not terms.hard_apart:
-        return _divergence_chunk(terms, logits, parts, targets, weights, need_grad)
-    rule = _RULES.get(terms.divergence, _tempered_rows) if terms.soft else _hard_rows
-    found = [
-        rule(terms, logits[part.rows], part, targets.at(part.rows), weights.at(part.rows), need_grad)
-        for part in parts
-    ]
-    return tuple(None if losses[0] is None else torch.cat(losses) for losses in zip(*found, strict=True))
+    rule = _rule(terms)
+    losses = rule(terms, rows)
+    if rows.gradient is not None and rule not in _DIRECT:
+        rows.gradient.copy_(rows.logits)
+    return losses

@@ -11,29 +11,30 @@ def _where_positive(weight, value):
     return torch.where(weight > 0, weight * value, 0.0)
 
 
-def _forward_kl(log_p, log_q, p, q, beta):
-    return _where_positive(p, log_p - log_q), -p
+def _forward_kl(d, p, q, beta):
+    return _where_positive(p, d), -p
 
 
-def _reverse_kl(log_p, log_q, p, q, beta):
-    value = _where_positive(q, log_q - log_p)
+def _reverse_kl(d, p, q, beta):
+    value = _where_positive(q, -d)
     return value, value + q
 
 
-def _jsd(log_p, log_q, p, q, beta):
+def _jsd(d, p, q, beta):
     # By the ratio of the smaller to the larger one: exact for p near q, and finite.
-    d = log_p - log_q
-    of_larger = -torch.log1p(torch.where(d > 0, 1.0 - beta, beta) * torch.expm1(-d.abs()))
+    # Not a choice of two numbers, which would be rounded to the default dtype.
+    share = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
+    of_larger = -torch.log1p(share * torch.expm1(-d.abs()))
     p_part = _where_positive(beta * p, torch.where(d > 0, of_larger, of_larger + d))
     q_part = _where_positive((1.0 - beta) * q, torch.where(d > 0, of_larger - d, of_larger))
     return p_part + q_part, q_part
 
 
-def _tvd(log_p, log_q, p, q, beta):
+def _tvd(d, p, q, beta):
     return 0.5 * (p - q).abs(), 0.5 * q * (q - p).sign()
 
 
-# (value of each class, its derivative in log_q), by the logarithms and values of teacher p and student q.
+# (value of each class, its derivative in log_q), by log(p / q), p of the teacher and q of the student.
 _TERMS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "tvd": _tvd}
 
 
@@ -52,10 +53,13 @@ def _normaliser(logits, temperature):
 
 def _terms(student, teacher, stats, divergence, beta, temperature):
     """(values, slopes, q) of some rows."""
-    log_q = _log_probs(student, temperature, *stats[:2])
-    log_p = _log_probs(teacher, temperature, *stats[2:4])
-    p, q = log_p.exp(), log_q.exp()
-    return *_TERMS[divergence](log_p, log_q, p, q, beta), q
+    q = _log_probs(student, temperature, *stats[:2]).exp_()
+    p = _log_probs(teacher, temperature, *stats[2:4]).exp_()
+    # Of two logits that are near each other the difference is exact, that of their rounded logarithms is not.
+    d = teacher.to(p.dtype) - student.to(p.dtype)
+    largest, log_sum = (stats[2:4] - stats[:2]).unsqueeze(2)
+    d = (d - largest) / temperature - log_sum
+    return *_TERMS[divergence](d, p, q, beta), q
 
 
 def _row_losses(student, teacher, target, divergence, beta, temperature, log_probs, ignore_index):
@@ -87,17 +91,40 @@ def _write_gradient(
 
     At temperature 1 with ``cross_entropy`` times the cross entropy of the target in the loss.
     """
+    if cross_entropy:
+        column, unknown = target_columns(target, student.shape[1], ignore_index)
+        # Rows whose target is no class: nan.
+        hard = torch.full_like(stats[4], cross_entropy).masked_fill_(unknown, torch.nan)
     for block in row_blocks(student):
         _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
-        grad = (slopes - q * (stats[4, block] - cross_entropy).unsqueeze(1)) / temperature
+        grad = slopes - q * stats[4, block].unsqueeze(1)
+        if not log_probs:
+            # Their sum is 0: where one class has nearly all of q, its gradient is the difference of large numbers.
+            grad -= q * grad.sum(1, keepdim=True)
         if cross_entropy:
-            column = torch.where(target[block] == ignore_index, 0, target[block].long()).unsqueeze(1)
-            grad.scatter_(1, column, grad.gather(1, column) - cross_entropy)
+            grad += q * hard[block].unsqueeze(1)
+        grad /= temperature
+        if cross_entropy:
+            grad.scatter_(1, column[block], grad.gather(1, column[block]) - hard[block].unsqueeze(1))
         if weight is not None:
             grad *= weight[block].unsqueeze(1) if weight.dim() else weight
         if target is not None:
             grad.masked_fill_((target[block] == ignore_index).unsqueeze(1), 0.0)
         out[block] = grad
+
+
+def target_columns(target, classes, ignore_index):
+    """(the column of each row's target or 0, (N, 1); rows whose target is no class and not ignored)"""
+    known = (target >= 0) & (target < classes)
+    unknown = ~known & (target != ignore_index)
+    return torch.where(known, target, 0).long().unsqueeze(1), unknown
+
+
+def target_logits(logits, target, ignore_index):
+    """(N,) the logit of each row's target in the dtype of the statistics: nan where it is no class."""
+    column, unknown = target_columns(target, logits.shape[1], ignore_index)
+    chosen = logits.gather(1, column).squeeze(1).to(accumulate_dtype(logits.dtype))
+    return chosen.masked_fill_(unknown, torch.nan)
 
 
 def _forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy=0.0):
@@ -141,12 +168,24 @@ def entry_points(forward):
         )[0]
 
     def divergence_ce_forward_(
-        student, teacher, target, row_weight, divergence, beta, cross_entropy, ignore_index
-    ):
-        return forward(
-            "divergence_ce_forward_", student, student, teacher, target, row_weight, divergence, beta, 1.0, False,
-            ignore_index, per_row=True, cross_entropy=cross_entropy,
+        student, teacher, target, row_weight, divergence, beta, temperature, cross_entropy, ignore_index, gradient
+    ):  # fmt: skip
+        op = "divergence_ce_forward_"
+        torch.ops.liger.check_divergence(
+            op, student, teacher, target, row_weight, divergence, beta, temperature, False
+        )
+        torch.ops.liger.check_divergence_gradient(op, student, target, temperature, cross_entropy, gradient)
+        chosen = target_logits(student, target, ignore_index) if cross_entropy else None
+        losses, stats = forward(
+            op, gradient, student, teacher, target, row_weight, divergence, beta, temperature, False, ignore_index,
+            per_row=True, cross_entropy=cross_entropy,
         )  # fmt: skip
+        if not cross_entropy:
+            return losses, losses.new_empty(0)
+        hard = cross_entropy * (stats[1] - (chosen - stats[0]))
+        if row_weight is not None:
+            hard *= row_weight
+        return losses, hard.masked_fill_(target == ignore_index, 0.0)
 
     return divergence_forward, divergence_forward_, divergence_ce_forward_
 

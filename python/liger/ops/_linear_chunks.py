@@ -131,7 +131,7 @@ class Sm90HeadGradients(HeadGradients):
 
     Attributes:
         first_rows: rows of the first chunk, as many as of the others or more.
-        chunk_rows, part_rows: rows of the others, and of a part of one that has other logits beside its own.
+        chunk_rows, part_rows: rows of the others, and of a part of one that has logits beside its gradient.
         class_parts: parts of the classes, whose products are added up to the gradient of a chunk's hidden states; of
             the first chunk, and of the others.
     """
@@ -140,7 +140,8 @@ class Sm90HeadGradients(HeadGradients):
     def plan(cls, x, weight, bias, wanted, memory_budget, beside=0, group_rows=1, hosted=False):
         """The gradients, or None where the engine cannot do it or there are none.
 
-        ``beside``: how many other logits a part has. ``hosted``: those of the first chunk lie in :meth:`unused_rows`.
+        ``beside``: how many rows of 16 bits a row of a part has beside its gradient, two for each product of float32
+        logits. ``hosted``: those of the first chunk lie in :meth:`unused_rows`.
         Chunks are multiples of ``group_rows``.
         """
         if not any(wanted[:2]) or not x.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":

@@ -5,6 +5,8 @@ Forms with ``out=`` throughout, because autocast casts the operands of the other
 
 import torch
 
+from ._rows import row_blocks
+
 
 def write_linear(x, weight, bias, out, scale=1.0):
     """``out = scale * (x @ weight.T + bias)``, rounded once; bias may be None."""
@@ -15,6 +17,19 @@ def write_linear(x, weight, bias, out, scale=1.0):
     else:
         # With beta 0 what out held, even NaN, is no part of the result.
         torch.addmm(out, x, weight.t(), beta=0.0, alpha=scale, out=out)
+
+
+def write_wide_linear(x, weight, bias, out):
+    """``out = x @ weight.T + bias`` in the dtype of out, wider than that of the others: rounded there alone."""
+    if bias is not None:
+        out.copy_(bias)
+    if x.is_cuda:
+        product(x, weight.t(), out, add=bias is not None)
+        return
+    # A copy of a few classes of the weight at a time.
+    x = x.to(out.dtype)
+    for classes in row_blocks(weight):
+        product(x, weight[classes].t(), out[:, classes], add=bias is not None)
 
 
 def without_ignored(x, ignored, out=None):

@@ -75,9 +75,9 @@ def _(student, *rest):
 
 @register_fake("liger::divergence_ce_forward_")
 def _(student, *rest):
-    return _fake_loss(student, True), student.new_empty(
-        (5, student.shape[0]), dtype=accumulate_dtype(student.dtype)
-    )
+    *_, cross_entropy, _, _ = rest
+    wide = accumulate_dtype(student.dtype)
+    return _fake_loss(student, True), student.new_empty(student.shape[0] if cross_entropy else 0, dtype=wide)
 
 
 @register_fake("liger::divergence_backward")
@@ -197,6 +197,12 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     return share if token_weight is None else token_weight.to(wide) * share
 
 
+def mean_of_rows(loss, rows, batch, reduction, denominator):
+    """The loss, or nan where it is a mean over no rows, as of every other loss."""
+    empty = {"mean": rows.shape[0] == 0, "batchmean": batch == 0}.get(reduction, False)
+    return loss + torch.nan if empty and denominator is None else loss
+
+
 def of_beta(beta):
     """The divergence that a generalised Jensen-Shannon divergence is: at its ends it is defined as a KL."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
@@ -220,7 +226,9 @@ def _run(
         rows, teacher, target, weight, divergence, beta, temperature, log_probs, ignore_index, per_row,
         _made_in_forward(rows, reduction),
     )[0]  # fmt: skip
-    return unflatten_tokens(loss, like) if per_row else loss
+    if per_row:
+        return unflatten_tokens(loss, like)
+    return mean_of_rows(loss, rows, batch, reduction, denominator)
 
 
 def _kl_div(
@@ -293,7 +301,7 @@ def kl_div(
         log_probs: student and teacher are log-probabilities, taken as they are, and the gradient is that in them.
         ignore_index: the target of rows that do not count.
         reduction: ``"none"``, ``"sum"``, ``"mean"`` over the rows that count (nan if there are none), or
-            ``"batchmean"``, the sum divided by the first dimension of student.
+            ``"batchmean"``, the sum divided by the first dimension of student (nan if that is 0).
 
     Returns:
         The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of student without its last

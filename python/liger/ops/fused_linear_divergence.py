@@ -1,65 +1,82 @@
 """Divergences between the outputs of two linear layers whose logits exist only a chunk of rows at a time.
 
-The loop is the same on every device: products of torch around the row ops. The logits of a chunk of the student become
-their gradient in place; those of the teacher, which nothing needs afterwards, exist for a part of the chunk at a time,
-so that most of the budget is for the student: fewer sums of the weight's gradient. Cross entropy of the same logits can
-be a part of the loss. docs/divergence.md defines every term.
+The loop is the same on every device: products of torch around the row ops. Logits exist for a part of a chunk at a
+time, so that most of the budget is for the gradient of the student's: fewer sums of the weight's gradient. Those of
+models in 16 bits are float32, since the gradient of a student near its teacher is a small difference of both, and their
+gradient is rounded to 16 bits once. Cross entropy of the same logits can be a part of the loss. docs/divergence.md
+defines every term.
 """
-
-from typing import NamedTuple
 
 import torch
 
-from ..backend import register_portable
+from ..backend import register_portable, targets_checked
 from ..distributed import unflatten_tokens
-from ._arguments import LayerNames, arguments, check_layer, check_like, wrong_shape
+from ._arguments import (
+    LayerNames,
+    arguments,
+    check_device,
+    check_floating,
+    check_layer,
+    check_like,
+    wrong_shape,
+)
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
-from ._distillation_rows import Part, RowWeights, Targets, Terms, distil_rows
+from ._cross_entropy_math import check_targets
+from ._distillation_rows import Rows, RowWeights, Targets, Terms, distil_rows
 from ._fakes import register_fake
 from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
 from ._made_gradients import gradients_in_forward
-from ._products import write_linear
+from ._products import write_linear, write_wide_linear
+from ._scaled_gradients import ScaledHeadGradients, scale_of
 from .cross_entropy import denominator_tensor, refuse_gradients
-from .divergence import DIVERGENCE_OPTIONS, flatten_pair, of_beta, row_weights
+from .divergence import DIVERGENCE_OPTIONS, flatten_pair, mean_of_rows, of_beta, row_weights
 from .rms_norm import accumulate_dtype
 
 # --- kernel -------------------------------------------------------------------------------------------------------
 
-# Parts of a chunk, each with logits of the teacher (or a gradient apart) beside the chunk's of the student.
+# Parts of a chunk, each with logits beside the chunk's gradient.
 _PARTS = 3
 # Rows of a tile of the products.
 _TILE = 128
 
 
-def _gradients(input, weight, bias, wanted, exact, memory_budget, apart, hosted):
+def _gradients(input, weight, bias, wanted, exact, memory_budget, beside, hosted, scale):
     """(the gradients of the student's layer, rows of the first chunk, of another one, of a part)"""
-    gradients = Sm90HeadGradients.plan(input, weight, bias, wanted, memory_budget, apart, hosted=hosted)
+    gradients = Sm90HeadGradients.plan(input, weight, bias, wanted, memory_budget, beside, hosted=hosted)
     if gradients is not None:
         return gradients, gradients.first_rows, gradients.chunk_rows, gradients.part_rows
-    chunk_rows, chunks, part_rows = _plan(input, weight, wanted[1], exact, memory_budget, apart)
-    return HeadGradients(input, weight, bias, wanted, chunks, exact), chunk_rows, chunk_rows, part_rows
+    chunk_rows, chunks, part_rows = _plan(input, weight, wanted, exact, memory_budget, beside)
+    if scale is None:
+        gradients = HeadGradients(input, weight, bias, wanted, chunks, exact)
+    else:
+        gradients = ScaledHeadGradients(input, weight, bias, wanted, chunks, exact, scale)
+    return gradients, chunk_rows, chunk_rows, part_rows
 
 
-def _plan(input, weight, need_grad_weight, exact, memory_budget, apart):
-    """(rows of a chunk, chunks, rows of a part). ``apart`` counts the logits that a part has beside the student's."""
+def _plan(input, weight, wanted, exact, memory_budget, beside):
+    """(rows of a chunk, chunks, rows of a part). ``beside`` counts the rows of the dtype of input that a row of a part
+    has beside its gradient."""
     rows, hidden = input.shape
     vocab, size = weight.shape[0], input.element_size()
     budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
+    line = -(-vocab * size // 16) * 16
+    if not any(wanted):
+        # Parts are all there is.
+        part = max(min(_whole_tiles(budget // (line * beside)), rows), 1)
+        return part, -(-rows // part), part
 
     def for_student(amount):
-        return max(amount * _PARTS // (_PARTS + apart), 1)
+        return max(amount * _PARTS // (_PARTS + beside), 1)
 
     # Where logits lie in the memory of the weight's gradient, its hidden size is what limits them.
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        rows, for_student(hidden), vocab, size, need_grad_weight, exact, for_student(budget)
+        rows, for_student(hidden), vocab, size, wanted[1], exact, for_student(budget)
     )
-    if apart == 0:
+    if beside == 0:
         return chunk_rows, chunks, chunk_rows
-    line = -(-vocab * size // 16) * 16
-    part = max(chunk_rows // _PARTS, (budget // line - chunk_rows) // apart, 1)
-    part = part // _TILE * _TILE or part
+    part = _whole_tiles(max(chunk_rows // _PARTS, (budget // line - chunk_rows) // beside, 1))
     if part < chunk_rows:
         # Parts of one size, in whole tiles if there is room for one.
         even = -(-chunk_rows // -(-chunk_rows // part))
@@ -67,36 +84,76 @@ def _plan(input, weight, need_grad_weight, exact, memory_budget, apart):
     return chunk_rows, chunks, min(part, chunk_rows)
 
 
-class _Teacher(NamedTuple):
-    """What it says of the rows of a batch. Its logits, if they are products, exist for a part of a chunk at a time.
+def _whole_tiles(rows):
+    return rows // _TILE * _TILE or rows
+
+
+class _Logits:
+    """Logits of student and teacher for a part of a chunk at a time, in one dtype.
 
     Attributes:
-        rows: (T, Ht) hidden states, or what :class:`Part` says.
-        weight, bias: of the products, else None.
-        indices: (T, k) or None.
-        memory: for the logits of ``part_rows`` rows, where they are products.
-        part_rows: of a part.
+        wide: that dtype.
+        lines: rows of the gradient's dtype that a row of logits takes.
+        kinds: how many of the two need memory: a teacher's may be there in that dtype.
     """
 
-    rows: torch.Tensor
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    indices: torch.Tensor | None
-    memory: torch.Tensor
-    part_rows: int
+    def __init__(self, input, weight, bias, teacher, teacher_weight, teacher_bias, of_teacher):
+        self.wide = accumulate_dtype(input.dtype)
+        self.lines = self.wide.itemsize // input.element_size()
+        self._head, self._teacher = (weight, bias), teacher
+        self._teacher_head = teacher_weight, teacher_bias
+        self._made = of_teacher and (teacher_weight is not None or teacher.dtype != self.wide)
+        self.kinds = 1 + self._made
 
-    def parts(self, chunk, unused):
-        """The :class:`Part` of each part of a chunk. ``unused``: other memory for logits, or None."""
-        memory, step = self.memory, self.part_rows
-        if unused is not None and unused.shape[0] > step:
-            memory, step = unused, unused.shape[0]
-        for part in row_chunks(chunk.stop - chunk.start, step):
-            here = slice(chunk.start + part.start, chunk.start + part.stop)
-            known = self.rows[here]
-            if self.weight is not None:
-                known = memory[: part.stop - part.start]
-                write_linear(self.rows[here], self.weight, self.bias, known)
-            yield Part(part, known, None if self.indices is None else self.indices[here])
+    def rows_in(self, memory):
+        """Memory for rows of the gradient as rows of logits."""
+        if self.lines == 1:
+            return memory
+        (lines, classes), stride = memory.shape, memory.stride(0)
+        rows = lines // 2
+        flat = memory.as_strided((2 * rows * stride,), (1,))
+        return flat.view(self.wide).view(rows, stride)[:, :classes]
+
+    def _write(self, x, weight, bias, out):
+        (write_linear if self.lines == 1 else write_wide_linear)(x, weight, bias, out)
+        return out
+
+    def student(self, x, memory):
+        """Those of the hidden states x, at the beginning of ``memory``."""
+        return self._write(x, *self._head, memory[: x.shape[0]])
+
+    def teacher(self, rows, memory):
+        """What the teacher says of these rows of the batch; logits that are not there yet come to the end of
+        ``memory``."""
+        known = self._teacher[rows]
+        if not self._made:
+            return known
+        memory = memory[memory.shape[0] - known.shape[0] :]
+        if self._teacher_head[0] is None:
+            return memory.copy_(known)
+        return self._write(known, *self._teacher_head, memory)
+
+
+def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index):
+    """Raises RuntimeError for labels and indices of a teacher that are no classes, on the CPU: on a GPU they make their
+    row nan, unless LIGER_CHECK_TARGETS asks to wait for the device."""
+    named = {"forward_kl": "kl_div", "reverse_kl": "kl_div", "topk_tail": "topk"}.get(divergence, divergence)
+    for tensor in (target, teacher_indices):
+        if tensor is not None and tensor.device.type != "cpu" and not targets_checked():
+            return
+    op = f"fused_linear_{named}"
+    if hard:
+        check_targets(op, target, vocab, ignore_index)
+    if soft and teacher_indices is not None:
+        bad = ((teacher_indices < 0) | (teacher_indices >= vocab)) & (teacher > -torch.inf)
+        if target is not None:
+            bad &= (target != ignore_index).unsqueeze(1)
+        if bad.any():
+            row, place = bad.nonzero()[0].tolist()
+            raise RuntimeError(
+                f"{op}: teacher_indices at row {row}, place {place} is {int(teacher_indices[row, place])}, expected "
+                f"0 <= class < {vocab}"
+            )
 
 
 def fused_linear_divergence_forward_kernel(
@@ -108,35 +165,59 @@ def fused_linear_divergence_forward_kernel(
         input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
         beta, temperature, soft, hard, accum_dtype, memory_budget,
     )  # fmt: skip
-    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+    rows, vocab, wide = input.shape[0], weight.shape[0], accumulate_dtype(input.dtype)
+    _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index)
     terms = Terms(divergence, beta, temperature, soft, hard, ignore_index)
     wanted, exact = (need_grad_input, need_grad_weight, need_grad_bias), accum_dtype in (None, torch.float32)
-    teacher_weight = teacher_weight if soft else None
-    of_teacher = teacher_weight is not None
-    # What is made apart would be as large as a part.
-    hosted = of_teacher and not terms.hard_apart
-    gradients, first_rows, chunk_rows, part_rows = _gradients(
-        input, weight, bias, wanted, exact, memory_budget, of_teacher + terms.hard_apart, hosted
+    need_gradient = any(wanted)
+    targets = Targets.of_rows(input, target, ignore_index, vocab if hard else None)
+    row_weight = (input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)).expand(rows)
+    scale = scale_of(row_weight) if need_gradient and input.dtype == torch.float16 else None
+    weights = RowWeights.of(row_weight if scale is None else row_weight * scale, terms, targets)
+
+    logits = _Logits(
+        input, weight, bias, teacher, teacher_weight, teacher_bias, bool(soft) and teacher_indices is None
     )
-    memory, beside = gradients.new_logits_beside(chunk_rows, part_rows if of_teacher else 0)
-    known = _Teacher(teacher, teacher_weight, teacher_bias, teacher_indices, beside, part_rows)
-    row_weight = input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)
-    weights = RowWeights((row_weight * soft).expand(rows), (row_weight * hard).expand(rows))
-    targets = Targets.of_rows(input, target, ignore_index)
-    losses = [input.new_empty(rows if factor else 0, dtype=wide) for factor in (soft, hard)]
-    for chunk in row_chunks(rows, chunk_rows, first_rows):
-        logits = memory[: chunk.stop - chunk.start]
-        write_linear(input[chunk], weight, bias, logits)
-        unused = gradients.unused_rows() if hosted else None
-        found = distil_rows(
-            terms, logits, known.parts(chunk, unused), targets.at(chunk), weights.at(chunk), any(wanted)
+    gradients, first_rows, chunk_rows, part_rows = _gradients(
+        input, weight, bias, wanted, exact, memory_budget, logits.lines * (logits.kinds + terms.apart),
+        hosted=not terms.apart, scale=scale,
+    )  # fmt: skip
+    if need_gradient:
+        # An even number, so that wider rows behind them begin at multiples of their size.
+        memory, beside = gradients.new_logits_beside(
+            chunk_rows + chunk_rows % 2, logits.lines * logits.kinds * part_rows
         )
-        for loss, of_rows in zip(losses, found, strict=True):
-            if of_rows is not None:
-                loss[chunk] = of_rows
-        if any(wanted):
+        room = logits.rows_in(beside)
+    else:
+        memory, room = None, input.new_empty(logits.kinds * part_rows, vocab, dtype=wide)
+    found = []
+    for chunk in row_chunks(rows, chunk_rows, first_rows):
+        x, here, step = input[chunk], room, part_rows
+        unused = gradients.unused_rows() if need_gradient and not terms.apart else None
+        if unused is not None:
+            lent = unused.shape[0] // (logits.lines * logits.kinds) // _TILE * _TILE
+            # A longer first chunk lies where the room is.
+            if lent > step or x.shape[0] > chunk_rows:
+                here, step = logits.rows_in(unused), lent
+        for part in row_chunks(x.shape[0], step):
+            of_batch = slice(chunk.start + part.start, chunk.start + part.stop)
+            places = here[: logits.kinds * (part.stop - part.start)]
+            known = Rows(
+                logits.student(x[part], places), logits.teacher(of_batch, places),
+                None if teacher_indices is None else teacher_indices[of_batch], targets.at(of_batch),
+                weights.at(of_batch), memory[part] if need_gradient else None,
+            )  # fmt: skip
+            found.append(distil_rows(terms, known))
+        if need_gradient:
             ignored = None if target is None else targets.at(chunk).ignored
-            gradients.add(input[chunk], logits, gradients.input[chunk], ignored)
+            gradients.add(x, memory[: x.shape[0]], gradients.input[chunk], ignored)
+
+    def of_all_rows(factor, losses):
+        if not (factor and losses):
+            return input.new_empty(0, dtype=wide)
+        return torch.cat(losses) if scale is None else torch.cat(losses) / scale
+
+    losses = [of_all_rows(factor, [f[i] for f in found]) for i, factor in enumerate((soft, hard))]
     total = losses[0] + losses[1] if soft and hard else losses[0 if soft else 1].clone()
     return total if per_row else total.sum(), *losses, *gradients.finish()
 
@@ -204,18 +285,22 @@ def _run(
     op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
     temperature, ignore_index, reduction, accum_dtype, memory_budget,
 ):  # fmt: skip
-    input, weight, bias, teacher, teacher_weight, teacher_bias = autocast_operands(
-        input, weight, bias, teacher, teacher_weight, teacher_bias
+    # Logits are no operand of a product.
+    operands = (input, weight, bias, teacher_weight, teacher_bias)
+    input, weight, bias, teacher_weight, teacher_bias, *states = autocast_operands(
+        *operands, *(() if teacher_weight is None else (teacher,))
     )
+    teacher = states[0] if states else teacher
     refuse_gradients(op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
     batch = input.shape[0] if input.dim() > 1 else 1
     rows, teacher, target, token_weight, like = flatten_pair(
         op, ("input", "teacher"), input, teacher, target, token_weight
     )
     check_layer(op, LayerNames(), rows, weight, bias, target)
-    check_like(op, "teacher", teacher, "input", rows)
     expected = f"{weight.shape[0]} classes, those of weight"
     if teacher_weight is None:
+        check_floating(op, "teacher", teacher)
+        check_device(op, "teacher", teacher, "input", rows)
         if teacher.shape[-1] != weight.shape[0]:
             raise wrong_shape(
                 op, "teacher", teacher, f"logits of {expected}, or hidden states with teacher_weight"
@@ -223,6 +308,7 @@ def _run(
     else:
         if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
             raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
+        check_like(op, "teacher", teacher, "input", rows)
         check_layer(op, _TEACHER, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
@@ -230,7 +316,9 @@ def _run(
         op, rows, weight, teacher, teacher_weight, None, target, bias, teacher_bias, row_weight, divergence, beta,
         temperature, 1.0, 0.0, ignore_index, per_row, accum_dtype, memory_budget,
     )  # fmt: skip
-    return unflatten_tokens(loss, like) if per_row else loss
+    if per_row:
+        return unflatten_tokens(loss, like)
+    return mean_of_rows(loss, rows, batch, reduction, denominator)
 
 
 def _fused_linear_kl_div(
@@ -280,8 +368,9 @@ def fused_linear_kl_div(
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 where divergence is served by plain torch), any strides.
-        weight: (V, H), the dtype of input, as all tensors but target, token_weight and denominator.
-        teacher: (..., Ht), the hidden states of the teacher, or its logits (..., V) without ``teacher_weight``.
+        weight: (V, H), the dtype of input, as all tensors but target, token_weight, denominator and logits.
+        teacher: (..., Ht), the hidden states of the teacher, or its logits (..., V) without ``teacher_weight``, of any
+            floating dtype, which they are taken in.
         teacher_weight: (V, Ht) or None.
         target, token_weight, denominator, reverse, temperature, ignore_index, reduction: as in :func:`liger.kl_div`.
             With ``"none"`` the backward computes the logits a second time.

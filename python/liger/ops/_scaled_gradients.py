@@ -1,0 +1,57 @@
+"""Gradients of a linear layer in float16 from those of its logits in float16, which come in a range of their own.
+
+The gradient of a logit is a probability over the number of tokens, or less by orders of magnitude: as a float16 it
+would be 0 or have few bits. So it comes times a power of two, and what the products sum in float32 is divided by it
+before it is rounded.
+"""
+
+import torch
+
+from ._linear_chunks import HeadGradients
+from ._products import product
+from ._rows import row_blocks
+
+# The largest gradient of a logit is about the largest weight of a row, that of a reverse KL up to a hundred times that.
+_LARGEST_EXPONENT = 8
+
+
+def scale_of(weights):
+    """() a power of two, without synchronisation, for losses of rows that have these weights, in float32."""
+    if weights.numel() == 0:
+        return weights.new_ones(())
+    exponent = torch.frexp(weights.abs().amax()).exponent
+    return torch.ldexp(weights.new_ones(()), (_LARGEST_EXPONENT - exponent).clamp(-100, 100))
+
+
+class ScaledHeadGradients(HeadGradients):
+    """As :class:`HeadGradients`, from gradients of logits that come ``scale`` times as large."""
+
+    def __init__(self, x, weight, bias, wanted, chunks, exact, scale):
+        super().__init__(x, weight, bias, wanted, chunks, exact)
+        self._factor = scale.reciprocal()
+
+    def add(self, x, dlogits, grad_x, ignored):
+        need_input, need_weight, need_bias = self.wanted
+        x = self._counted(x, ignored, grad_x)
+        first, self.chunks_added = self.chunks_added == 0, self.chunks_added + 1
+        if need_weight and self.apart:
+            product(dlogits.t(), x, self.sum, add=not first)
+        elif need_weight:
+            for classes in row_blocks(self.weight):
+                part = self._product(dlogits[:, classes].t(), x)
+                self.weight[classes] = part if first else part + self.weight[classes]
+        if need_input:
+            grad_x.copy_(self._product(dlogits, self.head_weight))
+        if need_bias:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+    def _product(self, a, b):
+        out = a.new_empty((a.shape[0], b.shape[1]), dtype=self._factor.dtype)
+        product(a, b, out)
+        return out.mul_(self._factor)
+
+    def finish(self):
+        if self.apart:
+            self.sum *= self._factor
+        self.bias *= self._factor
+        return super().finish()
