@@ -232,7 +232,10 @@ def test_plan_with_an_unreadable_capability(capsys, text):
 @pytest.mark.parametrize("option", ["tokens", "hidden", "vocab"])
 def test_plan_of_sizes_that_are_none(capsys, option):
     sizes = {"tokens": "8", "hidden": "8", "vocab": "8"}
-    for text, words in (("99999999999999999999", "expected at most "), ("many", "expected an integer, got 'many'")):
+    for text, words in (
+        ("99999999999999999999", "expected at most "),
+        ("many", "expected an integer, got 'many'"),
+    ):
         with pytest.raises(SystemExit):
             cli.main(["plan", *(f"--{name}={size}" for name, size in (sizes | {option: text}).items())])
         assert f"argument --{option}: {words}" in capsys.readouterr().err
