@@ -237,7 +237,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     const ForBackward kept = forward(rows, nullptr, 0, options, denominator, reduction, results);
     return finish(kept, no_tensor(logits.scalar_type(), logits));
   }
-  RowOutput gradient = row_output(torch::stable::empty_like(logits));
+  RowOutput gradient = row_output(new_like(logits));
   const ForBackward kept =
       forward(rows, gradient.data(), gradient.rows.stride, options, denominator, reduction, results);
   gradient.finish();
@@ -324,7 +324,7 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
                       "none");
   require_cuda_dtype(op, "logits", logits);
   const DeviceGuard guard(logits.get_device_index());
-  RowOutput out = row_output(torch::stable::empty_like(logits));
+  RowOutput out = row_output(new_like(logits));
   backward_into(op, out.data(), out.rows.stride, row_input(logits), grad_loss, target, lse, used_denominator,
                 ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap);
   out.finish();

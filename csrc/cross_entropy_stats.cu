@@ -121,7 +121,7 @@ Tensor cross_entropy_stats_backward(const Tensor& logits, const Tensor& target, 
   CrossEntropyOptions options =
       options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
   const DeviceGuard guard(logits.get_device_index());
-  RowOutput out = row_output(torch::stable::empty_like(logits));
+  RowOutput out = row_output(new_like(logits));
   backward_into(op, out.data(), out.rows.stride, row_input(logits), options, reference, of_exp, of_target,
                 of_class, of_log, vocab_start);
   out.finish();

@@ -43,7 +43,7 @@ Gated shape_of(const Tensor& tensor, int64_t columns) {
 Tensor gated(GatedOp op, const Tensor& gate, const Tensor& up) {
   check(op.name, gate, up, std::nullopt);
   const DeviceGuard guard(gate.get_device_index());
-  Tensor product = torch::stable::empty_like(gate);
+  Tensor product = new_like(gate);
   if (gate.numel() == 0) return product;
   if (one_long_row(gate, up)) {
     Gated p{};
@@ -100,9 +100,9 @@ std::tuple<Tensor, Tensor, Tensor> gated_backward(GatedOp op, const Tensor& grad
                                                   const Tensor& up, bool emit_product) {
   check(op.name, gate, up, grad_out);
   const DeviceGuard guard(gate.get_device_index());
-  Tensor grad_gate = torch::stable::empty_like(gate), grad_up = torch::stable::empty_like(up);
+  Tensor grad_gate = new_like(gate), grad_up = new_like(up);
   std::optional<Tensor> product;
-  if (emit_product) product = torch::stable::empty_like(gate);
+  if (emit_product) product = new_like(gate);
   backward(op, grad_out, gate, up, grad_gate, grad_up, product);
   return {grad_gate, grad_up, product ? *product : no_tensor(gate.scalar_type(), gate)};
 }
@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor> gated_packed_backward(GatedOp op, const Tensor& grad_
                                                  bool emit_product) {
   check(op.name, gate_up, std::nullopt, grad_out);
   const DeviceGuard guard(gate_up.get_device_index());
-  Tensor grad_gate_up = torch::stable::empty_like(gate_up);
+  Tensor grad_gate_up = new_like(gate_up);
   std::optional<Tensor> product;
   if (emit_product) product = product_like(gate_up);
   packed_backward(op, grad_out, gate_up, grad_gate_up, product);

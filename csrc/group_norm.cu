@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
   require_cuda_dtype(op, "x", x);
   const DeviceGuard guard(x.get_device_index());
   const Sizes sizes = sizes_of(x, num_groups);
-  RowOutput y = contiguous_output(torch::stable::empty_like(x));
+  RowOutput y = contiguous_output(new_like(x));
   Tensor mean = empty({sizes.samples, num_groups}, ScalarType::Float, x);
   Tensor rstd = empty({sizes.samples, num_groups}, ScalarType::Float, x);
   if (x.numel() == 0) {
@@ -175,8 +175,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   need_grad_weight = need_grad_weight && weight;
   need_grad_bias = need_grad_bias && bias;
   const DeviceGuard guard(x.get_device_index());
-  RowOutput grad_x =
-      contiguous_output(need_grad_x ? torch::stable::empty_like(x) : no_tensor(x.scalar_type(), x));
+  RowOutput grad_x = contiguous_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   Tensor grad_bias = parameter_grad(bias, need_grad_bias, x);
   const std::tuple<Tensor, Tensor, Tensor> grads{grad_x.result, grad_weight, grad_bias};
@@ -235,8 +234,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     check_launch(op);
     // Both gradients are there, whichever was asked for.
     if (!need_grad_weight && !need_grad_bias) return;
-    const Tensor of_weight = need_grad_weight ? grad_weight : torch::stable::empty_like(grad_bias);
-    const Tensor of_bias = need_grad_bias ? grad_bias : torch::stable::empty_like(grad_weight);
+    const Tensor of_weight = need_grad_weight ? grad_weight : new_like(grad_bias);
+    const Tensor of_bias = need_grad_bias ? grad_bias : new_like(grad_weight);
     sum_parts<T>(p.sums, static_cast<int>(parts), of_weight, &of_bias, false, stream);
   });
   check_launch(op);

@@ -19,7 +19,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   check_layer_norm(op, x, weight, bias, eps);
   require_cuda_dtype(op, "x", x);
   const DeviceGuard guard(x.get_device_index());
-  RowOutput y = row_output(torch::stable::empty_like(x));
+  RowOutput y = row_output(new_like(x));
   Tensor mean = empty(leading_shape(x), ScalarType::Float, x);
   Tensor rstd = empty(leading_shape(x), ScalarType::Float, x);
   if (x.numel() == 0) {
@@ -73,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
   need_grad_weight = need_grad_weight && weight;
   need_grad_bias = need_grad_bias && bias;
   const DeviceGuard guard(x.get_device_index());
-  RowOutput grad_x = row_output(need_grad_x ? torch::stable::empty_like(x) : no_tensor(x.scalar_type(), x));
+  RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   Tensor grad_bias = parameter_grad(bias, need_grad_bias, x);
   const std::tuple<Tensor, Tensor, Tensor> grads{grad_x.result, grad_weight, grad_bias};

@@ -23,7 +23,7 @@ Tensor run(const char* op, const Tensor& x, const std::optional<Tensor>& grad_y)
   check_rowwise(op, "x", x, grad_y);
   require_cuda_dtype(op, "x", x);
   const DeviceGuard guard(x.get_device_index());
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = new_like(x);
   if (x.numel() == 0) return out;
   ReluSquared p{};
   if (one_long_row(x, grad_y ? *grad_y : x)) {

@@ -52,7 +52,7 @@ void scale(const char* op, const Tensor& in, const Tensor& out, const Tensor& fa
 Tensor rescale(const Tensor& x, const Tensor& factor) {
   check("rescale", x, factor);
   const DeviceGuard guard(x.get_device_index());
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = new_like(x);
   if (x.numel() == 0) return out;
   if (is_dense(x)) {
     scale("rescale", x, out, factor);

@@ -27,8 +27,8 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
   check_rms_norm(op, x, residual, weight, casting_mode, eps, offset);
   require_cuda_dtype(op, "x", x);
   const DeviceGuard guard(x.get_device_index());
-  RowOutput y = row_output(torch::stable::empty_like(x));
-  RowOutput sum = residual ? row_output(torch::stable::empty_like(x)) : y;
+  RowOutput y = row_output(new_like(x));
+  RowOutput sum = residual ? row_output(new_like(x)) : y;
   Forward out{y.result, sum.result, empty(leading_shape(x), ScalarType::Float, x)};
   if (x.numel() == 0) {
     // The mean of no values is NaN, and so is its rstd.
@@ -83,7 +83,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
   require_row_statistic(op, "rstd", rstd, x, leading_size(x));
   need_grad_weight = need_grad_weight && weight;
   const DeviceGuard guard(x.get_device_index());
-  RowOutput grad_x = row_output(need_grad_x ? torch::stable::empty_like(x) : no_tensor(x.scalar_type(), x));
+  RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   if (x.numel() == 0) {
     if (need_grad_weight) torch::stable::zero_(grad_weight);

@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor> rotated(const char* op, const Tensor& q, const Tensor
                                    const Tensor& sin, bool interleaved, bool backward) {
   check(op, q, k, cos, sin, interleaved);
   const DeviceGuard guard(q.get_device_index());
-  Tensor q_out = torch::stable::empty_like(q), k_out = torch::stable::empty_like(k);
+  Tensor q_out = new_like(q), k_out = new_like(k);
   rotate(op, q, k, cos, sin, q_out, k_out, interleaved, backward);
   return {q_out, k_out};
 }

@@ -106,7 +106,7 @@ Tensor run(const char* op, const char* name, const Tensor& x, const std::optiona
   check_rowwise(op, name, x, grad_y);
   require_cuda_dtype(op, name, x);
   const DeviceGuard guard(x.get_device_index());
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = new_like(x);
   if (x.numel() == 0) return out;
   const RowInput x_rows = row_input(x, true);
   std::optional<RowInput> grad_rows;

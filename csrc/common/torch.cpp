@@ -59,6 +59,31 @@ const DeviceAttributes& device_attributes(int device) {
   return attributes[device];
 }
 
+namespace {
+
+Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims, ScalarType dtype,
+                     const Tensor& like) {
+  int32_t device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  AtenTensorHandle made = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, static_cast<int32_t>(dtype), device,
+                                                  like.get_device_index(), &made));
+  return Tensor(made);
+}
+
+}  // namespace
+
+Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& like) {
+  std::vector<int64_t> strides(shape.size(), 1);
+  for (size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(shape[d], 1);
+  return empty_strided(shape.data(), strides.data(), static_cast<int64_t>(shape.size()), dtype, like);
+}
+
+Tensor new_like(const Tensor& x) {
+  if (!x.is_contiguous()) return torch::stable::empty_like(x);
+  return empty_strided(x.sizes().data(), x.strides().data(), x.dim(), x.scalar_type(), x);
+}
+
 void require_cuda_dtype(const char* op, const char* name, const Tensor& tensor) {
   const ScalarType dtype = tensor.scalar_type();
   require(dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float, op, ": ",

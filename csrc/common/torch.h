@@ -41,9 +41,11 @@ struct DeviceAttributes {
 };
 const DeviceAttributes& device_attributes(int device);
 
-inline Tensor empty(std::vector<int64_t> shape, ScalarType dtype, const Tensor& like) {
-  return torch::stable::new_empty(like, shape, dtype);
-}
+// A contiguous tensor on the device of another one, and one of the shape, dtype and, where dense, strides of
+// x. Not torch::stable::new_empty and empty_like, which look their op up by its name in every call: 0.3 us of
+// host time each.
+Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& like);
+Tensor new_like(const Tensor& x);
 
 // The stand-in for an output that was not asked for.
 inline Tensor no_tensor(ScalarType dtype, const Tensor& like) {

@@ -1,6 +1,5 @@
 """Tensors of several devices raise, naming op and argument; meta tensors alone give the shapes of the results."""
 
-import contextlib
 import re
 
 import pytest
@@ -9,6 +8,11 @@ from public_callables import CASES, arguments
 from samples import SAMPLES
 
 GPU = torch.cuda.is_available()
+# Their products with weights, before any op of liger, are torch's own, which does not look at the device of a weight on
+# meta. A module may have such weights until its hooks fetch them.
+OF_TORCH = ("tiled", "nn.SwiGLUMLP", "nn.GEGLUMLP")
+# Not asked for: what a reference says, without a penalty for leaving it, and the divergence of a loss that has none.
+UNREAD = [("losses.PPO", "ref_per_token_logps"), ("losses.KTO apo_zero_unpaired", "kl")]
 
 
 def tensor_names(given):
@@ -20,14 +24,13 @@ def one_elsewhere():
     pairs = []
     for name in CASES:
         names = tensor_names(arguments(name))
-        pairs += [(name, argument) for argument in names if len(names) > 1]
+        if len(names) > 1 and name not in OF_TORCH:
+            pairs += [(name, argument) for argument in names if (name, argument) not in UNREAD]
     return pairs
 
 
 # Devices beside that of the other tensors; a test without a GPU has the first.
 ELSEWHERE = ["meta", *(["cpu"] if GPU else []), *(["cuda:1"] if torch.cuda.device_count() > 1 else [])]
-# Their products, before any op of liger, are torch's own, which does not look at the devices of meta tensors alone.
-OF_TORCH = ("tiled", "nn.SwiGLUMLP", "nn.GEGLUMLP")
 
 
 def moved_to(elsewhere, tensor):
@@ -47,16 +50,11 @@ def as_tuple(results):
 def test_a_tensor_of_another_device_raises(name, moved, elsewhere, device):
     given = arguments(name, device)
     given[moved] = moved_to(elsewhere, given[moved])
-    if name in OF_TORCH:
-        with contextlib.suppress(RuntimeError):
-            assert all(r.is_meta for r in as_tuple(CASES[name].call(**given)))
-        return
     with pytest.raises(RuntimeError) as raised:
         CASES[name].call(**given)
-    message = str(raised.value)
-    assert re.match(
-        r"\w+: \w+ is on (meta|cpu|cuda:\d), expected the device of [\w ]+, (meta|cpu|cuda:\d)", message
-    ), message
+    where = r"(meta|cpu|cuda:\d)"
+    words = rf"\w+: \w+ is on {where}, expected (the device of [\w ]+, {where}|{where}, the device of [\w ]+)"
+    assert re.match(words, str(raised.value)), str(raised.value)
 
 
 def tensors_of_ops():

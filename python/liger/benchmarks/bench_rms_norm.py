@@ -87,6 +87,11 @@ def _add_candidates(options):
     ]
 
 
+def _forward_op(inputs):
+    """The forward op without autograd around it."""
+    return Work(lambda: {"y": torch.ops.liger.rms_norm(inputs["x"], inputs["weight"], EPS)[0]})
+
+
 def _backward_op(inputs):
     """The backward op without autograd around it."""
     x, weight, grad_y = inputs["x"], inputs["weight"], inputs["grad_y"]
@@ -95,6 +100,18 @@ def _backward_op(inputs):
     def run():
         grads = torch.ops.liger.rms_norm_backward(grad_y, x, weight, rstd, 0.0, "llama", True, True)
         return dict(zip(("dx", "dweight"), grads, strict=True))
+
+    return Work(run)
+
+
+def _both_ops(inputs):
+    """The forward op and the backward op without autograd: what is beyond their host time is that of autograd."""
+    x, weight, grad_y = inputs["x"], inputs["weight"], inputs["grad_y"]
+
+    def run():
+        y, rstd = torch.ops.liger.rms_norm(x, weight, EPS)
+        grads = torch.ops.liger.rms_norm_backward(grad_y, x, weight, rstd, 0.0, "llama", True, True)
+        return {"y": y, "dx": grads[0], "dweight": grads[1]}
 
     return Work(run)
 
@@ -154,12 +171,21 @@ def _add_rows(options, tokens, hidden):
 
 
 def _host_rows(options):
-    for label, name in (("forward with grad", "forward"), ("forward and backward",) * 2):
+    timed = (
+        ("forward with grad", "forward", _forward_op),
+        ("forward and backward", "forward and backward", _both_ops),
+    )
+    for label, name, alone in timed:
+        chosen = selected(options, _norm_candidates(options, True), "forward")
+        made = providers(chosen, *NORM_WORKS[name])
+        made += [
+            Provider(f"{c.name} ops alone", alone, "op alone", c.context) for c in chosen if c.group == "ours"
+        ]
         yield Row(
             "rms_norm",
             f"rms_norm host time, {label}",
             _inputs(options, 8, 256),
-            providers(selected(options, _norm_candidates(options, True), "forward"), *NORM_WORKS[name]),
+            made,
             kind="host",
             rounds=7,
             burst=options.pick(200, 100, 3),

@@ -4,6 +4,7 @@ import torch
 
 from ..backend import targets_checked
 from ..ops._arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
+from ..ops._fakes import register_fake
 from ..ops.rms_norm import accumulate_dtype
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")
@@ -27,7 +28,7 @@ def _check_packing(op, cu_seqlens, tokens, length):
 _library.impl("check_packing", _check_packing, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("liger_losses::check_packing")
+@register_fake("liger_losses::check_packing")
 def _(op, cu_seqlens, tokens, length):
     return cu_seqlens.new_empty((), dtype=torch.float32)
 
@@ -82,10 +83,7 @@ class Batch:
             )
         if cu_seqlens.dtype not in (torch.int32, torch.int64):
             raise RuntimeError(f"{op}: cu_seqlens is {cu_seqlens.dtype}, expected int32 or int64")
-        if cu_seqlens.device != target.device:
-            raise RuntimeError(
-                f"{op}: cu_seqlens is on {cu_seqlens.device}, expected {target.device}, the device of target"
-            )
+        check_device(op, "cu_seqlens", cu_seqlens, names.target, target)
         if max_length is not None and max_length < 0:
             raise RuntimeError(f"{op}: max_length is {max_length}, expected the longest length")
         tokens = self.target.shape[0]
@@ -164,6 +162,11 @@ def either(condition, yes, no, like):
 
 def as_scalar(name, value, batch):
     """A number, or a tensor of one element, as a scalar of float32 or wider on the device of the batch."""
+    if isinstance(value, torch.Tensor) and value.is_meta and not batch.hidden.is_meta:
+        # Nothing could be copied from there.
+        raise RuntimeError(
+            f"{batch.op}: {name} is on meta, expected the device of the hidden states, {batch.hidden.device}"
+        )
     device, wide = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
     if not isinstance(value, torch.Tensor):
         return torch.full((), value, dtype=wide, device=device)

@@ -38,8 +38,9 @@ def _libraries(namespace):
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _PLAIN = _TENSORS | {bool, int, float, str, torch.dtype}
 # The dispatch keys that every thread starts with. Modes, transforms and tracers add theirs.
-_VMAP_OF_BACKWARDS = torch._C._parse_dispatch_key("VmapMode")
 _NOTHING_ADDED = DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)
+# That of is_grads_batched, which has a vmap of its own.
+_VMAP_OF_BACKWARDS = torch._C._parse_dispatch_key("VmapMode")
 
 
 def _meets_only_autograd(args):
@@ -166,7 +167,7 @@ def wants_grad(*tensors):
 
 def _requires_grad(tensor):
     """Whether a tensor requires grad, be it at a level below that of the innermost transform of torch.func."""
-    if _are_functorch_transforms_active():
+    if not is_compiling() and _are_functorch_transforms_active():
         while not tensor.requires_grad and _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
     return tensor.requires_grad

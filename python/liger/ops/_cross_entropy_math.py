@@ -123,11 +123,18 @@ def at_original_rows(results, metrics, reduction, index, rows):
     return tuple(placed(v) if want else v for v, want in zip(results, wanted, strict=True))
 
 
+class Exponentials(NamedTuple):
+    """Of rows of capped logits z, in memory that the next rows take."""
+
+    exp: torch.Tensor  # of z less the largest of its row
+    total: torch.Tensor  # their sum, per row
+
+
 class RowResults:
     """Per-row results of a whole call, filled a block at a time."""
 
     def __init__(self, rule, metrics):
-        self.rule, self.metrics = rule, metrics
+        self.rule, self.metrics, self._memory = rule, metrics, None
         rows, wide = rule.index.shape[0], rule.wide
 
         def buffer(wanted, dtype=wide):
@@ -139,11 +146,16 @@ class RowResults:
         self.logprobs, self.entropy = buffer(metrics.logprobs), buffer(metrics.entropy)
 
     def fill(self, block, logits):
-        """Computes rows ``block`` from their logits; returns z."""
+        """Computes rows ``block`` from their logits; returns z and its :class:`Exponentials`."""
         rule, metrics = self.rule, self.metrics
         live = rule.live[block]
         z = rule.capped(logits)
-        lse = torch.logsumexp(z, -1)
+        if self._memory is None:
+            self._memory = torch.empty_like(z, memory_format=torch.contiguous_format)
+        largest = z.amax(-1)
+        exp = torch.sub(z, largest.unsqueeze(1), out=self._memory[: z.shape[0]]).exp_()
+        total_exp = exp.sum(-1)
+        lse = largest + total_exp.log()
         logp = z.gather(1, rule.index[block].unsqueeze(1)).squeeze(1) - lse
         total = None
         if rule.label_smoothing != 0.0:
@@ -151,13 +163,19 @@ class RowResults:
             total = cost.sum(-1) if rule.class_weight is None else (cost * rule.class_weight).sum(-1)
         self.fill_from(block, lse, logp, total)
         if metrics.entropy:
-            cost = lse.unsqueeze(1) - z
-            p = torch.exp(-cost)
-            entropy = torch.where(p == 0, 0.0, p * cost).sum(-1)
+            entropy = torch.where(exp == 0, 0.0, exp * (lse.unsqueeze(1) - z)).sum(-1) / total_exp
             self.entropy[block] = torch.where(live, entropy, 0.0)
         if self.predicted.numel():
             self.predicted[block] = torch.where(live, logits.argmax(-1), -1)
-        return z
+        return z, Exponentials(exp, total_exp)
+
+    def fill_with_gradient(self, block, logits, upstream, out):
+        """The same, and writes the gradient into ``out``, which may be the logits."""
+        z, exponentials = self.fill(block, logits)
+        wide = out if out.dtype == self.rule.wide else None
+        grad = row_gradient(self.rule, block, z, self.lse[block], upstream, exponentials, wide)
+        if wide is None:
+            out.copy_(grad)
 
     def fill_from(self, block, lse, logp, total):
         """What follows from lse, the target's log-probability and, with label smoothing, ``sum(w * (lse - z))``."""
@@ -222,19 +240,31 @@ def row_upstream(rule, block, upstream):
     return torch.where(rule.valid[block], upstream, torch.nan)
 
 
-def row_gradient(rule, block, z, lse, upstream):
+def row_gradient(rule, block, z, lse, upstream, exponentials=None, out=None):
     """d(loss)/d(logits) of rows ``block`` in the wide dtype, from their capped logits z.
 
-    ``upstream`` holds the gradient with respect to each row's loss, or is a scalar for all of them.
+    ``upstream`` holds the gradient with respect to each row's loss, or is a scalar for all of them. ``exponentials``,
+    where they are known, are written over. ``out``, of the wide dtype, takes the gradient.
     """
     scale, hard, per_class = gradient_weights(rule, block, lse)
-    grad = (z - lse.unsqueeze(1)).exp_()
-    grad.mul_(scale.unsqueeze(1))
-    if per_class != 0.0:
-        grad.sub_(per_class * (1.0 if rule.class_weight is None else rule.class_weight))
-    index = rule.index[block].unsqueeze(1)
-    grad.scatter_(1, index, grad.gather(1, index) - hard.unsqueeze(1))
-    if rule.softcap is not None:
-        grad.mul_(1.0 - (z / rule.softcap).square_())
-    grad.mul_(row_upstream(rule, block, upstream).unsqueeze(1))
-    return grad.masked_fill_(~rule.live[block].unsqueeze(1), 0.0)
+    if exponentials is None:
+        grad = (z - lse.unsqueeze(1)).exp_()
+    else:
+        grad, scale = exponentials.exp, scale / exponentials.total
+    out = grad if out is None else out
+    index, upstream = rule.index[block].unsqueeze(1), row_upstream(rule, block, upstream).unsqueeze(1)
+    scale, hard = scale.unsqueeze(1), hard.unsqueeze(1)
+    if per_class == 0.0 and rule.softcap is None:
+        of_target = (grad.gather(1, index) * scale - hard) * upstream
+        grad = torch.mul(grad, scale * upstream, out=out).scatter_(1, index, of_target)
+    else:
+        grad.mul_(scale).sub_(per_class * (1.0 if rule.class_weight is None else rule.class_weight))
+        grad.scatter_(1, index, grad.gather(1, index) - hard)
+        if rule.softcap is not None:
+            grad.mul_(1.0 - (z / rule.softcap).square_())
+        grad = torch.mul(grad, upstream, out=out)
+    live = rule.live[block]
+    # A GPU would have to be waited for.
+    if live.device.type == "cpu" and live.all():
+        return grad
+    return grad.masked_fill_(~live.unsqueeze(1), 0.0)

@@ -23,10 +23,12 @@ def _forward(
     )  # fmt: skip
     results = RowResults(rule, Metrics(*wanted))
     used_denominator = rule.denominator(denominator, reduction)
+    upstream = 1.0 / used_denominator
     for block in row_blocks(logits):
-        z = results.fill(block, logits[block])
-        if gradient is not None:
-            gradient[block] = row_gradient(rule, block, z, results.lse[block], 1.0 / used_denominator)
+        if gradient is None:
+            results.fill(block, logits[block])
+        else:
+            results.fill_with_gradient(block, logits[block], upstream, gradient[block])
     return *results.reduced(used_denominator, reduction), results.lse, used_denominator
 
 

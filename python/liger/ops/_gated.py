@@ -19,7 +19,7 @@ from ._autograd import (
 )
 from ._fakes import register_fake
 from ._vmap import to_front
-from .rms_norm import accumulate_dtype
+from .rms_norm import accumulate_dtype, laid_out_like
 
 # --- formulas -----------------------------------------------------------------------------------------------------
 
@@ -29,9 +29,7 @@ def _silu(gate):
 
 
 def _silu_backward(grad, gate):
-    sigmoid = torch.sigmoid(gate)
-    silu = gate * sigmoid
-    return silu, grad * (sigmoid + silu * (1 - sigmoid))
+    return _silu(gate), torch.ops.aten.silu_backward(grad, gate)
 
 
 def _gelu(approximate):
@@ -59,15 +57,16 @@ def gelu_name(op, approximate):
 
 def _product(gate, up, activation):
     wide = accumulate_dtype(gate.dtype)
-    return _FORMULAS[activation][0](gate.to(wide)) * up.to(wide)
+    return _FORMULAS[activation][0](gate.to(wide)).mul_(up.to(wide))
 
 
-def _grads(grad_out, gate, up, activation):
-    """(grad_gate, grad_up, product), not yet rounded."""
+def _grads(grad_out, gate, up, activation, with_product):
+    """(grad_gate, grad_up, product or None), not yet rounded."""
     wide = accumulate_dtype(gate.dtype)
     grad_out, gate, up = grad_out.to(wide), gate.to(wide), up.to(wide)
     value, grad_gate = _FORMULAS[activation][1](grad_out * up, gate)
-    return grad_gate, grad_out * value, value * up
+    product = value * up if with_product else None
+    return grad_gate, value.mul_(grad_out), product
 
 
 def _halves(packed):
@@ -85,29 +84,31 @@ def _product_like(gate_up):
 
 def product(op, gate, up, activation):
     torch.ops.liger.check_gated(op, gate, up, None)
-    return torch.empty_like(gate).copy_(_product(gate, up, activation))
+    return laid_out_like(gate, _product(gate, up, activation))
 
 
 def backward(op, grad_out, gate, up, emit_product, activation):
     torch.ops.liger.check_gated(op, gate, up, grad_out)
-    grad_gate, grad_up, product = _grads(grad_out, gate, up, activation)
+    grad_gate, grad_up, product = _grads(grad_out, gate, up, activation, emit_product)
     return (
-        torch.empty_like(gate).copy_(grad_gate),
-        torch.empty_like(up).copy_(grad_up),
-        torch.empty_like(gate).copy_(product) if emit_product else gate.new_empty(0),
+        laid_out_like(gate, grad_gate),
+        laid_out_like(up, grad_up),
+        laid_out_like(gate, product) if emit_product else gate.new_empty(0),
     )
 
 
 def backward_(op, grad_out, gate, up, activation):
     torch.ops.liger.check_gated(op, gate, up, grad_out)
-    grad_gate, grad_up, _ = _grads(grad_out, gate, up, activation)
+    grad_gate, grad_up, _ = _grads(grad_out, gate, up, activation, False)
     gate.copy_(grad_gate)
     up.copy_(grad_up)
 
 
 def backward_product_(op, grad_out, gate, up, activation):
     torch.ops.liger.check_gated(op, gate, up, grad_out)
-    for written, value in zip((gate, up, grad_out), _grads(grad_out, gate, up, activation), strict=True):
+    for written, value in zip(
+        (gate, up, grad_out), _grads(grad_out, gate, up, activation, True), strict=True
+    ):
         written.copy_(value)
 
 
@@ -118,14 +119,14 @@ def packed_product(op, gate_up, activation):
 
 def packed_backward(op, grad_out, gate_up, emit_product, activation):
     torch.ops.liger.check_gated(op, gate_up, None, grad_out)
-    *grads, product = _grads(grad_out, *_halves(gate_up), activation)
+    *grads, product = _grads(grad_out, *_halves(gate_up), activation, emit_product)
     product = _product_like(gate_up).copy_(product) if emit_product else gate_up.new_empty(0)
     return torch.empty_like(gate_up).copy_(torch.cat(grads, -1)), product
 
 
 def packed_backward_(op, grad_out, gate_up, activation):
     torch.ops.liger.check_gated(op, gate_up, None, grad_out)
-    *grads, _ = _grads(grad_out, *_halves(gate_up), activation)
+    *grads, _ = _grads(grad_out, *_halves(gate_up), activation, False)
     gate_up.copy_(torch.cat(grads, -1))
 
 

@@ -34,7 +34,7 @@ from ._divergence_torch import (
     divergence_forward__torch,
     divergence_forward_torch,
 )
-from ._fakes import register_fake
+from ._fakes import check_one_device, register_fake
 from .cross_entropy import denominator_tensor, refuse_gradients
 from .rescale import scaled_by_upstream
 from .rms_norm import accumulate_dtype
@@ -147,6 +147,11 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
                 f"{op}: {name} has shape {tuple(other.shape)}, expected that of {names[0]} without its last dimension, "
                 f"{tuple(x.shape[:-1])}"
             )
+        # Before the two meet in an op of torch, which would name neither.
+        if other is not None and other.device != x.device:
+            raise RuntimeError(
+                f"{op}: {name} is on {other.device}, expected the device of {names[0]}, {x.device}"
+            )
     _, teacher, _ = align_tokens(op, x, teacher, None)
     x, target, token_weight = align_tokens(op, x, target, token_weight)
     like = x.select(-1, 0)
@@ -169,6 +174,9 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
 
     On the device of the rows: no synchronisation.
     """
+    check_one_device(
+        op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
+    )
     if reduction not in REDUCTIONS:
         raise RuntimeError(f"{op}: reduction is '{reduction}', expected {', '.join(map(repr, REDUCTIONS))}")
     if token_weight is not None:

@@ -15,7 +15,7 @@ from ._arguments import arguments
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
-from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule, row_gradient
+from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule
 from ._fakes import register_fake
 from ._made_gradients import gradients_in_forward
 from ._products import without_ignored
@@ -90,17 +90,24 @@ def fused_linear_ce_forward_torch(
     grad_weight = _WeightGradient(weight, chunks, exact) if need_grad_weight else None
     grad_bias = torch.zeros(vocab if need_bias else 0, dtype=rule.wide, device=input.device)
 
+    # One memory for the logits of all chunks, whose gradient takes their place.
+    memory = input.new_empty(min(chunk_rows, computed), vocab)
     # Autocast would cast the operands of the products below a second time.
     with torch.autocast(input.device.type, enabled=False):
         for start in range(0, computed, max(1, chunk_rows)):
             chunk = slice(start, min(start + chunk_rows, computed))
             x = input[chunk] if index is None else input[index[chunk]]
-            logits = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+            logits = memory[: x.shape[0]]
+            if bias is None:
+                torch.mm(x, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, x, weight.t(), out=logits)
             for block in row_blocks(logits):
                 here = slice(start + block.start, start + block.stop)
-                z = results.fill(here, logits[block])
                 if need_grad_input or grad_weight is not None or need_bias:
-                    logits[block] = row_gradient(rule, here, z, results.lse[here], upstream)
+                    results.fill_with_gradient(here, logits[block], upstream, logits[block])
+                else:
+                    results.fill(here, logits[block])
             if grad_weight is not None:
                 place = grad_input[chunk] if need_grad_input else None
                 counted = x if ignored is None else without_ignored(x, ignored[chunk], place)

@@ -30,7 +30,7 @@ def _normalise(x, weight, eps, offset, casting_mode):
     if casting_mode != "gemma":
         y = y.to(x.dtype).to(wide)
     if weight is not None:
-        y = y * (weight.to(wide) + offset)
+        y.mul_(weight.to(wide) + offset)
     return y.to(x.dtype), rstd.squeeze(-1).contiguous()
 
 
@@ -40,21 +40,36 @@ def _grad(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, 
     rstd = rstd.to(wide).reshape(*x.shape[:-1], 1)
     xhat = x.to(wide) * rstd
     g = grad_y.to(wide)
+    # Every tensor of the size of x costs as much in new memory as in arithmetic: products are made once.
+    product = g * xhat
     grad_weight = None
     if need_weight and weight is not None:
-        seen = xhat if casting_mode == "gemma" else xhat.to(x.dtype).to(wide)
+        # What the weight has met in the forward.
+        rounded = casting_mode != "gemma" and x.dtype != wide
+        seen = g * xhat.to(x.dtype).to(wide) if rounded else product
         rows = tuple(range(x.dim() - 1))
-        grad_weight = g * seen if not rows else (g * seen).sum(rows)
-        grad_weight = grad_weight.to(weight.dtype)
+        grad_weight = seen if not rows else seen.sum(rows)
+        # Without rows it would be the product itself, which is written below.
+        grad_weight = grad_weight.to(weight.dtype, copy=not rows)
     grad_x = None
     if need_x:
         if weight is not None:
-            g = g * (weight.to(wide) + offset)
-        grad_x = rstd * (g - xhat * (g * xhat).mean(-1, keepdim=True))
+            factor = weight.to(wide) + offset
+            g, product = g * factor, product.mul_(factor)
+        xhat.mul_(product.mean(-1, keepdim=True))
+        grad_x = torch.sub(g, xhat, out=xhat).mul_(rstd)
         if grad_residual is not None:
-            grad_x = grad_x + grad_residual.to(wide)
+            grad_x.add_(grad_residual.to(wide))
         grad_x = grad_x.to(x.dtype)
     return grad_x, grad_weight
+
+
+def laid_out_like(x, made):
+    """A fresh tensor in the dtype and with the strides that ``torch.empty_like(x)`` has; itself where it has them."""
+    out_strides = torch.empty_like(x, device="meta").stride()
+    if made.dtype == x.dtype and made.stride() == out_strides:
+        return made
+    return torch.empty_like(x).copy_(made)
 
 
 def _or_empty(tensor, like):
@@ -67,14 +82,14 @@ def _or_empty(tensor, like):
 def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     torch.ops.liger.check_rms_norm("rms_norm", x, None, weight, casting_mode, eps, offset)
     y, rstd = _normalise(x, weight, eps, offset, casting_mode)
-    return torch.empty_like(x).copy_(y), rstd
+    return laid_out_like(x, y), rstd
 
 
 def rms_norm_backward_torch(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
     grad_x, grad_weight = _grad(
         grad_y, x, weight, rstd, offset, casting_mode, None, need_grad_x, need_grad_weight
     )
-    grad_x = x.new_empty(0) if grad_x is None else torch.empty_like(x).copy_(grad_x)
+    grad_x = x.new_empty(0) if grad_x is None else laid_out_like(x, grad_x)
     return grad_x, _or_empty(grad_weight, x if weight is None else weight)
 
 
@@ -82,7 +97,7 @@ def fused_add_rms_norm_torch(x, residual, weight, eps=1e-6, offset=0.0, casting_
     torch.ops.liger.check_rms_norm("fused_add_rms_norm", x, residual, weight, casting_mode, eps, offset)
     new_residual = torch.empty_like(x).copy_(x + residual)
     y, rstd = _normalise(new_residual, weight, eps, offset, casting_mode)
-    return torch.empty_like(x).copy_(y), new_residual, rstd
+    return laid_out_like(x, y), new_residual, rstd
 
 
 def fused_add_rms_norm_backward_torch(
@@ -100,7 +115,7 @@ def fused_add_rms_norm_backward_torch(
         need_grad_weight,
     )
     x = new_residual
-    grad_x = x.new_empty(0) if grad_x is None else torch.empty_like(x).copy_(grad_x)
+    grad_x = x.new_empty(0) if grad_x is None else laid_out_like(x, grad_x)
     return grad_x, _or_empty(grad_weight, new_residual if weight is None else weight)
 
 

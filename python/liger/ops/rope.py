@@ -35,14 +35,20 @@ def _rotate(x, cos, sin, interleaved, backward):
     cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
     cos1, cos2, sin1, sin2 = cos[..., first], cos[..., second], sin[..., first], sin[..., second]
     out = torch.empty_like(x)
-    if backward:
-        out[..., first] = x1 * cos1 + x2 * sin2
-        out[..., second] = x2 * cos2 - x1 * sin1
-    else:
-        out[..., first] = x1 * cos1 - x2 * sin1
-        out[..., second] = x2 * cos2 + x1 * sin2
-    out[..., rotary:] = x[..., rotary:]
+    sin_of_second, sin_of_first = (sin2, -sin1) if backward else (-sin1, sin2)
+    _write_sum(out[..., first], x1, cos1, x2, sin_of_second)
+    _write_sum(out[..., second], x2, cos2, x1, sin_of_first)
+    if rotary < x.shape[-1]:
+        out[..., rotary:] = x[..., rotary:]
     return out
+
+
+def _write_sum(out, a, b, c, d):
+    """``out = a * b + c * d``, rounded once."""
+    if out.dtype == a.dtype:
+        torch.mul(a, b, out=out).addcmul_(c, d)
+    else:
+        out.copy_((a * b).addcmul_(c, d))
 
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -215,8 +221,8 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
         unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's apply_rotary_pos_emb.
         interleaved: pairs are entries (2i, 2i + 1) instead of (i, i + R/2).
         inplace: the results take the memory of q and k, whose old values are lost: neither may be used afterwards, and
-            autograd raises where it needs their old values. Has no effect in compiled code, or where q and k share
-            memory or overlap themselves.
+            autograd raises where it needs their old values. Has no effect in compiled code, under the transforms of
+            torch.func, or where q and k share memory or overlap themselves.
 
     Returns:
         (q, k) rotated: new tensors (unless ``inplace``), dense ones with the strides of q and k. Computed in float32,

@@ -33,7 +33,7 @@ def original(module):
 def stand_in(module, **attributes):
     """An object of the module's class with its settings, but with none of its tensors and submodules.
 
-    Made without calling any constructor: those are intercepted while ZeRO-3 partitions parameters.
+    Made without calling any constructor: those are intercepted while ZeRO-3 partitions parameters, and by FSDP2.
     """
     made = object.__new__(original(module))
     made.__dict__.update(module.__dict__)
@@ -42,14 +42,14 @@ def stand_in(module, **attributes):
     return made
 
 
-def in_training(thing):
-    """A copy that is in training, as are the modules it holds as attributes, such as an activation."""
-    made = copy.copy(thing)
-    made.__dict__["training"] = True
-    for name, value in thing.__dict__.items():
+def in_training(made):
+    """The same stand-in in training, as are the modules that were given to it, such as an activation."""
+    copied = object.__new__(type(made))
+    copied.__dict__.update(made.__dict__, training=True)
+    for name, value in made.__dict__.items():
         if isinstance(value, nn.Module):
-            made.__dict__[name] = copy.deepcopy(value).train()
-    return made
+            copied.__dict__[name] = copy.deepcopy(value).train()
+    return copied
 
 
 class Random:
