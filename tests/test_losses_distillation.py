@@ -418,6 +418,18 @@ def test_options():
         losses.FusedLinearJSDLoss(chunk_size=4)
 
 
+def test_mask_without_labels_where_class_0_is_ignored(device):
+    """The mask alone says which tokens count; there are no labels that ``ignore_index`` could mean."""
+    tensors, mask = make(device), torch.ones(SEQUENCES, LENGTH, device=device)
+    mask[0, 2:] = 0
+    tensors["labels"] = None
+    expected, found = (
+        call("jsd", losses.FusedLinearJSDLoss(weight_hard_loss=0, ignore_index=index), tensors, mask=mask)
+        for index in (-100, 0)
+    )
+    assert expected > 0 and torch.equal(expected, found)
+
+
 def test_bad_input(device):
     tensors = make(device)
 

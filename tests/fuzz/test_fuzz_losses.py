@@ -197,7 +197,7 @@ def preference(draw, device, cls, options, pair_loss, average=False, nll=False, 
         }
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)
 
 
 @fuzz(6)
@@ -307,7 +307,7 @@ def test_kto(device, data):
         }
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)
 
 
 # --- policies -----------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_policies(device, data):
         return results
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)
 
 
 # --- distillation -------------------------------------------------------------------------------------------------
@@ -524,4 +524,4 @@ def test_distillation(device, data):
             loss, parts["hard"] = loss + hard * value, value.detach()
         return {"loss": loss, **parts}
 
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)

@@ -105,7 +105,8 @@ class DistillationLoss(nn.Module):
                     f"{self.weight_hard_loss}"
                 )
             if mask is not None:
-                labels = mask.new_zeros(mask.shape, dtype=torch.int64)
+                # Any class but the one that says that a token does not count.
+                labels = mask.new_full(mask.shape, int(self.ignore_index == 0), dtype=torch.int64)
         if mask is not None:
             labels = torch.where(mask != 0, labels, self.ignore_index)
         return _Rows(op, hidden.flatten(0, -2), None if labels is None else labels.flatten())
