@@ -216,6 +216,8 @@ def test_dpo(device, data):
     preference(
         draw, device, losses.FusedLinearDPOLoss, options,
         lambda a, b, _c, _r: formulas.dpo(kind, a, b, beta, smoothing, tau), average, nll, reference,
+        # Without a rejected token it is sigmoid(a) + sigmoid(-a): its gradient is rounding.
+        every=kind == "apo_down",
     )  # fmt: skip
 
 
