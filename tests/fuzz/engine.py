@@ -5,10 +5,10 @@ that a case stays small. Each is computed three times: by liger, by the formula 
 that formula in float64.
 
 An error may be two roundings of the result and eight of float32, in which it is computed, plus four times the sum of
-two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change of the exact result
-where its inputs change by a rounding of their own, but at least eight of float32. Torch's error and the size of the
-result are the largest of this case and of four others with the same options and other numbers, the change is the larger
-one of two: a number may be lucky, or small by cancellation. Nothing is tuned by case.
+two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change of the exact
+result where its inputs change by a rounding of their own, but at least eight of float32. Torch's error and the size of
+the result are the largest of this case and of four others with the same options and other numbers, the change is the
+larger one of two: a number may be lucky, or small by cancellation. Nothing is tuned by case.
 
 LIGER_FUZZ_CASES: how many cases, in all tests together; without it the few thousand of every test run, which are the
 same each time. With it they are others each time, unless LIGER_FUZZ_SEED is set; the seed is printed.
@@ -189,11 +189,12 @@ def _as_dict(outputs):
     return {"result": outputs} if isinstance(outputs, torch.Tensor) else outputs
 
 
-def compare(ours, formula, given, wanted, plain=None):
+def compare(ours, formula, given, wanted, plain=None, vary=None):
     """Asserts that two functions of the arguments ``given`` agree, with the gradients of those that are ``wanted``.
 
     Each returns a tensor, or tensors by name; ``formula`` may return more than ``ours``. ``plain`` is torch's own
-    function where there is one; without it the formula stands for plain torch, too.
+    function where there is one; without it the formula stands for plain torch, too. ``vary`` names the tensors that
+    have other numbers in other cases, by default those that are wanted.
     """
     if plain is None or not all(given[n].numel() for n in wanted):
         plain = formula  # Torch's group_norm fails in its backward where there is nothing.
@@ -219,7 +220,7 @@ def compare(ours, formula, given, wanted, plain=None):
     moved = [
         _run(formula, _perturbed(given, wanted, relative, generator), wanted, upstream) for _ in range(2)
     ]
-    draws = [given, *(_others(given, wanted, generator) for _ in range(4))]
+    draws = [given, *(_others(given, vary or wanted, generator) for _ in range(4))]
     of_plain = [
         (_run(plain, {n: _cast(t, tested) for n, t in one.items()}, wanted, upstream), exact_of(one))
         for one in draws

@@ -130,6 +130,7 @@ def test_fused_linear_ce(device, data):
         formula,
         tensors | of_layer,
         differentiable(draw, *of_layer),
+        vary=list(of_layer),
     )
 
 
@@ -164,7 +165,7 @@ def test_fused_linear_logprobs(device, data):
             del both["entropy"]
         return {n: torch.where(live, v.reshape(live.shape), 0.0) for n, v in both.items()}
 
-    compare(ours, formula, tensors, differentiable(draw, *names))
+    compare(ours, formula, tensors, differentiable(draw, *names), vary=names)
 
 
 # --- divergences --------------------------------------------------------------------------------------------------
@@ -263,4 +264,5 @@ def test_fused_linear_divergences(device, data):
         formula,
         {**tensors, **of_student, **of_teacher},
         differentiable(draw, *of_student),
+        vary=list(of_student),
     )

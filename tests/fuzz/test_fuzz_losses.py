@@ -197,7 +197,7 @@ def preference(draw, device, cls, options, pair_loss, average=False, nll=False, 
         }
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)
 
 
 @fuzz(6)
@@ -216,6 +216,8 @@ def test_dpo(device, data):
     preference(
         draw, device, losses.FusedLinearDPOLoss, options,
         lambda a, b, _c, _r: formulas.dpo(kind, a, b, beta, smoothing, tau), average, nll, reference,
+        # Without a rejected token it is sigmoid(a) + sigmoid(-a): its gradient is rounding.
+        every=kind == "apo_down",
     )  # fmt: skip
 
 
@@ -307,7 +309,7 @@ def test_kto(device, data):
         }
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)
 
 
 # --- policies -----------------------------------------------------------------------------------------------------
@@ -416,7 +418,7 @@ def test_policies(device, data):
         return results
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)
 
 
 # --- distillation -------------------------------------------------------------------------------------------------
@@ -524,4 +526,4 @@ def test_distillation(device, data):
             loss, parts["hard"] = loss + hard * value, value.detach()
         return {"loss": loss, **parts}
 
-    compare(ours, formula, given, differentiable(draw, *names))
+    compare(ours, formula, given, differentiable(draw, *names), vary=names)

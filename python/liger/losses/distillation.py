@@ -105,7 +105,8 @@ class DistillationLoss(nn.Module):
                     f"{self.weight_hard_loss}"
                 )
             if mask is not None:
-                labels = mask.new_zeros(mask.shape, dtype=torch.int64)
+                # Any class but the one that says that a token does not count.
+                labels = mask.new_full(mask.shape, int(self.ignore_index == 0), dtype=torch.int64)
         if mask is not None:
             labels = torch.where(mask != 0, labels, self.ignore_index)
         return _Rows(op, hidden.flatten(0, -2), None if labels is None else labels.flatten())
@@ -134,13 +135,14 @@ class DistillationLoss(nn.Module):
         check_layer(rows.op, _STUDENT, hidden, weight, bias, rows.target)
         if rows.target is not None and self.weight_hard_loss:
             check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
-        if heads[1] is not None:
-            check_layer(rows.op, _TEACHER, teacher, *heads[1:])
         if indices is not None:
             # What fills up a row means nothing.
             known = torch.where(teacher > -torch.inf, indices, 0)
             check_given_classes(rows.op, "teacher_indices", known, weight.shape[0])
+        elif teacher_weight is None:
+            check_floating(rows.op, _TEACHER.input, teacher)
         else:
+            check_layer(rows.op, _TEACHER, teacher, *heads[1:])
             check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
         if num_items_in_batch is not None:
             divisor = as_scalar("num_items_in_batch", num_items_in_batch, rows)

@@ -7,13 +7,19 @@ gradient is rounded to 16 bits once. Cross entropy of the same logits can be a p
 defines every term.
 """
 
-import os
-
 import torch
 
-from ..backend import register_portable
+from ..backend import register_portable, targets_checked
 from ..distributed import unflatten_tokens
-from ._arguments import LayerNames, arguments, check_layer, check_like, wrong_shape
+from ._arguments import (
+    LayerNames,
+    arguments,
+    check_device,
+    check_floating,
+    check_layer,
+    check_like,
+    wrong_shape,
+)
 from ._autocast import autocast_operands
 from ._autograd import wants_grad
 from ._budget import check_budget_variable
@@ -133,11 +139,7 @@ def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indic
     row nan, unless LIGER_CHECK_TARGETS asks to wait for the device."""
     named = {"forward_kl": "kl_div", "reverse_kl": "kl_div", "topk_tail": "topk"}.get(divergence, divergence)
     for tensor in (target, teacher_indices):
-        if (
-            tensor is not None
-            and tensor.device.type != "cpu"
-            and os.environ.get("LIGER_CHECK_TARGETS") != "1"
-        ):
+        if tensor is not None and tensor.device.type != "cpu" and not targets_checked():
             return
     op = f"fused_linear_{named}"
     if hard:
@@ -295,9 +297,10 @@ def _run(
         op, ("input", "teacher"), input, teacher, target, token_weight
     )
     check_layer(op, LayerNames(), rows, weight, bias, target)
-    check_like(op, "teacher", teacher, "input", rows)
     expected = f"{weight.shape[0]} classes, those of weight"
     if teacher_weight is None:
+        check_floating(op, "teacher", teacher)
+        check_device(op, "teacher", teacher, "input", rows)
         if teacher.shape[-1] != weight.shape[0]:
             raise wrong_shape(
                 op, "teacher", teacher, f"logits of {expected}, or hidden states with teacher_weight"
@@ -305,6 +308,7 @@ def _run(
     else:
         if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
             raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
+        check_like(op, "teacher", teacher, "input", rows)
         check_layer(op, _TEACHER, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
