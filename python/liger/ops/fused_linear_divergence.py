@@ -295,7 +295,6 @@ def _run(
         op, ("input", "teacher"), input, teacher, target, token_weight
     )
     check_layer(op, LayerNames(), rows, weight, bias, target)
-    check_like(op, "teacher", teacher, "input", rows)
     expected = f"{weight.shape[0]} classes, those of weight"
     if teacher_weight is None:
         if teacher.shape[-1] != weight.shape[0]:
@@ -305,6 +304,8 @@ def _run(
     else:
         if teacher_weight.dim() != 2 or teacher_weight.shape[0] != weight.shape[0]:
             raise wrong_shape(op, "teacher_weight", teacher_weight, expected)
+        # Logits are taken in the dtype that they have.
+        check_like(op, "teacher", teacher, "input", rows)
         check_layer(op, _TEACHER, teacher, teacher_weight, teacher_bias)
     row_weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     per_row = reduction == "none"
@@ -359,8 +360,8 @@ def fused_linear_kl_div(
 ):  # fmt: skip
     """``kl_div(input @ weight.T + bias, teacher @ teacher_weight.T + teacher_bias)`` without ever holding all logits.
 
-    The rows are cut into chunks whose logits, of student and teacher, fit a memory budget; the student's become their
-    gradient in place. The teacher is frozen.
+    The rows are cut into chunks, whose gradient fits a memory budget together with the logits, of student and teacher, of
+    a part of them. Logits are float32, whatever the dtype of input. The teacher is frozen.
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 where divergence is served by plain torch), any strides.
