@@ -140,7 +140,8 @@ class DistillationLoss(nn.Module):
             # What fills up a row means nothing.
             known = torch.where(teacher > -torch.inf, indices, 0)
             check_given_classes(rows.op, "teacher_indices", known, weight.shape[0])
-        else:
+        elif teacher_weight is not None:
+            # Logits are taken in the dtype that they have.
             check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
         if num_items_in_batch is not None:
             divisor = as_scalar("num_items_in_batch", num_items_in_batch, rows)

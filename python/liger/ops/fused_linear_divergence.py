@@ -360,8 +360,8 @@ def fused_linear_kl_div(
 ):  # fmt: skip
     """``kl_div(input @ weight.T + bias, teacher @ teacher_weight.T + teacher_bias)`` without ever holding all logits.
 
-    The rows are cut into chunks, whose gradient fits a memory budget together with the logits, of student and teacher, of
-    a part of them. Logits are float32, whatever the dtype of input. The teacher is frozen.
+    The rows are cut into chunks, whose gradient fits a memory budget together with the logits, of student and teacher,
+    of a part of them. Logits are float32, whatever the dtype of input. The teacher is frozen.
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 where divergence is served by plain torch), any strides.
