@@ -352,7 +352,8 @@ def test_label_that_is_no_class(device, name, temperature, wrong):
     tensors["x"] = leaf(tensors["x"])
     if device.type == "cpu":
         with pytest.raises(
-            RuntimeError, match=f"Loss: true_labels at row 1 is {wrong}, expected 0 <= true_labels < {VOCAB}"
+            RuntimeError,
+            match=f"FusedLinear.*Loss: true_labels at row 1 is {wrong}, expected 0 <= true_labels < {VOCAB}",
         ):
             call(name, module, tensors)
     else:
@@ -378,7 +379,7 @@ def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
         return module(x, tensors["weight"], log_p, indices, tensors["labels"], tensors["bias"])
 
     if device.type == "cpu":
-        message = rf"FusedLinearTopKLoss: teacher_indices at index \(1, 2\) is {wrong}, expected 0 <="
+        message = rf"FusedLinearTopKLoss: teacher_indices at index \(1, 2\) is {wrong}, expected 0 <= .* < {VOCAB}"
         with pytest.raises(RuntimeError, match=message):
             run()
     else:
@@ -416,18 +417,6 @@ def test_options():
             cls(**options)
     with pytest.raises(TypeError):
         losses.FusedLinearJSDLoss(chunk_size=4)
-
-
-def test_mask_without_labels_where_class_0_is_ignored(device):
-    """The mask alone says which tokens count; there are no labels that ``ignore_index`` could mean."""
-    tensors, mask = make(device), torch.ones(SEQUENCES, LENGTH, device=device)
-    mask[0, 2:] = 0
-    tensors["labels"] = None
-    expected, found = (
-        call("jsd", losses.FusedLinearJSDLoss(weight_hard_loss=0, ignore_index=index), tensors, mask=mask)
-        for index in (-100, 0)
-    )
-    assert expected > 0 and torch.equal(expected, found)
 
 
 def test_bad_input(device):
