@@ -379,7 +379,9 @@ def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
         return module(x, tensors["weight"], log_p, indices, tensors["labels"], tensors["bias"])
 
     if device.type == "cpu":
-        message = rf"FusedLinearTopKLoss: teacher_indices at index \(1, 2\) is {wrong}, expected 0 <= .* < {VOCAB}"
+        message = (
+            rf"FusedLinearTopKLoss: teacher_indices at index \(1, 2\) is {wrong}, expected 0 <= .* < {VOCAB}"
+        )
         with pytest.raises(RuntimeError, match=message):
             run()
     else:
