@@ -25,8 +25,9 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SANITIZE_TOOLS ?=
+FUZZ_CASES ?= 100000
 
-.PHONY: demo test test-slow gpu-test gpu-test-archs sanitize distributed-test bench lint clean install-demo install-test
+.PHONY: demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
@@ -41,6 +42,10 @@ test-slow:
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) -m slow $(PYTEST_ARGS) $(OP_TESTS)
 
+# Random options, layouts, dtypes and sizes against float64; FUZZ_CASES in all, others at every call. After test.
+fuzz:
+	LIGER_FUZZ_CASES=$(FUZZ_CASES) $(PYTEST) tests/fuzz --timeout 86400 $(PYTEST_ARGS)
+
 # Everything on a GPU, with kernels built for the GPU at hand. Needs no network. With pytest-xdist in parallel: then it
 # takes three minutes on an H200, most of them in Python.
 gpu-test:
@@ -48,7 +53,7 @@ gpu-test:
 	LIGER_BUILD_CUDA=1 LIGER_CUDA_ARCHS=$${LIGER_CUDA_ARCHS:-$$($(GPU_PYTHON) scripts/gpu_arch.py)} \
 	  $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m liger.cli info
-	$(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
 
 # The same kernels built for 8.0 alone, which a later GPU runs through PTX: a selection of tests.
 gpu-test-archs:
