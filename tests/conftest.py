@@ -61,6 +61,8 @@ def _seed():
 
 def pytest_collection_modifyitems(items):
     for item in items:
+        if "packaging" in item.keywords:
+            item.add_marker(pytest.mark.slow)
         if "gpu" in item.keywords and not GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -88,6 +88,11 @@ DISTANCES = {
 }
 
 
+def teacher_logits(t):
+    """In float64: what is given of a teacher has no error of its own."""
+    return F.linear(*(t[name].double() for name in ("teacher_x", "teacher_weight", "teacher_bias")))
+
+
 def logits_of(t):
     return F.linear(t["x"], t["weight"], t["bias"]), F.linear(
         t["teacher_x"], t["teacher_weight"], t["teacher_bias"]
@@ -109,8 +114,9 @@ def plain(name, t, hard=0.5, soft=0.5, temperature=1.0, divisor=None):
 def teacher_arguments(name, t, temperature=1.0):
     if not name.startswith("top k"):
         return [t["teacher_x"], t["teacher_weight"]], [t["teacher_bias"]]
-    log_p = (logits_of(t)[1].float() / temperature).log_softmax(-1)
-    indices = logits_of(t)[1].float().topk(K, -1).indices
+    logits = teacher_logits(t)
+    log_p = (logits / temperature).log_softmax(-1).float()
+    indices = logits.float().topk(K, -1).indices
     return [log_p.gather(-1, indices), indices], []
 
 

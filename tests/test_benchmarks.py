@@ -45,7 +45,13 @@ def statuses(record):
 # --- the whole suite, tiny ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[(), ("--sweep",)], ids=["default", "sweep"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((), id="default", marks=pytest.mark.slow),
+        pytest.param(("--sweep",), id="sweep", marks=pytest.mark.slow),
+    ],
+)
 def results(request, tmp_path_factory):
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("results") / "run.json"

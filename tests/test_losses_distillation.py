@@ -338,7 +338,10 @@ def test_logits_of_a_teacher_stay_as_they_are(device, backend, name, temperature
         loss = module(given["x"], given["weight"], teacher, None, given["labels"], given["bias"])
         results.append([loss.detach(), *torch.autograd.grad(loss, given["x"])])
         assert torch.equal(teacher, before.expand_as(teacher))
-    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+    # Rows that lie differently are added up in another order.
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], **tolerance)
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCAB, 2**32 + 5])

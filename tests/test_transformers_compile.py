@@ -1,5 +1,7 @@
 """torch.compile of a patched model whose graph breaks somewhere inside: losses and gradients of the unpatched model."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -31,9 +33,14 @@ def break_around(module):
     module.forward = broken
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize("where", BROKEN)
+QUICK = {("mlp", False, False), ("attention", True, True), ("head", True, False)}
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(BROKEN, (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize(("where", "tied", "checkpointing"), CASES)
 def test_a_graph_that_breaks(where, tied, checkpointing):
     plain = make("llama", tie_word_embeddings=tied, num_hidden_layers=1)
     model = liger.patch(twin(plain))

@@ -96,8 +96,9 @@ def test_a_forward_that_came_after_the_patch_is_reported():
 @pytest.fixture
 def accelerator():
     accelerate = pytest.importorskip("accelerate")
+    # The settings are those of the process: neither another test's here, nor these in the next test.
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     yield accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    # The next test is to begin without its settings.
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 

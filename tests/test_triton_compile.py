@@ -308,8 +308,17 @@ def record(monkeypatch, module, dtype, **sizes):
     return launches
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# One of the six kinds for every module in a quick run.
+TARGETS = [
+    pytest.param(
+        dtype, capability, marks=[] if (dtype, capability) == (torch.float32, 80) else pytest.mark.slow
+    )
+    for dtype in DTYPES
+    for capability in CAPABILITIES
+]
+
+
+@pytest.mark.parametrize(("dtype", "capability"), TARGETS, ids=str)
 @pytest.mark.parametrize("module", LAUNCHES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_every_launch_compiles(monkeypatch, module, dtype, capability):
     launches = record(monkeypatch, module, dtype)

@@ -27,7 +27,11 @@ from torch.nn.functional import linear
 import liger
 from liger.backend import triton_interpreted
 
-pytestmark = [needs_gloo, pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend")]
+pytestmark = [
+    pytest.mark.slow,
+    needs_gloo,
+    pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
+]
 
 
 def assert_same_bits(tensor, what):

@@ -101,7 +101,9 @@ def test_expanded_tensors(device, name, dtype):
         found = backward(name, given)[0]
     # Other strides are other loops on a CPU, and other products.
     for a, b in zip(found, backward(name, given | copies)[0], strict=True):
-        torch.testing.assert_close(a, b)
+        # Sums of equal rows may cancel.
+        near = 1e-5 + 4 * torch.finfo(b.dtype).eps * b.abs().max().item()
+        torch.testing.assert_close(a, b, rtol=0.0, atol=near)
 
 
 NOT_SAVED = "Inference tensors cannot be saved for backward"

@@ -71,7 +71,8 @@ def grad_through_an_earlier_op(problem):
     (grad,) = torch.autograd.grad(slope + scale, scale)
     expected = (problem.expected() * problem.x.detach()).sum()
     # The gradient of x that was asked for has the shape of a scalar here: shown to be right, not returned.
-    torch.testing.assert_close(grad - 1, expected)
+    near = {"rtol": 1e-4, "atol": 1e-4} if grad.dtype == torch.float32 else {}
+    torch.testing.assert_close(grad - 1, expected, **near)
     return problem.expected()
 
 

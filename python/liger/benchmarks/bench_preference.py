@@ -222,7 +222,8 @@ def _row(options, name, sequences, length, hidden, vocabulary):
         rounds=7,
         burst=1,
         heat_ms=100,
-        contests=(Contest(label="it sums dW in bfloat16"),),
+        # liger-kernel has no such function without hard targets.
+        contests=() if name == "fused_linear_jsd" else (Contest(label="it sums dW in bfloat16"),),
         work=name,
         shape={"sequences": sequences, "length": length, "hidden size": hidden, "vocabulary": vocabulary},
     )

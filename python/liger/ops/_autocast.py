@@ -6,8 +6,9 @@ import torch
 def autocast_operands(*tensors):
     """The operands in the dtype of autocast, where it is on for the device of the first; None stays None."""
     device = tensors[0].device.type
-    # Some devices, such as meta, have none and raise when asked.
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    # Of the devices that liger serves, meta has none and raises when asked. torch.amp.is_autocast_available would know,
+    # but breaks the graphs of torch 2.11 and older.
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
 

@@ -166,6 +166,7 @@ def logprobs_of_layer(
 ):  # fmt: skip
     """(log-probabilities, entropies, most probable classes) as :func:`fused_linear_logprobs` returns them, with errors
     in the names of another function."""
+    check_budget_variable(memory_budget)
     hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(op, hidden, targets, None)
     rows, flat, _ = flatten_rows(op, names.input, hidden, targets, None, names.target)
@@ -214,7 +215,6 @@ def fused_linear_logprobs(
 
     Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
     """
-    check_budget_variable(memory_budget)
     logprobs, entropy, argmax = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
         return_argmax,

@@ -29,6 +29,7 @@ def layer_norm_torch(x, weight=None, bias=None, eps=1e-5):
 def layer_norm_backward_torch(
     grad_y, x, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias
 ):
+    torch.ops.liger.check_layer_norm("layer_norm_backward", x, weight, bias)
     wide = accumulate_dtype(x.dtype)
     mean, rstd = (t.to(wide).reshape(*x.shape[:-1], 1) for t in (mean, rstd))
     xhat, g = (x.to(wide) - mean) * rstd, grad_y.to(wide)
