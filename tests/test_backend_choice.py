@@ -32,7 +32,7 @@ def cuda_machine(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(backend, "triton_interpreted", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.6.0")
+    monkeypatch.setattr(backend, "_triton_version", lambda: "3.6.0")
     monkeypatch.setattr(backend, "_capabilities", [])
     monkeypatch.setattr(backend, "_built_architectures", lambda: EVERYWHERE)
 
