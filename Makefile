@@ -32,14 +32,15 @@ FUZZ_CASES ?= 100000
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
 
-# What needs no GPU and is not marked slow: lint, the tests with the torch backend, the op tests with Triton's interpreter.
+# What needs no GPU and is not marked slow: lint, the tests with the torch backend, a quarter of the op tests with
+# Triton's interpreter.
 test: install-test lint
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" $(PYTEST_ARGS) $(OP_TESTS)
 
-# The slow ones: larger sizes, processes side by side, building and installing. After test.
+# The slow ones: several processes, building and installing, the benchmarks, the rest of the interpreter. After test.
 test-slow:
-	$(PYTEST) -m slow $(PYTEST_ARGS)
+	$(PYTEST) --dist loadfile -m slow $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) -m slow $(PYTEST_ARGS) $(OP_TESTS)
 
 # Random options, layouts, dtypes and sizes against float64; FUZZ_CASES in all, others at every call. After test.

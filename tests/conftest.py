@@ -60,8 +60,9 @@ def _seed():
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if "packaging" in item.keywords:
+    for index, item in enumerate(items):
+        # Triton's interpreter takes its time: without the slow tests there is every fourth.
+        if "packaging" in item.keywords or (triton_interpreted() and index % 4):
             item.add_marker(pytest.mark.slow)
         if "gpu" in item.keywords and not GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
