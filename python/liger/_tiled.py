@@ -10,6 +10,7 @@ import functools
 import itertools
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from .ops._arguments import ANYTHING, FLAG, FUNCTION, INTEGER
@@ -177,6 +178,10 @@ class _Tiled(torch.autograd.Function):
         ctx.save_for_backward(*tensors[: count + len(names)])
         shared = dict(zip(names, tensors[count : count + len(names)], strict=True))
         result = _run(cut, [cut.flat(t) for t in tensors[:count]], shared, ctx.states)
+        if not is_compiling() and any(autocast["enabled"] for autocast in ctx.settings.autocasts):
+            # Its casts of parameters were made without grad mode. torch 2.10 would hand them to whoever uses the
+            # parameters next, without a gradient.
+            torch.clear_autocast_cache()
         places = {t.untyped_storage().data_ptr() for t in tensors}
         return result.clone() if result.untyped_storage().data_ptr() in places else result
 

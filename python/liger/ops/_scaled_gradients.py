@@ -19,8 +19,9 @@ def scale_of(weights):
     """() a power of two, without synchronisation, for losses of rows that have these weights, in float32."""
     if weights.numel() == 0:
         return weights.new_ones(())
-    exponent = torch.frexp(weights.abs().amax()).exponent
-    return torch.ldexp(weights.new_ones(()), (_LARGEST_EXPONENT - exponent).clamp(-100, 100))
+    exponent = (_LARGEST_EXPONENT - torch.frexp(weights.abs().amax()).exponent).clamp(-100, 100)
+    # By an integer, torch 2.10 returns the default dtype.
+    return torch.ldexp(weights.new_ones(()), exponent.to(weights.dtype))
 
 
 class ScaledHeadGradients(HeadGradients):
