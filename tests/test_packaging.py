@@ -173,9 +173,9 @@ print(liger.__file__, liger.triton_kernels.__file__, liger._C.build_info()["cuda
 
 
 def test_wheel_in_a_fresh_environment(wheel, fresh_python, tmp_path):
-    call(
-        sys.executable, "-m", "pip", "--python", fresh_python, "install", "--no-deps", "--no-index", wheel[0]
-    )
+    # The environment around it may have the same wheel.
+    how = ("--no-deps", "--no-index", "--ignore-installed")
+    call(sys.executable, "-m", "pip", "--python", fresh_python, "install", *how, wheel[0])
     _, out = call(fresh_python, "-c", "import liger._C;" + USE.strip(), cwd=tmp_path)
     package, kernels, cuda = out.split()[-3:]
     assert package.startswith(str(tmp_path)) and kernels.startswith(str(tmp_path)) and cuda == "no-cuda"
