@@ -76,7 +76,15 @@ def test_loss_and_gradient(device, shape, dtype, name):
                 assert_as_exact_as_torch(*values, f"{what} {options}", intermediate=LARGEST_LSE)
 
 
+@pytest.fixture
+def torch_backend():
+    """The one that computes float64."""
+    with liger.use_backend("torch"):
+        yield
+
+
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.usefixtures("torch_backend")
 def test_gradient_in_float64(name):
     student, teacher = make("cpu", 3, 6, torch.float64)
     student.requires_grad_()
@@ -166,6 +174,7 @@ def test_temperature_is_not_squared(device):
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.usefixtures("torch_backend")
 def test_losses_in_float64(name):
     student, teacher = make("cpu", 6, 40, torch.float64)
     torch.testing.assert_close(
