@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# racecheck is left to those who ask for it: on compute capability 9.0 it ends in an internal error of its own ("failed
-# to handle a hardware exception") where memcheck and synccheck find nothing.
+# racecheck is left to those who ask for it: on compute capability 9.0 the process ends under it with an illegal memory
+# access and an internal error of the tool ("failed to handle a hardware exception"). The cause is not known.
 DEFAULT_TOOLS = ("memcheck", "synccheck")
 TOOLS = (*DEFAULT_TOOLS, "racecheck")
 # Seconds for one tool, many times what it takes: a kernel that never ends.
