@@ -96,6 +96,17 @@ def test_rows_of_equal_elements(device, dtype, hidden):
     assert not grad_x.any() and not grad_weight.any()
 
 
+def test_rows_of_one_element(device):
+    """Less its mean nothing is left: y is the bias, and the gradient of x the rounding of what cancels."""
+    x, weight, bias = (torch.randn(n, device=device).requires_grad_() for n in ((6, 1), (1,), (1,)))
+    y = liger.layer_norm(x, weight, bias)
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    assert torch.equal(y, bias.expand(6, 1))
+    assert x.grad.abs().max() <= 1e-6 * 1e-5**-0.5 * (upstream * weight).abs().max()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
 @pytest.mark.parametrize("make", [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)])
 def test_strided_input_and_gradient(device, make):
     x, grad = torch.randn(2, 6, 5, 48, device=device)

@@ -46,6 +46,22 @@ def test_dpo(device, kind, budget, layout):
     check(mine, other, hidden, weight, bias)
 
 
+@pytest.mark.parametrize("kind", DPO_LOSS_TYPES)
+def test_dpo_gradients_of_pairs_that_are_told_apart(kind):
+    """Where a sigmoid is almost 0 or 1, its gradient keeps its digits."""
+    scores = [torch.tensor(x) for x in ([-30.0, -9.0, 9.0, 25.0], [-12.0, 20.0, -9.0, 0.5])]
+    module = losses.FusedLinearDPOLoss(loss_type=kind, beta=0.7, label_smoothing=0.1)
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        chosen, rejected = (t.detach().to(dtype, copy=True).requires_grad_() for t in scores)
+        zero = torch.zeros(4, dtype=dtype)
+        module.preference_loss(chosen, rejected, zero, zero).sum().backward()
+        grads.append(
+            torch.stack([torch.zeros_like(t) if t.grad is None else t.grad for t in (chosen, rejected)])
+        )
+    assert torch.allclose(grads[0].double(), grads[1], rtol=1e-5, atol=1e-13)
+
+
 @pytest.mark.parametrize("average", [False, True], ids=["sums", "means"])
 def test_given_reference_logps(device, average):
     """Per token, whatever stands where nothing counts, or per sequence."""

@@ -21,7 +21,7 @@ from ..ops._arguments import (
     LayerNames,
     arguments,
 )
-from ._batch import as_scalar, either
+from ._batch import as_scalar, either, sigmoid
 from .base import FusedLinearLoss, choice
 
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
@@ -108,7 +108,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             losses = -ratio.clamp(max=self.epsilon_high).detach() * advantages * logprobs
         elif self.loss_type == "sapo":
             tau = either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, ratio)
-            losses = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+            losses = -advantages * sigmoid(tau * (ratio - 1)) * 4 / tau
         else:
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
             free = ratio if self.delta is None else ratio.clamp(max=self.delta)

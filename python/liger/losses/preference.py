@@ -23,7 +23,7 @@ from ..ops._arguments import (
     check_indices,
 )
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
-from ._batch import as_scalar, sequence_scores
+from ._batch import as_scalar, sequence_scores, sigmoid
 from .base import FusedLinearLoss, choice
 
 
@@ -228,9 +228,9 @@ class FusedLinearDPOLoss(PreferenceLoss):
                 return (chosen - rejected - 1 / (2 * self.beta)).square()
             case "exo_pair":
                 wrong = torch.full_like(margin, smoothing or 1e-3)
-                return torch.sigmoid(margin) * (F.logsigmoid(margin) - (-wrong).log1p()) + torch.sigmoid(
-                    -margin
-                ) * (F.logsigmoid(-margin) - wrong.log())
+                return sigmoid(margin) * (F.logsigmoid(margin) - (-wrong).log1p()) + sigmoid(-margin) * (
+                    F.logsigmoid(-margin) - wrong.log()
+                )
             case "nca_pair":
                 return -F.logsigmoid(a) - 0.5 * (F.logsigmoid(-a) + F.logsigmoid(-b))
             case "robust":
@@ -241,11 +241,11 @@ class FusedLinearDPOLoss(PreferenceLoss):
             case "sppo_hard":
                 return (chosen - 0.5 / self.beta).square() + (rejected + 0.5 / self.beta).square()
             case "apo_zero":
-                return torch.sigmoid(-a) + torch.sigmoid(b)
+                return sigmoid(-a) + sigmoid(b)
             case "apo_down":
-                return torch.sigmoid(a) + torch.sigmoid(-margin)
-        mix = torch.sigmoid(margin / self.discopop_tau)
-        return (1 - mix) * -F.logsigmoid(margin) + mix * torch.exp(-margin)
+                return sigmoid(a) + sigmoid(-margin)
+        mix = sigmoid(margin / self.discopop_tau)
+        return sigmoid(-margin / self.discopop_tau) * -F.logsigmoid(margin) + mix * torch.exp(-margin)
 
 
 # --- without a reference ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..ops._arguments import (
     LayerNames,
     arguments,
 )
-from ._batch import as_scalar, either, sequence_scores
+from ._batch import as_scalar, either, sequence_scores, sigmoid
 from .base import FusedLinearLoss, choice
 
 KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
@@ -65,7 +65,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
     def compute(self, logprobs, entropy, *, mask, ref_logps, desirable, kl, sequences):
         lengths = mask.sum(-1)
         ratio = sequence_scores(logprobs * mask, lengths, self.average_log_prob) - ref_logps - kl
-        losses = torch.sigmoid(either(desirable, -self.beta, self.beta, ratio) * ratio)
+        losses = sigmoid(either(desirable, -self.beta, self.beta, ratio) * ratio)
         weight = either(desirable, self.desirable_weight, self.undesirable_weight, ratio)
         return torch.where(lengths > 0, losses * weight, 0.0) / sequences
 
