@@ -8,85 +8,48 @@
 
 #include "common/checks.h"
 
+// clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY(liger, m) {
   // x (..., H) -> y like x, rstd (...) float32
-  m.def(
-      "rms_norm(Tensor x, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\")"
-      " -> (Tensor y, Tensor rstd)");
-  m.def(
-      "rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float offset, str "
-      "casting_mode,"
-      " bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
+  m.def("rms_norm(Tensor x, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> (Tensor y, Tensor rstd)");
+  m.def("rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
   // new_residual = x + residual; y = rms_norm(new_residual)
-  m.def(
-      "fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float offset=0.0,"
-      " str casting_mode=\"llama\") -> (Tensor y, Tensor new_residual, Tensor rstd)");
-  m.def(
-      "fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? "
-      "weight,"
-      " Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight)"
-      " -> (Tensor grad_x, Tensor grad_weight)");
+  m.def("fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> (Tensor y, Tensor new_residual, Tensor rstd)");
+  m.def("fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight, Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
   // x (..., H) -> y like x, mean and rstd (...) float32
-  m.def(
-      "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
-      " -> (Tensor y, Tensor mean, Tensor rstd)");
-  m.def(
-      "layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd,"
-      " bool need_grad_x, bool need_grad_weight, bool need_grad_bias)"
-      " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
   // x (N, C, ...), weight and bias (C,) -> y like x, mean and rstd (N, num_groups) float32
-  m.def(
-      "group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5)"
-      " -> (Tensor y, Tensor mean, Tensor rstd)");
-  m.def(
-      "group_norm_backward(Tensor grad_y, Tensor x, int num_groups, Tensor? weight, Tensor? bias, Tensor "
-      "mean,"
-      " Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias)"
-      " -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  m.def("group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor mean, Tensor rstd)");
+  m.def("group_norm_backward(Tensor grad_y, Tensor x, int num_groups, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
 
   // q (B, Hq, T, D), k (B, Hk, T, D), cos and sin (T, R), (1, T, R) or (B, T, R) with R <= D
-  m.def(
-      "rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor "
-      "k_out)");
-  m.def(
-      "rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, bool interleaved=False)"
-      " -> (Tensor grad_q, Tensor grad_k)");
+  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
+  m.def("rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor grad_q, Tensor grad_k)");
   m.def("rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool interleaved=False) -> ()");
 
   // silu(gate) * up
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
-  m.def(
-      "swiglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False)"
-      " -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
+  m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False) -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
   m.def("swiglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up) -> ()");
   // The product goes where grad_out was
   m.def("swiglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up) -> ()");
 
   // gate_up (..., 2I), gate first
   m.def("swiglu_packed(Tensor gate_up) -> Tensor");
-  m.def(
-      "swiglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False)"
-      " -> (Tensor grad_gate_up, Tensor product)");
+  m.def("swiglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False) -> (Tensor grad_gate_up, Tensor product)");
   m.def("swiglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up) -> ()");
 
   // gelu(gate) * up; approximate is "none" (exact) or "tanh"
   m.def("geglu(Tensor gate, Tensor up, str approximate=\"none\") -> Tensor");
-  m.def(
-      "geglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False, str "
-      "approximate=\"none\")"
-      " -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
+  m.def("geglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False, str approximate=\"none\") -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
   m.def("geglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, str approximate=\"none\") -> ()");
-  m.def(
-      "geglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up, str "
-      "approximate=\"none\") -> ()");
+  m.def("geglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up, str approximate=\"none\") -> ()");
   m.def("geglu_packed(Tensor gate_up, str approximate=\"none\") -> Tensor");
-  m.def(
-      "geglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False, str "
-      "approximate=\"none\")"
-      " -> (Tensor grad_gate_up, Tensor product)");
+  m.def("geglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False, str approximate=\"none\") -> (Tensor grad_gate_up, Tensor product)");
   m.def("geglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up, str approximate=\"none\") -> ()");
 
   // relu(x)^2, elementwise
@@ -98,225 +61,96 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
 
   // logits (..., V), target (...): the loss alone, composite over cross_entropy_forward
-  m.def(
-      "cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None,"
-      " Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float "
-      "lse_square_scale=0.0,"
-      " float? softcap=None, str reduction=\"mean\") -> Tensor");
+  m.def("cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\") -> Tensor");
   // logits (N, V), target (N,). The gradient is that of the summed (or averaged) loss; with reduction "none"
   // it is that of sum(loss).
-  m.def(
-      "cross_entropy_forward(Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
-      " Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap,"
-      " str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
-      " bool return_logprobs, bool return_entropy, bool need_grad)"
-      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
-      " Tensor entropy, Tensor lse, Tensor used_denominator, Tensor grad_logits)");
+  m.def("cross_entropy_forward(Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy, Tensor lse, Tensor used_denominator, Tensor grad_logits)");
   // The same with the gradient in the place of the logits
-  m.def(
-      "cross_entropy_forward_(Tensor(a!) logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
-      " Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap,"
-      " str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens,"
-      " bool return_logprobs, bool return_entropy)"
-      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
-      " Tensor entropy)");
-  m.def(
-      "cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor "
-      "used_denominator,"
-      " Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float "
-      "lse_square_scale,"
-      " float? softcap) -> Tensor");
-  m.def(
-      "cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor lse,"
-      " Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float "
-      "label_smoothing,"
-      " float lse_square_scale, float? softcap) -> ()");
+  m.def("cross_entropy_forward_(Tensor(a!) logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy)");
+  m.def("cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
+  m.def("cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor lse, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ()");
 
   // What a loss needs of logits (N, V) that are some of the classes: those from vocab_start on. target (N,)
   // counts all classes. stats (3 or 4, N): the largest logit m, sum(exp(z - m)), the target's logit or 0
   // where it is not among them and, with return_class_sum, sum(ce_weight * z). Rows that are ignored have 0,
   // 1, 0, 0.
-  m.def(
-      "cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int "
-      "ignore_index, float? softcap, bool return_class_sum) -> Tensor");
+  m.def("cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, bool return_class_sum) -> Tensor");
   // e * (of_exp + of_log * (z[v] - reference)) - of_target * [v + vocab_start == target] - of_class *
   // ce_weight[v] with e = exp(z[v] - reference), all but ce_weight (V,) with one value per row, times the
   // derivative of the softcap; 0 in rows that are ignored
-  m.def(
-      "cross_entropy_stats_backward(Tensor logits, Tensor target, Tensor reference, Tensor of_exp, Tensor "
-      "of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap,"
-      " Tensor? of_log) -> Tensor");
-  m.def(
-      "cross_entropy_stats_backward_(Tensor(a!) logits, Tensor target, Tensor reference, Tensor of_exp, "
-      "Tensor of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? "
-      "softcap, Tensor? of_log) -> ()");
+  m.def("cross_entropy_stats_backward(Tensor logits, Tensor target, Tensor reference, Tensor of_exp, Tensor of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? of_log) -> Tensor");
+  m.def("cross_entropy_stats_backward_(Tensor(a!) logits, Tensor target, Tensor reference, Tensor of_exp, Tensor of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? of_log) -> ()");
 
   // input (..., H), weight (V, H), target (...): the loss alone, composite over fused_linear_ce_forward
-  m.def(
-      "fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, Tensor? ce_weight=None,"
-      " Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float "
-      "label_smoothing=0.0,"
-      " float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\", ScalarType? "
-      "accum_dtype=None,"
-      " int? memory_budget=None) -> Tensor");
+  m.def("fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, Tensor? ce_weight=None, Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
   // input (N, H), target (N,). The gradients are those of the summed (or averaged) loss; with reduction
   // "none" they are those of sum(loss), so the gradient of per-token losses is this op with token_weight *
   // grad_loss.
-  m.def(
-      "fused_linear_ce_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
-      " Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float "
-      "lse_square_scale,"
-      " float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, bool return_z_loss,"
-      " bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy,"
-      " bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
-      " -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs,"
-      " Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def("fused_linear_ce_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // The divergence of the distributions of student and teacher logits (..., V): the loss alone, composite
   // over divergence_forward
-  m.def(
-      "kl_div(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
-      "denominator=None, bool reverse=False, float temperature=1.0, bool log_probs=False, int "
-      "ignore_index=-100, str reduction=\"mean\") -> Tensor");
-  m.def(
-      "jsd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
-      "denominator=None, float beta=0.5, float temperature=1.0, bool log_probs=False, int ignore_index=-100,"
-      " str reduction=\"mean\") -> Tensor");
-  m.def(
-      "tvd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? "
-      "denominator=None, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str "
-      "reduction=\"mean\") -> Tensor");
+  m.def("kl_div(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? denominator=None, bool reverse=False, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str reduction=\"mean\") -> Tensor");
+  m.def("jsd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? denominator=None, float beta=0.5, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str reduction=\"mean\") -> Tensor");
+  m.def("tvd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? denominator=None, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str reduction=\"mean\") -> Tensor");
   // student and teacher (N, V), target (N,), row_weight (N,) or () for all rows, float32, divergence
   // "forward_kl", "reverse_kl", "jsd" or "tvd". loss: sum(row_weight * loss of the row), or each of them (N,)
   // with per_row. stats (5, N): the largest logit and log(sum(exp((z - largest) / temperature))) of the
   // student, the same of the teacher, and what the softmax of the student takes from the gradient; zeros in
   // rows whose target is ignore_index. grad_student: the gradient of the sum.
-  m.def(
-      "divergence_forward(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
-      "divergence, "
-      "float beta, float temperature, bool log_probs, int ignore_index, bool per_row, bool need_grad)"
-      " -> (Tensor loss, Tensor stats, Tensor grad_student)");
+  m.def("divergence_forward(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row, bool need_grad) -> (Tensor loss, Tensor stats, Tensor grad_student)");
   // The same with the gradient in the place of the student's logits
-  m.def(
-      "divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
-      "divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
+  m.def("divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
   // The loss of each row (N,), and the gradient of their sum with cross_entropy times the cross entropy of
   // the target, at temperature 1; hard_loss (N,): that, times row_weight, empty where cross_entropy is 0.
   // gradient may be float16 or bfloat16 where student is float32: rounded once
-  m.def(
-      "divergence_ce_forward_(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
-      "divergence, float beta, float temperature, float cross_entropy, int ignore_index, Tensor(a!) gradient)"
-      " -> (Tensor loss, Tensor hard_loss)");
+  m.def("divergence_ce_forward_(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, float cross_entropy, int ignore_index, Tensor(a!) gradient) -> (Tensor loss, Tensor hard_loss)");
   // The gradient of sum(grad_loss * loss of the row) in the student, grad_loss (N,) or ()
-  m.def(
-      "divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, "
-      "str "
-      "divergence, float beta, float temperature, bool log_probs, int ignore_index) -> Tensor");
+  m.def("divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, str divergence, float beta, float temperature, bool log_probs, int ignore_index) -> Tensor");
 
   // input (..., H) and weight (V, H) of the student; teacher (..., Ht) with teacher_weight (V, Ht), or its
   // logits (..., V) without: composite over fused_linear_divergence_forward
-  m.def(
-      "fused_linear_kl_div(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? "
-      "target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? "
-      "denominator=None, bool reverse=False, float temperature=1.0, int ignore_index=-100, str "
-      "reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
-  m.def(
-      "fused_linear_jsd(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? "
-      "target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? "
-      "denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str "
-      "reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
+  m.def("fused_linear_kl_div(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? denominator=None, bool reverse=False, float temperature=1.0, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
+  m.def("fused_linear_jsd(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
   // input (N, H), row_weight (N,) or (): loss is the sum of soft_loss and hard_loss, or of each row with
   // per_row. Those (N,) are the two terms of a row: row_weight and soft times its divergence from the
   // teacher, row_weight and hard times the cross entropy of its target; empty where soft or hard is 0.
   // Divergences are those of divergence_forward, "cosine" (1 minus that of the logits), and of a teacher that
   // is given as log-probabilities (N, k) of the classes teacher_indices, "topk_tail" (all others are one
   // class) and "topk" (renormalised). The gradients are those of the sum.
-  m.def(
-      "fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
-      " Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str "
-      "divergence, float beta, float temperature, float soft, float hard, int ignore_index, bool per_row, "
-      "ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool "
-      "need_grad_bias)"
-      " -> (Tensor loss, Tensor soft_loss, Tensor hard_loss, Tensor grad_input, Tensor grad_weight, Tensor "
-      "grad_bias)");
+  m.def("fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta, float temperature, float soft, float hard, int ignore_index, bool per_row, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor loss, Tensor soft_loss, Tensor hard_loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   // input (N, H), target (N,): log-probabilities of the targets under softmax((input @ weight.T + bias) /
   // temperature), with the softcap before the temperature; those of ignored rows are 0
-  m.def(
-      "fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float "
-      "temperature,"
-      " int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax)"
-      " -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
-  m.def(
-      "fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor "
-      "weight,"
-      " Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? "
-      "accum_dtype,"
-      " int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
-      " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
+  m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward
-  m.def(
-      "tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias=None,"
-      " Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", int? num_shards=None,"
-      " int? memory_budget=None) -> Tensor");
+  m.def("tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", int? num_shards=None, int? memory_budget=None) -> Tensor");
   // kept: gate and up side by side of the first tokens, as many as the plan keeps and, without keep, none;
   // where one shard keeps those of two weights, gate, and up in kept_up. They belong to the backward: one
   // that does not keep the graph works in their memory, and frees it.
-  m.def(
-      "tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
-      "gate_bias,"
-      " Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget, bool keep)"
-      " -> (Tensor y, Tensor kept, Tensor kept_up)");
-  m.def(
-      "tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor kept_up, Tensor x, Tensor gate_weight, Tensor? "
-      "up_weight,"
-      " Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards,"
-      " int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight,"
-      " bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool "
-      "need_grad_down_bias)"
-      " -> (Tensor grad_x, Tensor grad_gate_weight, Tensor grad_up_weight, Tensor grad_down_weight,"
-      " Tensor grad_gate_bias, Tensor grad_up_bias, Tensor grad_down_bias)");
+  m.def("tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget, bool keep) -> (Tensor y, Tensor kept, Tensor kept_up)");
+  m.def("tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor kept_up, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards, int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight, bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool need_grad_down_bias) -> (Tensor grad_x, Tensor grad_gate_weight, Tensor grad_up_weight, Tensor grad_down_weight, Tensor grad_gate_bias, Tensor grad_up_bias, Tensor grad_down_bias)");
 
   // x * factor with a device scalar, in float32, rounded once
   m.def("rescale(Tensor x, Tensor factor) -> Tensor");
   m.def("rescale_(Tensor(a!) x, Tensor factor) -> ()");
 
   // Argument checks, callable by the Python backends so that every backend raises the same words.
-  m.def(
-      "check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode, float eps=0.0,"
-      " float offset=0.0) -> ()");
+  m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
   m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
-  m.def(
-      "check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0)"
-      " -> ()");
+  m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def("check_rowwise(str op, str name, Tensor x, Tensor? grad_y) -> ()");
   m.def("check_approximate(str op, str approximate) -> ()");
-  m.def(
-      "check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? "
-      "gate_bias,"
-      " Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget) -> ()");
-  m.def(
-      "check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight,"
-      " Tensor? denominator, float label_smoothing, float? softcap, str reduction) -> ()");
-  m.def(
-      "check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight,"
-      " Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction,"
-      " ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\") -> ()");
-  m.def(
-      "check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str "
-      "divergence, float beta, float temperature, bool log_probs) -> ()");
-  m.def(
-      "check_divergence_gradient(str op, Tensor student, Tensor? target, float temperature, "
-      "float "
-      "cross_entropy, Tensor gradient) -> ()");
-  m.def(
-      "check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight,"
-      " Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str "
-      "divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? "
-      "memory_budget) -> ()");
+  m.def("check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget) -> ()");
+  m.def("check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction) -> ()");
+  m.def("check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\") -> ()");
+  m.def("check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, bool log_probs) -> ()");
+  m.def("check_divergence_gradient(str op, Tensor student, Tensor? target, float temperature, float cross_entropy, Tensor gradient) -> ()");
+  m.def("check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? memory_budget) -> ()");
 
   m.def("check_written(str op, str[] names, Tensor[] tensors, int written) -> ()");
 
@@ -324,35 +158,19 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("default_memory_budget() -> int");
   // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see
   // csrc/planner.h
-  m.def(
-      "plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool "
-      "exact_accumulation,"
-      " int? memory_budget=None) -> int[]");
+  m.def("plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None) -> int[]");
   // The same with the place of every chunk, for the valid_rows rows that are not ignored (None: no row is);
   // see ChunkLayout in csrc/planner.h
-  m.def(
-      "lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool "
-      "need_grad_weight,"
-      " bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None)"
-      " -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows,"
-      " int[] chunk_offsets)");
+  m.def("lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None) -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows, int[] chunk_offsets)");
   // How the engine of compute capability 9.0 cuts them, on a device that runs so many clusters of two blocks
   // at a time (66: 132 multiprocessors), and between groups of so many rows; no chunks where the generic
   // engine takes over. See Sm90Plan in csrc/planner_sm90.h
-  m.def(
-      "plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool "
-      "exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False, int group_rows=1)"
-      " -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes,"
-      " int units_bytes, int slack)");
+  m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes, int units_bytes, int slack)");
   // The same where the gradient of logits lies in rows; zeros where the generic engine takes over. See
   // Sm90HeadPlan there
-  m.def(
-      "plan_head_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, int "
-      "beside,"
-      " int? memory_budget=None, int clusters=66, int group_rows=1, bool hosted=False) -> (int first_rows, "
-      "int "
-      "first_parts, int chunk_rows, int part_rows, int parts, int units_bytes)");
+  m.def("plan_head_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, int beside, int? memory_budget=None, int clusters=66, int group_rows=1, bool hosted=False) -> (int first_rows, int first_parts, int chunk_rows, int part_rows, int parts, int units_bytes)");
 }
+// clang-format on
 
 namespace liger {
 namespace {

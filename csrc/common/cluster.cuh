@@ -20,8 +20,7 @@ __device__ __forceinline__ void store_shared(void* p, float x, float y, float z,
                : "memory");
 }
 
-// --- cluster
-// ------------------------------------------------------------------------------------------------------
+// --- cluster -----------------------------------------------------------------------------------------------
 
 // A thread may write to the shared memory of another block only after that block has started: arrive early,
 // wait late.
@@ -61,8 +60,7 @@ __device__ __forceinline__ void share_in_cluster(const S& s, S* slots, int rank,
   cluster_wait();
 }
 
-// --- mbarrier and bulk copy
-// ---------------------------------------------------------------------------------------
+// --- mbarrier and bulk copy --------------------------------------------------------------------------------
 
 // One arrival completes a phase, together with the bytes it announces. The block needs a barrier after the
 // fence.

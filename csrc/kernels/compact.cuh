@@ -207,8 +207,7 @@ __global__ void __launch_bounds__(kRowThreads)
   if (all.predicted != nullptr) all.predicted[row] = from >= 0 ? compacted.predicted[from] : -1;
 }
 
-// --- launches
-// -----------------------------------------------------------------------------------------------------
+// --- launches ----------------------------------------------------------------------------------------------
 // The caller looks for errors. A batch has fewer than 2^31 rows; a row lies dense in memory.
 
 // Calls body(kVec<T>) where whole vectors may be moved, else body(1).

@@ -50,8 +50,7 @@ struct Problem {
   int64_t* predicted;
 };
 
-// --- numbers
-// ------------------------------------------------------------------------------------------------------
+// --- numbers -----------------------------------------------------------------------------------------------
 
 // Two-byte logits carry 3 digits: an absolute error of 1e-7 in tanh is far below their rounding.
 template <typename T>
@@ -74,8 +73,7 @@ __device__ __forceinline__ float reference_of(float max) {
   return max == -INFINITY ? 0.0f : max;
 }
 
-// --- the aligned middle of a row, and its edges
-// -------------------------------------------------------------------
+// --- the aligned middle of a row, and its edges ------------------------------------------------------------
 
 // N neighbours as floats, through 16-byte loads where the address allows.
 template <typename T, int N>

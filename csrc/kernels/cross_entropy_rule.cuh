@@ -6,8 +6,7 @@
 
 namespace liger::ce {
 
-// --- statistics of a row
-// ------------------------------------------------------------------------------------------
+// --- statistics of a row -----------------------------------------------------------------------------------
 
 // Plain data, since it lives in shared memory too: start from no_stats().
 template <bool kExtras>
@@ -141,8 +140,7 @@ __device__ __forceinline__ void merge_warp(Stats<kExtras>& s) {
   }
 }
 
-// --- what follows from the statistics
-// -----------------------------------------------------------------------------
+// --- what follows from the statistics ----------------------------------------------------------------------
 
 // What a row needs from memory beside its logits, as it was read: nothing waits for it before row_of().
 template <typename T>
