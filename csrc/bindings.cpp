@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "planner.h"
+#include "linear_ce/planner.h"
 
 namespace py = pybind11;
 

@@ -1,12 +1,12 @@
 // Every schema of torch.ops.liger, one line each.
 //
-// Kernels register themselves beside their code: CUDA in csrc/<op>.cu, Triton in triton_kernels/<op>.py,
-// plain torch, fakes and autograd in python/liger/ops/<op>.py; the planners' ops in planner_ops.cpp. An
+// Kernels register themselves beside their code: CUDA in csrc/<family>/<op>.cu, Triton in triton_kernels/<op>.py,
+// plain torch, fakes and autograd in python/liger/ops/<op>.py; the planners' ops in linear_ce/planner_ops.cpp. An
 // output that was not asked for is returned as an empty tensor, so that every op has a fixed number of
 // results.
 #include <torch/csrc/stable/library.h>
 
-#include "common/checks.h"
+#include "host/checks.h"
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY(liger, m) {
@@ -157,14 +157,14 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // LIGER_MEMORY_BUDGET in bytes, else 512 MiB
   m.def("default_memory_budget() -> int");
   // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see
-  // csrc/planner.h
+  // csrc/linear_ce/planner.h
   m.def("plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None) -> int[]");
   // The same with the place of every chunk, for the valid_rows rows that are not ignored (None: no row is);
-  // see ChunkLayout in csrc/planner.h
+  // see ChunkLayout in csrc/linear_ce/planner.h
   m.def("lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None) -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows, int[] chunk_offsets)");
   // How the engine of compute capability 9.0 cuts them, on a device that runs so many clusters of two blocks
   // at a time (66: 132 multiprocessors), and between groups of so many rows; no chunks where the generic
-  // engine takes over. See Sm90Plan in csrc/planner_sm90.h
+  // engine takes over. See Sm90Plan in csrc/linear_ce/sm90/planner.h
   m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes, int units_bytes, int slack)");
   // The same where the gradient of logits lies in rows; zeros where the generic engine takes over. See
   // Sm90HeadPlan there

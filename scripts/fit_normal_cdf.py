@@ -1,4 +1,4 @@
-"""The coefficients of ``normal_tail`` (csrc/kernels/activations.cuh, triton_kernels/gated.py), and its error.
+"""The coefficients of ``normal_tail`` (csrc/activation/activations.cuh, triton_kernels/gated.py), and its error.
 
 ``exp(x^2 / 2) * cdf(-x)`` for x >= 0 falls like 1 / x. With t = 1 / (1 + p * x) it is t * P(t), P smooth on (0, 1]: a
 polynomial whose largest relative error is least, by least squares with weights that grow where the error is large

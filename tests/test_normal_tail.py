@@ -13,7 +13,7 @@ NUMBER = r"-?\d+\.\d+(?:e-?\d+)?"
 
 def of_cuda():
     """(steepness, factor of x^2 in the exponent, coefficients from the constant on), as the kernel has them."""
-    source = (ROOT / "csrc/kernels/activations.cuh").read_text().partition("struct NormalTail")[2]
+    source = (ROOT / "csrc/activation/activations.cuh").read_text().partition("struct NormalTail")[2]
     steepness, exponent = (
         re.search(rf"kSteepness = ({NUMBER})f", source),
         re.search(rf"kHalfLog2e = ({NUMBER})f", source),

@@ -95,7 +95,7 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
         *(".clang-format", ".gitignore"),
     }
     assert not [name for name in names if re.search(r"\.(so|o|whl|pyc|gz)$|__pycache__", name)]
-    assert {f"csrc/{p.name}" for p in (ROOT / "csrc").glob("*.c*")} <= set(names)
+    assert {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.c*")} <= set(names)
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel):

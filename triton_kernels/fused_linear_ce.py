@@ -14,7 +14,7 @@ from .common import require_dtype
 from .compact import Compaction
 from .cross_entropy_rows import RowResults, Rule
 
-# LogitsIn of csrc/planner.h.
+# LogitsIn of csrc/linear_ce/planner.h.
 _IN_GRAD_WEIGHT, _IN_GRAD_INPUT = 1, 2
 
 

@@ -23,7 +23,7 @@ from .common import (
 
 @triton.jit
 def normal_tail(x):
-    """(cdf(-abs(x)) of the normal distribution, exp(-x^2 / 2)), as in csrc/kernels/activations.cuh."""
+    """(cdf(-abs(x)) of the normal distribution, exp(-x^2 / 2)), as in csrc/activation/activations.cuh."""
     exponential = tl.exp2(x * x * -0.72134752044448170)
     t = 1.0 / (1.0 + 0.36 * tl.abs(x))
     total = -0.180753289 + 0.0473450943 * t

@@ -209,7 +209,7 @@ def supported(backend, family, capabilities=None):
                 )
             if code == "ptx" and capability not in through_ptx:
                 through_ptx.append(capability)
-        # Slower, but right: kernels are chosen by the code that the device runs (csrc/common/loaded_code.h).
+        # Slower, but right: kernels are chosen by the code that the device runs (csrc/host/loaded_code.h).
         by_driver = "".join(f"; through PTX on {_dotted(capability)}" for capability in through_ptx)
         return True, _load.CUDA_REASON + by_driver
     if backend == "triton":

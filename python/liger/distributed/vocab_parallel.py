@@ -31,7 +31,7 @@ from ._vocab_shards import gather, local_shard, locate, whole
 from ._whole_rows import Rows
 
 _FUSED, _PLAIN = "vocab_parallel_fused_linear_ce", "vocab_parallel_cross_entropy"
-# Rows of a chunk from which on its products run at full speed: kFullSpeedRows of csrc/planner.h.
+# Rows of a chunk from which on its products run at full speed: kFullSpeedRows of csrc/linear_ce/planner.h.
 _FULL_SPEED_ROWS = 2048
 
 _library = torch.library.Library("liger_distributed", "DEF")

@@ -12,7 +12,7 @@ import torch
 from ..backend import FAMILIES
 from ..ops._linear_chunks import Head, HeadGradients, Sm90HeadGradients, planned_rows
 
-# What the engine's plan begins with, and has for each chunk: csrc/fused_linear_loss_sm90.cu.
+# What the engine's plan begins with, and has for each chunk: csrc/linear_ce/sm90/losses.cu.
 _HEADER, _PER_CHUNK = 5, 5
 # The classes of a panel, which the plan counts in.
 _PANEL = 128

@@ -1,0 +1,41 @@
+// The host side of gated products, activation(gate) * up: the same for every activation but for the kernel.
+#pragma once
+
+#include <tuple>
+
+#include "activation/gated.cuh"
+#include "host/dispatch.h"
+#include "host/elementwise.h"
+
+namespace liger {
+
+// Launches the kernels of one activation; the extent is in vectors of 16 bytes or in elements.
+using GatedLaunch = void (*)(const Gated& p, ScalarType dtype, bool vectorised, cudaStream_t stream);
+
+template <typename Activation>
+void launch_gated(const Gated& p, ScalarType dtype, bool vectorised, cudaStream_t stream) {
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    vectorised ? launch_gated<Activation, T, kVec<T>>(p, stream) : launch_gated<Activation, T, 1>(p, stream);
+  });
+}
+
+// One op: its name for errors, and the kernels of its activation.
+struct GatedOp {
+  const char* name;
+  GatedLaunch launch;
+};
+
+Tensor gated(GatedOp op, const Tensor& gate, const Tensor& up);
+std::tuple<Tensor, Tensor, Tensor> gated_backward(GatedOp op, const Tensor& grad_out, const Tensor& gate,
+                                                  const Tensor& up, bool emit_product);
+// The gradients go over gate and up.
+void gated_backward_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up);
+// The product, too, goes over grad_out.
+void gated_backward_product_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up);
+Tensor gated_packed(GatedOp op, const Tensor& gate_up);
+std::tuple<Tensor, Tensor> gated_packed_backward(GatedOp op, const Tensor& grad_out, const Tensor& gate_up,
+                                                 bool emit_product);
+void gated_packed_backward_(GatedOp op, const Tensor& grad_out, const Tensor& gate_up);
+
+}  // namespace liger

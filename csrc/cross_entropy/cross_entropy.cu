@@ -1,0 +1,367 @@
+#include "cross_entropy/cross_entropy.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <climits>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <tuple>
+
+#include "cross_entropy/cross_entropy.cuh"
+#include "device/integers.h"
+#include "host/check_parts.h"
+#include "host/dispatch.h"
+
+namespace liger {
+namespace {
+
+// LIGER_CHECK_TARGETS, read once.
+bool check_targets() {
+  static const bool wanted = [] {
+    const char* set = std::getenv("LIGER_CHECK_TARGETS");
+    const std::string text = set == nullptr ? "" : set;
+    require(text.empty() || text == "0" || text == "1", "LIGER_CHECK_TARGETS: expected 0 or 1, got '", text,
+            "'");
+    return text == "1";
+  }();
+  return wanted;
+}
+
+Tensor as_float(const Tensor& tensor) {
+  return torch::stable::contiguous(
+      tensor.scalar_type() == ScalarType::Float ? tensor : torch::stable::to(tensor, ScalarType::Float));
+}
+
+float* float_or_null(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
+}
+
+// The place of a row in a result; null for a result that was not asked for.
+template <typename T>
+T* at_row(const Tensor& result, int64_t row) {
+  return result.numel() > 0 ? static_cast<T*>(result.mutable_data_ptr()) + row : nullptr;
+}
+
+ce::Scalar scalar_type(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Half:
+      return ce::Scalar::kHalf;
+    case ScalarType::BFloat16:
+      return ce::Scalar::kBFloat16;
+    case ScalarType::Double:
+      return ce::Scalar::kDouble;
+    case ScalarType::Int:
+      return ce::Scalar::kInt32;
+    case ScalarType::Long:
+      return ce::Scalar::kInt64;
+    default:
+      return ce::Scalar::kFloat;
+  }
+}
+
+template <typename T, bool kExtras>
+void launch_backward(const char* op, const ce::Problem& p, const ce::Backward& b, cudaStream_t stream) {
+  const bool aligned = rows_aligned_alike<T>(p, b.out, b.out_stride);
+  const unsigned tiles = backward_tiles<T>(op, p);
+  const auto kernel =
+      aligned ? ce::backward_from_lse<T, kExtras, true> : ce::backward_from_lse<T, kExtras, false>;
+  kernel<<<static_cast<unsigned>(p.rows) * tiles, ce::kBackwardThreads, 0, stream>>>(p, b,
+                                                                                     static_cast<int>(tiles));
+  check_launch(op);
+}
+
+}  // namespace
+
+CrossEntropyOptions::CrossEntropyOptions(const Tensor& target_, const std::optional<Tensor>& ce_weight,
+                                         const std::optional<Tensor>& token_weight_, int64_t vocab,
+                                         int64_t ignore_index, double label_smoothing,
+                                         double lse_square_scale, std::optional<double> softcap)
+    : target(torch::stable::contiguous(target_)) {
+  require(vocab < INT_MAX, "cross_entropy: ", vocab, " classes, expected fewer than 2^31 - 1");
+  if (ce_weight) class_weight = as_float(*ce_weight);
+  if (token_weight_) token_weight = as_float(*token_weight_);
+  if (class_weight && label_smoothing != 0.0) weight_sum = empty({}, ScalarType::Float, target);
+  problem.vocab = static_cast<int>(vocab);
+  problem.targets = {target.const_data_ptr(), target.scalar_type() == ScalarType::Int, ignore_index};
+  problem.class_weight = static_cast<const float*>(data(class_weight));
+  problem.token_weight = static_cast<const float*>(data(token_weight));
+  problem.weight_sum = static_cast<const float*>(data(weight_sum));
+  problem.label_smoothing = static_cast<float>(label_smoothing);
+  problem.lse_square_scale = static_cast<float>(lse_square_scale);
+  problem.softcap = static_cast<float>(softcap.value_or(0.0));
+  if (softcap) problem.extras |= ce::kSoftcap;
+  if (label_smoothing != 0.0) problem.extras |= ce::kSmoothing;
+}
+
+ce::Problem CrossEntropyOptions::at_row(int64_t row) const {
+  ce::Problem p = problem;
+  p.targets.data = static_cast<const char*>(p.targets.data) + row * (p.targets.is_int32 ? 4 : 8);
+  if (p.token_weight != nullptr) p.token_weight += row;
+  return p;
+}
+
+void prepare_cross_entropy(const char* op, CrossEntropyOptions& options, const std::optional<Tensor>& given,
+                           bool mean, const std::optional<Tensor>& denominator) {
+  const ce::Problem& problem = options.problem;
+  ce::Preparation p{};
+  p.targets = problem.targets;
+  p.rows = options.target.numel();
+  p.vocab = problem.vocab;
+  p.class_weight = problem.class_weight;
+  p.given = data(given);
+  if (given) p.given_type = scalar_type(*given);
+  p.mean = mean;
+  p.denominator = float_or_null(denominator);
+  p.weight_sum = float_or_null(options.weight_sum);
+  p.fused = std::strcmp(op, "fused_linear_ce") == 0;
+  if (p.denominator == nullptr && p.weight_sum == nullptr) return;
+  const cudaStream_t stream = current_stream(options.target);
+  if (check_targets()) {
+    ce::prepare<true><<<1, ce::kReduceThreads, 0, stream>>>(p);
+  } else {
+    ce::prepare<false><<<1, ce::kReduceThreads, 0, stream>>>(p);
+  }
+  check_launch(op);
+}
+
+CrossEntropyResults::CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row, bool with_z_loss,
+                                         bool with_token_accuracy, bool with_predicted_tokens,
+                                         bool with_logprobs, bool with_entropy)
+    : per_row_(per_row) {
+  const auto buffer = [&](bool wanted, ScalarType dtype) { return empty({wanted ? rows : 0}, dtype, like); };
+  const auto scalar = [&](bool wanted) {
+    return wanted ? empty({}, ScalarType::Float, like) : no_tensor(ScalarType::Float, like);
+  };
+  row_loss = buffer(true, ScalarType::Float);
+  row_z_loss = buffer(with_z_loss, ScalarType::Float);
+  predicted = buffer(with_predicted_tokens || with_token_accuracy, ScalarType::Long);
+  logprobs = buffer(with_logprobs, ScalarType::Float);
+  entropy = buffer(with_entropy, ScalarType::Float);
+  loss = per_row ? row_loss : scalar(true);
+  z_loss = per_row ? row_z_loss : scalar(with_z_loss);
+  token_accuracy = scalar(with_token_accuracy);
+  predicted_tokens = with_predicted_tokens ? predicted : no_tensor(ScalarType::Long, like);
+}
+
+void CrossEntropyResults::attach(ce::Problem& problem, int64_t first_row) const {
+  problem.loss = at_row<float>(row_loss, first_row);
+  problem.z_loss = at_row<float>(row_z_loss, first_row);
+  problem.logprobs = at_row<float>(logprobs, first_row);
+  problem.entropy = at_row<float>(entropy, first_row);
+  problem.predicted = at_row<int64_t>(predicted, first_row);
+  if (problem.entropy != nullptr) problem.extras |= ce::kEntropy;
+  if (problem.predicted != nullptr) problem.extras |= ce::kArgmax;
+}
+
+void CrossEntropyResults::reduce(const char* op, const CrossEntropyOptions& options,
+                                 const Tensor& denominator) const {
+  ce::Reduction r{};
+  r.targets = options.problem.targets;
+  r.rows = options.target.numel();
+  r.denominator = static_cast<const float*>(denominator.const_data_ptr());
+  r.row_loss = static_cast<const float*>(row_loss.const_data_ptr());
+  r.row_z_loss = static_cast<const float*>(row_z_loss.const_data_ptr());
+  r.predicted = static_cast<const int64_t*>(predicted.const_data_ptr());
+  if (!per_row_) {
+    r.loss = at_row<float>(loss, 0);
+    r.z_loss = at_row<float>(z_loss, 0);
+  }
+  r.accuracy = at_row<float>(token_accuracy, 0);
+  if (r.loss == nullptr && r.accuracy == nullptr) return;
+  ce::reduce_rows<<<1, ce::kReduceThreads, 0, current_stream(denominator)>>>(r);
+  check_launch(op);
+}
+
+void write_back(const Tensor& logits, const RowInput& rows) {
+  if (rows.tensor.get() == logits.get()) return;
+  Tensor written = logits;
+  torch::stable::copy_(written, rows.tensor);
+}
+
+namespace {
+
+constexpr const char* kOp = "cross_entropy";
+
+struct ForBackward {
+  Tensor lse, used_denominator;
+};
+
+// Fills the results. A gradient that is not null becomes that of the reduced loss; it may be the logits.
+ForBackward forward(const RowInput& logits, void* gradient, int64_t gradient_stride,
+                    CrossEntropyOptions& options, const std::optional<Tensor>& denominator,
+                    const std::string& reduction, const CrossEntropyResults& results) {
+  const Tensor& like = logits.tensor;
+  const int64_t rows = like.size(0);
+  const Tensor used_denominator = empty({}, ScalarType::Float, like);
+  prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
+  const Tensor lse = empty({rows}, ScalarType::Float, like);
+
+  ce::Problem problem = options.problem;
+  problem.logits = logits.data();
+  problem.row_stride = logits.rows.stride;
+  problem.gradient = gradient;
+  problem.gradient_stride = gradient_stride;
+  problem.rows = rows;
+  problem.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
+  problem.lse = at_row<float>(lse, 0);
+  results.attach(problem, 0);
+  launch_rows(kOp, problem, like.scalar_type(), gradient != nullptr, like.get_device_index(),
+              current_stream(like));
+  results.reduce(kOp, options, used_denominator);
+  return {lse, used_denominator};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
+    const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
+    const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
+    double label_smoothing, double lse_square_scale, std::optional<double> softcap,
+    const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
+    bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) {
+  check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
+                      reduction);
+  require_cuda_dtype(kOp, "logits", logits);
+  const DeviceGuard guard(logits.get_device_index());
+  CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
+                              lse_square_scale, softcap);
+  const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
+                                    return_token_accuracy, return_predicted_tokens, return_logprobs,
+                                    return_entropy);
+  const auto finish = [&](const ForBackward& kept, const Tensor& grad_logits) {
+    return std::make_tuple(results.loss, results.z_loss, results.token_accuracy, results.predicted_tokens,
+                           results.logprobs, results.entropy, kept.lse, kept.used_denominator, grad_logits);
+  };
+  const RowInput rows = row_input(logits);
+  if (!need_grad) {
+    const ForBackward kept = forward(rows, nullptr, 0, options, denominator, reduction, results);
+    return finish(kept, no_tensor(logits.scalar_type(), logits));
+  }
+  RowOutput gradient = row_output(new_like(logits));
+  const ForBackward kept =
+      forward(rows, gradient.data(), gradient.rows.stride, options, denominator, reduction, results);
+  gradient.finish();
+  return finish(kept, gradient.result);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_(
+    const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
+    const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator, int64_t ignore_index,
+    double label_smoothing, double lse_square_scale, std::optional<double> softcap,
+    const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
+    bool return_predicted_tokens, bool return_logprobs, bool return_entropy) {
+  check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
+                      reduction);
+  require_cuda_dtype(kOp, "logits", logits);
+  const DeviceGuard guard(logits.get_device_index());
+  CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
+                              lse_square_scale, softcap);
+  const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
+                                    return_token_accuracy, return_predicted_tokens, return_logprobs,
+                                    return_entropy);
+  check_written(kOp, {{"logits", logits}},
+                {{"target", target},
+                 {"ce_weight", ce_weight},
+                 {"token_weight", token_weight},
+                 {"denominator", denominator}});
+  const RowInput rows = row_input(logits);
+  forward(rows, rows.tensor.mutable_data_ptr(), rows.rows.stride, options, denominator, reduction, results);
+  write_back(logits, rows);
+  return {results.loss,     results.z_loss, results.token_accuracy, results.predicted_tokens,
+          results.logprobs, results.entropy};
+}
+
+// Writes the gradient to out, which may be the logits themselves.
+void backward_into(const char* op, void* out, int64_t out_stride, const RowInput& logits,
+                   const Tensor& grad_loss, const Tensor& target, const Tensor& lse,
+                   const Tensor& used_denominator, const std::optional<Tensor>& ce_weight,
+                   const std::optional<Tensor>& token_weight, int64_t ignore_index, double label_smoothing,
+                   double lse_square_scale, std::optional<double> softcap) {
+  const Tensor& like = logits.tensor;
+  const int64_t rows = like.size(0), vocab = like.size(1);
+  require(lse.dim() == 1 && lse.size(0) == rows && lse.scalar_type() == ScalarType::Float, op,
+          ": lse has shape ", shape_text(lse), " and dtype ", dtype_name(lse.scalar_type()), ", expected (",
+          rows, ",) float32");
+  require(grad_loss.numel() == (grad_loss.dim() == 1 ? rows : 1), op, ": grad_loss has shape ",
+          shape_text(grad_loss), ", expected () or (", rows, ",)");
+  require(used_denominator.numel() == 1 && used_denominator.scalar_type() == ScalarType::Float, op,
+          ": used_denominator has shape ", shape_text(used_denominator), ", expected one float32");
+  check_same_device(op, "grad_loss", grad_loss, "logits", like);
+  check_same_device(op, "lse", lse, "logits", like);
+  check_same_device(op, "used_denominator", used_denominator, "logits", like);
+  if (rows == 0 || vocab == 0) return;
+  CrossEntropyOptions options(target, ce_weight, token_weight, vocab, ignore_index, label_smoothing,
+                              lse_square_scale, softcap);
+  prepare_cross_entropy(op, options, std::nullopt, false, std::nullopt);
+  const Tensor upstream = as_float(grad_loss), row_lse = torch::stable::contiguous(lse);
+  ce::Problem problem = options.problem;
+  problem.logits = logits.data();
+  problem.row_stride = logits.rows.stride;
+  problem.rows = rows;
+  ce::Backward backward{};
+  backward.grad_loss = static_cast<const float*>(upstream.const_data_ptr());
+  backward.per_row = grad_loss.dim() == 1;
+  backward.lse = static_cast<const float*>(row_lse.const_data_ptr());
+  backward.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
+  backward.out = out;
+  backward.out_stride = out_stride;
+
+  dispatch_dtype(like.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto launch = problem.extras == 0 ? launch_backward<T, false> : launch_backward<T, true>;
+    launch(op, problem, backward, current_stream(like));
+  });
+}
+
+Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
+                              const Tensor& lse, const Tensor& used_denominator,
+                              const std::optional<Tensor>& ce_weight,
+                              const std::optional<Tensor>& token_weight, int64_t ignore_index,
+                              double label_smoothing, double lse_square_scale,
+                              std::optional<double> softcap) {
+  constexpr const char* op = "cross_entropy_backward";
+  check_cross_entropy(op, logits, target, ce_weight, token_weight, std::nullopt, label_smoothing, softcap,
+                      "none");
+  require_cuda_dtype(op, "logits", logits);
+  const DeviceGuard guard(logits.get_device_index());
+  RowOutput out = row_output(new_like(logits));
+  backward_into(op, out.data(), out.rows.stride, row_input(logits), grad_loss, target, lse, used_denominator,
+                ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap);
+  out.finish();
+  return out.result;
+}
+
+void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
+                             const Tensor& lse, const Tensor& used_denominator,
+                             const std::optional<Tensor>& ce_weight,
+                             const std::optional<Tensor>& token_weight, int64_t ignore_index,
+                             double label_smoothing, double lse_square_scale, std::optional<double> softcap) {
+  constexpr const char* op = "cross_entropy_backward_";
+  check_cross_entropy(op, logits, target, ce_weight, token_weight, std::nullopt, label_smoothing, softcap,
+                      "none");
+  require_cuda_dtype(op, "logits", logits);
+  const DeviceGuard guard(logits.get_device_index());
+  check_written(op, {{"logits", logits}},
+                {{"grad_loss", grad_loss},
+                 {"target", target},
+                 {"lse", lse},
+                 {"used_denominator", used_denominator},
+                 {"ce_weight", ce_weight},
+                 {"token_weight", token_weight}});
+  const RowInput rows = row_input(logits);
+  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, target, lse,
+                used_denominator, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
+                softcap);
+  write_back(logits, rows);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("cross_entropy_forward", TORCH_BOX(&cross_entropy_forward));
+  m.impl("cross_entropy_forward_", TORCH_BOX(&cross_entropy_forward_));
+  m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
+  m.impl("cross_entropy_backward_", TORCH_BOX(&cross_entropy_backward_));
+}
+
+}  // namespace liger

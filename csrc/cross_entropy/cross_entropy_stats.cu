@@ -1,0 +1,163 @@
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <climits>
+
+#include "cross_entropy/cross_entropy.h"
+#include "cross_entropy/cross_entropy_stats.cuh"
+#include "device/integers.h"
+#include "host/check_parts.h"
+#include "host/dispatch.h"
+
+namespace liger {
+namespace {
+
+CrossEntropyOptions options_of(const char* op, const Tensor& logits, const Tensor& target,
+                               const std::optional<Tensor>& ce_weight, int64_t ignore_index,
+                               std::optional<double> softcap, bool per_class) {
+  check_cross_entropy(op, logits, target, ce_weight, std::nullopt, std::nullopt, 0.0, softcap, "sum");
+  require_cuda_dtype(op, "logits", logits);
+  CrossEntropyOptions options(target, per_class ? ce_weight : std::nullopt, std::nullopt, logits.size(1),
+                              ignore_index, 0.0, 0.0, softcap);
+  options.problem.rows = logits.size(0);
+  if (per_class) options.problem.extras |= ce::kSmoothing;
+  return options;
+}
+
+template <typename T>
+void launch_stats(const char* op, const ce::Problem& p, const ce::StatsOutput& o, cudaStream_t stream) {
+  const int64_t vectors = ceil_div(p.vocab, kVec<T>);
+  // Four vectors in flight per thread.
+  const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
+  const auto kernel = p.extras == 0 ? ce::stats_streamed<T, false> : ce::stats_streamed<T, true>;
+  kernel<<<static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0, stream>>>(p, o);
+  check_launch(op);
+}
+
+Tensor cross_entropy_stats(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
+                           int64_t vocab_start, int64_t ignore_index, std::optional<double> softcap,
+                           bool return_class_sum) {
+  constexpr const char* op = "cross_entropy_stats";
+  CrossEntropyOptions options =
+      options_of(op, logits, target, ce_weight, ignore_index, softcap, return_class_sum);
+  const DeviceGuard guard(logits.get_device_index());
+  const int64_t rows = logits.size(0);
+  require(rows <= INT_MAX, op, ": ", rows, " rows are more than one launch can take");
+  const Tensor stats = empty({return_class_sum ? 4 : 3, rows}, ScalarType::Float, logits);
+  if (rows == 0) return stats;
+  const RowInput input = row_input(logits);
+  options.problem.logits = input.data();
+  options.problem.row_stride = input.rows.stride;
+  float* out = static_cast<float*>(stats.mutable_data_ptr());
+  const ce::StatsOutput output{vocab_start, out, out + rows, out + 2 * rows,
+                               return_class_sum ? out + 3 * rows : nullptr};
+  dispatch_dtype(logits.scalar_type(), [&](auto tag) {
+    launch_stats<typename decltype(tag)::type>(op, options.problem, output, current_stream(logits));
+  });
+  return stats;
+}
+
+// A value per row, side by side; kept by the caller until the launch.
+Tensor row_values(const char* op, const char* name, const Tensor& values, const Tensor& logits) {
+  const int64_t rows = logits.size(0);
+  require(values.dim() == 1 && values.size(0) == rows && values.scalar_type() == ScalarType::Float, op, ": ",
+          name, " has shape ", shape_text(values), " and dtype ", dtype_name(values.scalar_type()),
+          ", expected (", rows, ",) float32");
+  check_same_device(op, name, values, "logits", logits);
+  return torch::stable::contiguous(values);
+}
+
+template <typename T, bool kExtras>
+void launch_backward(const char* op, const ce::Problem& p, const ce::Coefficients& c, cudaStream_t stream) {
+  const bool aligned = rows_aligned_alike<T>(p, c.out, c.out_stride);
+  const unsigned tiles = backward_tiles<T>(op, p);
+  const auto kernel = aligned ? ce::backward_from_coefficients<T, kExtras, true>
+                              : ce::backward_from_coefficients<T, kExtras, false>;
+  kernel<<<static_cast<unsigned>(p.rows) * tiles, ce::kBackwardThreads, 0, stream>>>(p, c,
+                                                                                     static_cast<int>(tiles));
+  check_launch(op);
+}
+
+// Writes the gradient to out, which may be the logits themselves.
+void backward_into(const char* op, void* out, int64_t out_stride, const RowInput& logits,
+                   CrossEntropyOptions& options, const Tensor& reference, const Tensor& of_exp,
+                   const Tensor& of_target, const std::optional<Tensor>& of_class,
+                   const std::optional<Tensor>& of_log, int64_t vocab_start) {
+  const Tensor& like = logits.tensor;
+  const int64_t rows = like.size(0);
+  const Tensor references = row_values(op, "reference", reference, like);
+  const Tensor of_exps = row_values(op, "of_exp", of_exp, like);
+  const Tensor of_targets = row_values(op, "of_target", of_target, like);
+  std::optional<Tensor> of_classes, of_logs;
+  if (of_class) of_classes = row_values(op, "of_class", *of_class, like);
+  if (of_log) of_logs = row_values(op, "of_log", *of_log, like);
+  if (rows == 0) return;
+  options.problem.logits = logits.data();
+  options.problem.row_stride = logits.rows.stride;
+  if (of_log) options.problem.extras |= ce::kLogs;
+  const auto floats = [](const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); };
+  const ce::Coefficients coefficients{vocab_start,
+                                      floats(references),
+                                      floats(of_exps),
+                                      floats(of_targets),
+                                      of_classes ? floats(*of_classes) : nullptr,
+                                      of_logs ? floats(*of_logs) : nullptr,
+                                      out,
+                                      out_stride};
+  dispatch_dtype(like.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto launch = options.problem.extras == 0 ? launch_backward<T, false> : launch_backward<T, true>;
+    launch(op, options.problem, coefficients, current_stream(like));
+  });
+}
+
+Tensor cross_entropy_stats_backward(const Tensor& logits, const Tensor& target, const Tensor& reference,
+                                    const Tensor& of_exp, const Tensor& of_target,
+                                    const std::optional<Tensor>& of_class,
+                                    const std::optional<Tensor>& ce_weight, int64_t vocab_start,
+                                    int64_t ignore_index, std::optional<double> softcap,
+                                    const std::optional<Tensor>& of_log) {
+  constexpr const char* op = "cross_entropy_stats_backward";
+  CrossEntropyOptions options =
+      options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
+  const DeviceGuard guard(logits.get_device_index());
+  RowOutput out = row_output(new_like(logits));
+  backward_into(op, out.data(), out.rows.stride, row_input(logits), options, reference, of_exp, of_target,
+                of_class, of_log, vocab_start);
+  out.finish();
+  return out.result;
+}
+
+void cross_entropy_stats_backward_(const Tensor& logits, const Tensor& target, const Tensor& reference,
+                                   const Tensor& of_exp, const Tensor& of_target,
+                                   const std::optional<Tensor>& of_class,
+                                   const std::optional<Tensor>& ce_weight, int64_t vocab_start,
+                                   int64_t ignore_index, std::optional<double> softcap,
+                                   const std::optional<Tensor>& of_log) {
+  constexpr const char* op = "cross_entropy_stats_backward_";
+  CrossEntropyOptions options =
+      options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
+  const DeviceGuard guard(logits.get_device_index());
+  check_written(op, {{"logits", logits}},
+                {{"target", target},
+                 {"reference", reference},
+                 {"of_exp", of_exp},
+                 {"of_target", of_target},
+                 {"of_class", of_class},
+                 {"ce_weight", ce_weight},
+                 {"of_log", of_log}});
+  const RowInput rows = row_input(logits);
+  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, options, reference, of_exp,
+                of_target, of_class, of_log, vocab_start);
+  write_back(logits, rows);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("cross_entropy_stats", TORCH_BOX(&cross_entropy_stats));
+  m.impl("cross_entropy_stats_backward", TORCH_BOX(&cross_entropy_stats_backward));
+  m.impl("cross_entropy_stats_backward_", TORCH_BOX(&cross_entropy_stats_backward_));
+}
+
+}  // namespace liger

@@ -1,0 +1,114 @@
+// The launches of the row kernels of cross_entropy and fused_linear_ce.
+#include <algorithm>
+#include <climits>
+
+#include "cross_entropy/cross_entropy.h"
+#include "cross_entropy/rows_persistent.cuh"
+#include "device/integers.h"
+#include "host/cluster_launch.h"
+#include "host/dispatch.h"
+#include "host/persistent_launch.h"
+
+namespace liger {
+namespace {
+
+// How a row is spread over shared memory by rows_resident, or blocks == 0 where it is not.
+struct Residence {
+  int blocks, slice_vectors, threads;
+};
+
+// What a block of rows_resident keeps for itself, rounded up.
+constexpr int kOwnSharedMemory = 4 << 10;
+// From here on, in bytes of a row, rows_persistent is faster (docs/performance/cross_entropy.md).
+constexpr int64_t kPersistent = 128 << 10;
+
+// Three blocks on a multiprocessor, so that one computes while the others load and store; fewer only where
+// the row is too long for that, or where two keep whole rows: blocks of a cluster wait for each other. Each
+// block takes 1 KB of a multiprocessor beside what it can use.
+Residence residence(int64_t row_vectors, int shared_memory_optin, int max_threads) {
+  struct Choice {
+    int resident, most_blocks;
+  };
+  for (const Choice choice : {Choice{3, 1}, Choice{2, 1}, Choice{3, ce::kMaxCluster},
+                              Choice{2, ce::kMaxCluster}, Choice{1, ce::kMaxCluster}}) {
+    const int available = (shared_memory_optin + 1024) / choice.resident - 1024 - kOwnSharedMemory;
+    for (int blocks = 1; blocks <= choice.most_blocks; ++blocks) {
+      const int64_t slice = ceil_div(row_vectors, blocks);
+      if (slice * 16 > available) continue;
+      // Four vectors for a thread.
+      const int64_t threads = std::clamp<int64_t>(ceil_div(slice, 4 * 32) * 32, 32, max_threads);
+      return {blocks, static_cast<int>(slice), static_cast<int>(threads)};
+    }
+  }
+  return {0, 0, 0};
+}
+
+// False where no cluster holds a row.
+template <typename T>
+bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors,
+                       const DeviceAttributes& device, cudaStream_t stream) {
+  using Shape = PersistentShape<512, 4, ce::Stats<false>, 1, 1>;
+  Placement<ce::Problem> placement(op, row_vectors, device);
+  placement.template consider<Shape>(ce::rows_persistent<T, Shape>);
+  return placement.launch(p.rows, stream, p);
+}
+
+template <typename T, bool kExtras>
+void launch_resident(const char* op, const ce::Problem& p, const Residence& r, cudaStream_t stream) {
+  require(p.rows * r.blocks <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
+  const auto kernel = ce::rows_resident<T, kExtras>;
+  check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
+  cudaLaunchAttribute cluster{};
+  cudaLaunchConfig_t config = in_clusters(r.blocks, r.threads, r.slice_vectors * 16, stream, cluster);
+  config.gridDim.x = static_cast<unsigned>(p.rows * r.blocks);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, p, r.slice_vectors, r.blocks), op);
+}
+
+template <typename T, bool kExtras>
+void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream_t stream) {
+  const DeviceAttributes& attributes = device_attributes(device);
+  const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
+  if (p.gradient != nullptr && attributes.code.architecture >= 90) {
+    if constexpr (!kExtras) {
+      if (row_vectors * 16 >= kPersistent && launch_persistent<T>(op, p, row_vectors, attributes, stream)) {
+        return;
+      }
+    }
+    // As many threads as the registers of three blocks allow.
+    const Residence r =
+        residence(row_vectors, attributes.shared_memory_per_block_optin, kExtras ? 320 : ce::kMaxThreads);
+    if (r.blocks > 0) {
+      launch_resident<T, kExtras>(op, p, r, stream);
+      return;
+    }
+  }
+  require(p.rows <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
+  // Four vectors in flight per thread.
+  const int64_t threads = std::clamp<int64_t>(ceil_div(row_vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
+  ce::rows_streamed<T, kExtras>
+      <<<static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0, stream>>>(p);
+  check_launch(op);
+}
+
+}  // namespace
+
+void launch_rows(const char* op, ce::Problem problem, ScalarType dtype, bool write_gradient, int device,
+                 cudaStream_t stream) {
+  if (problem.rows == 0) return;
+  if (!write_gradient) {
+    problem.gradient = nullptr;
+  } else if (problem.gradient == nullptr) {
+    problem.gradient = const_cast<void*>(problem.logits);
+    problem.gradient_stride = problem.row_stride;
+  }
+  dispatch_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (problem.extras == 0) {
+      launch_rows_as<T, false>(op, problem, device, stream);
+    } else {
+      launch_rows_as<T, true>(op, problem, device, stream);
+    }
+  });
+}
+
+}  // namespace liger

@@ -1,0 +1,217 @@
+// Rows of logits -> loss, metrics and the gradient, over the logits or elsewhere. Three kernels compute the
+// same:
+//
+//   rows_streamed     one block for each row: statistics in one read, the gradient in a second. Any device,
+//                     any size.
+//   rows_resident     sm_90 and later: a block, or a cluster of blocks, for each row, which it keeps in
+//   shared
+//                     memory, so that statistics and gradient take one read and one write of memory together.
+//   rows_persistent   the same for long rows, by blocks that stay: cross_entropy_persistent.cuh
+#pragma once
+
+#include "cross_entropy/rule.cuh"
+#include "device/cluster.cuh"
+
+namespace liger::ce {
+
+inline constexpr int kMaxThreads = 512;
+inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
+inline constexpr int kStages = 4;      // pieces of a resident row whose arrival is awaited one by one
+
+// The part of a row of zeros that is this block's, of so many blocks.
+template <typename T, bool kStreaming = false>
+__device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blocks) {
+  const Span span = span_of(row, vocab);
+  Vec<T, kVec<T>> zeros;
+#pragma unroll
+  for (int i = 0; i < kVec<T>; ++i) zeros.v[i] = from_float<T>(0.0f);
+  T* body = row + span.head;
+  const int step = static_cast<int>(blockDim.x) * blocks;
+  for (int v = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); v < span.vectors;
+       v += step) {
+    T* const at = body + static_cast<int64_t>(v) * kVec<T>;
+    kStreaming ? store_streaming(at, zeros) : store_whole(at, zeros);
+  }
+  if (rank == 0 && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
+}
+
+// Merges what warps have left in `slots`; every thread gets the same bits.
+template <bool kExtras>
+__device__ __forceinline__ void merge_slots(Stats<kExtras>& s, const Stats<kExtras>* slots, int count) {
+  s = no_stats<kExtras>();
+  for (int i = threadIdx.x % 32; i < count; i += 32) merge(s, slots[i]);
+  merge_warp(s);
+}
+
+// Merges the statistics of all threads of a block. slots: shared memory, one for each warp.
+template <bool kExtras>
+__device__ __forceinline__ void merge_block(Stats<kExtras>& s, Stats<kExtras>* slots) {
+  merge_warp(s);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = s;
+  __syncthreads();
+  merge_slots(s, slots, blockDim.x / 32);
+}
+
+#if __CUDA_ARCH__ >= 900
+// The same of the blocks of a row. slots: one for each warp of these, at the same place in each block, all of
+// which have started. Another row may use them after the merge of a row between: whoever is past that one
+// knows that all threads have read these.
+template <bool kExtras>
+__device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slots, int rank, int blocks) {
+  if (blocks == 1) {
+    merge_block(s, slots);
+    return;
+  }
+  const int warps = blockDim.x / 32;
+  merge_warp(s);
+  share_in_cluster(s, slots, rank, blocks);
+  merge_slots(s, slots, warps * blocks);
+}
+#endif
+
+// The statistics of this thread's share of a row that a whole block reads; merge_block follows.
+template <typename T, bool kExtras>
+__device__ __forceinline__ Stats<kExtras> streamed_stats(const Problem& p, const T* logits,
+                                                         const Span& span) {
+  constexpr int N = kVec<T>, kUnroll = 4;
+  const T* body = logits + span.head;
+  const int step = blockDim.x;
+  Stats<kExtras> stats = no_stats<kExtras>();
+  int v = threadIdx.x;
+  for (; v + (kUnroll - 1) * step < span.vectors; v += kUnroll * step) {
+    Vec<T, N> raw[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) raw[u] = load<T, N>(body + static_cast<int64_t>(v + u * step) * N);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) accumulate(stats, raw[u], span.head + (v + u * step) * N, p);
+  }
+  Vec<T, N> last[kUnroll - 1];
+#pragma unroll
+  for (int u = 0; u < kUnroll - 1; ++u) {
+    if (v + u * step < span.vectors) last[u] = load<T, N>(body + static_cast<int64_t>(v + u * step) * N);
+  }
+#pragma unroll
+  for (int u = 0; u < kUnroll - 1; ++u) {
+    if (v + u * step < span.vectors) accumulate(stats, last[u], span.head + (v + u * step) * N, p);
+  }
+  if (threadIdx.x < span.edges()) {
+    const int column = span.edge_column(threadIdx.x, p.vocab);
+    accumulate(stats, Vec<T, 1>{logits[column]}, column, p);
+  }
+  return stats;
+}
+
+// grid: rows. Any number of threads that is a multiple of 32.
+template <typename T, bool kExtras>
+__global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
+  constexpr int N = kVec<T>;
+  __shared__ Stats<kExtras> slots[kMaxThreads / 32];
+  const int64_t index = blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
+  const bool write_gradient = p.gradient != nullptr;
+  T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
+  const Span span = span_of(logits, p.vocab);
+  const int64_t y = p.targets[index];
+  if (y == p.targets.ignore_index) {
+    if (write_gradient) write_zeros(out, p.vocab, 0, 1);
+    if (threadIdx.x == 0) write_ignored(p, index);
+    return;
+  }
+
+  const Row row = read_row<kExtras>(p, logits, index, y);
+  const float share = write_gradient ? row.token_weight / *p.denominator : 0.0f;
+  const int step = blockDim.x;
+  Stats<kExtras> stats = streamed_stats<T, kExtras>(p, logits, span);
+  merge_block(stats, slots);
+  if (threadIdx.x == 0) write_results(p, row, stats);
+  if (!write_gradient) return;
+
+  const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+  const bool aligned = aligned_alike(logits, out);
+#pragma unroll 2
+  for (int v = threadIdx.x; v < span.vectors; v += step) {
+    const int column = span.head + v * N;
+    const Vec<T, N> d = gradient<kExtras>(load<T, N>(logits + column), column, p, g);
+    aligned ? store(out + column, d) : store_elements(out + column, d);
+  }
+  if (threadIdx.x < span.edges()) {
+    const int column = span.edge_column(threadIdx.x, p.vocab);
+    out[column] = gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
+  }
+}
+
+// grid: rows x blocks, the blocks of a row being a cluster. Block `rank` keeps vectors [rank, rank + 1) x
+// slice. Any number of threads that is a multiple of 32. Dynamic shared memory: slice vectors.
+template <typename T, bool kExtras>
+__global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, int slice, int blocks) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int N = kVec<T>;
+  extern __shared__ __align__(128) unsigned char shared_row[];
+  __shared__ Stats<kExtras> slots[kMaxThreads / 32 * kMaxCluster];
+  __shared__ uint64_t arrived[kStages];
+  const int64_t index = blockIdx.x / blocks;
+  const int rank = blockIdx.x % blocks;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
+  T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
+  const int64_t y = p.targets[index];
+  if (y == p.targets.ignore_index) {
+    write_zeros(out, p.vocab, rank, blocks);
+    if (rank == 0 && threadIdx.x == 0) write_ignored(p, index);
+    return;
+  }
+  if (blocks > 1) cluster_arrive_relaxed();
+
+  const Span span = span_of(logits, p.vocab);
+  const int begin = min(rank * slice, span.vectors), count = min(begin + slice, span.vectors) - begin;
+  const int first_column = span.head + begin * N;
+  const int step = blockDim.x;
+  const int stage = ((slice + kStages - 1) / kStages + step - 1) / step * step;
+  const T* kept = reinterpret_cast<const T*>(shared_row);
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) mbarrier_init(&arrived[i]);
+    mbarrier_init_fence();
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      const int first = i * stage, vectors = min(count - first, stage);
+      if (vectors <= 0) break;
+      mbarrier_arrive_expect(&arrived[i], vectors * 16);
+      bulk_load(shared_row + first * 16, logits + first_column + first * N, vectors * 16, &arrived[i]);
+    }
+  }
+  const Row row = read_row<kExtras>(p, logits, index, y);
+  const float share = row.token_weight / *p.denominator;
+  const bool has_edge = rank == 0 && threadIdx.x < span.edges();
+  const int edge_column = has_edge ? span.edge_column(threadIdx.x, p.vocab) : -1;
+  Vec<T, 1> edge = {};
+  if (edge_column >= 0) edge.v[0] = logits[edge_column];
+  __syncthreads();  // the barriers are initialised
+
+  Stats<kExtras> stats = no_stats<kExtras>();
+  for (int i = 0; i < kStages && i * stage < count; ++i) {
+    mbarrier_wait(&arrived[i], 0);
+    const int stop = min(count, (i + 1) * stage);
+#pragma unroll 2
+    for (int v = i * stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
+      accumulate(stats, load<T, N>(kept + v * N), first_column + v * N, p);
+    }
+  }
+  if (edge_column >= 0) accumulate(stats, edge, edge_column, p);
+  __syncwarp();
+  if (blocks > 1) cluster_wait();  // for the start of every block
+  merge_row(stats, slots, rank, blocks);
+  if (rank == 0 && threadIdx.x == 0) write_results(p, row, stats);
+
+  const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+  const bool aligned = aligned_alike(logits, out);
+#pragma unroll 2
+  for (int v = threadIdx.x; v < count; v += step) {
+    const int column = first_column + v * N;
+    const Vec<T, N> d = gradient<kExtras>(load<T, N>(kept + v * N), column, p, g);
+    aligned ? store(out + column, d) : store_elements(out + column, d);
+  }
+  if (edge_column >= 0) out[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];
+#endif
+}
+
+}  // namespace liger::ce

@@ -1,0 +1,54 @@
+// The elementwise gradient of rows whose statistics are known.
+#pragma once
+
+#include "cross_entropy/rule.cuh"
+
+namespace liger::ce {
+
+inline constexpr int kBackwardThreads = 256;
+inline constexpr int kBackwardVectors = 4;  // per thread
+
+// A tile of a row. grid: rows x tiles. kAligned: the logits and the gradient of a row
+// are equally far from a 16-byte boundary; otherwise single elements are moved. In place is fine: one thread
+// reads and writes an element, but for the logit at the target, which does not enter the gradient of others.
+//
+// weights: (row, its logits, its target) -> Gradient, for rows that are not ignored.
+template <typename T, bool kExtras, bool kAligned, typename Weights>
+__device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t out_stride, int tiles,
+                                           Weights weights) {
+  constexpr int N = kAligned ? kVec<T> : 1;
+  const int64_t index = blockIdx.x / tiles;
+  const int tile = blockIdx.x % tiles;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
+  T* out = static_cast<T*>(out_) + index * out_stride;
+  const Span span = kAligned ? span_of(logits, p.vocab) : Span{0, p.vocab, 0};
+  const int64_t y = p.targets[index];
+  const bool ignored = y == p.targets.ignore_index;
+
+  constexpr int kPerThread = kBackwardVectors * (kAligned ? 1 : kVec<T>);
+  const int begin = tile * kBackwardThreads * kPerThread + static_cast<int>(threadIdx.x);
+  Vec<T, N> raw[kPerThread];
+#pragma unroll
+  for (int u = 0; u < kPerThread; ++u) {
+    const int v = begin + u * kBackwardThreads;
+    if (v < span.vectors && !ignored) raw[u] = load<T, N>(logits + span.head + v * N);
+  }
+  Gradient g = {};
+  if (!ignored) g = weights(index, logits, y);
+  Vec<T, N> zeros;
+#pragma unroll
+  for (int i = 0; i < N; ++i) zeros.v[i] = from_float<T>(0.0f);
+#pragma unroll
+  for (int u = 0; u < kPerThread; ++u) {
+    const int v = begin + u * kBackwardThreads;
+    if (v >= span.vectors) break;
+    const int column = span.head + v * N;
+    store(out + column, ignored ? zeros : gradient<kExtras>(raw[u], column, p, g));
+  }
+  if (tile == 0 && threadIdx.x < span.edges()) {
+    const int column = span.edge_column(threadIdx.x, p.vocab);
+    out[column] = ignored ? zeros.v[0] : gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
+  }
+}
+
+}  // namespace liger::ce

@@ -1,0 +1,18 @@
+// What the checks of every op are made of.
+#pragma once
+
+#include "host/checks.h"
+
+namespace liger {
+
+void check_floating(const std::string& op, const char* name, const Tensor& tensor);
+void check_same_device(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
+                       const Tensor& other);
+void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other);
+void check_same_shape(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other);
+void check_vector(const std::string& op, const char* name, const Tensor& tensor, int64_t length,
+                  const char* of);
+
+}  // namespace liger

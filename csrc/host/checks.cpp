@@ -1,0 +1,266 @@
+#include <algorithm>
+#include <cmath>
+
+#include "host/check_parts.h"
+
+namespace liger {
+
+std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:
+      return "dtype #" + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+std::string shape_text(const Tensor& tensor) {
+  std::ostringstream text;
+  text << '(';
+  const auto sizes = tensor.sizes();
+  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
+  text << (sizes.size() == 1 ? ",)" : ")");
+  return text.str();
+}
+
+bool is_real_floating(ScalarType dtype) {
+  return dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float ||
+         dtype == ScalarType::Double;
+}
+
+bool same_device(const Tensor& a, const Tensor& b) {
+  return a.device() == b.device();
+}
+
+std::string device_text(const Tensor& tensor) {
+  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  if (tensor.is_cpu()) return "cpu";
+  const auto type = tensor.device().type();
+  if (type == torch::headeronly::DeviceType::Meta) return "meta";
+  return "device type #" + std::to_string(static_cast<int>(type));
+}
+
+void check_floating(const std::string& op, const char* name, const Tensor& tensor) {
+  require(is_real_floating(tensor.scalar_type()), op, ": ", name, " has dtype ",
+          dtype_name(tensor.scalar_type()), ", expected float16, bfloat16, float32 or float64");
+}
+
+void check_same_device(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
+                       const Tensor& other) {
+  require(same_device(tensor, other), op, ": ", name, " is on ", device_text(tensor),
+          ", expected the device of ", other_name, ", ", device_text(other));
+}
+
+void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other) {
+  require(tensor.scalar_type() == other.scalar_type(), op, ": ", name, " has dtype ",
+          dtype_name(tensor.scalar_type()), ", expected that of ", other_name, ", ",
+          dtype_name(other.scalar_type()));
+}
+
+void check_same_shape(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
+                      const Tensor& other) {
+  bool same = tensor.dim() == other.dim();
+  for (int64_t d = 0; same && d < tensor.dim(); ++d) same = tensor.size(d) == other.size(d);
+  require(same, op, ": ", name, " has shape ", shape_text(tensor), ", expected that of ", other_name, ", ",
+          shape_text(other));
+}
+
+void check_vector(const std::string& op, const char* name, const Tensor& tensor, int64_t length,
+                  const char* of) {
+  require(tensor.dim() == 1 && tensor.size(0) == length, op, ": ", name, " has shape ", shape_text(tensor),
+          ", expected (", length, ",), ", of);
+}
+
+namespace {
+
+void check_norm_parameter(const std::string& op, const char* name, const Tensor& parameter, const Tensor& x,
+                          int64_t length, const char* of) {
+  check_vector(op, name, parameter, length, of);
+  require(parameter.scalar_type() == x.scalar_type() || parameter.scalar_type() == ScalarType::Float, op,
+          ": ", name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected that of x, ",
+          dtype_name(x.scalar_type()), ", or float32");
+  check_same_device(op, name, parameter, "x", x);
+}
+
+void check_eps(const std::string& op, double eps) {
+  require(std::isfinite(eps) && eps >= 0.0, op, ": eps is ", eps, ", expected a finite value of at least 0");
+}
+
+void check_affine(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
+                  const std::optional<Tensor>& bias, int64_t length, const char* of) {
+  if (weight) check_norm_parameter(op, "weight", *weight, x, length, of);
+  if (bias) check_norm_parameter(op, "bias", *bias, x, length, of);
+  if (weight && bias) check_same_dtype(op, "bias", *bias, "weight", *weight);
+}
+
+}  // namespace
+
+void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
+                    const std::optional<Tensor>& weight, const std::string& casting_mode, double eps,
+                    double offset) {
+  require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
+  check_floating(op, "x", x);
+  if (residual) {
+    check_same_shape(op, "residual", *residual, "x", x);
+    check_same_dtype(op, "residual", *residual, "x", x);
+    check_same_device(op, "residual", *residual, "x", x);
+  }
+  if (weight) check_norm_parameter(op, "weight", *weight, x, x.size(-1), "the last dimension of x");
+  require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op,
+          ": casting_mode is '", casting_mode, "', expected 'llama', 'gemma' or 'none'");
+  check_eps(op, eps);
+  require(std::isfinite(offset), op, ": offset is ", offset, ", expected a finite value");
+}
+
+void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
+                      const std::optional<Tensor>& bias, double eps) {
+  require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
+  check_floating(op, "x", x);
+  check_affine(op, x, weight, bias, x.size(-1), "the last dimension of x");
+  check_eps(op, eps);
+}
+
+void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,
+                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps) {
+  require(x.dim() >= 2, op, ": x has shape ", shape_text(x), ", expected (batch, channels, ...)");
+  check_floating(op, "x", x);
+  require(num_groups > 0 && x.size(1) % num_groups == 0, op, ": num_groups is ", num_groups,
+          ", expected a divisor of the ", x.size(1), " channels of x");
+  check_affine(op, x, weight, bias, x.size(1), "the channels of x");
+  check_eps(op, eps);
+}
+
+void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                bool /*interleaved*/) {
+  const std::string op = "rope";
+  require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, tokens, head_dim)");
+  require(k.dim() == 4, op, ": k has shape ", shape_text(k), ", expected (batch, heads, tokens, head_dim)");
+  check_floating(op, "q", q);
+  check_same_dtype(op, "k", k, "q", q);
+  check_same_device(op, "k", k, "q", q);
+  require(k.size(0) == q.size(0) && k.size(2) == q.size(2) && k.size(3) == q.size(3), op, ": k has shape ",
+          shape_text(k), ", expected the batch, tokens and head_dim of q, ", shape_text(q));
+  check_floating(op, "cos", cos);
+  check_same_shape(op, "sin", sin, "cos", cos);
+  check_same_dtype(op, "sin", sin, "cos", cos);
+  check_same_device(op, "cos", cos, "q", q);
+  check_same_device(op, "sin", sin, "q", q);
+  const bool shaped =
+      (cos.dim() == 2 && cos.size(0) == q.size(2)) ||
+      (cos.dim() == 3 && (cos.size(0) == 1 || cos.size(0) == q.size(0)) && cos.size(1) == q.size(2));
+  require(shaped, op, ": cos has shape ", shape_text(cos),
+          ", expected (tokens, rotary_dim), (1, tokens, rotary_dim)",
+          " or (batch, tokens, rotary_dim) for q of shape ", shape_text(q));
+  const int64_t rotary = cos.size(-1);
+  require(rotary <= q.size(3) && rotary % 2 == 0, op, ": cos has a rotary_dim of ", rotary,
+          ", expected an even number of at most head_dim, ", q.size(3));
+}
+
+void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,
+                   const std::optional<Tensor>& grad_y) {
+  check_floating(op, name.c_str(), x);
+  require(x.dim() >= 1, op, ": ", name, " has shape (), expected at least one dimension");
+  if (!grad_y) return;
+  check_same_shape(op, "grad_y", *grad_y, name.c_str(), x);
+  check_same_dtype(op, "grad_y", *grad_y, name.c_str(), x);
+  check_same_device(op, "grad_y", *grad_y, name.c_str(), x);
+}
+
+void check_approximate(const std::string& op, const std::string& approximate) {
+  require(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate,
+          "', expected 'none' or 'tanh'");
+}
+
+void check_gated(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
+                 const std::optional<Tensor>& grad_out) {
+  const char* first = up ? "gate" : "gate_up";
+  check_floating(op, first, gate);
+  require(gate.dim() >= 1, op, ": ", first, " has shape (), expected at least one dimension");
+  if (up) {
+    check_same_shape(op, "up", *up, "gate", gate);
+    check_same_dtype(op, "up", *up, "gate", gate);
+    check_same_device(op, "up", *up, "gate", gate);
+  } else {
+    require(gate.size(-1) % 2 == 0, op, ": gate_up has a last dimension of ", gate.size(-1),
+            ", expected an even number (gate and up side by side)");
+  }
+  if (grad_out) {
+    check_same_dtype(op, "grad_out", *grad_out, first, gate);
+    check_same_device(op, "grad_out", *grad_out, first, gate);
+    require(grad_out->numel() * (up ? 1 : 2) == gate.numel(), op, ": grad_out has shape ",
+            shape_text(*grad_out), ", expected that of the product for ", first, " of shape ",
+            shape_text(gate));
+  }
+}
+
+void check_tiled_mlp(const Tensor& x, const Tensor& gate_weight, const std::optional<Tensor>& up_weight,
+                     const Tensor& down_weight, const std::optional<Tensor>& gate_bias,
+                     const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,
+                     const std::string& activation, std::optional<int64_t> num_shards,
+                     std::optional<int64_t> memory_budget) {
+  const std::string op = "tiled_mlp";
+  require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
+  check_floating(op, "x", x);
+  const int64_t hidden = x.size(-1);
+  require(gate_weight.dim() == 2 && gate_weight.size(1) == hidden, op, ": gate_weight has shape ",
+          shape_text(gate_weight), ", expected (", up_weight ? "intermediate" : "2 * intermediate",
+          ", hidden) with the last dimension of x, ", hidden, "; a sharded weight must be gathered first");
+  require(up_weight || gate_weight.size(0) % 2 == 0, op, ": gate_weight has ", gate_weight.size(0),
+          " rows, expected an even number: without up_weight it holds gate and up, one above the other");
+  if (up_weight) check_same_shape(op, "up_weight", *up_weight, "gate_weight", gate_weight);
+  const int64_t intermediate = up_weight ? gate_weight.size(0) : gate_weight.size(0) / 2;
+  require(down_weight.dim() == 2 && down_weight.size(0) == hidden && down_weight.size(1) == intermediate, op,
+          ": down_weight has shape ", shape_text(down_weight), ", expected (", hidden, ", ", intermediate,
+          "), (hidden, intermediate)");
+  require(up_weight || !up_bias, op,
+          ": up_bias was given without up_weight, expected gate_bias to hold both biases");
+  if (gate_bias) check_vector(op, "gate_bias", *gate_bias, gate_weight.size(0), "the rows of gate_weight");
+  if (up_bias) check_vector(op, "up_bias", *up_bias, intermediate, "the rows of up_weight");
+  if (down_bias) check_vector(op, "down_bias", *down_bias, hidden, "the rows of down_weight");
+  const auto check_like_x = [&](const char* name, const std::optional<Tensor>& tensor) {
+    if (!tensor) return;
+    check_same_dtype(op, name, *tensor, "x", x);
+    check_same_device(op, name, *tensor, "x", x);
+  };
+  check_like_x("gate_weight", gate_weight);
+  check_like_x("up_weight", up_weight);
+  check_like_x("down_weight", down_weight);
+  check_like_x("gate_bias", gate_bias);
+  check_like_x("up_bias", up_bias);
+  check_like_x("down_bias", down_bias);
+  require(activation == "silu" || activation == "gelu_tanh" || activation == "gelu", op, ": activation is '",
+          activation, "', expected 'silu', 'gelu_tanh' or 'gelu'");
+  if (num_shards) {
+    const int64_t tokens = hidden > 0 ? x.numel() / hidden : 0;
+    require(*num_shards >= 1, op, ": num_shards is ", *num_shards, ", expected at least 1");
+    require(*num_shards <= std::max<int64_t>(tokens, 1), op, ": num_shards is ", *num_shards,
+            ", expected at most the number of tokens, ", tokens);
+  }
+  require(!memory_budget || *memory_budget > 0, op, ": memory_budget is ", memory_budget.value_or(0),
+          ", expected a positive number of bytes or None");
+}
+
+}  // namespace liger

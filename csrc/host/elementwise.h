@@ -1,0 +1,31 @@
+// Tensors as the operands of the kernels in device/elementwise.cuh.
+#pragma once
+
+#include "device/elementwise.cuh"
+#include "host/torch.h"
+
+namespace liger {
+
+// The rows from a column on.
+inline InputRows part(const RowInput& rows, int64_t column = 0) {
+  return {static_cast<const char*>(rows.data()) + column * rows.tensor.element_size(), rows.rows.stride};
+}
+inline OutputRows part(const RowOutput& rows, int64_t column = 0) {
+  return {static_cast<char*>(rows.data()) + column * rows.written.element_size(), rows.rows.stride};
+}
+
+inline InputRows as_input(const OutputRows& rows) {
+  return {rows.data, rows.stride};
+}
+
+// Whether two tensors are, in the same order, one long row.
+inline bool one_long_row(const Tensor& tensor, const Tensor& other) {
+  return is_dense(tensor) && same_strides(tensor, other);
+}
+
+// Of a tensor (..., columns) with elements.
+inline Extent rows_and_columns(const Tensor& tensor, int64_t columns) {
+  return {tensor.numel() / tensor.size(-1), columns};
+}
+
+}  // namespace liger

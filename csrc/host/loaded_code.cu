@@ -1,0 +1,27 @@
+#include "host/loaded_code.h"
+
+#include "host/torch.h"
+
+namespace liger {
+namespace {
+
+constexpr int kThreadsSm90a = 64;
+
+// All sources are compiled for the same architectures, so what the device runs of this kernel it runs of
+// every kernel. The attributes name the architecture, but not its features: those are told by the bound on
+// the threads.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__global__ void __launch_bounds__(kThreadsSm90a) marker() {}
+#else
+__global__ void __launch_bounds__(kThreadsSm90a / 2) marker() {}
+#endif
+
+}  // namespace
+
+LoadedCode loaded_code() {
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, marker), "liger");
+  return {attributes.ptxVersion, attributes.maxThreadsPerBlock == kThreadsSm90a};
+}
+
+}  // namespace liger

@@ -1,0 +1,42 @@
+#include "host/shared_memory.h"
+
+#include <mutex>
+#include <set>
+#include <utility>
+
+#include "host/capture.h"
+
+namespace liger {
+namespace {
+
+cudaError_t allow(const void* kernel, int device, Carveout carveout) {
+  const RelaxedCapture relaxed;
+  cudaFuncAttributes own{};
+  int most = 0;
+  cudaError_t status = cudaFuncGetAttributes(&own, kernel);
+  if (status == cudaSuccess)
+    status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status == cudaSuccess)
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  most - static_cast<int>(own.sharedSizeBytes));
+  if (status == cudaSuccess && carveout == Carveout::kShared)
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                  cudaSharedmemCarveoutMaxShared);
+  return status;
+}
+
+}  // namespace
+
+cudaError_t allow_shared_memory(const void* kernel, Carveout carveout) {
+  static std::mutex mutex;
+  static std::set<std::pair<const void*, int>> allowed;
+  int device = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  const std::lock_guard lock(mutex);
+  if (allowed.count({kernel, device})) return cudaSuccess;
+  const cudaError_t status = allow(kernel, device, carveout);
+  if (status == cudaSuccess) allowed.emplace(kernel, device);
+  return status;
+}
+
+}  // namespace liger

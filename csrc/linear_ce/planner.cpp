@@ -1,0 +1,157 @@
+#include "linear_ce/planner.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "device/integers.h"
+
+namespace liger {
+namespace {
+
+constexpr int64_t kDefaultBudget = int64_t{512} << 20;
+
+// The product of the head takes at least 0.1 ms on the fastest GPUs: many times what the host needs to read a
+// number and to launch what follows. Fewer rows would make the product wait for the weight's bytes.
+constexpr int64_t kHeadRows = 512;
+constexpr double kHeadFlops = 8e10;
+// Leaving rows out costs four passes over the others of the hidden size, 8 H bytes a row at 4 TB/s; a row
+// left out saves 6 H V FLOPs at 700 TFLOP/s. So it pays if V rows left out for every kRowCost that remain.
+constexpr int64_t kRowCost = 256;
+
+// Equal chunks of at most `most` rows: a short last one would run its GEMMs at a fraction of the speed.
+int64_t equal_chunks(int64_t rows, int64_t most) {
+  const int64_t equal = ceil_div(rows, ceil_div(rows, most));
+  const int64_t whole_tiles = round_up(equal, kTileRows);
+  return whole_tiles <= most ? whole_tiles : equal;
+}
+
+int64_t head_rows(const ChunkProblem& p, const ChunkPlan& plan, int64_t first_chunk) {
+  const double flops_per_row =
+      std::max(2.0 * static_cast<double>(p.hidden) * static_cast<double>(p.vocab), 1.0);
+  const double wanted = std::min(kHeadFlops / flops_per_row, static_cast<double>(p.rows));
+  const int64_t head = std::max(kHeadRows, round_up(static_cast<int64_t>(wanted), kTileRows));
+  if (plan.chunks == 1 && 2 * head > p.rows) return 0;
+  return std::min(head, first_chunk);
+}
+
+// Rows of the chunk that begins at this row, where logits follow the rows of grad_input.
+int64_t rows_that_fit(const ChunkProblem& p, const ChunkLayout& layout, int64_t first) {
+  const int64_t left = p.rows - first;
+  const int64_t fit = (layout.elements - first * p.hidden) / (p.hidden + layout.stride);
+  if (fit >= left) return left;
+  // A tile that is less than half full costs more than it brings.
+  const int64_t whole = fit / kTileRows * kTileRows;
+  return whole > 0 && fit - whole < kTileRows / 2 ? whole : fit;
+}
+
+}  // namespace
+
+int64_t logits_row_bytes(int64_t vocab, int64_t element_size) {
+  return round_up(vocab * element_size, 16);
+}
+
+ChunkPlan plan_chunks(const ChunkProblem& p) {
+  if (p.rows < 0 || p.hidden < 0 || p.vocab < 0 || p.element_size <= 0) {
+    throw std::runtime_error(
+        "plan_chunks: rows, hidden and vocab must not be negative, got rows=" + std::to_string(p.rows) +
+        " hidden=" + std::to_string(p.hidden) + " vocab=" + std::to_string(p.vocab));
+  }
+  if (p.memory_budget <= 0) {
+    throw std::runtime_error("memory_budget: expected a positive number of bytes, got " +
+                             std::to_string(p.memory_budget));
+  }
+  if (p.rows == 0 || p.vocab == 0) return {0, 0, 0, 0};
+
+  const int64_t row_bytes = logits_row_bytes(p.vocab, p.element_size);
+  // Summing over chunks in float32 needs an accumulator beside a gradient of 2-byte elements.
+  const bool needs_accumulator = p.need_grad_weight && p.exact_accumulation && p.element_size < 4;
+  const int64_t accumulator = needs_accumulator ? 4 * p.vocab * p.hidden : 0;
+
+  int64_t chunk = std::max<int64_t>(p.memory_budget / row_bytes, 1);
+  if (chunk >= p.rows ||
+      (needs_accumulator && p.rows * row_bytes <= std::max(p.memory_budget, accumulator))) {
+    // One chunk needs no accumulator; where its logits are no larger than that, it is also the smaller plan.
+    return {p.rows, 1, p.rows * row_bytes, 0};
+  }
+  if (needs_accumulator) {
+    // The final gradient is not written before the last chunk: until then its memory can hold the logits.
+    // Where that is room for chunks of full speed, a budget above it would buy nothing.
+    const int64_t hosted = p.vocab * p.hidden * p.element_size / row_bytes;
+    chunk = hosted >= kFullSpeedRows ? hosted : std::max(chunk, hosted);
+  }
+  chunk = equal_chunks(p.rows, chunk);
+  return {chunk, ceil_div(p.rows, chunk), chunk * row_bytes, accumulator};
+}
+
+ChunkLayout lay_out_chunks(const ChunkProblem& p, bool need_grad_input, int64_t valid_rows,
+                           int64_t leading_rows) {
+  ChunkLayout layout{};
+  layout.plan = plan_chunks(p);
+  const ChunkPlan& plan = layout.plan;
+  if (plan.chunks == 0) return layout;
+
+  layout.stride = logits_row_bytes(p.vocab, p.element_size) / p.element_size;
+  const int64_t logits = plan.chunk_rows * layout.stride;
+  if (plan.accumulator_bytes > 0 && logits <= p.vocab * p.hidden) {
+    layout.place = LogitsIn::kGradWeight;
+    layout.elements = p.vocab * p.hidden;
+  } else if (need_grad_input && plan.chunks > 1 && plan.chunk_rows < kFullSpeedRows &&
+             p.hidden * p.element_size % 16 == 0) {
+    layout.place = LogitsIn::kGradInput;
+    layout.elements = p.rows * p.hidden + logits;
+  } else {
+    layout.place = LogitsIn::kOwnMemory;
+    layout.elements = logits;
+  }
+
+  const bool growing = layout.place == LogitsIn::kGradInput;
+  layout.head_rows = head_rows(p, plan, growing ? rows_that_fit(p, layout, 0) : plan.chunk_rows);
+  // The head, compacted, is no use to a batch that is not, unless the two begin alike.
+  const bool pays = (p.rows - valid_rows) * p.vocab >= kRowCost * p.rows || leading_rows < layout.head_rows;
+  layout.rows = pays ? valid_rows : p.rows;
+
+  const int64_t equal = layout.rows > 0 ? equal_chunks(layout.rows, plan.chunk_rows) : 0;
+  for (int64_t first = 0; first < layout.rows;) {
+    const int64_t most = growing ? rows_that_fit(p, layout, first) : equal;
+    const int64_t rows = std::min(most, layout.rows - first);
+    layout.chunks.push_back({first, rows, growing ? (first + most) * p.hidden : 0});
+    first += rows;
+  }
+  return layout;
+}
+
+int64_t default_memory_budget() {
+  const char* text = std::getenv("LIGER_MEMORY_BUDGET");
+  if (text == nullptr || *text == '\0') return kDefaultBudget;
+  char* end = nullptr;
+  const long long number = std::strtoll(text, &end, 10);
+  int64_t unit = 1;
+  switch (*end) {
+    case 'K':
+    case 'k':
+      unit = int64_t{1} << 10;
+      ++end;
+      break;
+    case 'M':
+    case 'm':
+      unit = int64_t{1} << 20;
+      ++end;
+      break;
+    case 'G':
+    case 'g':
+      unit = int64_t{1} << 30;
+      ++end;
+      break;
+    default:
+      break;
+  }
+  if (end == text || *end != '\0' || number <= 0 || number > (int64_t{1} << 62) / unit) {
+    throw std::runtime_error(
+        std::string("LIGER_MEMORY_BUDGET: expected a positive number of bytes, with an ") +
+        "optional suffix K, M or G, got '" + text + "'");
+  }
+  return number * unit;
+}
+
+}  // namespace liger

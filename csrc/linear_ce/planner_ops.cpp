@@ -1,0 +1,103 @@
+// The planners as ops: for the code in Python that cuts chunks, for `liger plan`, and for tests.
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "linear_ce/planner.h"
+#include "linear_ce/sm90/planner.h"
+
+namespace liger {
+namespace {
+
+void require_at_least(const char* op, const char* name, int64_t value, int64_t least) {
+  if (value >= least) return;
+  throw std::runtime_error(std::string(op) + ": " + name + " is " + std::to_string(value) +
+                           ", expected at least " + std::to_string(least));
+}
+
+std::vector<int64_t> plan_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size,
+                                    bool need_grad_weight, bool exact_accumulation,
+                                    std::optional<int64_t> memory_budget) {
+  const ChunkPlan plan = plan_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
+                                      memory_budget ? *memory_budget : default_memory_budget()});
+  return {plan.chunk_rows, plan.chunks, plan.logits_bytes, plan.accumulator_bytes};
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, std::vector<int64_t>, std::vector<int64_t>>
+lay_out_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_size, bool need_grad_input,
+                  bool need_grad_weight, bool exact_accumulation, std::optional<int64_t> memory_budget,
+                  std::optional<int64_t> valid_rows, std::optional<int64_t> leading_rows) {
+  const ChunkLayout layout =
+      lay_out_chunks({rows, hidden, vocab, element_size, need_grad_weight, exact_accumulation,
+                      memory_budget ? *memory_budget : default_memory_budget()},
+                     need_grad_input, valid_rows.value_or(rows), leading_rows.value_or(rows));
+  std::vector<int64_t> chunk_rows, chunk_offsets;
+  for (const Chunk& chunk : layout.chunks) {
+    chunk_rows.push_back(chunk.rows);
+    chunk_offsets.push_back(chunk.offset);
+  }
+  return {static_cast<int64_t>(layout.place),
+          layout.stride,
+          layout.elements,
+          layout.plan.accumulator_bytes,
+          layout.head_rows,
+          std::move(chunk_rows),
+          std::move(chunk_offsets)};
+}
+
+std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, int64_t,
+           int64_t>
+plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
+                    bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
+                    bool observed, int64_t group_rows) {
+  const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
+  // Throws where the sizes or the budget make no sense.
+  plan_chunks({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
+  require_at_least("plan_chunks_sm90", "clusters", clusters, 1);
+  require_at_least("plan_chunks_sm90", "group_rows", group_rows, 1);
+  const std::optional<Sm90Plan> plan =
+      plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
+                 group_rows, observed});
+  if (!plan) return {};
+  std::vector<int64_t> first, count, parts;
+  for (const Sm90Chunk& chunk : plan->chunks) {
+    first.push_back(chunk.first);
+    count.push_back(chunk.rows);
+    parts.push_back(chunk.parts);
+  }
+  return {std::move(first),  std::move(count),  std::move(parts), plan->hosted_rows,
+          plan->panel_bytes, plan->units_bytes, plan->slack};
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> plan_head_sm90_op(
+    int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight, int64_t beside,
+    std::optional<int64_t> memory_budget, int64_t clusters, int64_t group_rows, bool hosted) {
+  const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
+  plan_chunks({rows, hidden, vocab, 2, need_grad_weight, true, budget});
+  require_at_least("plan_head_sm90", "clusters", clusters, 1);
+  require_at_least("plan_head_sm90", "beside", beside, 0);
+  require_at_least("plan_head_sm90", "group_rows", group_rows, 1);
+  const std::optional<Sm90HeadPlan> plan = plan_head_sm90(
+      {rows, hidden, vocab, need_grad_input, need_grad_weight, true, budget, clusters, group_rows}, beside,
+      hosted);
+  if (!plan) return {0, 0, 0, 0, 0, 0};
+  return {plan->first_rows, plan->first_parts, plan->chunk_rows,
+          plan->part_rows,  plan->parts,       plan->units_bytes};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
+  m.impl("default_memory_budget", TORCH_BOX(&default_memory_budget));
+  m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
+  m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
+  m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));
+  m.impl("plan_head_sm90", TORCH_BOX(&plan_head_sm90_op));
+}
+
+}  // namespace liger

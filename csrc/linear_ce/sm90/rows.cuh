@@ -1,0 +1,216 @@
+// What happens to rows between the products of linear_ce/sm90/epilogues.cuh.
+#pragma once
+
+#include "linear_ce/sm90/epilogues.cuh"
+
+namespace liger::flce90 {
+
+inline constexpr int kRowThreads = 256;
+
+// Per class the first row of the chunk with this target, as a row of the batch: that row's one-hot part is
+// added in float32. Those of the others, if any, go into the exponentials: so no class, however frequent,
+// keeps an epilogue busy. Null where no class needs to know.
+struct Owners {
+  unsigned long long* memory;  // a OneHot each; all bits set before the first row comes
+  __device__ __forceinline__ void claim(int64_t target, int row) const {
+    if (memory != nullptr) atomicMin(memory + target, static_cast<unsigned long long>(row) << 32);
+  }
+  __device__ __forceinline__ bool owned_by(int row, int64_t target) const {
+    return memory == nullptr || reinterpret_cast<const OneHot*>(memory + target)->place == row;
+  }
+  __device__ __forceinline__ void set(int64_t target, float amount) const {
+    if (memory != nullptr) reinterpret_cast<OneHot*>(memory + target)->amount = amount;
+  }
+};
+
+// One row per block: input rows of the chunk side by side, and the logit of the target of each. Rows beyond
+// the count become zeros, so that whatever meets them stays finite. grid: rows of the chunk, rounded up to
+// pairs of tiles.
+struct Gather {
+  ChunkRows chunk;
+  const int* index;  // of the rows of the chunk
+  ce::Targets targets;
+  const __nv_bfloat16 *input, *weight;
+  int64_t input_stride, weight_stride;
+  int vocab, hidden;
+  float inverse_temperature;
+  __nv_bfloat16* out;   // (chunk.rows, hidden)
+  float* target_logit;  // over the temperature, one for each block
+  int* repair;
+  Owners owners;
+};
+
+__global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
+  __shared__ float scratch[32];
+  const int row = blockIdx.x, count = p.chunk();
+  if (row % sm90::kTileM == 0 && threadIdx.x == 0) p.repair[row / sm90::kTileM] = 0;
+  uint4* const out = reinterpret_cast<uint4*>(p.out + int64_t{row} * p.hidden);
+  if (row >= count) {
+    if (row < p.chunk.rows) {
+      for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) out[i] = make_uint4(0, 0, 0, 0);
+    }
+    if (threadIdx.x == 0) p.target_logit[row] = 0.0f;
+    return;
+  }
+  const int source = p.index[row];
+  const int64_t target = p.targets[source];
+  const bool valid = target >= 0 && target < p.vocab;
+  const uint4* const x = reinterpret_cast<const uint4*>(p.input + source * p.input_stride);
+  const uint4* const w = reinterpret_cast<const uint4*>(p.weight + (valid ? target : 0) * p.weight_stride);
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) {
+    const uint4 a = x[i], b = w[i];
+    out[i] = a;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t u = (&a.x)[j], v = (&b.x)[j];
+      sum = fmaf(__uint_as_float(u << 16), __uint_as_float(v << 16), sum);
+      sum = fmaf(__uint_as_float(u & 0xffff0000u), __uint_as_float(v & 0xffff0000u), sum);
+    }
+  }
+  sum = block_reduce<Sum>(sum, scratch);
+  if (threadIdx.x == 0) {
+    p.target_logit[row] = valid ? sum * p.inverse_temperature : 0.0f;
+    if (valid) p.owners.claim(target, source);
+  }
+}
+
+// One row per block, of tiles to be repaired: the maxima of its logits -> a reference from which no sum is
+// too large. Rows beyond the count have logits of zero, and so has their reference to be.
+struct Repair {
+  ChunkRows chunk;
+  const int* repair;
+  const float* maxima;
+  int columns;  // of maxima
+  float inverse_temperature;
+  float* reference;  // over the temperature; left alone elsewhere
+};
+
+__global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
+  __shared__ float scratch[32];
+  const int row = blockIdx.x;
+  if (!p.repair[row / sm90::kTileM]) return;
+  if (row >= p.chunk()) {
+    if (threadIdx.x == 0) p.reference[row] = 0.0f;
+    return;
+  }
+  float max = -INFINITY;
+  for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
+    max = fmaxf(max, p.maxima[int64_t{row} * p.columns + i]);
+  max = block_reduce<Max>(max, scratch);
+  if (threadIdx.x == 0) p.reference[row] = ce::reference_of(max * p.inverse_temperature);
+}
+
+// One row per block: sums -> loss, scale and one-hot part; the input row becomes scale * input where the
+// weight gradient needs it.
+struct Rule {
+  ce::Problem problem;  // of the whole batch; logits are not set
+  ChunkRows chunk;
+  const int* index;
+  const float* target_logit;
+  const float* sums;
+  int columns;  // of sums
+  const int* repair;
+  Panels exponentials;
+  bool wanted;           // or only the results are
+  __nv_bfloat16* input;  // null where only sums, or only the input gradient, are wanted
+  int hidden;
+  float* scale;  // where repaired, the reference before
+  Owners owners;
+  OneHot* one_hot;
+  Observed observed;  // with kObserve
+};
+
+template <bool kObserve>
+__global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
+  __shared__ float scratch[32];
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  const float z_target = p.target_logit[row];
+  const float reference = p.repair[row / sm90::kTileM] ? p.scale[row] : z_target;
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < p.columns; i += kRowThreads) sum += p.sums[int64_t{row} * p.columns + i];
+  sum = block_reduce<Sum>(sum, scratch);
+  ce::Stats<kObserve> stats = ce::no_stats<kObserve>();
+  stats.max = reference;
+  stats.sum = sum;
+  if constexpr (kObserve) {
+    float spread = 0.0f;
+    for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
+      spread += p.observed.spread[int64_t{row} * p.columns + i];
+    stats.spread = block_reduce<Sum>(spread, scratch) / kLog2e;
+    stats.best_column = column_of_key(p.observed.best[row]);
+  }
+  ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
+  if (p.problem.token_weight != nullptr) r.token_weight = p.problem.token_weight[r.index];
+  const int64_t target = p.problem.targets[r.index];
+  if (target >= 0 && target < p.problem.vocab) {
+    r.target = static_cast<int>(target);
+    r.class_weight = p.problem.class_weight != nullptr ? p.problem.class_weight[target] : 1.0f;
+    r.z_target = z_target;
+  }
+  if (threadIdx.x == 0) ce::write_results(p.problem, r, stats);
+  if (!p.wanted) return;
+
+  const float share =
+      p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
+  const ce::Gradient g =
+      ce::gradient_weights(p.problem, r, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+  if (threadIdx.x == 0) {
+    p.scale[row] = g.probability;
+    OneHot one_hot = {0.0f, -1};
+    if (r.target >= 0 && g.hard != 0.0f) {
+      if (p.owners.owned_by(r.index, r.target)) {
+        one_hot = {g.hard, r.target};
+        p.owners.set(r.target, g.hard);
+      } else {
+        const float exact = ce::exp_from(z_target, stats.max);
+        *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.hard / g.probability);
+      }
+    }
+    p.one_hot[row] = one_hot;
+  }
+  if (p.input == nullptr) return;
+  uint4* const x = reinterpret_cast<uint4*>(p.input + int64_t{row} * p.hidden);
+  for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) {
+    uint4 v = x[i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t& word = (&v.x)[j];
+      const float2 f = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+      word = pack_bf16(f.x * g.probability, f.y * g.probability);
+    }
+    x[i] = v;
+  }
+}
+
+// One row per block: the parts of a row of grad_input -> its place.
+__global__ void __launch_bounds__(kRowThreads) add_parts(const GradInput p) {
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  const float factor = p.scale[row];
+  const OneHot one_hot = p.one_hot[row];
+  const uint2* const target =
+      reinterpret_cast<const uint2*>(p.weight + max(one_hot.place, 0) * p.weight_stride);
+  const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
+  const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
+  uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
+  for (int i = threadIdx.x; i < p.hidden / 4; i += kRowThreads) {
+    float4 sum = from[i];
+    for (int part = 1; part < p.parts; ++part) {
+      const float4 more = from[i + part * step];
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+    if (one_hot.place >= 0) {
+      const uint2 w = target[i];
+      sum.x = fmaf(-one_hot.amount, __uint_as_float(w.x << 16), sum.x);
+      sum.y = fmaf(-one_hot.amount, __uint_as_float(w.x & 0xffff0000u), sum.y);
+      sum.z = fmaf(-one_hot.amount, __uint_as_float(w.y << 16), sum.z);
+      sum.w = fmaf(-one_hot.amount, __uint_as_float(w.y & 0xffff0000u), sum.w);
+    }
+    to[i] = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+  }
+}
+
+}  // namespace liger::flce90

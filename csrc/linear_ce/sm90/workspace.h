@@ -1,0 +1,47 @@
+#pragma once
+
+#include <initializer_list>
+#include <utility>
+
+#include "device/integers.h"
+#include "host/checks.h"
+
+namespace liger {
+
+// Blocks of memory out of a tensor, from one of its bytes on; each begins at a multiple of 1024 bytes.
+class Scratch {
+ public:
+  Scratch(Tensor memory, int64_t first_byte)
+      : memory_(std::move(memory)),
+        at_(static_cast<char*>(memory_.mutable_data_ptr()) + first_byte),
+        left_(memory_.numel() * static_cast<int64_t>(memory_.element_size()) - first_byte) {
+    const int64_t skipped = -reinterpret_cast<intptr_t>(at_) & (kAlignment - 1);
+    at_ += skipped;
+    left_ -= skipped;
+  }
+
+  // Enough for blocks of these sizes, wherever the memory begins.
+  static int64_t bytes_for(std::initializer_list<int64_t> blocks) {
+    int64_t size = kAlignment;
+    for (const int64_t bytes : blocks) size += round_up(bytes, kAlignment);
+    return size;
+  }
+
+  template <typename T>
+  T* take(int64_t count) {
+    const int64_t bytes = round_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);
+    require(bytes <= left_, "scratch of ", left_, " bytes is too small for ", bytes);
+    char* const block = at_;
+    at_ += bytes;
+    left_ -= bytes;
+    return reinterpret_cast<T*>(block);
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 1024;
+  Tensor memory_;
+  char* at_;
+  int64_t left_;
+};
+
+}  // namespace liger

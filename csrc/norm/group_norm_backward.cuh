@@ -1,0 +1,143 @@
+// GroupNorm backward in three steps: of every channel of every sample sum(grad_y * xhat) and sum(grad_y),
+// which are also the parts of the gradients of the parameters; of every group what its grad_x needs; grad_x.
+// The last step starts where the first one ended, whose data is the most likely still to be in the L2 cache.
+#pragma once
+
+#include "norm/group_norm.cuh"
+#include "norm/layer_norm_backward.cuh"
+
+namespace liger {
+
+struct GroupNormBackward {
+  const void *grad_y, *x, *weight;  // weight may be null
+  const float *mean, *rstd;
+  void* grad_x;            // null where it is not needed
+  float* sums;             // (samples, 2, channels): of grad_y * xhat, and of grad_y
+  RowGradient* gradients;  // (samples, groups)
+  int64_t samples, channels, spatial, channels_per_group;
+  ChannelDivide by_channel;  // vectors of a channel
+  ChannelDivide by_group;    // channels of a group
+  ChannelDivide by_sample;   // channels of a sample
+  bool float_weight;
+};
+
+inline constexpr int kChannelThreads = 512;
+
+// 2^lanes_log2 threads for a channel of a sample, or with Grouped false all of a block.
+template <typename T, int N, bool Grouped>
+__global__ void __launch_bounds__(kChannelThreads)
+    channel_sums_kernel(const GroupNormBackward p, int lanes_log2) {
+  __shared__ float scratch[32];
+  const int lanes = Grouped ? 1 << lanes_log2 : blockDim.x;
+  const int lane = Grouped ? threadIdx.x & (lanes - 1) : threadIdx.x;
+  const int64_t channel =
+      Grouped ? int64_t{blockIdx.x} * (blockDim.x >> lanes_log2) + (threadIdx.x >> lanes_log2) : blockIdx.x;
+  const bool active = !Grouped || channel < p.samples * p.channels;
+  float dot = 0.0f, sum = 0.0f;
+  if (active) {
+    const int64_t row = p.by_group.quotient(channel);
+    const float mean = p.mean[row], rstd = p.rstd[row];
+    const T* x = static_cast<const T*>(p.x) + channel * p.spatial;
+    const T* g = static_cast<const T*>(p.grad_y) + channel * p.spatial;
+#pragma unroll 4
+    for (int64_t i = int64_t{lane} * N; i < p.spatial; i += int64_t{lanes} * N) {
+      float xs[N], gs[N];
+      unpack(load<T, N>(x + i), xs);
+      unpack(load<T, N>(g + i), gs);
+      // Sums of vectors first: fewer roundings of a long sum.
+      float2 of{};
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        of.x = fmaf(gs[k], (xs[k] - mean) * rstd, of.x);
+        of.y += gs[k];
+      }
+      dot += of.x, sum += of.y;
+    }
+  }
+  if constexpr (Grouped) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) {
+      dot += __shfl_xor_sync(0xffffffffu, dot, offset);
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    }
+  } else {
+    dot = block_reduce<Sum>(dot, scratch);
+    sum = block_reduce<Sum>(sum, scratch);
+  }
+  if (!active || lane != 0) return;
+  const int64_t sample = p.by_sample.quotient(channel);
+  float* const out = p.sums + sample * p.channels + channel;  // 2 * sample * channels + channel of the sample
+  out[0] = dot;
+  out[p.channels] = sum;
+}
+
+// A warp per group of a sample.
+template <typename T>
+__global__ void __launch_bounds__(256) group_gradients_kernel(const GroupNormBackward p) {
+  const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
+  const int64_t groups = p.channels / p.channels_per_group;
+  if (row >= p.samples * groups) return;
+  const int64_t sample = row / groups, first = row % groups * p.channels_per_group;
+  const float* const sums = p.sums + 2 * sample * p.channels;
+  float dot = 0.0f, sum = 0.0f;
+  for (int64_t i = threadIdx.x % 32; i < p.channels_per_group; i += 32) {
+    float w[1];
+    load_parameter<T, 1>(p.weight, p.float_weight, 0.0f, 1.0f, first + i, w);
+    dot = fmaf(w[0], sums[first + i], dot);
+    sum = fmaf(w[0], sums[p.channels + first + i], sum);
+  }
+  dot = warp_reduce<Sum>(dot);
+  sum = warp_reduce<Sum>(sum);
+  const float count = static_cast<float>(p.channels_per_group * p.spatial);
+  if (threadIdx.x % 32 == 0) p.gradients[row] = RowGradient(p.mean[row], p.rstd[row], sum, dot, 1.0f / count);
+}
+
+inline constexpr int kGradThreads = 256;
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kGradThreads) group_norm_grad_kernel(const GroupNormBackward p) {
+  const int64_t block = gridDim.x - 1 - int64_t{blockIdx.x};
+  const int64_t vector = block * kGradThreads + threadIdx.x;
+  const int64_t channel = p.by_channel.quotient(vector);
+  if (channel >= p.samples * p.channels) return;
+  const Vec<T, N> x = load<T, N>(static_cast<const T*>(p.x) + vector * N);
+  const Vec<T, N> g = load<T, N>(static_cast<const T*>(p.grad_y) + vector * N);
+  const RowGradient gradient = p.gradients[p.by_group.quotient(channel)];
+  float weight[1], w[N];
+  load_parameter<T, 1>(p.weight, p.float_weight, 0.0f, 1.0f,
+                       channel - p.by_sample.quotient(channel) * p.channels, weight);
+#pragma unroll
+  for (int i = 0; i < N; ++i) w[i] = weight[0];
+  store(static_cast<T*>(p.grad_x) + vector * N, gradient(x, g, w));
+}
+
+template <typename T, int N>
+void launch_group_norm_backward_vectors(const GroupNormBackward& p, cudaStream_t stream) {
+  const int64_t channels = p.samples * p.channels, vectors = p.spatial / N;
+  // Up to eight vectors for a thread before a channel takes more than a warp.
+  if (vectors <= 256) {
+    int lanes_log2 = 0;
+    while (lanes_log2 < 5 && (int64_t{4} << lanes_log2) < vectors) ++lanes_log2;
+    const int64_t per_block = 128 >> lanes_log2;
+    channel_sums_kernel<T, N, true>
+        <<<static_cast<unsigned>((channels + per_block - 1) / per_block), 128, 0, stream>>>(p, lanes_log2);
+  } else {
+    const int threads = vectors <= 1024 ? 128 : kChannelThreads;
+    channel_sums_kernel<T, N, false><<<static_cast<unsigned>(channels), threads, 0, stream>>>(p, 0);
+  }
+  if (!p.grad_x) return;
+  const int64_t rows = channels / p.channels_per_group;
+  group_gradients_kernel<T><<<static_cast<unsigned>((rows + 7) / 8), 256, 0, stream>>>(p);
+  const int64_t blocks = (channels * vectors + kGradThreads - 1) / kGradThreads;
+  group_norm_grad_kernel<T, N><<<static_cast<unsigned>(blocks), kGradThreads, 0, stream>>>(p);
+}
+
+// vectorised: every channel starts at a multiple of 16 bytes and holds whole vectors.
+template <typename T>
+void launch_group_norm_backward(GroupNormBackward p, bool vectorised, cudaStream_t stream) {
+  const int64_t vectors = vectorised ? p.spatial / kVec<T> : p.spatial;
+  p.by_channel = ChannelDivide(vectors, p.samples * p.channels * vectors + kGradThreads);
+  vectorised ? launch_group_norm_backward_vectors<T, kVec<T>>(p, stream)
+             : launch_group_norm_backward_vectors<T, 1>(p, stream);
+}
+
+}  // namespace liger

@@ -1,0 +1,97 @@
+// What the host code of the norms shares.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "device/vec.cuh"
+#include "host/check_parts.h"
+#include "host/dispatch.h"
+#include "host/torch.h"
+#include "norm/sum_partials.cuh"
+
+namespace liger {
+
+inline int64_t row_count(const Tensor& x) {
+  return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
+}
+
+// The shape of rstd, which rows have in shapes with an empty last dimension, too.
+inline std::vector<int64_t> leading_shape(const Tensor& x) {
+  std::vector<int64_t> shape;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
+  return shape;
+}
+
+inline int64_t leading_size(const Tensor& x) {
+  int64_t rows = 1;
+  for (const int64_t size : leading_shape(x)) rows *= size;
+  return rows;
+}
+
+// Whether 16-byte accesses serve: whole vectors per row, all of them aligned.
+class Vectorised {
+ public:
+  Vectorised(int64_t hidden, size_t element_size)
+      : elements_(16 / element_size), possible_(hidden % elements_ == 0) {}
+  Vectorised& rows(const void* data, const Rows& rows) {
+    possible_ = possible_ && is_aligned16(data) && rows.multiple_of(elements_);
+    return *this;
+  }
+  Vectorised& vector(const void* data) {
+    possible_ = possible_ && is_aligned16(data);
+    return *this;
+  }
+  explicit operator bool() const { return possible_; }
+
+ private:
+  int64_t elements_;
+  bool possible_;
+};
+
+// A weight or bias with stride 1.
+inline std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
+  if (!parameter || parameter->size(0) <= 1 || parameter->stride(0) == 1) return parameter;
+  return torch::stable::contiguous(*parameter);
+}
+
+// Both parameters have one dtype, as the checks ask.
+inline bool float_parameters(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
+  const std::optional<Tensor>& either = weight ? weight : bias;
+  return either && either->scalar_type() == ScalarType::Float;
+}
+
+// The gradient of a parameter, to be written; the stand-in where it is not needed.
+inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed, const Tensor& x) {
+  const ScalarType dtype = parameter ? parameter->scalar_type() : x.scalar_type();
+  return needed ? empty({parameter->size(0)}, dtype, x) : no_tensor(dtype, x);
+}
+
+// What a backward takes of the forward: a float of every row.
+inline void require_row_statistic(const char* op, const char* name, const Tensor& statistic, const Tensor& x,
+                                  int64_t rows) {
+  require(statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows, op, ": ", name,
+          " has shape ", shape_text(statistic), " and dtype ", dtype_name(statistic.scalar_type()),
+          ", expected the float32 result of the forward");
+  check_same_device(op, name, statistic, "x", x);
+}
+
+// The gradients of one or two parameters of the same dtype, T or float32, from their parts: (parts, one or
+// two, length).
+template <typename T>
+void sum_parts(const float* partial, int parts, const Tensor& grad, const Tensor* other_grad, bool overlap,
+               cudaStream_t stream) {
+  const auto launch = [&](auto tag) {
+    using W = typename decltype(tag)::type;
+    W* const out = static_cast<W*>(grad.mutable_data_ptr());
+    if (other_grad) {
+      const SumOutputs<W, 2> outputs{{out, static_cast<W*>(other_grad->mutable_data_ptr())}};
+      launch_sum_partials(partial, outputs, grad.size(0), parts, overlap, stream);
+    } else {
+      launch_sum_partials(partial, SumOutputs<W, 1>{{out}}, grad.size(0), parts, overlap, stream);
+    }
+  };
+  grad.scalar_type() == ScalarType::Float ? launch(TypeTag<float>{}) : launch(TypeTag<T>{});
+}
+
+}  // namespace liger

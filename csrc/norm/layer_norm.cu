@@ -1,0 +1,144 @@
+#include "norm/layer_norm.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+#include <tuple>
+
+#include "host/dispatch.h"
+#include "host/torch.h"
+#include "norm/host.cuh"
+#include "norm/layer_norm_backward.cuh"
+
+namespace liger {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, double eps) {
+  constexpr const char* op = "layer_norm";
+  check_layer_norm(op, x, weight, bias, eps);
+  require_cuda_dtype(op, "x", x);
+  const DeviceGuard guard(x.get_device_index());
+  RowOutput y = row_output(new_like(x));
+  Tensor mean = empty(leading_shape(x), ScalarType::Float, x);
+  Tensor rstd = empty(leading_shape(x), ScalarType::Float, x);
+  if (x.numel() == 0) {
+    // The mean of no values is NaN, and so is its rstd.
+    if (rstd.numel() > 0) {
+      torch::stable::fill_(mean, std::numeric_limits<double>::quiet_NaN());
+      torch::stable::fill_(rstd, std::numeric_limits<double>::quiet_NaN());
+    }
+    return {y.result, mean, rstd};
+  }
+
+  const RowInput input = row_input(x);
+  const std::optional<Tensor> scale = dense_parameter(weight), added = dense_parameter(bias);
+  LayerNorm p{};
+  p.x = input.data();
+  p.y = y.data();
+  p.mean = static_cast<float*>(mean.mutable_data_ptr());
+  p.rstd = static_cast<float*>(rstd.mutable_data_ptr());
+  p.x_rows = input.rows;
+  p.y_rows = y.rows;
+  p.rows = row_count(x);
+  p.hidden = x.size(-1);
+  p.eps = static_cast<float>(eps);
+  p.inverse_hidden = 1.0f / static_cast<float>(p.hidden);
+  p.affine = {data(scale), data(added), float_parameters(weight, bias)};
+  Vectorised vectorised(p.hidden, x.element_size());
+  vectorised.rows(p.x, p.x_rows).rows(p.y, p.y_rows).vector(p.affine.weight).vector(p.affine.bias);
+  dispatch_dtype(x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const int chunks = moment_norm_chunks<T>(p.hidden, bool(vectorised));
+    const Tensor parts = empty({p.rows * chunks, 2}, ScalarType::Float, x);
+    p.parts = static_cast<Moments*>(parts.mutable_data_ptr());
+    launch_layer_norm<T>(p, bool(vectorised), chunks, current_stream(x));
+  });
+  check_launch(op);
+  y.finish();
+  return {y.result, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, const Tensor& x,
+                                                       const std::optional<Tensor>& weight,
+                                                       const std::optional<Tensor>& bias, const Tensor& mean,
+                                                       const Tensor& rstd, bool need_grad_x,
+                                                       bool need_grad_weight, bool need_grad_bias) {
+  constexpr const char* op = "layer_norm_backward";
+  check_layer_norm(op, x, weight, bias);
+  require_cuda_dtype(op, "x", x);
+  require_like(op, "grad_y", grad_y, "x", x);
+  require_row_statistic(op, "mean", mean, x, leading_size(x));
+  require_row_statistic(op, "rstd", rstd, x, leading_size(x));
+  need_grad_weight = need_grad_weight && weight;
+  need_grad_bias = need_grad_bias && bias;
+  const DeviceGuard guard(x.get_device_index());
+  RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
+  Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
+  Tensor grad_bias = parameter_grad(bias, need_grad_bias, x);
+  const std::tuple<Tensor, Tensor, Tensor> grads{grad_x.result, grad_weight, grad_bias};
+  if (x.numel() == 0) {
+    if (need_grad_weight) torch::stable::zero_(grad_weight);
+    if (need_grad_bias) torch::stable::zero_(grad_bias);
+    return grads;
+  }
+  if (!need_grad_x && !need_grad_weight && !need_grad_bias) return grads;
+
+  const RowInput input = row_input(x), upstream = row_input(grad_y);
+  const std::optional<Tensor> scale = dense_parameter(weight);
+  const Tensor row_mean = torch::stable::contiguous(mean), row_scale = torch::stable::contiguous(rstd);
+  LayerNormBackward p{};
+  p.grad_y = upstream.data();
+  p.x = input.data();
+  p.weight = data(scale);
+  p.mean = static_cast<const float*>(row_mean.const_data_ptr());
+  p.rstd = static_cast<const float*>(row_scale.const_data_ptr());
+  p.grad_y_rows = upstream.rows;
+  p.x_rows = input.rows;
+  p.rows = row_count(x);
+  p.hidden = x.size(-1);
+  p.float_weight = float_parameters(weight, std::nullopt);
+  Vectorised vectorised(p.hidden, x.element_size());
+  vectorised.rows(p.x, p.x_rows).rows(p.grad_y, p.grad_y_rows).vector(p.weight);
+  if (need_grad_x) {
+    p.grad_x = grad_x.data();
+    p.grad_x_rows = grad_x.rows;
+    vectorised.rows(p.grad_x, p.grad_x_rows);
+  }
+  const DeviceAttributes& device = device_attributes(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  dispatch_dtype(x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const BackwardPlan plan =
+        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), 2,
+                              is_usual(p) ? kLayerNormThreads<T, 4, true> : kLayerNormThreads<T, 4, false>,
+                              device.multiprocessors, device.shared_memory_per_block_optin);
+    if (!need_grad_weight && !need_grad_bias) {
+      launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
+      return;
+    }
+    // A part has the gradient of the weight and after it that of the bias.
+    const bool both = need_grad_weight && need_grad_bias;
+    p.part_stride = (both ? 2 : 1) * p.hidden;
+    const Tensor partial = empty({plan.parts, p.part_stride}, ScalarType::Float, x);
+    float* const parts = static_cast<float*>(partial.mutable_data_ptr());
+    if (need_grad_weight) p.grad_weight = parts;
+    if (need_grad_bias) p.grad_bias = both ? parts + p.hidden : parts;
+    launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
+    check_launch(op);
+    sum_parts<T>(parts, plan.parts, need_grad_weight ? grad_weight : grad_bias, both ? &grad_bias : nullptr,
+                 device.code.architecture >= 90, stream);
+  });
+  check_launch(op);
+  grad_x.finish();
+  return grads;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("layer_norm", TORCH_BOX(&layer_norm));
+  m.impl("layer_norm_backward", TORCH_BOX(&layer_norm_backward));
+}
+
+}  // namespace liger

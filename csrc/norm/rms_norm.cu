@@ -1,0 +1,183 @@
+#include "norm/rms_norm.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include <limits>
+#include <tuple>
+
+#include "host/dispatch.h"
+#include "host/torch.h"
+#include "norm/host.cuh"
+#include "norm/rms_norm_backward.cuh"
+
+namespace liger {
+namespace {
+
+Casting casting_of(const std::string& mode) {
+  return {mode == "none", mode != "gemma"};
+}
+
+struct Forward {
+  Tensor y, new_residual, rstd;
+};
+
+Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
+                const std::optional<Tensor>& weight, double eps, double offset,
+                const std::string& casting_mode) {
+  check_rms_norm(op, x, residual, weight, casting_mode, eps, offset);
+  require_cuda_dtype(op, "x", x);
+  const DeviceGuard guard(x.get_device_index());
+  RowOutput y = row_output(new_like(x));
+  RowOutput sum = residual ? row_output(new_like(x)) : y;
+  Forward out{y.result, sum.result, empty(leading_shape(x), ScalarType::Float, x)};
+  if (x.numel() == 0) {
+    // The mean of no values is NaN, and so is its rstd.
+    if (out.rstd.numel() > 0) torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());
+    return out;
+  }
+
+  const RowInput input = row_input(x);
+  const std::optional<RowInput> added = residual ? std::optional(row_input(*residual)) : std::nullopt;
+  const std::optional<Tensor> scale = dense_parameter(weight);
+  RmsNorm p{};
+  p.x = input.data();
+  p.weight = data(scale);
+  p.y = y.data();
+  p.rstd = static_cast<float*>(out.rstd.mutable_data_ptr());
+  p.x_rows = input.rows;
+  p.y_rows = y.rows;
+  p.rows = row_count(x);
+  p.hidden = x.size(-1);
+  p.eps = static_cast<float>(eps);
+  p.offset = static_cast<float>(offset);
+  p.float_weight = scale && scale->scalar_type() == ScalarType::Float;
+  p.casting = casting_of(casting_mode);
+  Vectorised vectorised(p.hidden, x.element_size());
+  vectorised.rows(p.x, p.x_rows).rows(p.y, p.y_rows).vector(p.weight);
+  if (added) {
+    p.residual = added->data();
+    p.new_residual = sum.data();
+    p.residual_rows = added->rows;
+    p.new_residual_rows = sum.rows;
+    vectorised.rows(p.residual, p.residual_rows).rows(p.new_residual, p.new_residual_rows);
+  }
+  dispatch_dtype(x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_rms_norm<T>(p, bool(vectorised), current_stream(x));
+  });
+  check_launch(op);
+  y.finish();
+  if (residual) sum.finish();
+  return out;
+}
+
+std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
+                                    const std::optional<Tensor>& grad_residual, const Tensor& x,
+                                    const std::optional<Tensor>& weight, const Tensor& rstd, double offset,
+                                    const std::string& casting_mode, bool need_grad_x,
+                                    bool need_grad_weight) {
+  check_rms_norm(op, x, std::nullopt, weight, casting_mode);
+  require_cuda_dtype(op, "x", x);
+  require_like(op, "grad_y", grad_y, "x", x);
+  if (grad_residual) require_like(op, "grad_new_residual", *grad_residual, "x", x);
+  require_row_statistic(op, "rstd", rstd, x, leading_size(x));
+  need_grad_weight = need_grad_weight && weight;
+  const DeviceGuard guard(x.get_device_index());
+  RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
+  Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
+  if (x.numel() == 0) {
+    if (need_grad_weight) torch::stable::zero_(grad_weight);
+    return {grad_x.result, grad_weight};
+  }
+  if (!need_grad_x && !need_grad_weight) return {grad_x.result, grad_weight};
+
+  const RowInput input = row_input(x), upstream = row_input(grad_y);
+  const std::optional<RowInput> added =
+      grad_residual && need_grad_x ? std::optional(row_input(*grad_residual)) : std::nullopt;
+  const std::optional<Tensor> scale = dense_parameter(weight);
+  const Tensor row_scale = torch::stable::contiguous(rstd);
+  RmsNormBackward p{};
+  p.grad_y = upstream.data();
+  p.x = input.data();
+  p.weight = data(scale);
+  p.rstd = static_cast<const float*>(row_scale.const_data_ptr());
+  p.grad_y_rows = upstream.rows;
+  p.x_rows = input.rows;
+  p.rows = row_count(x);
+  p.hidden = x.size(-1);
+  p.offset = static_cast<float>(offset);
+  p.float_weight = scale && scale->scalar_type() == ScalarType::Float;
+  p.round_scaled = casting_of(casting_mode).round_scaled;
+  Vectorised vectorised(p.hidden, x.element_size());
+  vectorised.rows(p.x, p.x_rows).rows(p.grad_y, p.grad_y_rows).vector(p.weight);
+  if (need_grad_x) {
+    p.grad_x = grad_x.data();
+    p.grad_x_rows = grad_x.rows;
+    vectorised.rows(p.grad_x, p.grad_x_rows);
+  }
+  if (added) {
+    p.grad_residual = added->data();
+    p.grad_residual_rows = added->rows;
+    vectorised.rows(p.grad_residual, p.grad_residual_rows);
+  }
+  const DeviceAttributes& device = device_attributes(x.get_device_index());
+  const cudaStream_t stream = current_stream(x);
+  dispatch_dtype(x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const BackwardPlan plan =
+        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added ? 3 : 2, kMaxRowThreads,
+                              device.multiprocessors, device.shared_memory_per_block_optin);
+    if (!need_grad_weight) {
+      launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
+      return;
+    }
+    const Tensor partial = empty({plan.parts, p.hidden}, ScalarType::Float, x);
+    p.partial = static_cast<float*>(partial.mutable_data_ptr());
+    launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
+    check_launch(op);
+    sum_parts<T>(p.partial, plan.parts, grad_weight, nullptr, device.code.architecture >= 90, stream);
+  });
+  check_launch(op);
+  grad_x.finish();
+  return {grad_x.result, grad_weight};
+}
+
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const std::optional<Tensor>& weight, double eps,
+                                    double offset, const std::string& casting_mode) {
+  Forward out = forward("rms_norm", x, std::nullopt, weight, eps, offset, casting_mode);
+  return {out.y, out.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> fused_add_rms_norm(const Tensor& x, const Tensor& residual,
+                                                      const std::optional<Tensor>& weight, double eps,
+                                                      double offset, const std::string& casting_mode) {
+  Forward out = forward("fused_add_rms_norm", x, residual, weight, eps, offset, casting_mode);
+  return {out.y, out.new_residual, out.rstd};
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor& x,
+                                             const std::optional<Tensor>& weight, const Tensor& rstd,
+                                             double offset, const std::string& casting_mode, bool need_grad_x,
+                                             bool need_grad_weight) {
+  return backward("rms_norm_backward", grad_y, std::nullopt, x, weight, rstd, offset, casting_mode,
+                  need_grad_x, need_grad_weight);
+}
+
+std::tuple<Tensor, Tensor> fused_add_rms_norm_backward(
+    const Tensor& grad_y, const std::optional<Tensor>& grad_new_residual, const Tensor& new_residual,
+    const std::optional<Tensor>& weight, const Tensor& rstd, double offset, const std::string& casting_mode,
+    bool need_grad_x, bool need_grad_weight) {
+  return backward("fused_add_rms_norm_backward", grad_y, grad_new_residual, new_residual, weight, rstd,
+                  offset, casting_mode, need_grad_x, need_grad_weight);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("rms_norm", TORCH_BOX(&rms_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&rms_norm_backward));
+  m.impl("fused_add_rms_norm", TORCH_BOX(&fused_add_rms_norm));
+  m.impl("fused_add_rms_norm_backward", TORCH_BOX(&fused_add_rms_norm_backward));
+}
+
+}  // namespace liger

@@ -1,0 +1,261 @@
+// RMSNorm forward, with or without the residual addition: every element is read once and written once.
+#pragma once
+
+#include <type_traits>
+
+#include "device/reduce.cuh"
+#include "device/rows.cuh"
+#include "device/vec.cuh"
+#include "norm/forward_plan.cuh"
+#include "norm/parameters.cuh"
+
+namespace liger {
+
+struct Casting {
+  bool round_rstd;    // "none": rstd is kept in the dtype of x
+  bool round_scaled;  // "none", "llama": x * rstd is rounded before it meets the weight
+};
+
+template <typename RowsOf>
+struct RmsNormOf {
+  const void *x, *residual, *weight;  // residual and weight may be null
+  void *y, *new_residual;
+  float* rstd;
+  RowsOf x_rows, residual_rows, y_rows, new_residual_rows;
+  int64_t rows, hidden;
+  float eps, offset;
+  bool float_weight;
+  Casting casting;
+};
+using RmsNorm = RmsNormOf<Rows>;
+
+// The arguments of the usual case are few: reading more of them before the first load costs a percent of the
+// time.
+using UsualRmsNorm = RmsNormOf<OneStride>;
+
+inline bool is_usual(const RmsNorm& p) {
+  return p.weight && !p.float_weight && p.casting.round_scaled && !p.casting.round_rstd &&
+         !(p.x_rows.nested || p.residual_rows.nested || p.y_rows.nested || p.new_residual_rows.nested);
+}
+inline UsualRmsNorm usual(const RmsNorm& p) {
+  return {p.x,
+          p.residual,
+          p.weight,
+          p.y,
+          p.new_residual,
+          p.rstd,
+          {p.x_rows.stride},
+          {p.residual_rows.stride},
+          {p.y_rows.stride},
+          {p.new_residual_rows.stride},
+          p.rows,
+          p.hidden,
+          p.eps,
+          p.offset,
+          p.float_weight,
+          p.casting};
+}
+
+// offset + weight at N columns; 1 without a weight.
+template <typename T, int N>
+__device__ __forceinline__ void load_weight(const void* weight, bool is_float, float offset, int64_t column,
+                                            float (&out)[N]) {
+  load_parameter<T, N>(weight, is_float, offset, 1.0f, column, out);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> scale_vector(const Vec<T, N>& x, const float (&w)[N], float rstd,
+                                                  bool round_scaled) {
+  float value[N];
+  unpack(x, value);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float scaled = value[i] * rstd;
+    value[i] = (round_scaled ? round_to<T>(scaled) : scaled) * w[i];
+  }
+  return pack<T, N>(value);
+}
+
+// x + residual, rounded as a tensor of dtype T would keep it: the statistics are those of what is stored.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> add_vectors(const Vec<T, N>& x, const Vec<T, N>& y) {
+  float a[N], b[N];
+  unpack(x, a);
+  unpack(y, b);
+#pragma unroll
+  for (int i = 0; i < N; ++i) a[i] += b[i];
+  return pack<T, N>(a);
+}
+
+template <typename T, int N>
+__device__ __forceinline__ float sum_squares(const Vec<T, N>& x) {
+  float value[N], sum = 0.0f;
+  unpack(x, value);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum = fmaf(value[i], value[i], sum);
+  return sum;
+}
+
+template <typename T, typename Params>
+__device__ __forceinline__ float reciprocal_rms(const Params& p, float sum, bool exact = false) {
+  const float rstd = rsqrtf(sum / static_cast<float>(p.hidden) + p.eps);
+  return !exact && p.casting.round_rstd ? round_to<T>(rstd) : rstd;
+}
+
+// Blocks per multiprocessor.
+template <int V, bool Residual>
+inline constexpr int kForwardBlocks = V == 2   ? (Residual ? 3 : 4)
+                                      : V == 4 ? 2
+                                               : 1;
+
+// Blocks come and go with their rows: the loads of one overlap the arithmetic and stores of others, which
+// measures faster than persistent blocks with a ring of rows under way.
+//
+// Grouped: several rows in a block, each of 2^lanes_log2 threads; otherwise one row, of all threads.
+// Usual: one stride per tensor, a weight of the dtype of x and casting mode "llama", known when compiled.
+// What a block looks up before its first load delays every row; only the other cases pay for it.
+template <typename T, int N, int V, bool Residual, bool Grouped, bool Usual>
+__global__ void __launch_bounds__(kForwardThreads<V>, kForwardBlocks<V, Residual>)
+    rms_norm_kernel(const std::conditional_t<Usual, UsualRmsNorm, RmsNorm> p, int lanes_log2) {
+  using Vector = Vec<T, N>;
+  constexpr bool kWeightEarly = V <= 4;  // wider rows have no registers for it
+  __shared__ float scratch[32];
+  const int lanes = Grouped ? 1 << lanes_log2 : blockDim.x;
+  const int lane = Grouped ? threadIdx.x & (lanes - 1) : threadIdx.x;
+  const int vectors = static_cast<int>(p.hidden / N);
+  const int64_t row =
+      Grouped ? int64_t{blockIdx.x} * (blockDim.x >> lanes_log2) + (threadIdx.x >> lanes_log2) : blockIdx.x;
+  const bool active = !Grouped || row < p.rows;
+  const bool weight_early = kWeightEarly && (Usual || (p.weight != nullptr && !p.float_weight));
+  const bool round_scaled = Usual || p.casting.round_scaled;
+  const auto held = [&](int j) { return active && lane + j * lanes < vectors; };
+
+  Vector x[V], residual[Residual ? V : 1], w[kWeightEarly ? V : 1];
+  if (active) {
+    const T* from = static_cast<const T*>(p.x) + p.x_rows.offset(row);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (held(j)) x[j] = load<T, N>(from + (lane + j * lanes) * N);
+    }
+    if constexpr (Residual) {
+      from = static_cast<const T*>(p.residual) + p.residual_rows.offset(row);
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (held(j)) residual[j] = load<T, N>(from + (lane + j * lanes) * N);
+      }
+    }
+    if (weight_early) {
+#pragma unroll
+      for (int j = 0; j < V; ++j) {
+        if (held(j))
+          w[kWeightEarly ? j : 0] = load<T, N>(static_cast<const T*>(p.weight) + (lane + j * lanes) * N);
+      }
+    }
+  }
+
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (!held(j)) continue;
+    if constexpr (Residual) {
+      x[j] = add_vectors(x[j], residual[j]);
+      T* to = static_cast<T*>(p.new_residual) + p.new_residual_rows.offset(row);
+      store(to + (lane + j * lanes) * N, x[j]);
+    }
+    sum += sum_squares(x[j]);
+  }
+  if constexpr (Grouped) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  } else {
+    sum = block_reduce<Sum>(sum, scratch);
+  }
+
+  if (!active) return;
+  const float rstd = reciprocal_rms<T>(p, sum, Usual);
+  if (lane == 0) p.rstd[row] = rstd;
+  T* y = static_cast<T*>(p.y) + p.y_rows.offset(row);
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    if (!held(j)) continue;
+    float factor[N];
+    if (weight_early) {
+      unpack(w[kWeightEarly ? j : 0], factor);
+#pragma unroll
+      for (int i = 0; i < N; ++i) factor[i] += p.offset;
+    } else {
+      load_weight<T, N>(p.weight, p.float_weight, p.offset, int64_t{lane + j * lanes} * N, factor);
+    }
+    store(y + (lane + j * lanes) * N, scale_vector(x[j], factor, rstd, round_scaled));
+  }
+}
+
+// A row per block that is too wide to be held: its second reading mostly meets the L2 cache.
+inline constexpr int kWideThreads = 512;
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kWideThreads) rms_norm_wide_kernel(const RmsNorm p) {
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(p.x) + p.x_rows.offset(row);
+  const T* residual = static_cast<const T*>(p.residual) + p.residual_rows.offset(row);
+  T* new_residual = static_cast<T*>(p.new_residual) + p.new_residual_rows.offset(row);
+  T* y = static_cast<T*>(p.y) + p.y_rows.offset(row);
+  const int64_t begin = int64_t{threadIdx.x} * N, step = int64_t{blockDim.x} * N;
+  float sum = 0.0f;
+#pragma unroll 4
+  for (int64_t column = begin; column < p.hidden; column += step) {
+    Vec<T, N> value = load<T, N>(x + column);
+    if (p.residual) {
+      value = add_vectors(value, load<T, N>(residual + column));
+      store_whole(new_residual + column, value);
+    }
+    sum += sum_squares(value);
+  }
+  const float rstd = reciprocal_rms<T>(p, block_reduce<Sum>(sum, scratch));
+  if (threadIdx.x == 0) p.rstd[row] = rstd;
+  const T* stored = p.residual ? new_residual : x;
+#pragma unroll 4
+  for (int64_t column = begin; column < p.hidden; column += step) {
+    float w[N];
+    load_weight<T, N>(p.weight, p.float_weight, p.offset, column, w);
+    store_whole(y + column, scale_vector(load<T, N>(stored + column), w, rstd, p.casting.round_scaled));
+  }
+}
+
+template <typename T, int N, int V, bool Grouped>
+void launch_rms_norm_tile(const RmsNorm& p, const ForwardPlan& plan, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(plan.blocks));
+  if (is_usual(p)) {
+    const auto kernel = p.residual ? rms_norm_kernel<T, N, V, true, Grouped, true>
+                                   : rms_norm_kernel<T, N, V, false, Grouped, true>;
+    kernel<<<grid, plan.threads, 0, stream>>>(usual(p), plan.lanes_log2);
+  } else {
+    const auto kernel = p.residual ? rms_norm_kernel<T, N, V, true, Grouped, false>
+                                   : rms_norm_kernel<T, N, V, false, Grouped, false>;
+    kernel<<<grid, plan.threads, 0, stream>>>(p, plan.lanes_log2);
+  }
+}
+
+// vectorised: every row of every tensor starts at a multiple of 16 bytes and holds whole vectors.
+template <typename T>
+void launch_rms_norm(const RmsNorm& p, bool vectorised, cudaStream_t stream) {
+  constexpr int64_t kMostOfTwo = 512;
+  const ForwardPlan plan =
+      plan_norm_forward(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised, kMostOfTwo);
+  if (plan.width == 0) {
+    const auto kernel = vectorised ? rms_norm_wide_kernel<T, kVec<T>> : rms_norm_wide_kernel<T, 1>;
+    kernel<<<static_cast<unsigned>(p.rows), kWideThreads, 0, stream>>>(p);
+  } else if (!vectorised) {
+    plan.grouped ? launch_rms_norm_tile<T, 1, 8, true>(p, plan, stream)
+                 : launch_rms_norm_tile<T, 1, 8, false>(p, plan, stream);
+  } else if (plan.width == 2) {
+    plan.grouped ? launch_rms_norm_tile<T, kVec<T>, 2, true>(p, plan, stream)
+                 : launch_rms_norm_tile<T, kVec<T>, 2, false>(p, plan, stream);
+  } else if (plan.width == 4) {
+    launch_rms_norm_tile<T, kVec<T>, 4, false>(p, plan, stream);
+  } else {
+    launch_rms_norm_tile<T, kVec<T>, 8, false>(p, plan, stream);
+  }
+}
+
+}  // namespace liger

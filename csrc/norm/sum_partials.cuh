@@ -1,0 +1,87 @@
+// The gradients of a norm's parameters from the parts that blocks have of them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/vec.cuh"
+
+namespace liger {
+
+template <typename W, int K>
+struct SumOutputs {
+  W* out[K];
+};
+
+// out[k][h] = sum of partial[b][k][h] over the blocks b. A block takes 16 columns, 4 to a thread, and reads
+// 128 parts at a time.
+inline constexpr int kSumColumns = 16, kSumThreads = 512;
+
+template <typename W, int K>
+__global__ void __launch_bounds__(kSumThreads)
+    sum_partials_kernel(const float* partial, const SumOutputs<W, K> outputs, int64_t hidden, int parts) {
+  constexpr int kLanes = kSumColumns / 4;
+  __shared__ float4 warp_sums[kSumThreads / 32][kLanes];
+  const int quad = threadIdx.x % kLanes;
+  const int64_t column = int64_t{blockIdx.x} * kSumColumns + quad * 4;
+  const int64_t part_size = K * hidden;
+  if constexpr (K > 1) partial += blockIdx.y * hidden;
+  const bool whole = hidden % 4 == 0;
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+  float4 sum{};
+#pragma unroll 2
+  for (int part = threadIdx.x / kLanes; part < parts; part += kSumThreads / kLanes) {
+    const float* const from = partial + part * part_size + column;
+    if (whole) {
+      if (column < hidden) {
+        const float4 v = *reinterpret_cast<const float4*>(from);
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column + i < hidden) (&sum.x)[i] += from[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int offset = kLanes; offset < 32; offset *= 2)
+      (&sum.x)[i] += __shfl_xor_sync(0xffffffffu, (&sum.x)[i], offset);
+  }
+  if (threadIdx.x % 32 < kLanes) warp_sums[threadIdx.x / 32][quad] = sum;
+  __syncthreads();
+  const int64_t own = int64_t{blockIdx.x} * kSumColumns + threadIdx.x;
+  if (threadIdx.x >= kSumColumns || own >= hidden) return;
+  float total = 0.0f;
+#pragma unroll
+  for (const float4(&sums)[kLanes] : warp_sums) total += (&sums[threadIdx.x / 4].x)[threadIdx.x % 4];
+  if constexpr (K == 1) {
+    outputs.out[0][own] = from_float<W>(total);
+  } else {
+    static_assert(K == 2);
+    (blockIdx.y == 0 ? outputs.out[0] : outputs.out[1])[own] = from_float<W>(total);
+  }
+}
+
+// overlap: the launch itself runs beside the end of the kernel before it (compute capability 9.0 and later).
+template <typename W, int K>
+void launch_sum_partials(const float* partial, const SumOutputs<W, K>& outputs, int64_t hidden, int parts,
+                         bool overlap, cudaStream_t stream) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((hidden + kSumColumns - 1) / kSumColumns), K);
+  config.blockDim = dim3(kSumThreads);
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  cudaLaunchKernelEx(&config, sum_partials_kernel<W, K>, partial, outputs, hidden, parts);
+}
+
+}  // namespace liger

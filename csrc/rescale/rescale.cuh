@@ -1,0 +1,69 @@
+// Multiplication by a scalar that lives on the device.
+#pragma once
+
+#include <algorithm>
+
+#include "device/vec.cuh"
+
+namespace liger {
+
+enum class FactorType { kHalf, kBFloat16, kFloat, kDouble };
+
+struct Rescale {
+  const void* in;
+  void* out;  // may be in: then nothing is touched when the factor is 1
+  const void* factor;
+  FactorType factor_type;
+  int64_t count;  // vectors
+};
+
+__device__ __forceinline__ float read_factor(const void* factor, FactorType type) {
+  switch (type) {
+    case FactorType::kHalf:
+      return to_float(*static_cast<const __half*>(factor));
+    case FactorType::kBFloat16:
+      return to_float(*static_cast<const __nv_bfloat16*>(factor));
+    case FactorType::kFloat:
+      return *static_cast<const float*>(factor);
+    default:
+      return static_cast<float>(*static_cast<const double*>(factor));
+  }
+}
+
+// Few, looping blocks: a factor of 1 then costs no more than their launch.
+template <typename T, int N>
+__global__ void __launch_bounds__(256) rescale_kernel(const Rescale p) {
+  constexpr int kUnroll = 4;
+  const float factor = read_factor(p.factor, p.factor_type);
+  if (p.in == p.out && factor == 1.0f) return;
+  const T* in = static_cast<const T*>(p.in);
+  T* out = static_cast<T*>(p.out);
+  const int64_t step = int64_t{gridDim.x} * blockDim.x * kUnroll;
+  for (int64_t first = int64_t{blockIdx.x} * blockDim.x * kUnroll + threadIdx.x; first < p.count;
+       first += step) {
+    Vec<T, N> x[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * blockDim.x;
+      if (i < p.count) x[u] = load<T, N>(in + i * N);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int64_t i = first + u * blockDim.x;
+      if (i >= p.count) break;
+      float value[N];
+      unpack(x[u], value);
+#pragma unroll
+      for (int j = 0; j < N; ++j) value[j] *= factor;
+      store(out + i * N, pack<T, N>(value));
+    }
+  }
+}
+
+template <typename T, int N>
+void launch_rescale(const Rescale& p, int multiprocessors, cudaStream_t stream) {
+  const int64_t blocks = std::min<int64_t>((p.count + 1023) / 1024, int64_t{multiprocessors} * 8);
+  rescale_kernel<T, N><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(p);
+}
+
+}  // namespace liger

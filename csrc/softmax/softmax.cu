@@ -1,0 +1,142 @@
+#include "softmax/softmax.cuh"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+
+#include "device/integers.h"
+#include "host/cluster_launch.h"
+#include "host/dispatch.h"
+#include "host/elementwise.h"
+#include "host/persistent_launch.h"
+#include "softmax/persistent.cuh"
+
+namespace liger {
+namespace {
+
+// How the rows of all operands lie.
+enum class Alignment { kWhole, kAlike, kAny };  // whole vectors, those but for both ends, single elements
+
+Alignment alignment_of(const Softmax& p, int64_t element_size) {
+  const int64_t vector = 16 / element_size;
+  Extent extent = p.extent;
+  if (use_vectors(extent, element_size, {p.x, p.grad_y, as_input(p.out)})) return Alignment::kWhole;
+  for (const InputRows& other : {p.grad_y, as_input(p.out)}) {
+    if (other.data == nullptr) continue;
+    const intptr_t apart = reinterpret_cast<intptr_t>(p.x.data) - reinterpret_cast<intptr_t>(other.data);
+    if (apart % 16 != 0 || (p.extent.rows > 1 && (p.x.stride - other.stride) % vector != 0))
+      return Alignment::kAny;
+  }
+  return Alignment::kAlike;
+}
+
+// What a block of softmax_kept_kernel has in shared memory beside its row, rounded up.
+constexpr int kOwnSharedMemory = 1 << 10;
+
+// Rows that leave room for a second block on a multiprocessor; false for longer ones. Each block takes 1 KB
+// of a multiprocessor beside what it can use.
+template <typename T, typename Rule>
+bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
+  const int64_t vectors = p.extent.columns / kVec<T>;
+  const int64_t bytes = vectors * 16 * Rule::kTensors;
+  if (bytes > (device.shared_memory_per_block_optin + 1024) / 2 - 1024 - kOwnSharedMemory) return false;
+  const auto kernel = softmax_kept_kernel<T, Rule>;
+  check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
+  // Four vectors for a thread.
+  const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, kKeptThreads);
+  kernel<<<static_cast<unsigned>(p.extent.rows), static_cast<unsigned>(threads), static_cast<size_t>(bytes),
+           stream>>>(p, static_cast<int>(vectors));
+  return true;
+}
+
+// False for rows that no cluster keeps.
+template <typename T, typename Rule>
+bool launch_persistent(const char* op, const Softmax& p, const DeviceAttributes& device,
+                       cudaStream_t stream) {
+  constexpr int kTensors = Rule::kTensors, kVectors = 4 / kTensors;
+  using Two = PersistentShape<256, kVectors, typename Rule::Stats, kTensors, 2>;
+  using One = PersistentShape<512, kVectors, typename Rule::Stats, kTensors, 1>;
+  const auto launch = [&](auto shape) {
+    using Shape = decltype(shape);
+    Placement<Softmax> placement(op, p.extent.columns / kVec<T>, device);
+    placement.template consider<Shape>(softmax_persistent_kernel<T, Rule, Shape>);
+    return placement.launch(p.extent.rows, stream, p);
+  };
+  // Of one tensor two blocks on a multiprocessor are faster even where they leave more of these without work.
+  return (kTensors == 1 && launch(Two{})) || launch(One{});
+}
+
+template <typename T, typename Rule>
+bool launch_shared(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
+  return launch_kept<T, Rule>(op, p, device, stream) || launch_persistent<T, Rule>(op, p, device, stream);
+}
+
+template <typename T>
+void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
+  constexpr int N = kVec<T>;
+  constexpr int64_t kMostShort = kShortItems * kHeldThreads;
+  // Beyond, too few blocks with their rows in registers fit a multiprocessor.
+  const int64_t most_short = device.code.architecture >= 90 ? kMostShort / 2 : kMostShort;
+  const Alignment alignment = alignment_of(p, sizeof(T));
+  if (alignment == Alignment::kWhole && touched_vectors<T, N, false>(p) <= most_short) {
+    launch_softmax_short<T, N, false>(p, stream);
+    return;
+  }
+  if (alignment == Alignment::kAlike && touched_vectors<T, N, true>(p) <= most_short) {
+    launch_softmax_short<T, N, true>(p, stream);
+    return;
+  }
+  if (alignment != Alignment::kAny && device.code.architecture >= 90) {
+    const bool launched = p.grad_y.data == nullptr
+                              ? launch_shared<T, SoftmaxForward<T>>(op, p, device, stream)
+                              : launch_shared<T, SoftmaxBackward<T>>(op, p, device, stream);
+    if (launched) return;
+  }
+  if (alignment == Alignment::kWhole) {
+    launch_softmax_long<T, N>(p, stream);
+  } else if (p.extent.columns <= kMostShort) {
+    launch_softmax_short<T, 1, false>(p, stream);
+  } else {
+    launch_softmax_long<T, 1>(p, stream);
+  }
+}
+
+// x is y in the backward.
+Tensor run(const char* op, const char* name, const Tensor& x, const std::optional<Tensor>& grad_y) {
+  check_rowwise(op, name, x, grad_y);
+  require_cuda_dtype(op, name, x);
+  const DeviceGuard guard(x.get_device_index());
+  Tensor out = new_like(x);
+  if (x.numel() == 0) return out;
+  const RowInput x_rows = row_input(x, true);
+  std::optional<RowInput> grad_rows;
+  if (grad_y) grad_rows = row_input(*grad_y, true);
+  RowOutput out_rows = row_output(out, true);
+  Softmax p{};
+  p.x = part(x_rows), p.out = part(out_rows);
+  if (grad_rows) p.grad_y = part(*grad_rows);
+  p.extent = rows_and_columns(x, x.size(-1));
+  const DeviceAttributes& device = device_attributes(x.get_device_index());
+  dispatch_dtype(x.scalar_type(),
+                 [&](auto tag) { launch<typename decltype(tag)::type>(op, p, device, current_stream(x)); });
+  check_launch(op);
+  out_rows.finish();
+  return out;
+}
+
+Tensor softmax(const Tensor& x) {
+  return run("softmax", "x", x, std::nullopt);
+}
+
+Tensor softmax_backward(const Tensor& grad_y, const Tensor& y) {
+  return run("softmax_backward", "y", y, grad_y);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(liger, CUDA, m) {
+  m.impl("softmax", TORCH_BOX(&softmax));
+  m.impl("softmax_backward", TORCH_BOX(&softmax_backward));
+}
+
+}  // namespace liger
