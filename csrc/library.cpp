@@ -163,7 +163,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // see ChunkLayout in csrc/linear_ce/planner.h
   m.def("lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None) -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows, int[] chunk_offsets)");
   // How the engine of compute capability 9.0 cuts them, on a device that runs so many clusters of two blocks
-  // at a time (66: 132 multiprocessors), and between groups of so many rows; no chunks where the generic
+  // at a time (66: 132 SMs), and between groups of so many rows; no chunks where the generic
   // engine takes over. See Sm90Plan in csrc/linear_ce/sm90/planner.h
   m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes, int units_bytes, int slack)");
   // The same where the gradient of logits lies in rows; zeros where the generic engine takes over. See

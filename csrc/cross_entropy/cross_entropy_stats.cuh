@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, c
       widen<kExtras>(Vec<T, 1>{logits[column]}, column, p, z_target);
       cap<kExtras, T>(p, z_target);
     }
-    stats = streamed_stats<T, kExtras>(p, logits, span_of(logits, p.vocab));
+    stats = streamed_stats<T, kExtras>(p, logits, align_row(logits, p.vocab));
     merge_block(stats, slots);
   }
   if (threadIdx.x != 0) return;

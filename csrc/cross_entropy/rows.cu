@@ -22,9 +22,9 @@ constexpr int kOwnSharedMemory = 4 << 10;
 // From here on, in bytes of a row, rows_persistent is faster (docs/performance/cross_entropy.md).
 constexpr int64_t kPersistent = 128 << 10;
 
-// Three blocks on a multiprocessor, so that one computes while the others load and store; fewer only where
+// Three blocks on an SM, so that one computes while the others load and store; fewer only where
 // the row is too long for that, or where two keep whole rows: blocks of a cluster wait for each other. Each
-// block takes 1 KB of a multiprocessor beside what it can use.
+// block takes 1 KB of an SM beside what it can use.
 Residence residence(int64_t row_vectors, int shared_memory_optin, int max_threads) {
   struct Choice {
     int resident, most_blocks;
@@ -48,9 +48,9 @@ template <typename T>
 bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors,
                        const DeviceAttributes& device, cudaStream_t stream) {
   using Shape = PersistentShape<512, 4, ce::Stats<false>, 1, 1>;
-  Placement<ce::Problem> placement(op, row_vectors, device);
-  placement.template consider<Shape>(ce::rows_persistent<T, Shape>);
-  return placement.launch(p.rows, stream, p);
+  PersistentLaunch<ce::Problem> launch(op, row_vectors, device);
+  launch.template add_candidate<Shape>(ce::rows_persistent<T, Shape>);
+  return launch.run(p.rows, stream, p);
 }
 
 template <typename T, bool kExtras>
@@ -59,7 +59,7 @@ void launch_resident(const char* op, const ce::Problem& p, const Residence& r, c
   const auto kernel = ce::rows_resident<T, kExtras>;
   check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
   cudaLaunchAttribute cluster{};
-  cudaLaunchConfig_t config = in_clusters(r.blocks, r.threads, r.slice_vectors * 16, stream, cluster);
+  cudaLaunchConfig_t config = cluster_config(r.blocks, r.threads, r.slice_vectors * 16, stream, cluster);
   config.gridDim.x = static_cast<unsigned>(p.rows * r.blocks);
   check_cuda(cudaLaunchKernelEx(&config, kernel, p, r.slice_vectors, r.blocks), op);
 }

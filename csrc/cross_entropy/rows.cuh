@@ -21,18 +21,18 @@ inline constexpr int kStages = 4;      // pieces of a resident row whose arrival
 // The part of a row of zeros that is this block's, of so many blocks.
 template <typename T, bool kStreaming = false>
 __device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blocks) {
-  const Span span = span_of(row, vocab);
+  const AlignedRow aligned = align_row(row, vocab);
   Vec<T, kVec<T>> zeros;
 #pragma unroll
   for (int i = 0; i < kVec<T>; ++i) zeros.v[i] = from_float<T>(0.0f);
-  T* body = row + span.head;
+  T* body = row + aligned.head;
   const int step = static_cast<int>(blockDim.x) * blocks;
-  for (int v = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); v < span.vectors;
+  for (int v = rank * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x); v < aligned.vectors;
        v += step) {
     T* const at = body + static_cast<int64_t>(v) * kVec<T>;
     kStreaming ? store_streaming(at, zeros) : store_whole(at, zeros);
   }
-  if (rank == 0 && threadIdx.x < span.edges()) row[span.edge_column(threadIdx.x, vocab)] = zeros.v[0];
+  if (rank == 0 && threadIdx.x < aligned.edges()) row[aligned.edge_column(threadIdx.x, vocab)] = zeros.v[0];
 }
 
 // Merges what warps have left in `slots`; every thread gets the same bits.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slo
   }
   const int warps = blockDim.x / 32;
   merge_warp(s);
-  share_in_cluster(s, slots, rank, blocks);
+  cluster_all_gather(s, slots, rank, blocks);
   merge_slots(s, slots, warps * blocks);
 }
 #endif
@@ -72,30 +72,30 @@ __device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slo
 // The statistics of this thread's share of a row that a whole block reads; merge_block follows.
 template <typename T, bool kExtras>
 __device__ __forceinline__ Stats<kExtras> streamed_stats(const Problem& p, const T* logits,
-                                                         const Span& span) {
+                                                         const AlignedRow& aligned) {
   constexpr int N = kVec<T>, kUnroll = 4;
-  const T* body = logits + span.head;
+  const T* body = logits + aligned.head;
   const int step = blockDim.x;
   Stats<kExtras> stats = no_stats<kExtras>();
   int v = threadIdx.x;
-  for (; v + (kUnroll - 1) * step < span.vectors; v += kUnroll * step) {
+  for (; v + (kUnroll - 1) * step < aligned.vectors; v += kUnroll * step) {
     Vec<T, N> raw[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) raw[u] = load<T, N>(body + static_cast<int64_t>(v + u * step) * N);
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) accumulate(stats, raw[u], span.head + (v + u * step) * N, p);
+    for (int u = 0; u < kUnroll; ++u) accumulate(stats, raw[u], aligned.head + (v + u * step) * N, p);
   }
   Vec<T, N> last[kUnroll - 1];
 #pragma unroll
   for (int u = 0; u < kUnroll - 1; ++u) {
-    if (v + u * step < span.vectors) last[u] = load<T, N>(body + static_cast<int64_t>(v + u * step) * N);
+    if (v + u * step < aligned.vectors) last[u] = load<T, N>(body + static_cast<int64_t>(v + u * step) * N);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll - 1; ++u) {
-    if (v + u * step < span.vectors) accumulate(stats, last[u], span.head + (v + u * step) * N, p);
+    if (v + u * step < aligned.vectors) accumulate(stats, last[u], aligned.head + (v + u * step) * N, p);
   }
-  if (threadIdx.x < span.edges()) {
-    const int column = span.edge_column(threadIdx.x, p.vocab);
+  if (threadIdx.x < aligned.edges()) {
+    const int column = aligned.edge_column(threadIdx.x, p.vocab);
     accumulate(stats, Vec<T, 1>{logits[column]}, column, p);
   }
   return stats;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
   const bool write_gradient = p.gradient != nullptr;
   T* out = static_cast<T*>(p.gradient) + index * p.gradient_stride;
-  const Span span = span_of(logits, p.vocab);
+  const AlignedRow aligned = align_row(logits, p.vocab);
   const int64_t y = p.targets[index];
   if (y == p.targets.ignore_index) {
     if (write_gradient) write_zeros(out, p.vocab, 0, 1);
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   const Row row = read_row<kExtras>(p, logits, index, y);
   const float share = write_gradient ? row.token_weight / *p.denominator : 0.0f;
   const int step = blockDim.x;
-  Stats<kExtras> stats = streamed_stats<T, kExtras>(p, logits, span);
+  Stats<kExtras> stats = streamed_stats<T, kExtras>(p, logits, aligned);
   merge_block(stats, slots);
   if (threadIdx.x == 0) write_results(p, row, stats);
   if (!write_gradient) return;
@@ -129,13 +129,13 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
   const bool aligned = aligned_alike(logits, out);
 #pragma unroll 2
-  for (int v = threadIdx.x; v < span.vectors; v += step) {
-    const int column = span.head + v * N;
+  for (int v = threadIdx.x; v < aligned.vectors; v += step) {
+    const int column = aligned.head + v * N;
     const Vec<T, N> d = gradient<kExtras>(load<T, N>(logits + column), column, p, g);
     aligned ? store(out + column, d) : store_elements(out + column, d);
   }
-  if (threadIdx.x < span.edges()) {
-    const int column = span.edge_column(threadIdx.x, p.vocab);
+  if (threadIdx.x < aligned.edges()) {
+    const int column = aligned.edge_column(threadIdx.x, p.vocab);
     out[column] = gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
   }
 }
@@ -161,9 +161,9 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   }
   if (blocks > 1) cluster_arrive_relaxed();
 
-  const Span span = span_of(logits, p.vocab);
-  const int begin = min(rank * slice, span.vectors), count = min(begin + slice, span.vectors) - begin;
-  const int first_column = span.head + begin * N;
+  const AlignedRow aligned = align_row(logits, p.vocab);
+  const int begin = min(rank * slice, aligned.vectors), count = min(begin + slice, aligned.vectors) - begin;
+  const int first_column = aligned.head + begin * N;
   const int step = blockDim.x;
   const int stage = ((slice + kStages - 1) / kStages + step - 1) / step * step;
   const T* kept = reinterpret_cast<const T*>(shared_row);
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   }
   const Row row = read_row<kExtras>(p, logits, index, y);
   const float share = row.token_weight / *p.denominator;
-  const bool has_edge = rank == 0 && threadIdx.x < span.edges();
-  const int edge_column = has_edge ? span.edge_column(threadIdx.x, p.vocab) : -1;
+  const bool has_edge = rank == 0 && threadIdx.x < aligned.edges();
+  const int edge_column = has_edge ? aligned.edge_column(threadIdx.x, p.vocab) : -1;
   Vec<T, 1> edge = {};
   if (edge_column >= 0) edge.v[0] = logits[edge_column];
   __syncthreads();  // the barriers are initialised

@@ -21,7 +21,7 @@ __device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t
   const int tile = blockIdx.x % tiles;
   const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
   T* out = static_cast<T*>(out_) + index * out_stride;
-  const Span span = kAligned ? span_of(logits, p.vocab) : Span{0, p.vocab, 0};
+  const AlignedRow aligned = kAligned ? align_row(logits, p.vocab) : AlignedRow{0, p.vocab, 0};
   const int64_t y = p.targets[index];
   const bool ignored = y == p.targets.ignore_index;
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t
 #pragma unroll
   for (int u = 0; u < kPerThread; ++u) {
     const int v = begin + u * kBackwardThreads;
-    if (v < span.vectors && !ignored) raw[u] = load<T, N>(logits + span.head + v * N);
+    if (v < aligned.vectors && !ignored) raw[u] = load<T, N>(logits + aligned.head + v * N);
   }
   Gradient g = {};
   if (!ignored) g = weights(index, logits, y);
@@ -41,12 +41,12 @@ __device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t
 #pragma unroll
   for (int u = 0; u < kPerThread; ++u) {
     const int v = begin + u * kBackwardThreads;
-    if (v >= span.vectors) break;
-    const int column = span.head + v * N;
+    if (v >= aligned.vectors) break;
+    const int column = aligned.head + v * N;
     store(out + column, ignored ? zeros : gradient<kExtras>(raw[u], column, p, g));
   }
-  if (tile == 0 && threadIdx.x < span.edges()) {
-    const int column = span.edge_column(threadIdx.x, p.vocab);
+  if (tile == 0 && threadIdx.x < aligned.edges()) {
+    const int column = aligned.edge_column(threadIdx.x, p.vocab);
     out[column] = ignored ? zeros.v[0] : gradient<kExtras>(Vec<T, 1>{logits[column]}, column, p, g).v[0];
   }
 }

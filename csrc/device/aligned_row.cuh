@@ -1,4 +1,4 @@
-// Rows that start anywhere, in vectors of 16 bytes all the same.
+// Vectorised access to rows that start at any address.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,9 +9,9 @@
 
 namespace liger {
 
-// A row is cut into `head` single elements up to the first 16-byte boundary, whole vectors, and `tail` single
+// A row is `head` single elements up to the first 16-byte boundary, then 16-byte vectors, then `tail` single
 // elements.
-struct Span {
+struct AlignedRow {
   int head, vectors, tail;
 
   __device__ __forceinline__ int edges() const { return head + tail; }
@@ -21,14 +21,14 @@ struct Span {
 };
 
 template <typename T>
-__device__ __forceinline__ Span span_of(const T* row, int columns) {
+__device__ __forceinline__ AlignedRow align_row(const T* row, int columns) {
   const int misaligned =
       static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16) / static_cast<int>(sizeof(T));
-  Span span;
-  span.head = min(columns, misaligned == 0 ? 0 : kVec<T> - misaligned);
-  span.vectors = (columns - span.head) / kVec<T>;
-  span.tail = columns - span.head - span.vectors * kVec<T>;
-  return span;
+  AlignedRow aligned;
+  aligned.head = min(columns, misaligned == 0 ? 0 : kVec<T> - misaligned);
+  aligned.vectors = (columns - aligned.head) / kVec<T>;
+  aligned.tail = columns - aligned.head - aligned.vectors * kVec<T>;
+  return aligned;
 }
 
 }  // namespace liger

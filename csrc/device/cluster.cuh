@@ -13,7 +13,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// One access, as store_streaming().
+// One 16-byte store, as in store_streaming().
 __device__ __forceinline__ void store_shared(void* p, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(p)), "f"(x), "f"(y), "f"(z),
                "f"(w)
@@ -22,8 +22,8 @@ __device__ __forceinline__ void store_shared(void* p, float x, float y, float z,
 
 // --- cluster -----------------------------------------------------------------------------------------------
 
-// A thread may write to the shared memory of another block only after that block has started: arrive early,
-// wait late.
+// A thread may write to the shared memory of another block only after that block has started. Arrive early
+// and wait late to hide the latency.
 __device__ __forceinline__ void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
@@ -34,18 +34,18 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores one word at the place that local, an address in this block's shared memory, has in the block of that
-// rank.
+// Stores one word to the shared memory of the block of that rank, at the offset that `local` has in this
+// block.
 __device__ __forceinline__ void cluster_store(uint32_t* local, uint32_t rank, uint32_t value) {
   uint32_t remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
   asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
 }
 
-// Gives what each warp has, in all of its lanes, to every thread of a cluster. slots: one for each of its
-// warps, at the same place in the shared memory of each block.
+// Every thread of the cluster gets the value of every warp, which is the same in all lanes of it. slots: one
+// per warp of the cluster, at the same offset in the shared memory of each block.
 template <typename S>
-__device__ __forceinline__ void share_in_cluster(const S& s, S* slots, int rank, int blocks) {
+__device__ __forceinline__ void cluster_all_gather(const S& s, S* slots, int rank, int blocks) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   if (lane < blocks) {
     constexpr int kWords = sizeof(S) / sizeof(uint32_t);
@@ -55,15 +55,14 @@ __device__ __forceinline__ void share_in_cluster(const S& s, S* slots, int rank,
     for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
   }
   __syncwarp();
-  // After its last such barrier no block touches another one's memory, so each may exit when it likes.
+  // No block accesses the memory of another one behind this barrier, so each may exit.
   cluster_arrive();
   cluster_wait();
 }
 
 // --- mbarrier and bulk copy --------------------------------------------------------------------------------
 
-// One arrival completes a phase, together with the bytes it announces. The block needs a barrier after the
-// fence.
+// One arrival and its expected bytes complete a phase. The block needs a barrier behind the fence.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -87,7 +86,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 }
 
-// The same for what other blocks of the cluster have sent.
+// The same, with acquire semantics at cluster scope: for data that other blocks have sent.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -100,13 +99,13 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint64_t* barrier, uint32_
       : "memory");
 }
 
-// Stores kWords words at the place that local, an address in this block's shared memory, has in the block of
-// that rank, and counts their bytes at its barrier. Who has waited for them there sees them: no fence, which
-// for a barrier of the cluster is one of the whole device and waits for all that the thread has stored.
-// local: a multiple of 16 bytes for four words and more, of 8 for two.
+// st.async of kWords words to the block of that rank, at the offset that `local` has in this block; the bytes
+// complete on its mbarrier. A thread that waits on that mbarrier sees the data without a fence;
+// barrier.cluster with release semantics would be a device-wide fence over all earlier stores of the thread.
+// local: aligned to 16 bytes for four words and more, to 8 for two.
 template <int kWords>
-__device__ __forceinline__ void cluster_send(void* local, uint64_t* barrier, uint32_t rank,
-                                             const uint32_t* words) {
+__device__ __forceinline__ void cluster_store_async(void* local, uint64_t* barrier, uint32_t rank,
+                                                    const uint32_t* words) {
   uint32_t remote, counter;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
@@ -137,12 +136,12 @@ __device__ __forceinline__ void cluster_send(void* local, uint64_t* barrier, uin
   }
 }
 
-// Between what this thread has done with shared memory and what bulk copies do with it next.
+// Orders earlier accesses of this thread to shared memory before later bulk copies (the async proxy).
 __device__ __forceinline__ void async_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Global to shared memory; addresses and size are multiples of 16 bytes.
+// cp.async.bulk from global to shared memory; addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(void* destination, const void* source, uint32_t bytes,
                                           uint64_t* barrier) {
   asm volatile(

@@ -1,8 +1,8 @@
-// Kernels that treat every element alone: one vector of each tensor per thread, in small blocks, because full
-// occupancy keeps more loads under way than unrolling does.
+// Building blocks of elementwise kernels: one vector of each tensor per thread, in small blocks, because full
+// occupancy keeps more loads in flight than unrolling does.
 //
-// Tensors are rows with one stride each, so that a part of every row (half of a packed tensor) is read and
-// written in place; tensors without gaps are one long row.
+// A tensor is a matrix with a row stride, so that half of a packed tensor is read and written in place. A
+// contiguous tensor is one long row.
 #pragma once
 
 #include <initializer_list>
@@ -20,15 +20,15 @@ struct OutputRows {
   int64_t stride;
 };
 
-// What all tensors of a launch have in common: columns in elements until lay_out or use_vectors.
+// The shape of all tensors of a launch. columns: in elements until lay_out() or use_vectors() converts them.
 struct Extent {
   int64_t rows, columns;
 };
 
 inline constexpr int kElementwiseThreads = 128;
 
-// Counts columns in vectors of 16 bytes where every operand allows it; says whether it did. Absent operands
-// have null data.
+// Converts columns to 16-byte vectors and returns true if every operand is aligned. An absent operand is
+// null.
 inline bool use_vectors(Extent& extent, int64_t element_size, std::initializer_list<InputRows> operands) {
   const int64_t vector = 16 / element_size;
   bool vectorised = extent.columns % vector == 0;
@@ -39,7 +39,7 @@ inline bool use_vectors(Extent& extent, int64_t element_size, std::initializer_l
   return vectorised;
 }
 
-// The same after rows without gaps have been made one.
+// Merges rows without gaps into one, then use_vectors().
 inline bool lay_out(Extent& extent, int64_t element_size, std::initializer_list<InputRows> operands) {
   bool one_row = true;
   for (const InputRows& x : operands)

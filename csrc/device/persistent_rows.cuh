@@ -1,10 +1,11 @@
-// How rows lie in the shared memory of blocks that stay on the device and take row after row: what
-// cross_entropy_persistent.cuh, divergence_persistent.cuh and softmax_persistent.cuh have in common.
+// Rows staged in the shared memory of persistent blocks: the layout and the loop that the persistent kernels
+// of cross_entropy, divergence, softmax and group_norm share.
 //
-// A block, or a cluster of blocks where one cannot hold a row, has a slice of each row, in pieces. A warp has
-// a part of its own in every piece, with a barrier: one bulk copy, or one for each tensor whose rows are read
-// together, brings it, and nobody else reads it. In whole pieces a lane has kVectors vectors; what is left
-// over them all warps share, and the memory ends with it.
+// A row belongs to one block, or to a cluster of blocks if one cannot hold it; each block has a slice of it.
+// A slice is cut into pipeline stages, and a stage into one part per warp. Each warp loads its own part by a
+// bulk copy (cp.async.bulk) that completes on an mbarrier of its own, and only this warp reads it, so no
+// block-wide barrier is needed. In a full stage every lane has kVectors vectors; the last stage divides the
+// rest among all warps.
 #pragma once
 
 #include "device/aligned_row.cuh"
@@ -13,45 +14,53 @@
 
 namespace liger {
 
-// How rows lie in blocks; pieces == 0 where they do not.
+// How a row is split over a cluster. stages == 0: no cluster size holds the row.
 struct PersistentPlan {
-  int blocks;  // of a row
-  int slice;   // vectors of a row that a block has
-  int own;     // vectors of a row that a warp has, at most
-  int pieces;  // of a slice
+  int blocks;        // per row: the cluster size
+  int slice;         // 16-byte vectors of a row per block
+  int warp_vectors;  // vectors of a row per warp, at most
+  int stages;        // of a slice
 };
 
-// Of an instance: threads of a block, the vectors of a piece for each of them, what a warp leaves for the
-// others when they meet, how many vectors are kept for one of a row, how many blocks share a multiprocessor,
-// and the bytes that a block has beside all that, a multiple of 16.
-template <int kThreads_, int kVectors_, typename Slot_, int kKept_, int kResident_, int kBeside_ = 0>
+// The compile-time shape of a persistent kernel.
+//   kThreads      block size
+//   kVectors      16-byte vectors per lane in a full stage
+//   Slot          the partial result of a warp, for ClusterReduce
+//   kCopies       vectors of shared memory per vector of a row: one for each tensor that is read, say
+//   kBlocksPerSm  resident blocks per SM that the shared memory is divided among
+//   kExtraBytes   further shared memory of a block, a multiple of 16
+template <int kThreads_, int kVectors_, typename Slot_, int kCopies_, int kBlocksPerSm_, int kExtraBytes_ = 0>
 struct PersistentShape {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
-  static constexpr int kKept = kKept_, kResident = kResident_;
-  static constexpr int kPart = 32 * kVectors, kPiece = kThreads * kVectors;  // vectors
-  using Meeting = liger::Meeting<Slot_, kWarps>;
+  static constexpr int kCopies = kCopies_, kBlocksPerSm = kBlocksPerSm_;
+  // In vectors, of a full stage.
+  static constexpr int kWarpVectors = 32 * kVectors, kStageVectors = kThreads * kVectors;
+  using ClusterReduce = liger::ClusterReduce<Slot_, kWarps>;
 
-  // Dynamic shared memory: what warps have, their meetings, what lies beside, and the barriers of the parts.
-  static constexpr int kept_bytes(const PersistentPlan& plan) { return kWarps * plan.own * kKept * 16; }
-  static constexpr int beside_at(const PersistentPlan& plan) {
-    return kept_bytes(plan) + Meeting::bytes(plan.blocks);
+  // Dynamic shared memory, in this order: slices of the warps, ClusterReduce, extra bytes, mbarriers.
+  static constexpr int slices_bytes(const PersistentPlan& plan) {
+    return kWarps * plan.warp_vectors * kCopies * 16;
+  }
+  static constexpr int extra_offset(const PersistentPlan& plan) {
+    return slices_bytes(plan) + ClusterReduce::bytes(plan.blocks);
   }
   static constexpr int shared_bytes(const PersistentPlan& plan) {
-    return beside_at(plan) + kBeside_ + kWarps * plan.pieces * static_cast<int>(sizeof(uint64_t));
+    return extra_offset(plan) + kExtraBytes_ + kWarps * plan.stages * static_cast<int>(sizeof(uint64_t));
   }
 
-  // The fewest blocks, from so many to so many, whose shared memory holds a row. Each takes 1 KB of a
-  // multiprocessor beside what it can use.
+  // The smallest cluster in [fewest, most] whose shared memory holds a row. The driver reserves 1 KB of
+  // shared memory per resident block.
   static constexpr PersistentPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
-    const int available = (shared_memory_optin + 1024) / kResident - 1024;
+    const int available = (shared_memory_optin + 1024) / kBlocksPerSm - 1024;
     for (int blocks = fewest; blocks <= most; ++blocks) {
       const int64_t slice = ceil_div(row_vectors, blocks);
-      if (slice * kKept * 16 > available) continue;
-      const int vectors = static_cast<int>(slice), whole = vectors / kPiece, left = vectors % kPiece;
-      const int share = ceil_div(left, kWarps);
-      // Where there is room, what is left is shared in steps of all lanes: fewer warps then take one.
-      for (const int last : {round_up(share, 32), share}) {
-        const PersistentPlan plan{blocks, vectors, whole * kPart + last, whole + (left > 0)};
+      if (slice * kCopies * 16 > available) continue;
+      const int vectors = static_cast<int>(slice);
+      const int full = vectors / kStageVectors, rest = vectors % kStageVectors;
+      const int per_warp = ceil_div(rest, kWarps);
+      // If there is room, the last stage is divided in multiples of 32 vectors: fewer warps have work in it.
+      for (const int last : {round_up(per_warp, 32), per_warp}) {
+        const PersistentPlan plan{blocks, vectors, full * kWarpVectors + last, full + (rest > 0)};
         if (shared_bytes(plan) <= available) return plan;
       }
     }
@@ -60,73 +69,76 @@ struct PersistentShape {
 };
 
 #if __CUDA_ARCH__ >= 900
-// The vectors of a row that one of its blocks has.
+// The slice of a row that one block of its cluster has.
 template <typename T>
 struct Slice {
   const T* row;
-  Span span;
+  AlignedRow aligned;
   int begin, count;
-  bool live;  // to be read
+  bool valid;  // false: the row is not to be read
 
-  __device__ __forceinline__ Slice(const T* row, int columns, const PersistentPlan& plan, int rank, bool live)
+  __device__ __forceinline__ Slice(const T* row, int columns, const PersistentPlan& plan, int rank,
+                                   bool valid)
       : row(row),
-        span(span_of(row, columns)),
-        begin(min(rank * plan.slice, span.vectors)),
-        count(min(begin + plan.slice, span.vectors) - begin),
-        live(live) {}
+        aligned(align_row(row, columns)),
+        begin(min(rank * plan.slice, aligned.vectors)),
+        count(min(begin + plan.slice, aligned.vectors) - begin),
+        valid(valid) {}
 
-  __device__ __forceinline__ int column(int vector) const { return span.head + (begin + vector) * kVec<T>; }
-  // The single element at either end of the row that is this thread's, or -1.
+  __device__ __forceinline__ int column(int vector) const {
+    return aligned.head + (begin + vector) * kVec<T>;
+  }
+  // The column of the single element before or behind the vectors that belongs to this thread, or -1.
   __device__ __forceinline__ int edge_column(int rank, int columns) const {
-    return rank == 0 && threadIdx.x < span.edges() ? span.edge_column(threadIdx.x, columns) : -1;
+    return rank == 0 && threadIdx.x < aligned.edges() ? aligned.edge_column(threadIdx.x, columns) : -1;
   }
 };
 
-// The parts of all pieces that a warp keeps: those of the first tensor, then those of the next, and so on for
-// Shape::kKept of them. Passes over a row call body(count, part, column) for this lane's vectors of each
-// piece: all of them at once, or two and then single ones in the last part. part is the first one's place,
-// that of the first tensor; the next ones are 32 further.
+// The shared memory of one warp: its parts of all stages of the first tensor, then those of the next one, and
+// so on for Shape::kCopies. A pass calls body(count, part, column) for the vectors of this lane in each
+// stage, count vectors at a time, 32 vectors apart: all at once in a full stage, else two and then single
+// ones. part points to the first of them in shared memory.
 template <typename T, typename Shape>
-struct KeptParts {
-  static constexpr int N = kVec<T>, kPart = Shape::kPart, kPiece = Shape::kPiece;
-  T* first;           // this warp's first vector
-  uint64_t* arrived;  // a barrier for each piece
-  int own, pieces, lane, warp;
+struct WarpSlices {
+  static constexpr int N = kVec<T>, kWarpVectors = Shape::kWarpVectors, kStageVectors = Shape::kStageVectors;
+  T* first;           // the first vector of this warp
+  uint64_t* arrived;  // one mbarrier per stage
+  int warp_vectors, stages, lane, warp;
   uint32_t phase = 0;
 
   // memory: Shape::shared_bytes(plan).
-  __device__ __forceinline__ KeptParts(unsigned char* memory, const PersistentPlan& plan)
-      : own(plan.own), pieces(plan.pieces), lane(threadIdx.x % 32) {
-    // By an exchange the compiler sees that all lanes have the same warp: copies need no loop over lanes.
+  __device__ __forceinline__ WarpSlices(unsigned char* memory, const PersistentPlan& plan)
+      : warp_vectors(plan.warp_vectors), stages(plan.stages), lane(threadIdx.x % 32) {
+    // The shuffle tells the compiler that the warp index is uniform: bulk copies need no loop over lanes.
     warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-    first = reinterpret_cast<T*>(memory) + warp * Shape::kKept * step();
-    const int barriers = Shape::shared_bytes(plan) - Shape::kWarps * pieces * int{sizeof(uint64_t)};
-    arrived = reinterpret_cast<uint64_t*>(memory + barriers) + warp * pieces;
+    first = reinterpret_cast<T*>(memory) + warp * Shape::kCopies * copy_stride();
+    const int barriers = Shape::shared_bytes(plan) - Shape::kWarps * stages * int{sizeof(uint64_t)};
+    arrived = reinterpret_cast<uint64_t*>(memory + barriers) + warp * stages;
     if (lane == 0) {
-      for (int k = 0; k < pieces; ++k) mbarrier_init(&arrived[k]);
+      for (int k = 0; k < stages; ++k) mbarrier_init(&arrived[k]);
       mbarrier_init_fence();
     }
     __syncwarp();
   }
-  // Elements from a vector of a tensor to what is kept of the next one.
-  __device__ __forceinline__ int step() const { return own * N; }
+  // Elements between the copies of two tensors.
+  __device__ __forceinline__ int copy_stride() const { return warp_vectors * N; }
 
-  // Starts the copies of rows that are equally far from a 16-byte boundary.
+  // Starts the bulk copies of rows that are equally far from a 16-byte boundary.
   template <int kTensors>
   __device__ __forceinline__ void load_row(const Slice<T>& s, const T* const (&rows)[kTensors]) const {
     if (lane == 0) {
-      for (int k = 0; k < pieces; ++k) load_part(s, rows, k);
+      for (int k = 0; k < stages; ++k) load_part(s, rows, k);
     }
   }
-  // The first pass, which waits for the copies. done(begin, count): by all lanes after this warp's part of
-  // each piece, which are vectors of the slice.
+  // The first pass over a row waits for each stage. done(begin, count) is called by all lanes behind each
+  // stage, with the part of this warp as vectors of the slice.
   template <typename Body>
   __device__ __forceinline__ void first_pass(const Slice<T>& s, const Body& body) {
     first_pass(s, body, [](int, int) {});
   }
   template <typename Body, typename Done>
   __device__ __forceinline__ void first_pass(const Slice<T>& s, const Body& body, const Done& done) {
-    over_pieces(
+    over_stages(
         s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body,
         [&](int k) {
           const auto [begin, count] = part_of(s, k);
@@ -136,55 +148,58 @@ struct KeptParts {
   }
   template <typename Body>
   __device__ __forceinline__ void pass(const Slice<T>& s, const Body& body) const {
-    over_pieces(s, [](int) {}, body, [](int) {});
+    over_stages(s, [](int) {}, body, [](int) {});
   }
-  // The last one: the parts of the next rows come to the places of those that all lanes are done with.
+  // The last pass refills each stage with the next rows as soon as all lanes have read it.
   template <int kTensors, typename Body>
   __device__ __forceinline__ void last_pass(const Slice<T>& s, const Slice<T>& next,
                                             const T* const (&rows)[kTensors], const Body& body) const {
-    over_pieces(
+    over_stages(
         s, [](int) {}, body,
         [&](int k) {
           __syncwarp();
-          if (lane == 0 && next.live) load_part(next, rows, k);
+          if (lane == 0 && next.valid) load_part(next, rows, k);
         });
   }
 
  private:
-  // The first vector of this warp's part of a piece, and how many it has: none where that is not positive.
+  // This warp's part of a stage: its first vector and the number of vectors, which may be zero or negative.
   __device__ __forceinline__ int2 part_of(const Slice<T>& s, int k) const {
-    const int size = min(kPart, own - k * kPart), begin = k * kPiece + warp * size;
+    const int size = min(kWarpVectors, warp_vectors - k * kWarpVectors),
+              begin = k * kStageVectors + warp * size;
     return make_int2(begin, min(size, s.count - begin));
   }
-  // By one lane.
+  // Called by one lane.
   template <int kTensors>
   __device__ __forceinline__ void load_part(const Slice<T>& s, const T* const (&rows)[kTensors],
                                             int k) const {
     const auto [begin, count] = part_of(s, k);
     const int bytes = max(count, 0) * 16;
-    // The barrier of a part without anything completes too, so that all are in the same phase.
+    // The mbarrier of an empty part completes as well, so that all have the same phase.
     mbarrier_arrive_expect(&arrived[k], kTensors * bytes);
     if (bytes == 0) return;
-    T* const part = first + k * kPart * N;
+    T* const part = first + k * kWarpVectors * N;
     const int column = s.column(begin);
 #pragma unroll
-    for (int t = 0; t < kTensors; ++t) bulk_load(part + t * step(), rows[t] + column, bytes, &arrived[k]);
+    for (int t = 0; t < kTensors; ++t)
+      bulk_load(part + t * copy_stride(), rows[t] + column, bytes, &arrived[k]);
   }
   template <typename Start, typename Body, typename Done>
-  __device__ __forceinline__ void over_pieces(const Slice<T>& s, const Start& start, const Body& body,
+  __device__ __forceinline__ void over_stages(const Slice<T>& s, const Start& start, const Body& body,
                                               const Done& done) const {
-    // Of so many pieces this warp has a whole part.
-    const int whole = min(own / kPart, (s.count + kPiece - (warp + 1) * kPart) / kPiece);
+    // Stages in which this warp has a full part.
+    const int full = min(warp_vectors / kWarpVectors,
+                         (s.count + kStageVectors - (warp + 1) * kWarpVectors) / kStageVectors);
     T* part = first + lane * N;
-    int k = 0, column = s.column(warp * kPart + lane);
+    int k = 0, column = s.column(warp * kWarpVectors + lane);
 #pragma unroll 1
-    for (; k < whole; ++k, part += kPart * N, column += kPiece * N) {
+    for (; k < full; ++k, part += kWarpVectors * N, column += kStageVectors * N) {
       start(k);
       body(std::integral_constant<int, Shape::kVectors>{}, part, column);
       done(k);
     }
 #pragma unroll 1
-    for (; k < pieces; ++k, part += kPart * N) {
+    for (; k < stages; ++k, part += kWarpVectors * N) {
       start(k);
       const auto [begin, count] = part_of(s, k);
       const int column = s.column(begin + lane);

@@ -1,4 +1,4 @@
-// The rows of a tensor (..., H) as pointer arithmetic, so that views need no copy.
+// Offsets of the rows of a strided tensor (..., H), so that views need no copy.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,9 +9,8 @@
 
 namespace liger {
 
-// Element offset of row r, the rows being counted over the leading dimensions in order. One stride is enough
-// for most tensors; nested rows have up to three leading dimensions, (any, middle, inner), and number below
-// 2^31.
+// Rows are numbered over the leading dimensions in order. Most tensors need one stride; nested rows have up
+// to three leading dimensions, (outer, middle, inner), and there are fewer than 2^31 of them.
 struct Rows {
   int64_t stride = 0;
   bool nested = false;
@@ -26,7 +25,7 @@ struct Rows {
            int64_t{middle.remainder(rest, outer)} * middle_stride + int64_t{outer} * outer_stride;
   }
 
-  // Whether every row starts at a multiple of this many elements.
+  // True if every row starts at a multiple of this many elements.
   bool multiple_of(int64_t elements) const {
     return stride % elements == 0 && middle_stride % elements == 0 && outer_stride % elements == 0;
   }

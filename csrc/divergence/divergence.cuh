@@ -145,13 +145,13 @@ struct LogSum {
 template <typename T, bool kAligned, typename Body>
 __device__ __forceinline__ void over_rows(const T* student, const T* teacher, int vocab, const Body& body) {
   constexpr int N = kAligned ? kVec<T> : 1, kUnroll = 2;
-  const Span span = kAligned ? span_of(student, vocab) : Span{0, vocab, 0};
-  const unsigned step = blockDim.x, vectors = static_cast<unsigned>(span.vectors);
+  const AlignedRow aligned = kAligned ? align_row(student, vocab) : AlignedRow{0, vocab, 0};
+  const unsigned step = blockDim.x, vectors = static_cast<unsigned>(aligned.vectors);
   for (unsigned v = threadIdx.x; v < vectors; v += kUnroll * step) {
     Vec<T, N> x[kUnroll], y[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const unsigned column = span.head + (v + u * step) * N;
+      const unsigned column = aligned.head + (v + u * step) * N;
       if (v + u * step < vectors) x[u] = load<T, N>(student + column), y[u] = load<T, N>(teacher + column);
     }
 #pragma unroll
@@ -160,12 +160,12 @@ __device__ __forceinline__ void over_rows(const T* student, const T* teacher, in
         float s[N], t[N];
         unpack(x[u], s);
         unpack(y[u], t);
-        body(static_cast<int>(span.head + (v + u * step) * N), s, t);
+        body(static_cast<int>(aligned.head + (v + u * step) * N), s, t);
       }
     }
   }
-  if (threadIdx.x < span.edges()) {
-    const int column = span.edge_column(threadIdx.x, vocab);
+  if (threadIdx.x < aligned.edges()) {
+    const int column = aligned.edge_column(threadIdx.x, vocab);
     const float s[1] = {to_float(student[column])}, t[1] = {to_float(teacher[column])};
     body(column, s, t);
   }

@@ -26,16 +26,16 @@ bool launch_divergence_persistent(const char* op, const std::string& divergence,
       return;
     dispatch_divergence(divergence, [&](auto rule) {
       using Rule = decltype(rule);
-      constexpr int kKept = divergence::kept_vectors<T, Rule>();
-      // So many blocks on a multiprocessor, each with a row of its own, or a part of one.
-      using Three = PersistentShape<256, 2, divergence::PairStats, kKept, 3>;
-      using Two = PersistentShape<256, 4, divergence::PairStats, kKept, 2>;
-      using One = PersistentShape<512, 4, divergence::PairStats, kKept, 1>;
-      Placement<divergence::Problem, divergence::Results> placement(op, row_vectors, device);
-      placement.template consider<Three>(divergence::rows_persistent<T, G, Rule, Three>);
-      placement.template consider<Two>(divergence::rows_persistent<T, G, Rule, Two>);
-      placement.template consider<One>(divergence::rows_persistent<T, G, Rule, One>);
-      launched = placement.launch(p.rows, stream, p, r);
+      constexpr int kCopies = divergence::kept_vectors<T, Rule>();
+      // So many blocks on an SM, each with a row of its own, or a part of one.
+      using Three = PersistentShape<256, 2, divergence::PairStats, kCopies, 3>;
+      using Two = PersistentShape<256, 4, divergence::PairStats, kCopies, 2>;
+      using One = PersistentShape<512, 4, divergence::PairStats, kCopies, 1>;
+      PersistentLaunch<divergence::Problem, divergence::Results> launch(op, row_vectors, device);
+      launch.template add_candidate<Three>(divergence::rows_persistent<T, G, Rule, Three>);
+      launch.template add_candidate<Two>(divergence::rows_persistent<T, G, Rule, Two>);
+      launch.template add_candidate<One>(divergence::rows_persistent<T, G, Rule, One>);
+      launched = launch.run(p.rows, stream, p, r);
     });
   });
   return launched;

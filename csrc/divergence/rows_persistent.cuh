@@ -2,7 +2,7 @@
 // later), by blocks that stay on the device, as in cross_entropy_persistent.cuh: a warp has a part of the row
 // of the student and the same part of that of the teacher in every piece of shared memory, and has those of
 // the next row come to their place when it has stored their gradient. Two or three blocks on a
-// multiprocessor, each with a row of its own, compute while the others wait for memory or for each other.
+// SM, each with a row of its own, compute while the others wait for memory or for each other.
 #pragma once
 
 #include "cross_entropy/rows.cuh"
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_pair(const T* place, int step, float (&s)[N
 // the student's logits where that is T too: all of a row has been read when its first element is written. Of
 // another type it must lie elsewhere.
 template <typename T, typename G, typename Rule, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     rows_persistent(const Problem p, const Results r, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   using P = Passes<Rule>;
@@ -77,9 +77,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
   // Of the student, then of the teacher, then what is kept beside them.
-  KeptParts<T, Shape> parts(memory, plan);
-  typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
-  const int lane = parts.lane, step = parts.step();
+  WarpSlices<T, Shape> slices(memory, plan);
+  typename Shape::ClusterReduce cluster_reduce(memory + Shape::slices_bytes(plan), rank, plan.blocks,
+                                               slices.warp);
+  const int lane = slices.lane, step = slices.copy_stride();
 
   const auto teacher_of = [&](int64_t row) { return row_at<T>(p.teacher, p.teacher_stride, row); };
   Vec<T, 1> student_edge = {}, teacher_edge = {};
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (column >= 0) student_edge.v[0] = s.row[column], teacher_edge.v[0] = teacher_of(row)[column];
   };
   const auto load_all = [&](const Slice<T>& s, int64_t row) {
-    parts.load_row(s, {s.row, teacher_of(row)});
+    slices.load_row(s, {s.row, teacher_of(row)});
     load_rest(s, row);
   };
   const auto slice_of = [&](int64_t row, int64_t y) {
@@ -104,21 +105,21 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     return p.targets.data == nullptr ? ~p.targets.ignore_index : p.targets[row];
   };
 
-  meeting.announce();
+  cluster_reduce.arrive_peers();
   int64_t row = blockIdx.x / plan.blocks;
   int64_t y_now = target_of(row), y_next = target_of(row + row_step);
   Slice<T> now = slice_of(row, y_now);
-  if (now.live) load_all(now, row);
-  meeting.start();
+  if (now.valid) load_all(now, row);
+  cluster_reduce.wait_peers();
 
   for (; row < p.rows; row += row_step) {
     const int64_t row_next = row + row_step;
     const Slice<T> next = slice_of(row_next, y_next);
     const int64_t y_after = target_of(row_next + row_step);
     G* const out = static_cast<G*>(r.gradient) + row * r.gradient_stride;
-    if (now.live) {
+    if (now.valid) {
       Running<P::kCross> running;
-      parts.first_pass(now, [&](auto count, const T* part, int) {
+      slices.first_pass(now, [&](auto count, const T* part, int) {
         Vec<T, N> student[count], teacher[count];
 #pragma unroll
         for (int u = 0; u < count; ++u) {
@@ -131,16 +132,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       if (at_edge >= 0) running.add({student_edge}, {teacher_edge}, p.exp2_scale);
       merge_warp<P::kCross>(running.stats, p.exp2_scale);
       Normaliser of_student = {}, of_teacher = {};  // where they are written
-      const Known known = meeting.template meet<5>(running.stats, [&](const PairStats* of_warps, int count) {
-        return Known(merge_slots<P::kCross>(of_warps, count, p.exp2_scale), p, &of_student, &of_teacher);
-      });
+      const Known known =
+          cluster_reduce.template reduce<5>(running.stats, [&](const PairStats* of_warps, int count) {
+            return Known(merge_slots<P::kCross>(of_warps, count, p.exp2_scale), p, &of_student, &of_teacher);
+          });
 
       float edge_s[1], edge_t[1];
       unpack(student_edge, edge_s);
       unpack(teacher_edge, edge_t);
       Sums sums = {0.0f, 0.0f};
       if constexpr (P::kTerms) {
-        parts.pass(now, [&](auto count, T* part, int) {
+        slices.pass(now, [&](auto count, T* part, int) {
 #pragma unroll
           for (int u = 0; u < count; ++u, part += 32 * N) {
             float s[N], t[N];
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
         // The copies that come to the place of what was kept write by other means; reads are waited for.
         if constexpr (P::kKeeps != Keeps::kNothing) async_fence();
         if (at_edge >= 0) P::terms(edge_s, edge_t, known, p.beta, sums);
-        sums = meeting.template meet<2>(
+        sums = cluster_reduce.template reduce<2>(
             merge_warp(sums), [](const Sums* of_warps, int count) { return merge_slots(of_warps, count); });
       }
 
@@ -172,13 +174,13 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
         if (at_edge == target) edge_s[0] -= at_target;
         out[at_edge] = from_float<G>(edge_s[0]);
       }
-      if (next.live) load_rest(next, row_next);
-      const bool aligned = reinterpret_cast<uintptr_t>(out + now.span.head) % sizeof(Vec<G, N>) == 0;
+      if (next.valid) load_rest(next, row_next);
+      const bool out_aligned = reinterpret_cast<uintptr_t>(out + now.aligned.head) % sizeof(Vec<G, N>) == 0;
       const T* const rows_next[] = {next.row, teacher_of(row_next)};
-      parts.last_pass(now, next, rows_next, [&](auto count, const T* part, int column) {
+      slices.last_pass(now, next, rows_next, [&](auto count, const T* part, int column) {
         // Of the whole warp; a negative difference is a large one.
-        const bool plain = aligned && static_cast<unsigned>(target - column + lane * N) >=
-                                          static_cast<unsigned>(count * 32 * N);
+        const bool plain = out_aligned && static_cast<unsigned>(target - column + lane * N) >=
+                                              static_cast<unsigned>(count * 32 * N);
         if (plain) {
           constexpr int kBatch = count < 2 ? 1 : 2;  // gradients that are made side by side
 #pragma unroll
@@ -200,12 +202,12 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
             P::gradient(s, t, known, outcome);
 #pragma unroll
             for (int i = 0; i < N; ++i) s[i] -= column + i == target ? at_target : 0.0f;
-            aligned ? store_gradient(out + column, s) : ce::store_elements(out + column, pack<G>(s));
+            out_aligned ? store_gradient(out + column, s) : ce::store_elements(out + column, pack<G>(s));
           }
         }
       });
     } else {
-      if (next.live) load_all(next, row_next);
+      if (next.valid) load_all(next, row_next);
       ce::write_zeros<G, true>(out, p.vocab, rank, plan.blocks);
       if (rank == 0 && threadIdx.x == 0) {
         const Normaliser none{0.0f, 0.0f, 0.0f};

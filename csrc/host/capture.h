@@ -5,9 +5,9 @@
 
 namespace liger {
 
-// While a graph is captured in the global mode, which is torch's, other threads may not allocate memory or
-// wait for events, unless they say that they know what they do: such a call would fail, and end the capture.
-// Only for work that touches no captured stream.
+// During a capture in global mode, which torch uses, cudaMalloc or an event wait of another thread fails and
+// invalidates the capture, unless that thread is in relaxed mode. Only for work that touches no captured
+// stream.
 class RelaxedCapture {
  public:
   RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

@@ -12,7 +12,7 @@ struct Step {
 };
 
 // Elements from the first to the last one, both included.
-int64_t span_of(const Tensor& tensor) {
+int64_t align_row(const Tensor& tensor) {
   int64_t span = 1;
   for (int64_t d = 0; d < tensor.dim(); ++d) span += (tensor.size(d) - 1) * tensor.stride(d);
   return span;
@@ -63,7 +63,7 @@ bool interleave(const Tensor& low, const Tensor& high, int64_t distance) {
 
 bool overlap(const Tensor& a, const Tensor& b) {
   const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); };
-  const auto end = [&](const Tensor& t) { return begin(t) + span_of(t) * t.element_size(); };
+  const auto end = [&](const Tensor& t) { return begin(t) + align_row(t) * t.element_size(); };
   const Tensor& low = begin(a) <= begin(b) ? a : b;
   const Tensor& high = begin(a) <= begin(b) ? b : a;
   if (end(low) <= begin(high)) return false;

@@ -9,36 +9,36 @@
 namespace liger {
 namespace {
 
-int ask(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
-        const DeviceAttributes& device) {
+int query(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
+          const DeviceAttributes& device) {
   check_cuda(allow_shared_memory(kernel, Carveout::kShared), op);
   const RelaxedCapture relaxed;
   const unsigned blocks = config.attrs->val.clusterDim.x;
-  int held = 0;
+  int active = 0;
   if (blocks == 1) {
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-                   &held, kernel, static_cast<int>(config.blockDim.x), config.dynamicSmemBytes),
+                   &active, kernel, static_cast<int>(config.blockDim.x), config.dynamicSmemBytes),
                op);
-    return held * device.multiprocessors;
+    return active * device.sm_count;
   }
   if (blocks > kPortableCluster) {
-    // Not every device has such clusters: it may say so by an error, which is none here.
+    // A device without such clusters reports an error, which is cleared.
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
-        cudaOccupancyMaxActiveClusters(&held, kernel, &config) != cudaSuccess) {
+        cudaOccupancyMaxActiveClusters(&active, kernel, &config) != cudaSuccess) {
       cudaGetLastError();
       return 0;
     }
-    return held;
+    return active;
   }
-  // Clusters lie in groups of multiprocessors, which they may not fill.
-  check_cuda(cudaOccupancyMaxActiveClusters(&held, kernel, &config), op);
-  return held;
+  // Less than sm_count / blocks where the SMs of a GPC are not a multiple of the cluster size.
+  check_cuda(cudaOccupancyMaxActiveClusters(&active, kernel, &config), op);
+  return active;
 }
 
 }  // namespace
 
-int held_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
-                  const DeviceAttributes& device) {
+int max_active_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
+                        const DeviceAttributes& device) {
   // The attributes of a device are at one address for as long as the process lives.
   using Key = std::tuple<const void*, const DeviceAttributes*, unsigned, unsigned, size_t>;
   static std::mutex mutex;
@@ -47,7 +47,7 @@ int held_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& 
   const std::lock_guard lock(mutex);
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
-  return known.emplace(key, ask(op, kernel, config, device)).first->second;
+  return known.emplace(key, query(op, kernel, config, device)).first->second;
 }
 
 }  // namespace liger

@@ -1,4 +1,4 @@
-// Tensors as the operands of the kernels in device/elementwise.cuh.
+// Tensors as operands of the kernels of device/elementwise.cuh.
 #pragma once
 
 #include "device/elementwise.cuh"
@@ -6,7 +6,7 @@
 
 namespace liger {
 
-// The rows from a column on.
+// The same rows without the first `column` columns.
 inline InputRows part(const RowInput& rows, int64_t column = 0) {
   return {static_cast<const char*>(rows.data()) + column * rows.tensor.element_size(), rows.rows.stride};
 }
@@ -18,12 +18,12 @@ inline InputRows as_input(const OutputRows& rows) {
   return {rows.data, rows.stride};
 }
 
-// Whether two tensors are, in the same order, one long row.
+// True if both tensors are dense with the same strides, so that they are one long row each.
 inline bool one_long_row(const Tensor& tensor, const Tensor& other) {
   return is_dense(tensor) && same_strides(tensor, other);
 }
 
-// Of a tensor (..., columns) with elements.
+// The extent of a non-empty tensor (..., columns).
 inline Extent rows_and_columns(const Tensor& tensor, int64_t columns) {
   return {tensor.numel() / tensor.size(-1), columns};
 }

@@ -1,11 +1,11 @@
-// Matrix products through PyTorch's own cuBLAS handle: its stream, its workspace, its TF32 setting.
+// GEMMs through PyTorch's own cuBLAS handle: its stream, its workspace, its TF32 setting.
 #pragma once
 
 #include "host/torch.h"
 
 namespace liger {
 
-// A row-major matrix in memory, or with transposed the transpose of one.
+// A row-major matrix in memory, or the transpose of one.
 struct Matrix {
   void* data;
   ScalarType dtype;
@@ -13,8 +13,7 @@ struct Matrix {
   bool transposed = false;
 };
 
-// Valid for the current device and stream, for the time of one op. No sum inside a product is kept in 16
-// bits.
+// For one op on the current device and stream. cuBLAS must not reduce partial sums in 16 bits.
 class Gemm {
  public:
   Gemm(const char* op, cudaStream_t stream);
@@ -34,9 +33,9 @@ class Gemm {
   int math_mode_;
 };
 
-// The tensor as the rows of a matrix: itself where its last dimension is dense, else a contiguous copy.
+// The tensor itself if its last dimension is dense, else a contiguous copy.
 Tensor as_matrix(const Tensor& tensor);
-// View of what as_matrix() returned, or of a contiguous result.
+// A view of a tensor that as_matrix() returned, or of a contiguous one.
 Matrix matrix(const Tensor& tensor, bool transposed = false);
 
 }  // namespace liger

@@ -1,14 +1,13 @@
-// Which of the architectures that the library was compiled for a device runs.
+// The architecture of the kernel images that the driver has loaded for a device.
 #pragma once
 
 namespace liger {
 
-// A device need not run code of its own capability: a build for 8.0 alone runs on 9.0, through PTX. What is
-// compiled for __CUDA_ARCH__ >= 900 only is missing there, and kernels are to be chosen by this, never by the
-// capability.
+// This may be below the capability of the device: a build for 8.0 alone runs on 9.0 through PTX, without the
+// code under __CUDA_ARCH__ >= 900. So kernels are chosen by LoadedCode, never by the capability.
 struct LoadedCode {
   int architecture;  // __CUDA_ARCH__ / 10
-  bool sm90a;        // compiled for 9.0a, the code with the matrix units of 9.0
+  bool sm90a;        // compiled for sm_90a, which has wgmma
 };
 
 // Of the current device.

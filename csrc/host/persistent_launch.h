@@ -1,4 +1,5 @@
-// Which kernel takes rows that stay in shared memory (device/persistent_rows.cuh), in how many blocks.
+// Chooses the launch of a persistent kernel whose rows are staged in shared memory
+// (device/persistent_rows.cuh).
 #pragma once
 
 #include <algorithm>
@@ -8,46 +9,47 @@
 
 namespace liger {
 
-// Of those considered, the kernel and the plan that leave the fewest multiprocessors without work, since
-// clusters do not fill all groups of them. The device and the length of rows alone decide, so that a row has
-// the same bits in any batch. Arguments: of the kernels, before their plan.
+// Takes the candidate with the highest SM utilisation: clusters need SMs of one GPC, so some cluster sizes
+// leave SMs idle. Only the device and the row length enter the choice, so a row has the same bits in any
+// batch. Arguments: the kernel's parameters before its plan.
 template <typename... Arguments>
-class Placement {
+class PersistentLaunch {
  public:
   using Kernel = void (*)(Arguments..., PersistentPlan);
 
-  Placement(const char* op, int64_t row_vectors, const DeviceAttributes& device)
+  PersistentLaunch(const char* op, int64_t row_vectors, const DeviceAttributes& device)
       : op_(op), row_vectors_(row_vectors), device_(device) {}
 
-  // The instance of a PersistentShape, with the fewest blocks for a row, from so many to so many, or one
-  // more. Of equal ones the first considered stays.
+  // Adds the kernel of a PersistentShape with the smallest cluster in [fewest, most] whose shared memory
+  // holds a row, and with the next larger one that does. At equal utilisation the earlier candidate is kept.
   template <typename Shape>
-  void consider(Kernel kernel, int fewest = 1, int most = kPortableCluster) {
-    const int room = device_.multiprocessors * Shape::kResident;
-    for (int more = 0; more < 2 && filled_ < 1.0f; ++more) {
+  void add_candidate(Kernel kernel, int fewest = 1, int most = kPortableCluster) {
+    const int block_slots = device_.sm_count * Shape::kBlocksPerSm;
+    for (int more = 0; more < 2 && utilisation_ < 1.0f; ++more) {
       const PersistentPlan plan =
           Shape::plan(row_vectors_, fewest, most, device_.shared_memory_per_block_optin);
-      if (plan.pieces == 0) return;
+      if (plan.stages == 0) return;
       fewest = plan.blocks + 1;
       cudaLaunchAttribute cluster{};
       const int shared_bytes = Shape::shared_bytes(plan);
       const cudaLaunchConfig_t config =
-          in_clusters(plan.blocks, Shape::kThreads, shared_bytes, nullptr, cluster);
-      const int held = held_clusters(op_, reinterpret_cast<const void*>(kernel), config, device_);
-      const float share = std::min(1.0f, static_cast<float>(held * plan.blocks) / static_cast<float>(room));
-      if (share <= filled_) continue;
+          cluster_config(plan.blocks, Shape::kThreads, shared_bytes, nullptr, cluster);
+      const int active = max_active_clusters(op_, reinterpret_cast<const void*>(kernel), config, device_);
+      const float utilisation =
+          std::min(1.0f, static_cast<float>(active * plan.blocks) / static_cast<float>(block_slots));
+      if (utilisation <= utilisation_) continue;
       kernel_ = kernel, plan_ = plan, threads_ = Shape::kThreads, shared_bytes_ = shared_bytes;
-      filled_ = share;
+      utilisation_ = utilisation;
     }
   }
 
-  // Blocks of a row; 0 where no kernel considered takes such rows.
+  // The cluster size; 0 without a candidate for this row length.
   int blocks() const { return kernel_ != nullptr ? plan_.blocks : 0; }
 
-  // False there.
-  bool launch(int64_t rows, cudaStream_t stream, const Arguments&... arguments) const {
-    return kernel_ != nullptr &&
-           launch_staying(op_, kernel_, plan_, threads_, shared_bytes_, rows, device_, stream, arguments...);
+  // Launches the kernel. Returns false without a candidate.
+  bool run(int64_t rows, cudaStream_t stream, const Arguments&... arguments) const {
+    return kernel_ != nullptr && launch_persistent_clusters(op_, kernel_, plan_, threads_, shared_bytes_,
+                                                            rows, device_, stream, arguments...);
   }
 
  private:
@@ -57,7 +59,7 @@ class Placement {
   Kernel kernel_ = nullptr;
   PersistentPlan plan_{};
   int threads_ = 0, shared_bytes_ = 0;
-  float filled_ = 0.0f;  // share of the blocks that the multiprocessors have room for
+  float utilisation_ = 0.0f;  // resident blocks over the blocks that all SMs have room for
 };
 
 }  // namespace liger

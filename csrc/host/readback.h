@@ -1,5 +1,5 @@
-// Numbers that a kernel reports to the host without stopping either: the kernel writes them to host memory,
-// and the host waits for that kernel only where it needs them, when the device has other work already.
+// Asynchronous readback: a kernel writes numbers to pinned host memory, and the host waits for that kernel
+// only when it needs them, after it has launched further work.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,11 +8,11 @@
 
 namespace liger {
 
-// Whether a CUDA graph is being captured on the stream: then nothing may be waited for.
+// True while a CUDA graph is captured on the stream: the host must not wait then.
 bool is_capturing(cudaStream_t stream, const char* op);
 
-// For one use, on the current device. Its memory and event come from a pool and go back there, so that a call
-// allocates nothing after the first; any number of threads may have one at a time.
+// For one use, on the current device. Memory and event come from a pool, so that only the first call
+// allocates. Thread-safe.
 class Readback {
  public:
   static constexpr int kNumbers = 2;
@@ -22,11 +22,11 @@ class Readback {
   Readback(const Readback&) = delete;
   Readback& operator=(const Readback&) = delete;
 
-  // Where the kernel writes.
+  // The destination of the kernel.
   int32_t* numbers() const { return slot_.numbers; }
-  // After the launch of the kernel.
+  // Call after the launch of the kernel.
   void mark(cudaStream_t stream);
-  // Until the kernel is done; numbers() may be read then.
+  // Waits until the kernel is done; numbers() may be read then.
   void wait();
 
  private:

@@ -1,4 +1,4 @@
-// What the tensor copy engine of compute capability 9.0 wants to know of a tensor in memory.
+// TMA descriptors (CUtensorMap) of compute capability 9.0.
 #pragma once
 
 #include <cuda.h>
@@ -8,11 +8,11 @@
 
 namespace liger {
 
-// Whether the driver can encode maps: since CUDA 12.
+// True if the driver can encode tensor maps (CUDA 12 and later).
 bool has_tensor_maps();
 
-// bfloat16, the innermost dimension first; its stride is 1, `strides` are those of the others in elements.
-// What a box has outside of the tensor reads as zero.
+// bfloat16; dimensions innermost first. The innermost stride is 1; `strides` has the others, in elements.
+// Elements of a box outside of the tensor read as zero.
 CUtensorMap tensor_map(const char* op, const void* memory, std::array<int64_t, 3> sizes,
                        std::array<int64_t, 2> strides, std::array<int, 3> box, CUtensorMapSwizzle swizzle);
 

@@ -50,7 +50,7 @@ const DeviceAttributes& device_attributes(int device) {
     const DeviceGuard guard(device);
     const RelaxedCapture relaxed;
     DeviceAttributes& a = attributes[device];
-    check_cuda(cudaDeviceGetAttribute(&a.multiprocessors, cudaDevAttrMultiProcessorCount, device), "liger");
+    check_cuda(cudaDeviceGetAttribute(&a.sm_count, cudaDevAttrMultiProcessorCount, device), "liger");
     check_cuda(cudaDeviceGetAttribute(&a.shared_memory_per_block_optin,
                                       cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                "liger");

@@ -1,5 +1,5 @@
-// The little that CUDA ops need from torch beyond torch::stable: the current stream, launch errors,
-// allocation.
+// Torch utilities of the CUDA ops beyond torch::stable: current stream, launch errors, allocation, strided
+// rows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -24,30 +24,30 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Throws unless the status of a call of the CUDA runtime is success.
+// Throws if a call of the CUDA runtime has failed.
 void check_cuda(cudaError_t status, const char* op);
 
-// After every launch: a kernel that could not start (no image for this device, too much shared memory) says
-// so here. The runtime is linked statically, so no other library's calls leave an error here.
+// Call after every launch: reports a kernel that could not start (no image for the device, too much shared
+// memory). The runtime is linked statically, so errors of other libraries do not show up here.
 inline void check_launch(const char* op) {
   check_cuda(cudaGetLastError(), op);
 }
 
-// Attributes never change while the process lives, and cudaGetDeviceProperties takes milliseconds.
+// Cached per device: cudaGetDeviceProperties takes milliseconds.
 struct DeviceAttributes {
-  int multiprocessors;
+  int sm_count;
   int shared_memory_per_block_optin;
   LoadedCode code;
 };
 const DeviceAttributes& device_attributes(int device);
 
-// A contiguous tensor on the device of another one, and one of the shape, dtype and, where dense, strides of
-// x. Not torch::stable::new_empty and empty_like, which look their op up by its name in every call: 0.3 us of
-// host time each.
+// A contiguous tensor on the device of `like`; and a tensor of the shape and dtype of x, with its strides if
+// it is dense. torch::stable::new_empty and empty_like look up their op by name in every call: 0.3 us of host
+// time.
 Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype, const Tensor& like);
 Tensor new_like(const Tensor& x);
 
-// The stand-in for an output that was not asked for.
+// The placeholder for an output that was not requested.
 inline Tensor no_tensor(ScalarType dtype, const Tensor& like) {
   return empty({0}, dtype, like);
 }
@@ -56,12 +56,12 @@ inline const void* data(const std::optional<Tensor>& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
-// The rows of a tensor (..., H), or nothing where its last dimension is not dense or its leading ones are too
-// scattered.
+// The rows of a tensor (..., H); nullopt if the last dimension is not dense or the leading dimensions need
+// more strides than Rows has.
 std::optional<Rows> rows_of(const Tensor& tensor);
 
-// An argument seen as rows; its tensor is a contiguous copy where its strides are no rows, or where
-// `one_stride` asks for evenly spaced ones and they are not.
+// An argument as rows. `tensor` is a contiguous copy if rows_of() fails, or if `one_stride` asks for evenly
+// spaced rows and they are not.
 struct RowInput {
   Tensor tensor;
   Rows rows;
@@ -69,8 +69,7 @@ struct RowInput {
 };
 RowInput row_input(const Tensor& tensor, bool one_stride = false);
 
-// A result seen as rows. A kernel writes `written`; finish() copies it over where the strides of `result` are
-// no rows.
+// A result as rows. A kernel writes to `written`; finish() copies it to `result` if that has no such rows.
 struct RowOutput {
   Tensor result, written;
   Rows rows;
@@ -79,9 +78,9 @@ struct RowOutput {
 };
 RowOutput row_output(const Tensor& result, bool one_stride = false);
 
-// Whether the elements fill their memory without gaps or overlaps, in any order of the dimensions.
+// True if the elements fill their memory without gaps or overlaps, in any order of dimensions.
 bool is_dense(const Tensor& tensor);
-// Whether equal offsets in memory mean equal indices.
+// True if equal memory offsets mean equal indices.
 bool same_strides(const Tensor& a, const Tensor& b);
 
 void require_like(const char* op, const char* name, const Tensor& tensor, const char* other_name,

@@ -284,7 +284,7 @@ void launch_expand_rows(T* x, int64_t stride, const int32_t* position, int64_t r
   if (rows == 0 || columns == 0) return;
   with_vectors(x, stride, x, stride, columns, [&](auto n) {
     const int64_t vectors = columns / n;
-    // A block for every multiprocessor, as long as a strip is a sector of memory or more.
+    // A block for every SM, as long as a strip is a sector of memory or more.
     constexpr int kBytes = n * static_cast<int>(sizeof(T));
     int lanes = 32 / kBytes;
     while (lanes < 32 && vectors / (2 * lanes) >= 128) lanes *= 2;

@@ -32,7 +32,7 @@ inline int row_lanes(int64_t vectors, int width) {
 }
 
 // Vectors per thread. Two rather than one, since half as many warps then wait for each other in the sum of a
-// row. A step (the sum of a row and its stores) takes some 2400 cycles, in which a multiprocessor's share of
+// row. A step (the sum of a row and its stores) takes some 2400 cycles, in which an SM's share of
 // the memory is 44 KB: where the rows that a block works on are less, its steps are what takes the time. Then
 // four vectors, if twice as many rows fit. Otherwise two, since in half types a thread does not keep four in
 // registers during the sum.
@@ -49,9 +49,9 @@ inline int row_width(int64_t vectors, bool vectorised, int streams, int threads_
   return step_bytes < 44 * 1024 && groups_of_four >= 2 * groups_of_two ? 4 : 2;
 }
 
-// One block per multiprocessor, as large as its registers allow: every block writes a partial result.
+// One block per SM, as large as its registers allow: every block writes a partial result.
 inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool vectorised, int streams,
-                         int threads_of_four, int multiprocessors, int shared_limit) {
+                         int threads_of_four, int sm_count, int shared_limit) {
   RowPlan plan{};
   plan.width = row_width(vectors, vectorised, streams, threads_of_four);
   if (plan.width == 0) return plan;
@@ -62,9 +62,9 @@ inline RowPlan plan_rows(int64_t rows, int64_t vectors, int vector_bytes, bool v
   // Two rows at once where a thread holds little of one: their reductions overlap.
   plan.rows = plan.width == 1 ? 2 : 1;
   const int64_t steps = (rows + plan.groups() * plan.rows - 1) / (plan.groups() * plan.rows);
-  plan.blocks = static_cast<int>(std::min<int64_t>(steps, multiprocessors));
+  plan.blocks = static_cast<int>(std::min<int64_t>(steps, sm_count));
 
-  // Enough bytes under way per multiprocessor to cover the latency of memory. (96 KB took 1 % longer.)
+  // Enough bytes under way per SM to cover the latency of memory. (96 KB took 1 % longer.)
   constexpr int kInFlight = 64 * 1024;
   const int stage_bytes = plan.threads * plan.width * plan.rows * streams * vector_bytes;
   plan.stages = std::clamp(kInFlight / stage_bytes, 2, 4);
@@ -83,14 +83,14 @@ struct BackwardPlan {
 // kernel with four vectors per thread.
 template <typename T>
 BackwardPlan plan_norm_backward(int64_t rows, int64_t hidden, bool vectorised, int streams,
-                                int threads_of_four, int multiprocessors, int shared_limit) {
+                                int threads_of_four, int sm_count, int shared_limit) {
   const int n = vectorised ? kVec<T> : 1;
-  BackwardPlan plan{plan_rows(rows, hidden / n, n * sizeof(T), vectorised, streams, threads_of_four,
-                              multiprocessors, shared_limit),
+  BackwardPlan plan{plan_rows(rows, hidden / n, n * sizeof(T), vectorised, streams, threads_of_four, sm_count,
+                              shared_limit),
                     0};
   if (plan.rows.width == 0) {
     const int64_t columns = (hidden + 256 * n - 1) / (256 * n);
-    plan.parts = static_cast<int>(std::min(rows, std::max<int64_t>(1, 8 * multiprocessors / columns)));
+    plan.parts = static_cast<int>(std::min(rows, std::max<int64_t>(1, 8 * sm_count / columns)));
   } else {
     plan.parts = plan.rows.blocks;
     if (plan.rows.groups() > 1) {

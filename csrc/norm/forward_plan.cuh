@@ -25,7 +25,7 @@ inline ForwardPlan plan_norm_forward(int64_t rows, int64_t vectors, bool vectori
     return static_cast<int>((lanes + 31) / 32 * 32);
   };
   const int of_four = threads_of(4);
-  // Blocks of which a multiprocessor has registers for two, and threads without any for a third of another.
+  // Blocks of which an SM has registers for two, and threads without any for a third of another.
   const bool idle_room = of_four > 1024 / 3 && 1024 / of_four * of_four < 960;
   const bool idle_lanes = of_four > 32 && vectors < 3 * of_four;
   ForwardPlan plan{};

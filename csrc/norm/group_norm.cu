@@ -49,7 +49,7 @@ bool short_row(int64_t vectors) {
   return vectors <= 4 * kForwardThreads<4>;
 }
 
-// False for rows that no cluster keeps. Two blocks on a multiprocessor, each with a row of its own or a part
+// False for rows that no cluster keeps. Two blocks on an SM, each with a row of its own or a part
 // of one, are worth more than fewer blocks for a row.
 template <typename T>
 bool launch_persistent(const char* op, const GroupNorm& p, const DeviceAttributes& device,
@@ -58,29 +58,30 @@ bool launch_persistent(const char* op, const GroupNorm& p, const DeviceAttribute
   using One = PersistentShape<512, 4, PartMoments, 1, 1>;
   const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
-    Placement<GroupNorm> placement(op, p.hidden / kVec<T>, device);
-    placement.template consider<Shape>(group_norm_persistent_kernel<T, Shape>);
-    return placement.launch(p.rows, stream, p);
+    PersistentLaunch<GroupNorm> launch(op, p.hidden / kVec<T>, device);
+    launch.template add_candidate<Shape>(group_norm_persistent_kernel<T, Shape>);
+    return launch.run(p.rows, stream, p);
   };
   return launch(Two{}) || launch(One{});
 }
 
 // The same for the backward. Nothing where groups or their channels do not fit its kernel.
 template <typename T>
-Placement<GroupNormBackward> place_backward(const char* op, const Sizes& sizes, bool whole_vectors,
-                                            const DeviceAttributes& device) {
-  Placement<GroupNormBackward> placement(op, sizes.row() / kVec<T>, device);
+PersistentLaunch<GroupNormBackward> choose_backward_launch(const char* op, const Sizes& sizes,
+                                                           bool whole_vectors,
+                                                           const DeviceAttributes& device) {
+  PersistentLaunch<GroupNormBackward> launch(op, sizes.row() / kVec<T>, device);
   if (!whole_vectors || device.code.architecture < 90 || sizes.channels_per_group() > kMostChannels ||
       sizes.spatial / kVec<T> < kFewestOfChannel) {
-    return placement;
+    return launch;
   }
   using Two = GroupBackwardShape<256, 2>;
   using One = GroupBackwardShape<512, 1>;
-  placement.template consider<Two>(group_norm_backward_persistent_kernel<T, Two>, 1, 1);
-  if (placement.blocks() == 0) {
-    placement.template consider<One>(group_norm_backward_persistent_kernel<T, One>);
+  launch.template add_candidate<Two>(group_norm_backward_persistent_kernel<T, Two>, 1, 1);
+  if (launch.blocks() == 0) {
+    launch.template add_candidate<One>(group_norm_backward_persistent_kernel<T, One>);
   }
-  return placement;
+  return launch;
 }
 
 // Rows of whole vectors in shared memory, with the upstream gradient, or blocks == 0.
@@ -94,8 +95,9 @@ template <typename Kernel, typename... Arguments>
 void launch_resident(const char* op, Kernel kernel, const Residence& r, int64_t rows,
                      const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
   if (r.stay) {
-    require(launch_staying(op, kernel, r, r.threads, r.shared, rows, device, stream, arguments...), op,
-            ": no cluster of ", r.blocks, " blocks fits this device");
+    require(
+        launch_persistent_clusters(op, kernel, r, r.threads, r.shared, rows, device, stream, arguments...),
+        op, ": no cluster of ", r.blocks, " blocks fits this device");
     return;
   }
   // Blocks that come and go overlap each other's phases by themselves.
@@ -210,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     const ChannelUnits units = whole_vectors ? channel_units(sizes.spatial / kVec<T>) : ChannelUnits{};
     const DeviceAttributes& device = device_attributes(x.get_device_index());
     const bool keep = whole_vectors && need_grad_x;
-    const Placement<GroupNormBackward> kept = place_backward<T>(op, sizes, keep, device);
+    const PersistentLaunch<GroupNormBackward> kept = choose_backward_launch<T>(op, sizes, keep, device);
     const Residence residence =
         kept.blocks() > 0 ? Residence{} : residence_of(sizes, kVec<T>, units.vectors, keep, device);
     // The samples are the parts, or of each sample the blocks of a group.

@@ -11,33 +11,34 @@ namespace liger {
 // x, x_rows, y, y_rows, hidden and so on as in moment_norm.cuh. affine.vectors: vectors of a channel. grid:
 // clusters of plan.blocks blocks, at most as many clusters as groups. Shape: PersistentShape of PartMoments.
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     group_norm_persistent_kernel(const GroupNorm p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char memory[];
   const int columns = static_cast<int>(p.hidden), rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
-  KeptParts<T, Shape> parts(memory, plan);
-  typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
+  WarpSlices<T, Shape> slices(memory, plan);
+  typename Shape::ClusterReduce cluster_reduce(memory + Shape::slices_bytes(plan), rank, plan.blocks,
+                                               slices.warp);
 
   const auto slice_of = [&](int64_t row) {
     const T* const x = static_cast<const T*>(p.x) + row * p.hidden;
     return Slice<T>(x, columns, plan, rank, row < p.rows);
   };
 
-  meeting.announce();
+  cluster_reduce.arrive_peers();
   int64_t row = blockIdx.x / plan.blocks;
   Slice<T> now = slice_of(row);
   {
     const T* const rows[] = {now.row};
-    parts.load_row(now, rows);
+    slices.load_row(now, rows);
   }
-  meeting.start();
+  cluster_reduce.wait_peers();
 
   for (; row < p.rows; row += row_step) {
     RunningMoments<T, N> running;
-    parts.first_pass(now, [&](auto count, const T* part, int) {
+    slices.first_pass(now, [&](auto count, const T* part, int) {
 #pragma unroll
       for (int u = 0; u < count; ++u) running.add(load<T, N>(part + u * 32 * N));
     });
@@ -48,20 +49,19 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     in_warp.add({running.count(), of_thread.mean, of_thread.squares});
     const float values = warp_reduce<Sum>(running.count());
     const Moments of_warp = in_warp.of_warp(1.0f / fmaxf(values, 1.0f));
-    const Moments moments = meeting.template meet<3>(PartMoments{values, of_warp.mean, of_warp.squares},
-                                                     [&](const PartMoments* of_warps, int count) {
-                                                       JoinedSums joined(of_warps[0].mean);
-                                                       for (int i = threadIdx.x; i < count; i += 32)
-                                                         joined.add(of_warps[i]);
-                                                       return joined.of_warp(p.inverse_hidden);
-                                                     });
+    const Moments moments = cluster_reduce.template reduce<3>(
+        PartMoments{values, of_warp.mean, of_warp.squares}, [&](const PartMoments* of_warps, int count) {
+          JoinedSums joined(of_warps[0].mean);
+          for (int i = threadIdx.x; i < count; i += 32) joined.add(of_warps[i]);
+          return joined.of_warp(p.inverse_hidden);
+        });
 
     const float rstd = rsqrtf(fmaf(moments.squares, p.inverse_hidden, p.eps));
     if (rank == 0 && threadIdx.x == 0) p.mean[row] = moments.mean, p.rstd[row] = rstd;
     T* const y = static_cast<T*>(p.y) + row * p.hidden;
     const Slice<T> next = slice_of(row + row_step);
     const T* const rows[] = {next.row};
-    parts.last_pass(now, next, rows, [&](auto count, const T* part, int column) {
+    slices.last_pass(now, next, rows, [&](auto count, const T* part, int column) {
 #pragma unroll
       for (int u = 0; u < count; ++u) {
         const float2 affine = p.affine.template at<T>(row, column / N + u * 32);
@@ -81,20 +81,20 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
 // The backward keeps the upstream gradient, too, and the sums of up to so many channels of a group by each
 // warp, in two sets used in turn.
 inline constexpr int kMostChannels = 64;
-template <int kThreads, int kResident>
-using GroupBackwardShape = PersistentShape<kThreads, 2, float2, 2, kResident,
+template <int kThreads, int kBlocksPerSm>
+using GroupBackwardShape = PersistentShape<kThreads, 2, float2, 2, kBlocksPerSm,
                                            2 * kThreads / 32 * kMostChannels* int{sizeof(float2)}>;
 // Vectors of a channel that a warp's part of a piece has at most, so that no part has more than two channels.
 inline constexpr int kFewestOfChannel = 64;
 
-// Also writes p.sums: (samples x blocks of a group, 2, channels), the parts of the gradients of the
+// Also writes p.sums: (samples x blocks of a group, 2, channels), the slices of the gradients of the
 // parameters. p.by_channel: vectors of a channel, kFewestOfChannel at least; up to kMostChannels of them in a
 // group.
 template <typename T, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     group_norm_backward_persistent_kernel(const GroupNormBackward p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
-  static_assert(Shape::kPart <= kFewestOfChannel);
+  static_assert(Shape::kWarpVectors <= kFewestOfChannel);
   constexpr int N = kVec<T>, kSet = Shape::kWarps * kMostChannels;
   extern __shared__ __align__(128) unsigned char memory[];
   const int64_t hidden = p.channels_per_group * p.spatial;
@@ -104,10 +104,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
   const int columns = static_cast<int>(hidden), rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
   const float inverse_hidden = 1.0f / static_cast<float>(hidden);
-  KeptParts<T, Shape> parts(memory, plan);
-  typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
-  float2* const sums = reinterpret_cast<float2*>(memory + Shape::beside_at(plan));
-  const int step = parts.step();
+  WarpSlices<T, Shape> slices(memory, plan);
+  typename Shape::ClusterReduce cluster_reduce(memory + Shape::slices_bytes(plan), rank, plan.blocks,
+                                               slices.warp);
+  float2* const sums = reinterpret_cast<float2*>(memory + Shape::extra_offset(plan));
+  const int step = slices.copy_stride();
 
   struct Sources {
     const T* of[2];
@@ -118,17 +119,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     return Slice<T>(static_cast<const T*>(p.x) + row * hidden, columns, plan, rank, row < rows);
   };
 
-  meeting.announce();
+  cluster_reduce.arrive_peers();
   int64_t row = blockIdx.x / plan.blocks;
   Slice<T> now = slice_of(row);
   {
     const Sources sources(p, row * hidden);
-    parts.load_row(now, sources.of);
+    slices.load_row(now, sources.of);
   }
   for (int i = threadIdx.x; i < 2 * kSet; i += Shape::kThreads) sums[i] = {0.0f, 0.0f};
   float mean = p.mean[row], rstd = p.rstd[row];
   __syncthreads();
-  meeting.start();
+  cluster_reduce.wait_peers();
 
   for (int set = 0; row < rows; row += row_step, set ^= 1) {
     const int64_t sample = row / groups, channel = (row - sample * groups) * channels;
@@ -137,11 +138,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
       load_parameter<T, 1>(p.weight, p.float_weight, 0.0f, 1.0f, channel + of_group, w);
       return w[0];
     };
-    float2* const own = sums + set * kSet + parts.warp * kMostChannels;
+    float2* const own = sums + set * kSet + slices.warp * kMostChannels;
     float2 weighted = {0.0f, 0.0f};
     // Of the part at hand, whose one or two channels are neighbours: one is even.
     float2 of_parity[2] = {};
-    parts.first_pass(
+    slices.first_pass(
         now,
         [&](auto count, const T* part, int column) {
 #pragma unroll
@@ -170,11 +171,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
             const float w = weight_of(c);
             weighted.x = fmaf(w, all.x, weighted.x);
             weighted.y = fmaf(w, all.y, weighted.y);
-            if (parts.lane == 0) own[c].x += all.x, own[c].y += all.y;
+            if (slices.lane == 0) own[c].x += all.x, own[c].y += all.y;
           }
           of_parity[0] = of_parity[1] = {0.0f, 0.0f};
         });
-    const float2 total = meeting.template meet<2>(weighted, [](const float2* of_warps, int count) {
+    const float2 total = cluster_reduce.template reduce<2>(weighted, [](const float2* of_warps, int count) {
       float2 all{};
       for (int i = threadIdx.x; i < count; i += 32) all.x += of_warps[i].x, all.y += of_warps[i].y;
       return float2{warp_reduce<Sum>(all.x), warp_reduce<Sum>(all.y)};
@@ -194,10 +195,10 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     }
     const RowGradient gradient(mean, rstd, total.y, total.x, inverse_hidden);
     const Slice<T> next = slice_of(row + row_step);
-    if (next.live) mean = p.mean[row + row_step], rstd = p.rstd[row + row_step];
+    if (next.valid) mean = p.mean[row + row_step], rstd = p.rstd[row + row_step];
     const Sources sources(p, (row + row_step) * hidden);
     T* const grad_x = static_cast<T*>(p.grad_x) + row * hidden;
-    parts.last_pass(now, next, sources.of, [&](auto count, const T* part, int column) {
+    slices.last_pass(now, next, sources.of, [&](auto count, const T* part, int column) {
 #pragma unroll
       for (int u = 0; u < count; ++u) {
         const float weight = weight_of(p.by_channel.quotient(column / N + u * 32));

@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
     const BackwardPlan plan =
         plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), 2,
                               is_usual(p) ? kLayerNormThreads<T, 4, true> : kLayerNormThreads<T, 4, false>,
-                              device.multiprocessors, device.shared_memory_per_block_optin);
+                              device.sm_count, device.shared_memory_per_block_optin);
     if (!need_grad_weight && !need_grad_bias) {
       launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
       return;

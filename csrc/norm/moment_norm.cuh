@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kChunkThreads, 2) chunk_moments_kernel(const P
   if (threadIdx.x == 0) p.parts[blockIdx.x] = moments;
 }
 
-// Blocks per multiprocessor.
+// Blocks per SM.
 template <int V>
 inline constexpr int kMomentBlocks = V == 2   ? 3
                                      : V == 4 ? 2

@@ -1,5 +1,5 @@
 // Rows in shared memory, for kernels that need the whole of a row before they can write any of it: a block,
-// or a cluster of blocks, keeps a row, so that it is read once. Clusters, and blocks that a multiprocessor
+// or a cluster of blocks, keeps a row, so that it is read once. Clusters, and blocks that an SM
 // has room for one of, stay: while a row is written, stage by stage, the next one arrives in its place.
 // Compute capability 9.0 and later.
 #pragma once

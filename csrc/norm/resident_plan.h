@@ -11,7 +11,7 @@ namespace liger {
 
 // A slice consists of whole units of `unit` vectors of each of so many streams, with bytes_per_unit of shared
 // memory beside them; slot_bytes: what a warp leaves for the others when they meet. Two or more blocks on a
-// multiprocessor, one of which computes while others load and store; of rows that no cluster keeps so, the
+// SM, one of which computes while others load and store; of rows that no cluster keeps so, the
 // fewest blocks that hold one.
 inline Residence plan_residence(int64_t row_vectors, int unit, int streams, int bytes_per_unit,
                                 int slot_bytes, const DeviceAttributes& device) {
@@ -22,7 +22,7 @@ inline Residence plan_residence(int64_t row_vectors, int unit, int streams, int 
     const auto meeting_bytes = [&](int warps) {
       return kResidentStages * static_cast<int>(sizeof(uint64_t)) + 2 * warps * blocks * slot_bytes;
     };
-    // A block takes 1 KB of a multiprocessor beside what it can use.
+    // A block takes 1 KB of an SM beside what it can use.
     const int64_t fit =
         (device.shared_memory_per_block_optin + 1024) / (bytes + meeting_bytes(kResidentWarps) + 1024);
     if (fit < fewest_resident) return r;

@@ -126,7 +126,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
     using T = typename decltype(tag)::type;
     const BackwardPlan plan =
         plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added ? 3 : 2, kMaxRowThreads,
-                              device.multiprocessors, device.shared_memory_per_block_optin);
+                              device.sm_count, device.shared_memory_per_block_optin);
     if (!need_grad_weight) {
       launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
       return;

@@ -102,7 +102,7 @@ __device__ __forceinline__ float reciprocal_rms(const Params& p, float sum, bool
   return !exact && p.casting.round_rstd ? round_to<T>(rstd) : rstd;
 }
 
-// Blocks per multiprocessor.
+// Blocks per SM.
 template <int V, bool Residual>
 inline constexpr int kForwardBlocks = V == 2   ? (Residual ? 3 : 4)
                                       : V == 4 ? 2

@@ -37,13 +37,13 @@ void scale(const char* op, const Tensor& in, const Tensor& out, const Tensor& fa
             factor_type(factor.scalar_type()), 0};
   dispatch_dtype(in.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int multiprocessors = device_attributes(in.get_device_index()).multiprocessors;
+    const int sm_count = device_attributes(in.get_device_index()).sm_count;
     if (elements % kVec<T> == 0 && is_aligned16(p.in) && is_aligned16(p.out)) {
       p.count = elements / kVec<T>;
-      launch_rescale<T, kVec<T>>(p, multiprocessors, current_stream(in));
+      launch_rescale<T, kVec<T>>(p, sm_count, current_stream(in));
     } else {
       p.count = elements;
-      launch_rescale<T, 1>(p, multiprocessors, current_stream(in));
+      launch_rescale<T, 1>(p, sm_count, current_stream(in));
     }
   });
   check_launch(op);

@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(256) rescale_kernel(const Rescale p) {
 }
 
 template <typename T, int N>
-void launch_rescale(const Rescale& p, int multiprocessors, cudaStream_t stream) {
-  const int64_t blocks = std::min<int64_t>((p.count + 1023) / 1024, int64_t{multiprocessors} * 8);
+void launch_rescale(const Rescale& p, int sm_count, cudaStream_t stream) {
+  const int64_t blocks = std::min<int64_t>((p.count + 1023) / 1024, int64_t{sm_count} * 8);
   rescale_kernel<T, N><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(p);
 }
 

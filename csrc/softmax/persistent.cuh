@@ -1,4 +1,4 @@
-// Softmax and its gradient of rows of which a multiprocessor keeps only one or a part of one (sm_90 and
+// Softmax and its gradient of rows of which an SM keeps only one or a part of one (sm_90 and
 // later): by blocks that stay, as in cross_entropy_persistent.cuh. A warp has a part of its own of every
 // piece of a row, and has the same part of the next row come to its place when it has stored its results.
 #pragma once
@@ -9,41 +9,42 @@
 namespace liger {
 
 // grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. Rows as
-// those of softmax_kept_kernel.
+// those of softmax_smem_kernel.
 template <typename T, typename Rule, typename Shape>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     softmax_persistent_kernel(const Softmax p, const PersistentPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>, kTensors = Rule::kTensors;
-  static_assert(Shape::kKept == kTensors);
+  static_assert(Shape::kCopies == kTensors);
   using Stats = typename Rule::Stats;
   extern __shared__ __align__(128) unsigned char memory[];
   const int columns = static_cast<int>(p.extent.columns);
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
-  KeptParts<T, Shape> parts(memory, plan);
-  typename Shape::Meeting meeting(memory + Shape::kept_bytes(plan), rank, plan.blocks, parts.warp);
-  const int step = parts.step();
+  WarpSlices<T, Shape> slices(memory, plan);
+  typename Shape::ClusterReduce cluster_reduce(memory + Shape::slices_bytes(plan), rank, plan.blocks,
+                                               slices.warp);
+  const int step = slices.copy_stride();
 
   Vec<T, 1> edge[kTensors] = {};
   const auto slice_of = [&](int64_t row) {
     return Slice<T>(row_of<T>(p.x, row), columns, plan, rank, row < p.extent.rows);
   };
 
-  meeting.announce();
+  cluster_reduce.arrive_peers();
   int64_t row = blockIdx.x / plan.blocks;
   Slice<T> now = slice_of(row);
   int at_edge = now.edge_column(rank, columns);
   {
     const RuleRows<T, Rule> rows(p, row);
-    parts.load_row(now, rows.of);
+    slices.load_row(now, rows.of);
     if (at_edge >= 0) load_edge(edge, rows.of, at_edge);
   }
-  meeting.start();
+  cluster_reduce.wait_peers();
 
   for (; row < p.extent.rows; row += row_step) {
     Stats stats;
-    parts.first_pass(now, [&](auto count, const T* part, int) {
+    slices.first_pass(now, [&](auto count, const T* part, int) {
       Vec<T, N> of[kTensors][count];
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     __syncwarp();
     stats.merge_warp();
     const Rule result =
-        meeting.template meet<sizeof(Stats) / 4>(stats, [&](const Stats* of_warps, int count) {
+        cluster_reduce.template reduce<sizeof(Stats) / 4>(stats, [&](const Stats* of_warps, int count) {
           merge_slots(stats, of_warps, count);
           return Rule(stats);
         });
@@ -65,9 +66,9 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kResident)
     if (at_edge >= 0) store(out + at_edge, result(edge));
     const Slice<T> next = slice_of(row + row_step);
     const RuleRows<T, Rule> rows(p, row + row_step);
-    at_edge = next.live ? next.edge_column(rank, columns) : -1;
+    at_edge = next.valid ? next.edge_column(rank, columns) : -1;
     if (at_edge >= 0) load_edge(edge, rows.of, at_edge);
-    parts.last_pass(now, next, rows.of, [&](auto count, const T* part, int column) {
+    slices.last_pass(now, next, rows.of, [&](auto count, const T* part, int column) {
       Vec<T, N> of[count][kTensors];
 #pragma unroll
       for (int u = 0; u < count; ++u) {

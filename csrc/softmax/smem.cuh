@@ -1,5 +1,5 @@
 // Softmax and its gradient of rows that a block keeps in shared memory (sm_90 and later): every element is
-// read once. One block for a row, two or more of them on a multiprocessor, so that one computes while others
+// read once. One block for a row, two or more of them on an SM, so that one computes while others
 // load and store. Rows may start anywhere, those of all operands equally far from a 16-byte boundary.
 #pragma once
 
@@ -9,8 +9,8 @@
 
 namespace liger {
 
-inline constexpr int kKeptThreads = 512;  // of a block, at most
-inline constexpr int kKeptStages = 4;     // of a row, whose arrival is awaited one by one
+inline constexpr int kSmemThreads = 512;  // of a block, at most
+inline constexpr int kSmemStages = 4;     // of a row, whose arrival is awaited one by one
 
 // y from x.
 template <typename T>
@@ -94,40 +94,40 @@ struct RuleRows {
 // grid: rows. Any number of threads that is a multiple of 32. Dynamic shared memory: for each tensor `room`
 // vectors, as many as a row touches at most.
 template <typename T, typename Rule>
-__global__ void __launch_bounds__(kKeptThreads, 3) softmax_kept_kernel(const Softmax p, int room) {
+__global__ void __launch_bounds__(kSmemThreads, 3) softmax_smem_kernel(const Softmax p, int room) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>, kTensors = Rule::kTensors;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ typename Rule::Stats slots[kKeptThreads / 32];
-  __shared__ uint64_t arrived[kKeptStages];
+  __shared__ typename Rule::Stats slots[kSmemThreads / 32];
+  __shared__ uint64_t arrived[kSmemStages];
   const int columns = static_cast<int>(p.extent.columns), step = blockDim.x;
   const RuleRows<T, Rule> rows(p, blockIdx.x);
-  const Span span = span_of(rows.of[0], columns);
-  const int stage = (span.vectors + kKeptStages * step - 1) / (kKeptStages * step) * step;
+  const AlignedRow aligned = align_row(rows.of[0], columns);
+  const int stage = (aligned.vectors + kSmemStages * step - 1) / (kSmemStages * step) * step;
   T* const kept = reinterpret_cast<T*>(memory);
   if (threadIdx.x == 0) {
 #pragma unroll
-    for (int i = 0; i < kKeptStages; ++i) mbarrier_init(&arrived[i]);
+    for (int i = 0; i < kSmemStages; ++i) mbarrier_init(&arrived[i]);
     mbarrier_init_fence();
-    for (int i = 0; i * stage < span.vectors; ++i) {
-      const int first = i * stage, bytes = min(span.vectors - first, stage) * 16;
+    for (int i = 0; i * stage < aligned.vectors; ++i) {
+      const int first = i * stage, bytes = min(aligned.vectors - first, stage) * 16;
       mbarrier_arrive_expect(&arrived[i], kTensors * bytes);
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
-        bulk_load(kept + (t * room + first) * N, rows.of[t] + span.head + first * N, bytes, &arrived[i]);
+        bulk_load(kept + (t * room + first) * N, rows.of[t] + aligned.head + first * N, bytes, &arrived[i]);
       }
     }
   }
   const int at_edge =
-      static_cast<int>(threadIdx.x) < span.edges() ? span.edge_column(threadIdx.x, columns) : -1;
+      static_cast<int>(threadIdx.x) < aligned.edges() ? aligned.edge_column(threadIdx.x, columns) : -1;
   Vec<T, 1> edge[kTensors] = {};
   if (at_edge >= 0) load_edge(edge, rows.of, at_edge);
   __syncthreads();  // the barriers are initialised
 
   typename Rule::Stats stats;
-  for (int i = 0; i * stage < span.vectors; ++i) {
+  for (int i = 0; i * stage < aligned.vectors; ++i) {
     mbarrier_wait(&arrived[i], 0);
-    const int stop = min(span.vectors, (i + 1) * stage);
+    const int stop = min(aligned.vectors, (i + 1) * stage);
 #pragma unroll 2
     for (int v = i * stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
       Vec<T, N> of[kTensors][1];
@@ -143,11 +143,11 @@ __global__ void __launch_bounds__(kKeptThreads, 3) softmax_kept_kernel(const Sof
   const Rule result(stats);
   T* const out = static_cast<T*>(p.out.data) + int64_t{blockIdx.x} * p.out.stride;
 #pragma unroll 2
-  for (int v = threadIdx.x; v < span.vectors; v += step) {
+  for (int v = threadIdx.x; v < aligned.vectors; v += step) {
     Vec<T, N> of[kTensors];
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) of[t] = load<T, N>(kept + (t * room + v) * N);
-    store_whole(out + span.head + v * N, result(of));
+    store_whole(out + aligned.head + v * N, result(of));
   }
   if (at_edge >= 0) store(out + at_edge, result(edge));
 #endif

@@ -30,20 +30,20 @@ Alignment alignment_of(const Softmax& p, int64_t element_size) {
   return Alignment::kAlike;
 }
 
-// What a block of softmax_kept_kernel has in shared memory beside its row, rounded up.
+// What a block of softmax_smem_kernel has in shared memory beside its row, rounded up.
 constexpr int kOwnSharedMemory = 1 << 10;
 
-// Rows that leave room for a second block on a multiprocessor; false for longer ones. Each block takes 1 KB
-// of a multiprocessor beside what it can use.
+// Rows that leave room for a second block on an SM; false for longer ones. Each block takes 1 KB
+// of an SM beside what it can use.
 template <typename T, typename Rule>
 bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
   const int64_t vectors = p.extent.columns / kVec<T>;
   const int64_t bytes = vectors * 16 * Rule::kTensors;
   if (bytes > (device.shared_memory_per_block_optin + 1024) / 2 - 1024 - kOwnSharedMemory) return false;
-  const auto kernel = softmax_kept_kernel<T, Rule>;
+  const auto kernel = softmax_smem_kernel<T, Rule>;
   check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
   // Four vectors for a thread.
-  const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, kKeptThreads);
+  const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, kSmemThreads);
   kernel<<<static_cast<unsigned>(p.extent.rows), static_cast<unsigned>(threads), static_cast<size_t>(bytes),
            stream>>>(p, static_cast<int>(vectors));
   return true;
@@ -58,11 +58,11 @@ bool launch_persistent(const char* op, const Softmax& p, const DeviceAttributes&
   using One = PersistentShape<512, kVectors, typename Rule::Stats, kTensors, 1>;
   const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
-    Placement<Softmax> placement(op, p.extent.columns / kVec<T>, device);
-    placement.template consider<Shape>(softmax_persistent_kernel<T, Rule, Shape>);
-    return placement.launch(p.extent.rows, stream, p);
+    PersistentLaunch<Softmax> launch(op, p.extent.columns / kVec<T>, device);
+    launch.template add_candidate<Shape>(softmax_persistent_kernel<T, Rule, Shape>);
+    return launch.run(p.extent.rows, stream, p);
   };
-  // Of one tensor two blocks on a multiprocessor are faster even where they leave more of these without work.
+  // Of one tensor two blocks on an SM are faster even where they leave more of these without work.
   return (kTensors == 1 && launch(Two{})) || launch(One{});
 }
 
@@ -75,7 +75,7 @@ template <typename T>
 void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
   constexpr int N = kVec<T>;
   constexpr int64_t kMostShort = kShortItems * kHeldThreads;
-  // Beyond, too few blocks with their rows in registers fit a multiprocessor.
+  // Beyond, too few blocks with their rows in registers fit an SM.
   const int64_t most_short = device.code.architecture >= 90 ? kMostShort / 2 : kMostShort;
   const Alignment alignment = alignment_of(p, sizeof(T));
   if (alignment == Alignment::kWhole && touched_vectors<T, N, false>(p) <= most_short) {

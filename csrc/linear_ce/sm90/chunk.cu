@@ -64,7 +64,7 @@ int resident_clusters(int device) {
     const RelaxedCapture relaxed;
     cudaLaunchAttribute attributes[2]{};
     const cudaLaunchConfig_t config =
-        launch_config<Job>(device_attributes(device).multiprocessors, nullptr, attributes);
+        launch_config<Job>(device_attributes(device).sm_count, nullptr, attributes);
     check_cuda(cudaOccupancyMaxActiveClusters(&clusters, sm90::product<Job>, &config), kOp);
     require(clusters > 0, kOp, ": this device runs no clusters of ", sm90::kCluster, " blocks with ",
             sm90::kSharedBytes, " bytes of shared memory");
@@ -120,26 +120,27 @@ bool runs_on(Sm90Problem& problem, int device) {
 }  // namespace
 
 int64_t places_bytes(const Batch& batch, const Sm90Chunk& chunk, bool apart) {
-  return Scratch::bytes_for({apart ? chunk.rows * batch.hidden() * 2 : 0, padded(chunk) * 4,
-                             padded(chunk) * 4, chunk.rows * sums_per_row(batch) * 4,
-                             padded(chunk) / sm90::kTileM * 4, chunk.rows * int64_t{sizeof(OneHot)},
-                             chunk.parts > 1 ? chunk.parts * chunk.rows * batch.hidden() * 4 : 0,
-                             batch.observed ? chunk.rows * sums_per_row(batch) * 4 : 0,
-                             batch.observed ? chunk.rows * int64_t{sizeof(*Observed::best)} : 0});
+  return Workspace::bytes_for({apart ? chunk.rows * batch.hidden() * 2 : 0, padded(chunk) * 4,
+                               padded(chunk) * 4, chunk.rows * sums_per_row(batch) * 4,
+                               padded(chunk) / sm90::kTileM * 4, chunk.rows * int64_t{sizeof(OneHot)},
+                               chunk.parts > 1 ? chunk.parts * chunk.rows * batch.hidden() * 4 : 0,
+                               batch.observed ? chunk.rows * sums_per_row(batch) * 4 : 0,
+                               batch.observed ? chunk.rows * int64_t{sizeof(*Observed::best)} : 0});
 }
 
-Places take_places(const Batch& batch, const Sm90Chunk& chunk, Bf16* rows, Scratch& scratch) {
+Places take_places(const Batch& batch, const Sm90Chunk& chunk, Bf16* rows, Workspace& workspace) {
   Places p{};
-  p.input = rows != nullptr ? rows : scratch.take<Bf16>(chunk.rows * batch.hidden());
-  p.target_logit = scratch.take<float>(padded(chunk));
-  p.scale = scratch.take<float>(padded(chunk));
-  p.parts = scratch.take<float>(chunk.rows * sums_per_row(batch));
-  p.repair = scratch.take<int>(padded(chunk) / sm90::kTileM);
-  p.one_hot = scratch.take<OneHot>(chunk.rows);
-  p.partial = chunk.parts > 1 ? scratch.take<float>(chunk.parts * chunk.rows * batch.hidden()) : nullptr;
+  p.input = rows != nullptr ? rows : workspace.allocate<Bf16>(chunk.rows * batch.hidden());
+  p.target_logit = workspace.allocate<float>(padded(chunk));
+  p.scale = workspace.allocate<float>(padded(chunk));
+  p.parts = workspace.allocate<float>(chunk.rows * sums_per_row(batch));
+  p.repair = workspace.allocate<int>(padded(chunk) / sm90::kTileM);
+  p.one_hot = workspace.allocate<OneHot>(chunk.rows);
+  p.partial =
+      chunk.parts > 1 ? workspace.allocate<float>(chunk.parts * chunk.rows * batch.hidden()) : nullptr;
   if (batch.observed) {
-    p.observed.spread = scratch.take<float>(chunk.rows * sums_per_row(batch));
-    p.observed.best = scratch.take<unsigned long long>(chunk.rows);
+    p.observed.spread = workspace.allocate<float>(chunk.rows * sums_per_row(batch));
+    p.observed.best = workspace.allocate<unsigned long long>(chunk.rows);
   }
   return p;
 }
@@ -350,20 +351,20 @@ void Chunk::multiply_weight() const {
 }
 
 int64_t gradient_rows_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t parts) {
-  return Scratch::bytes_for({int64_t{sizeof(int)}, rows * int64_t{sizeof(float)},
-                             std::max(rows, vocab) * int64_t{sizeof(OneHot)},
-                             parts > 1 ? parts * rows * hidden * int64_t{sizeof(float)} : 0});
+  return Workspace::bytes_for({int64_t{sizeof(int)}, rows * int64_t{sizeof(float)},
+                               std::max(rows, vocab) * int64_t{sizeof(OneHot)},
+                               parts > 1 ? parts * rows * hidden * int64_t{sizeof(float)} : 0});
 }
 
 void multiply_rows(const GradientRows& chunk, Bf16* grad_weight, unsigned char* units, Bf16* grad_input,
-                   const Tensor& scratch) {
+                   const Tensor& workspace) {
   const int64_t rows = chunk.gradient.size(0), vocab = chunk.gradient.size(1), hidden = chunk.input.size(1);
-  Scratch memory(scratch, 0);
-  int* const count = memory.take<int>(1);
-  float* const scale = memory.take<float>(rows);
+  Workspace memory(workspace, 0);
+  int* const count = memory.allocate<int>(1);
+  float* const scale = memory.allocate<float>(rows);
   // Of neither rows nor classes: a place is -1.
-  OneHot* const none = memory.take<OneHot>(std::max(rows, vocab));
-  float* const partial = chunk.parts > 1 ? memory.take<float>(chunk.parts * rows * hidden) : nullptr;
+  OneHot* const none = memory.allocate<OneHot>(std::max(rows, vocab));
+  float* const partial = chunk.parts > 1 ? memory.allocate<float>(chunk.parts * rows * hidden) : nullptr;
   check_cuda(cudaMemsetAsync(none, 0xff, std::max(rows, vocab) * sizeof(OneHot), chunk.stream), kOp);
   const unsigned blocks = static_cast<unsigned>(ceil_div(rows, int64_t{kRowThreads}));
   count_all_rows<<<blocks, kRowThreads, 0, chunk.stream>>>(static_cast<int>(rows), count, scale);

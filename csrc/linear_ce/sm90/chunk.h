@@ -44,7 +44,7 @@ struct Places {
 
 // How many bytes take_places() takes. The rows need some of them if they are `apart` from their gradient.
 int64_t places_bytes(const Batch& batch, const Sm90Chunk& chunk, bool apart);
-Places take_places(const Batch& batch, const Sm90Chunk& chunk, Bf16* grad_input, Scratch& scratch);
+Places take_places(const Batch& batch, const Sm90Chunk& chunk, Bf16* grad_input, Workspace& workspace);
 
 // The weight gradient of all chunks, and the memory beside it.
 struct WeightSum {
@@ -107,7 +107,7 @@ int64_t gradient_rows_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t
 // units: of the sum, vocab * hidden / 256 bytes where there are several chunks. grad_input may be the input.
 // A gradient that is null is not made.
 void multiply_rows(const GradientRows& chunk, Bf16* grad_weight, unsigned char* units, Bf16* grad_input,
-                   const Tensor& scratch);
+                   const Tensor& workspace);
 
 // The tensor, or a copy that the copy engine can read.
 Tensor dense(const Tensor& tensor);

@@ -73,27 +73,27 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Sm9
                               static_cast<flce90::OneHot*>(owners.mutable_data_ptr()),
                               static_cast<int*>(readers.mutable_data_ptr())};
 
-  std::optional<Tensor> own;  // scratch of chunks for which neither gradient has room
+  std::optional<Tensor> own;  // workspace of chunks for which neither gradient has room
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     const Sm90Chunk& chunk = plan.chunks[i];
     const bool apart = flce90::Chunk::rows_apart(batch, plan, i);
     const int64_t need = flce90::places_bytes(batch, chunk, apart);
     const int64_t unwritten = (rows - chunk.first - chunk.rows) * hidden * 2;
     const int64_t slack = plan.slack * sm90::kPanel * hidden * 2;
-    std::optional<Scratch> scratch;
+    std::optional<Workspace> workspace;
     if (i == 0 && call.need_grad_input && need <= unwritten) {
-      scratch.emplace(grad_input, (chunk.first + chunk.rows) * hidden * 2);
+      workspace.emplace(grad_input, (chunk.first + chunk.rows) * hidden * 2);
     } else if (i > 0 && need <= slack) {
-      scratch.emplace(weight_memory, vocab * hidden * 2);
+      workspace.emplace(weight_memory, vocab * hidden * 2);
     } else {
       if (!own || own->numel() < need) {
         own.reset();
         own.emplace(bytes(need, input));
       }
-      scratch.emplace(*own, 0);
+      workspace.emplace(*own, 0);
     }
     Bf16* const grad_rows = call.need_grad_input ? row_at(grad_input, chunk.first) : nullptr;
-    const flce90::Places places = take_places(batch, chunk, apart ? nullptr : grad_rows, *scratch);
+    const flce90::Places places = take_places(batch, chunk, apart ? nullptr : grad_rows, *workspace);
     const flce90::Chunk work(batch, plan, i, chunk, places, sum, grad_rows);
     work.exponentials();
     work.apply_rule(true);

@@ -27,7 +27,7 @@ constexpr size_t kHeader = 5, kPerChunk = 5;
 
 // The memory of a chunk besides its rows: its list, owners, readers, and what take_places() takes.
 int64_t scratch_bytes(const flce90::Batch& batch, const Sm90Chunk& chunk) {
-  return Scratch::bytes_for(
+  return Workspace::bytes_for(
       {(chunk.rows + 1) * int64_t{sizeof(int32_t)}, batch.vocab() * int64_t{sizeof(flce90::OneHot)},
        batch.vocab() / sm90::kPanel * int64_t{sizeof(int)}, flce90::places_bytes(batch, chunk, false)});
 }
@@ -48,7 +48,7 @@ flce90::Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad
 
 // For matrices of these sizes: hosted_rows, panel_bytes, units_bytes, slack, whether entropies and most
 // probable classes are observed; then of each chunk the first row, rows, parts, whether its rows are to be
-// apart from their gradient, and the bytes of scratch. Empty where this engine cannot do it.
+// apart from their gradient, and the bytes of workspace. Empty where this engine cannot do it.
 std::vector<int64_t> plan(const Tensor& input, const Tensor& weight, int64_t group_rows,
                           bool exact_accumulation, int64_t memory_budget, bool observed, bool need_grad_input,
                           bool need_grad_weight) {
@@ -82,7 +82,7 @@ class Step {
   Step(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
        double temperature, const std::vector<int64_t>& numbers, int64_t index, int64_t ranges,
        const Tensor& position, const Tensor& grad_weight, const Tensor& extra, const Tensor& rows,
-       const Tensor& scratch, const Tensor& grad_input)
+       const Tensor& workspace, const Tensor& grad_input)
       : batch_(batch_of(input, weight, grad_input.numel() > 0, grad_weight.numel() > 0, numbers[4] != 0,
                         temperature)),
         plan_{{}, numbers[0], numbers[1], numbers[2], numbers[3]},
@@ -99,13 +99,13 @@ class Step {
     // The list is of this chunk alone.
     const Sm90Chunk chunk{0, plan_.chunks[index].rows, plan_.chunks[index].parts};
     rows_ = chunk.rows;
-    Scratch memory(scratch, 0);
-    int32_t* const list = memory.take<int32_t>(rows_ + 1);
+    Workspace memory(workspace, 0);
+    int32_t* const list = memory.allocate<int32_t>(rows_ + 1);
     batch_.list = {list, static_cast<int32_t*>(position.mutable_data_ptr()), list + rows_};
     const flce90::WeightSum sum{static_cast<Bf16*>(grad_weight.mutable_data_ptr()),
                                 static_cast<unsigned char*>(extra.mutable_data_ptr()),
-                                memory.take<flce90::OneHot>(batch_.vocab()),
-                                memory.take<int>(batch_.vocab() / sm90::kPanel)};
+                                memory.allocate<flce90::OneHot>(batch_.vocab()),
+                                memory.allocate<int>(batch_.vocab() / sm90::kPanel)};
     const flce90::Places places =
         take_places(batch_, chunk, static_cast<Bf16*>(rows.mutable_data_ptr()), memory);
     chunk_.emplace(batch_, plan_, index, chunk, places, sum,
@@ -151,25 +151,25 @@ class Step {
 void logprobs(const Tensor& input, const Tensor& weight, const Tensor& target, int64_t ignore_index,
               double temperature, std::vector<int64_t> numbers, int64_t index, int64_t ranges,
               const Tensor& position, const Tensor& grad_weight, const Tensor& extra, const Tensor& rows,
-              const Tensor& scratch, const Tensor& grad_input, const Tensor& found, const Tensor& entropy,
+              const Tensor& workspace, const Tensor& grad_input, const Tensor& found, const Tensor& entropy,
               const Tensor& predicted) {
   const DeviceGuard guard(input.get_device_index());
   Step(input, weight, target, ignore_index, temperature, numbers, index, ranges, position, grad_weight, extra,
-       rows, scratch, grad_input)
+       rows, workspace, grad_input)
       .logprobs({found, entropy, predicted});
 }
 
 void gradients(const Tensor& minus_of_logprob, const Tensor& input, const Tensor& weight,
                const Tensor& target, int64_t ignore_index, double temperature, std::vector<int64_t> numbers,
                int64_t index, int64_t ranges, const Tensor& position, const Tensor& grad_weight,
-               const Tensor& extra, const Tensor& rows, const Tensor& scratch, const Tensor& grad_input) {
+               const Tensor& extra, const Tensor& rows, const Tensor& workspace, const Tensor& grad_input) {
   require(minus_of_logprob.scalar_type() == ScalarType::Float && minus_of_logprob.is_contiguous() &&
               minus_of_logprob.numel() == input.size(0),
           kOp, ": the gradient of the log-probabilities has shape ", shape_text(minus_of_logprob),
           ", expected one contiguous float32 per row");
   const DeviceGuard guard(input.get_device_index());
   Step(input, weight, target, ignore_index, temperature, numbers, index, ranges, position, grad_weight, extra,
-       rows, scratch, grad_input)
+       rows, workspace, grad_input)
       .gradients(minus_of_logprob, grad_input);
 }
 
@@ -208,12 +208,12 @@ STABLE_TORCH_LIBRARY(liger_sm90, m) {
   m.def(
       "logprobs(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int[] plan,"
       " int index, int ranges, Tensor(a!) position, Tensor(b!) grad_weight, Tensor(c!) extra,"
-      " Tensor(d!) rows, Tensor(e!) scratch, Tensor(f!) grad_input, Tensor(g!) logprobs, Tensor(h!) entropy,"
+      " Tensor(d!) rows, Tensor(e!) workspace, Tensor(f!) grad_input, Tensor(g!) logprobs, Tensor(h!) entropy,"
       " Tensor(i!) argmax) -> ()");
   m.def(
       "gradients(Tensor minus_of_logprob, Tensor input, Tensor weight, Tensor target, int ignore_index,"
       " float temperature, int[] plan, int index, int ranges, Tensor position, Tensor(b!) grad_weight,"
-      " Tensor(c!) extra, Tensor(d!) rows, Tensor(e!) scratch, Tensor(f!) grad_input) -> ()");
+      " Tensor(c!) extra, Tensor(d!) rows, Tensor(e!) workspace, Tensor(f!) grad_input) -> ()");
   m.def("place_rows(Tensor position, Tensor(a!) memory, Tensor(b!) rows) -> ()");
 }
 

@@ -8,10 +8,10 @@
 
 namespace liger {
 
-// Blocks of memory out of a tensor, from one of its bytes on; each begins at a multiple of 1024 bytes.
-class Scratch {
+// Bump allocator over the memory of a tensor, from first_byte on. Every block is aligned to 1024 bytes.
+class Workspace {
  public:
-  Scratch(Tensor memory, int64_t first_byte)
+  Workspace(Tensor memory, int64_t first_byte)
       : memory_(std::move(memory)),
         at_(static_cast<char*>(memory_.mutable_data_ptr()) + first_byte),
         left_(memory_.numel() * static_cast<int64_t>(memory_.element_size()) - first_byte) {
@@ -20,7 +20,7 @@ class Scratch {
     left_ -= skipped;
   }
 
-  // Enough for blocks of these sizes, wherever the memory begins.
+  // Bytes that suffice for blocks of these sizes at any alignment of the memory.
   static int64_t bytes_for(std::initializer_list<int64_t> blocks) {
     int64_t size = kAlignment;
     for (const int64_t bytes : blocks) size += round_up(bytes, kAlignment);
@@ -28,9 +28,9 @@ class Scratch {
   }
 
   template <typename T>
-  T* take(int64_t count) {
+  T* allocate(int64_t count) {
     const int64_t bytes = round_up(count * static_cast<int64_t>(sizeof(T)), kAlignment);
-    require(bytes <= left_, "scratch of ", left_, " bytes is too small for ", bytes);
+    require(bytes <= left_, "workspace of ", left_, " bytes is too small for ", bytes);
     char* const block = at_;
     at_ += bytes;
     left_ -= bytes;
