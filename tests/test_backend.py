@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import liger
-from liger import _load, backend
+from liger import backend
+from liger._core import load
 from liger.backend import (
     FAMILIES,
     BackendUnavailable,
@@ -105,10 +106,10 @@ def test_an_explicit_backend_that_is_missing_raises_at_import():
     )
 
 
-@pytest.mark.skipif(_load.CUDA_LOADED, reason="this machine has the compiled kernels")
+@pytest.mark.skipif(load.CUDA_LOADED, reason="this machine has the compiled kernels")
 def test_the_cuda_backend_raises_where_it_is_not_built():
     line = last_line_of_failure("import liger", LIGER_BACKEND="cuda")
-    assert line.endswith(f"backend 'cuda' was requested for {next(iter(FAMILIES))}, but {_load.CUDA_REASON}")
+    assert line.endswith(f"backend 'cuda' was requested for {next(iter(FAMILIES))}, but {load.CUDA_REASON}")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="Triton can serve this torch")
@@ -157,8 +158,8 @@ def test_set_backend_takes_a_whole_string():
 
 def test_a_refused_choice_changes_nothing(monkeypatch):
     before, requested = liger.backend_report(), backend._requested
-    monkeypatch.setattr(_load, "CUDA_LOADED", False)
-    monkeypatch.setattr(_load, "CUDA_REASON", "the kernels were not built")
+    monkeypatch.setattr(load, "CUDA_LOADED", False)
+    monkeypatch.setattr(load, "CUDA_REASON", "the kernels were not built")
     with pytest.raises(
         BackendUnavailable, match="'cuda' was requested for swiglu, but the kernels were not built"
     ):

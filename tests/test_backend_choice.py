@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger import _load, backend
+from liger import backend
+from liger._core import load
 from liger.backend import (
     BACKENDS,
     FAMILIES,
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("backends_restored")
 @pytest.fixture
 def cuda_machine(monkeypatch):
     """As if torch had CUDA and the kernels were built."""
-    monkeypatch.setattr(_load, "CUDA_LOADED", True)
-    monkeypatch.setattr(_load, "CUDA_REASON", "compiled CUDA kernels")
+    monkeypatch.setattr(load, "CUDA_LOADED", True)
+    monkeypatch.setattr(load, "CUDA_REASON", "compiled CUDA kernels")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(backend, "triton_interpreted", lambda: False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -90,7 +91,7 @@ def test_code_for(architectures, capability, code):
 
 def test_what_was_built_is_read_from_the_package():
     found = backend._built_architectures()
-    assert bool(found) == (_load._library("liger_cuda") is not None)
+    assert bool(found) == (load._library("liger_cuda") is not None)
     for capability in ((8, 0), (9, 0), (12, 0)):
         assert code_for(capability, found) in ("binary", "ptx", None)
 
@@ -195,8 +196,8 @@ def test_triton_needs_its_package_and_a_device(cuda_machine, monkeypatch):
 
 def test_auto_takes_the_first_that_is_possible(cuda_machine, monkeypatch):
     assert backend._resolve(RMS_NORM, "auto") == ("cuda", "auto: compiled CUDA kernels")
-    monkeypatch.setattr(_load, "CUDA_LOADED", False)
-    monkeypatch.setattr(_load, "CUDA_REASON", "no nvcc")
+    monkeypatch.setattr(load, "CUDA_LOADED", False)
+    monkeypatch.setattr(load, "CUDA_REASON", "no nvcc")
     assert backend._resolve(RMS_NORM, "auto") == ("triton", "auto: triton 3.6.0; not cuda: no nvcc")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert backend._resolve(RMS_NORM, "auto") == (

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import liger
-from liger import _load
+from liger._core import load
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not _load.CUDA_LOADED, reason="needs the compiled kernels"),
+    pytest.mark.skipif(not load.CUDA_LOADED, reason="needs the compiled kernels"),
 ]
 
 

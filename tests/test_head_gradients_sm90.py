@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from sm90_engine import BFLOAT16, GRADIENT, MIB
 
 import liger
-from liger.ops._linear_chunks import Sm90HeadGradients
+from liger._core.lm_head import Sm90HeadGradients
 from liger.ops.fused_linear_divergence import fused_linear_distillation
 
 pytestmark = pytest.mark.gpu

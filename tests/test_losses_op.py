@@ -13,8 +13,8 @@ from losses_cases import BUDGETS, LENGTH, VOCAB, leaf, make
 
 import liger
 from liger import losses
+from liger._core import lm_head
 from liger.losses import _op
-from liger.ops import _linear_chunks
 
 EVERY = {
     "dpo": (losses.FusedLinearDPOLoss, {}),
@@ -54,9 +54,9 @@ def products(monkeypatch):
 
         monkeypatch.setattr(module, name, seen)
 
-    see(_linear_chunks, "write_linear", "rows", lambda x, *_: x.shape[0])
+    see(lm_head, "write_linear", "rows", lambda x, *_: x.shape[0])
     # Of the gradient of the hidden states, or of the weight.
-    see(_linear_chunks, "product", "rows", lambda a, b, out: a.shape[b.shape[0] != VOCAB])
+    see(lm_head, "product", "rows", lambda a, b, out: a.shape[b.shape[0] != VOCAB])
     for name in ("fused_linear_logprobs_forward", "fused_linear_logprobs_backward"):
         see(_op, name, "again", lambda *_, name=name: name)
     return counted

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_cli import LiveBytes
 
+from liger._core.lm_head import Head
 from liger.losses import _chunks
-from liger.ops._linear_chunks import Head
 
 MIB = 1 << 20
 # Sequences, length, hidden size, classes.

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from liger import _load
+from liger._core import load
 
 pytestmark = pytest.mark.packaging
 
@@ -301,9 +301,9 @@ def test_libraries_need_no_python_and_no_cuda_runtime(path):
 
 def test_cuda_library_is_not_loaded_into_a_torch_without_cuda(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(_load, "_library", lambda name: tmp_path / f"lib{name}.so")
+    monkeypatch.setattr(load, "_library", lambda name: tmp_path / f"lib{name}.so")
     # Loading would raise: there is no such file.
-    assert _load._load_cuda() == (False, "this torch has no CUDA")
+    assert load._load_cuda() == (False, "this torch has no CUDA")
 
 
 # --- importing ------------------------------------------------------------------------------------------------------

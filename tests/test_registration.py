@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import liger
-from liger import _load
+from liger._core import load
 from liger.backend import FAMILIES, PORTABLE
 
 OPS = sorted(
@@ -256,7 +256,7 @@ def test_writes_are_counted_for_kernels_that_do_not_count(op):
 @pytest.mark.parametrize("op", KERNELS)
 def test_every_device_has_a_kernel(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "CPU")
-    if _load.CUDA_LOADED:
+    if load.CUDA_LOADED:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "CUDA")
 
 

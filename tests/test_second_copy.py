@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from liger import _load
+from liger._core import load
 
-LIBRARY = _load._library("liger_ops")
+LIBRARY = load._library("liger_ops")
 
 
 @pytest.fixture

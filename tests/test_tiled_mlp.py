@@ -9,10 +9,10 @@ from cases import DTYPES, check_op, strided_like
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger
+from liger._core.tiled_mlp_plan import Problem, block_columns, plan_tiles
 from liger.backend import triton_interpreted
-from liger.ops._tiled_work import ParameterGradient
-from liger.ops._tiles import Problem, block_columns, plan_tiles
 from liger.ops.tiled_mlp import _forward_op
+from liger.ops.tiled_mlp_torch import ParameterGradient
 
 HIDDEN, INTERMEDIATE = 24, 40
 ACTIVATIONS = {

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .._core.cross_entropy_math import check_targets
 from ..backend import targets_checked
-from ..ops._cross_entropy_math import check_targets
 from .common import dense_vector, multiprocessors, on_device_of
 from .cross_entropy_rule import (
     capped,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops._divergence_torch import check_stats, entry_points
+from ..ops.divergence_torch import check_stats, entry_points
 from .common import dense_vector, on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 
 # Columns of both rows that a program holds at a time.

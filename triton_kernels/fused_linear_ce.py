@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from ..ops._cross_entropy_math import Metrics, at_original_rows
-from ..ops._products import product, without_ignored, write_linear
+from .._core.cross_entropy_math import Metrics, at_original_rows
+from .._core.matmul import product, without_ignored, write_linear
 from .common import require_dtype
 from .compact import Compaction
 from .cross_entropy_rows import RowResults, Rule

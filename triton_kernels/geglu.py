@@ -1,6 +1,6 @@
 """GeGLU, ``gelu(gate) * up``, exact or in the tanh approximation: the gated product with GELU."""
 
-from ..ops._gated import gelu_name
+from .._core.gated import gelu_name
 from . import gated
 
 

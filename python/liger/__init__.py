@@ -5,13 +5,20 @@ The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch,
 
 import importlib
 
-from . import _load, distributed  # noqa: F401  (_load registers the schemas, which everything below needs)
+from . import distributed
+from ._core import load  # noqa: F401  (registers the schemas, which everything below needs)
+from ._core.cross_entropy_results import CrossEntropyOutput
+from ._core.vmap import register_loops
 from ._tiled import tiled
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
+
+# backend_report() and messages list the ops in the order of these imports.
+# isort: off
+from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
-from .ops._vmap import register_loops
 from .ops.complex_rope import complex_rope
-from .ops.cross_entropy import CrossEntropyOutput, cross_entropy
+from .ops import rescale as _rescale  # noqa: F401  (registers its ops)
+from .ops.cross_entropy import cross_entropy
 from .ops.divergence import jsd, kl_div, tvd
 from .ops.fused_linear_ce import fused_linear_ce
 from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
@@ -21,11 +28,11 @@ from .ops.group_norm import group_norm
 from .ops.layer_norm import layer_norm
 from .ops.mrope import mrope
 from .ops.relu_squared import relu_squared
-from .ops.rms_norm import fused_add_rms_norm, rms_norm
 from .ops.rope import rope
 from .ops.softmax import softmax
 from .ops.swiglu import swiglu, swiglu_packed
 from .ops.tiled_mlp import tiled_mlp
+# isort: on
 
 _initialise()
 distributed._initialise()

@@ -13,10 +13,10 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from .ops._arguments import ANYTHING, FLAG, FUNCTION, INTEGER
-from .ops._arguments import arguments as rules_of
-from .ops._autograd import differentiable_once, is_transformed
-from .ops.rms_norm import accumulate_dtype
+from ._core.arguments import ANYTHING, FLAG, FUNCTION, INTEGER
+from ._core.arguments import arguments as rules_of
+from ._core.autograd import differentiable_once, is_transformed
+from ._core.dtypes import accumulate_dtype
 
 # Shards of the default number have as many tokens as x has features, as in the source, but at least so many.
 _LEAST_ROWS = 1024

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import _load
+from ._core import load
 
 BACKENDS = ("cuda", "triton", "torch")
 VARIABLE = "LIGER_BACKEND"
@@ -194,8 +194,8 @@ def supported(backend, family, capabilities=None):
     if backend == "torch":
         return True, "plain torch runs everywhere"
     if backend == "cuda":
-        if not _load.CUDA_LOADED:
-            return False, _load.CUDA_REASON
+        if not load.CUDA_LOADED:
+            return False, load.CUDA_REASON
         if old:
             return False, f"a device has {_dotted(old[0])}, the kernels need 8.0"
         built = _built_architectures()
@@ -211,7 +211,7 @@ def supported(backend, family, capabilities=None):
                 through_ptx.append(capability)
         # Slower, but right: kernels are chosen by the code that the device runs (csrc/host/loaded_code.h).
         by_driver = "".join(f"; through PTX on {_dotted(capability)}" for capability in through_ptx)
-        return True, _load.CUDA_REASON + by_driver
+        return True, load.CUDA_REASON + by_driver
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
             return False, "triton is not installed"

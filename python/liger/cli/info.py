@@ -9,7 +9,7 @@ import torch
 
 import liger
 
-from .. import _load
+from .._core import load
 from ..backend import triton_interpreted
 
 # What liger reads, and what holds when the variable is not set. docs/environment.md says more.
@@ -41,7 +41,7 @@ def collect():
         },
         "devices": devices,
         "build": _build(),
-        "cuda library": {"loaded": _load.CUDA_LOADED, "reason": _load.CUDA_REASON},
+        "cuda library": {"loaded": load.CUDA_LOADED, "reason": load.CUDA_REASON},
         # After the devices: asking for them initialises CUDA, which is when capabilities become known.
         "ops": liger.backend_report() if devices else _on_the_cpu(liger.backend_report()),
         "environment": {name: os.environ.get(name) for name in VARIABLES},

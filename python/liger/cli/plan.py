@@ -27,7 +27,7 @@ import torch
 
 import liger
 
-from ..ops._budget import default_memory_budget
+from .._core.memory_budget import default_memory_budget
 from ._format import human_bytes, table
 
 DTYPES = {

@@ -7,9 +7,9 @@ is sharded are turned into sharded tokens, which is exact and takes no more memo
 
 from torch.distributed.tensor import Partial, Shard
 
-from ..ops._cross_entropy_math import read_targets
-from ..ops.rms_norm import accumulate_dtype
-from ._call import is_sharded, keep, where_sharded
+from .._core.cross_entropy_math import read_targets
+from .._core.dtypes import accumulate_dtype
+from .._core.placements import is_sharded, keep, where_sharded
 
 _PER_ROW = ("predicted_tokens", "logprobs", "entropy", "lse", "grad_logits", "grad_input")
 _SUMS = ("grad_weight", "grad_bias")

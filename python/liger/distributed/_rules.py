@@ -13,7 +13,8 @@ express a loss whose denominator takes a reduction of its own.
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ._call import Call, is_sharded, keep, where_sharded
+from .._core.placements import is_sharded, keep, where_sharded
+from ._call import Call
 from ._loss_rules import LOSS_RULES
 
 

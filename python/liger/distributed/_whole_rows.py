@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops._cross_entropy_math import RowResults, gradient_weights, make_rule, row_upstream
+from .._core.cross_entropy_math import RowResults, gradient_weights, make_rule, row_upstream
 from ..ops.cross_entropy_stats import cross_entropy_stats, cross_entropy_stats_backward_
 
 

@@ -10,23 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from ..ops._arguments import ANYTHING, INTEGER, arguments
-from ..ops._autocast import autocast_operands
-from ..ops._autograd import differentiable, differentiable_once, wants_grad
-from ..ops._budget import check_budget_variable
-from ..ops._cross_entropy_math import Metrics
-from ..ops._fakes import register_fake
-from ..ops._products import product, without_ignored, write_linear
-from ..ops.cross_entropy import (
-    CE_OPTIONS,
-    denominator_tensor,
-    fake_results,
-    flatten_rows,
-    output_like,
-    refuse_gradients,
-)
+from .._core.arguments import ANYTHING, CE_OPTIONS, INTEGER, arguments
+from .._core.autocast import autocast_operands
+from .._core.autograd import differentiable, differentiable_once, wants_grad
+from .._core.cross_entropy_math import Metrics
+from .._core.cross_entropy_results import fake_results, output_like
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
+from .._core.matmul import product, without_ignored, write_linear
+from .._core.memory_budget import check_budget_variable
 from ..ops.fused_linear_ce import differentiable_ce
-from ..ops.rms_norm import accumulate_dtype
 from ._vocab_shards import gather, local_shard, locate, whole
 from ._whole_rows import Rows
 

@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
+from .._core.arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
 from ..backend import targets_checked
-from ..ops._arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
-from ..ops._fakes import register_fake
-from ..ops.rms_norm import accumulate_dtype
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")
 # 1, or nan where cumulative lengths do not fit; an op, so that compilers do not look at the values.

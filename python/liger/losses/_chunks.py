@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .._core.lm_head import Head, HeadGradients, Sm90HeadGradients, planned_rows
 from ..backend import FAMILIES
-from ..ops._linear_chunks import Head, HeadGradients, Sm90HeadGradients, planned_rows
 
 # What the engine's plan begins with, and has for each chunk: csrc/linear_ce/sm90/losses.cu.
 _HEADER, _PER_CHUNK = 5, 5

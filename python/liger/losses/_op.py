@@ -21,14 +21,14 @@ from torch._C import (
     _ForceDispatchKeyGuard,
 )
 
-from ..ops._arguments import check_classes
-from ..ops._autograd import differentiable, differentiable_once, refuse_made
-from ..ops._fakes import register_fake
-from ..ops._linear_chunks import Head, check_head
-from ..ops._vmap import register_loops
+from .._core.arguments import check_classes
+from .._core.autograd import differentiable, differentiable_once, refuse_made
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.forward_gradients import scaled_by_upstream
+from .._core.lm_head import Head, check_head
+from .._core.vmap import register_loops
 from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
-from ..ops.rescale import scaled_by_upstream
-from ..ops.rms_norm import accumulate_dtype
 from ._chunks import Call, Layout, chunks_of
 
 _OP = "fused_linear_loss"

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..ops._arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer, wrong_shape
-from ..ops._autocast import autocast_operands
-from ..ops._autograd import wants_grad
-from ..ops._budget import check_budget_variable
+from .._core.arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer, wrong_shape
+from .._core.autocast import autocast_operands
+from .._core.autograd import wants_grad
+from .._core.memory_budget import check_budget_variable
 from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import Batch, at_places, sequence_scores
 from ._op import fused_linear_loss_forward, register_function

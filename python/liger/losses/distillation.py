@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..ops._arguments import (
+from .._core.arguments import (
     DIVISOR,
     FLAG,
     FRACTION,
@@ -25,8 +25,8 @@ from ..ops._arguments import (
     wrong_dtype,
     wrong_shape,
 )
-from ..ops._autocast import autocast_operands
-from ..ops._budget import check_budget_variable
+from .._core.autocast import autocast_operands
+from .._core.memory_budget import check_budget_variable
 from ..ops.divergence import of_beta
 from ..ops.fused_linear_divergence import fused_linear_distillation
 from ._batch import as_scalar

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops._arguments import (
+from .._core.arguments import (
     COUNT,
     FINITE,
     FLAG,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..ops._arguments import (
+from .._core.arguments import (
     DIVISOR,
     FINITE,
     FLAG,

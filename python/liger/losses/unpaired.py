@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops._arguments import (
+from .._core.arguments import (
     DIVISOR,
     FLAG,
     INTEGER,

@@ -3,8 +3,21 @@
 import torch
 from torch import nn
 
-from ..ops._arguments import ANYTHING, BYTES, COUNT, DIVISOR, DTYPE, FLAG, NAMES, TENSOR, arguments, check
-from ..ops.cross_entropy import CE_OPTIONS, CrossEntropyOutput, cross_entropy
+from .._core.arguments import (
+    ANYTHING,
+    BYTES,
+    CE_OPTIONS,
+    COUNT,
+    DIVISOR,
+    DTYPE,
+    FLAG,
+    NAMES,
+    TENSOR,
+    arguments,
+    check,
+)
+from .._core.cross_entropy_results import CrossEntropyOutput
+from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 
 METRICS = CrossEntropyOutput._fields[1:]

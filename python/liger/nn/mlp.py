@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..ops._arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
+from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ..ops._arguments import ANYTHING, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
+from .._core.arguments import ANYTHING, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 

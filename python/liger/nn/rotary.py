@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..ops._arguments import FLAG, INTEGER, arguments
+from .._core.arguments import FLAG, INTEGER, arguments
 from ..ops.rope import check_heads_dim, rope
 
 

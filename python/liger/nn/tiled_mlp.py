@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from ..distributed import is_dtensor
-from ..ops._arguments import ANYTHING, BYTES, COUNT, DTYPE, arguments
+from .._core.arguments import ANYTHING, BYTES, COUNT, DTYPE, arguments
+from .._core.dtensor import is_dtensor
 from ..ops.tiled_mlp import tiled_mlp
 
 # Hugging Face's names of activations, and ours.

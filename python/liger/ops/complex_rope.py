@@ -3,7 +3,7 @@ entries, with the real and imaginary parts as its tables."""
 
 import torch
 
-from ._arguments import FLAG, INTEGER, arguments, check_device, dtype_name
+from .._core.arguments import FLAG, INTEGER, arguments, check_device, dtype_name
 from .rope import check_heads, rope
 
 

@@ -3,14 +3,10 @@
 docs/cross_entropy.md defines every term, and says when the gradient is made in the forward.
 """
 
-from typing import NamedTuple
-
 import torch
 
-from ..backend import register_family
-from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
-from ._arguments import DIVISOR, FLAG, FRACTION, HEAD, NOT_NEGATIVE, RETURNS, TEXT, arguments
-from ._autograd import (
+from .._core.arguments import CE_OPTIONS, FLAG, arguments
+from .._core.autograd import (
     check_given_up,
     differentiable,
     differentiable_once,
@@ -21,28 +17,20 @@ from ._autograd import (
     refuse_made,
     wants_grad,
 )
-from ._cross_entropy_math import Metrics
-from ._cross_entropy_torch import (
+from .._core.cross_entropy_math import Metrics
+from .._core.cross_entropy_results import fake_results, output_like
+from .._core.dtensor import align_tokens
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.forward_gradients import scaled_by_upstream
+from .._core.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
+from ..backend import register_family
+from .cross_entropy_torch import (
     cross_entropy_backward__torch,
     cross_entropy_backward_torch,
     cross_entropy_forward__torch,
     cross_entropy_forward_torch,
 )
-from ._fakes import register_fake
-from .rescale import scaled_by_upstream
-from .rms_norm import accumulate_dtype
-
-
-class CrossEntropyOutput(NamedTuple):
-    """The loss and the metrics that were asked for; the others are None."""
-
-    loss: torch.Tensor
-    z_loss: torch.Tensor | None
-    token_accuracy: torch.Tensor | None
-    predicted_tokens: torch.Tensor | None
-    logprobs: torch.Tensor | None
-    entropy: torch.Tensor | None
-
 
 register_family(
     "cross_entropy",
@@ -57,27 +45,6 @@ register_family(
 
 
 # --- fakes --------------------------------------------------------------------------------------------------------
-
-
-def fake_results(like, rows, reduction, metrics):
-    """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) of either op, without values."""
-    wide = accumulate_dtype(like.dtype)
-
-    def empty(shape, dtype=wide):
-        return like.new_empty(shape, dtype=dtype)
-
-    def per_row(wanted, dtype=wide):
-        return empty((rows,) if wanted else (0,), dtype)
-
-    reduced = (rows,) if reduction == "none" else ()
-    return (
-        empty(reduced),
-        empty(reduced if metrics.z_loss else (0,)),
-        empty(() if metrics.token_accuracy else (0,)),
-        per_row(metrics.predicted_tokens, torch.int64),
-        per_row(metrics.logprobs),
-        per_row(metrics.entropy),
-    )
 
 
 _REDUCTION = 9
@@ -113,13 +80,6 @@ def _(grad_loss, logits, *rest):
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------
-
-
-def refuse_gradients(op, **tensors):
-    """Raises RuntimeError where a gradient would be asked for that does not exist, rather than return none."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise RuntimeError(f"{op}: {name} requires grad, but {op} has no gradient for it: detach it")
 
 
 def _made_in_forward(logits, reduction):
@@ -222,22 +182,6 @@ def _inplace_applies(logits):
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def flatten_rows(op, name, x, target, token_weight, target_name="target"):
-    """x as (rows, features), target and token_weight as (rows,)."""
-    if x.dim() == 0 or (x.dim() == 2 and target.dim() == 1):
-        return x, target, token_weight  # flat already, or for the op's own check to refuse
-    for other_name, other in ((target_name, target), ("token_weight", token_weight)):
-        if other is not None and other.shape != x.shape[:-1]:
-            raise RuntimeError(
-                f"{op}: {other_name} has shape {tuple(other.shape)}, expected that of {name} without its last "
-                f"dimension, {tuple(x.shape[:-1])}"
-            )
-    if x.dim() == 1:
-        return x.unsqueeze(0), target.reshape(-1), None if token_weight is None else token_weight.reshape(-1)
-    dims = x.dim() - 1
-    return tuple(t if t is None else flatten_tokens(t, dims) for t in (x, target, token_weight))
-
-
 def _run(
     logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
     reduction, metrics, inplace,
@@ -252,26 +196,6 @@ def _run(
     in_place = inplace and _inplace_applies(rows)
     results = _Inplace.apply(made, *arguments) if in_place else _forward_op(*arguments, made)
     return output_like(target, reduction, metrics, results)
-
-
-def output_like(target, reduction, metrics, results):
-    """The results of a forward op as the public functions return them: the loss alone, or all that was asked for.
-
-    Per-row ones have the shape of the target.
-    """
-    loss, z_loss, accuracy, *per_row = results[:6]
-    if reduction == "none":
-        loss = unflatten_tokens(loss, target)
-        z_loss = unflatten_tokens(z_loss, target) if metrics.z_loss else None
-    if not any(metrics):
-        return loss
-    wanted = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
-    return CrossEntropyOutput(
-        loss,
-        z_loss if metrics.z_loss else None,
-        accuracy if metrics.token_accuracy else None,
-        *(unflatten_tokens(x, target) if want else None for x, want in zip(per_row, wanted, strict=True)),
-    )
 
 
 def _composite(
@@ -289,23 +213,6 @@ _library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
-
-
-def denominator_tensor(denominator, like):
-    """A number as a device tensor, without a synchronisation; tensors and None pass through."""
-    if denominator is None or isinstance(denominator, torch.Tensor):
-        return denominator
-    return torch.full((), denominator, dtype=accumulate_dtype(like.dtype), device=like.device)
-
-
-CE_OPTIONS = {
-    **HEAD,
-    **RETURNS,
-    "denominator": DIVISOR,
-    "label_smoothing": FRACTION,
-    "lse_square_scale": NOT_NEGATIVE,
-    "reduction": TEXT,
-}
 
 
 @arguments(inplace=FLAG, **CE_OPTIONS)

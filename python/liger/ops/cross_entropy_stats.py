@@ -12,12 +12,12 @@ loss of their entropy: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
 
 import torch
 
+from .._core.autograd import differentiable, differentiable_once, forbid_autograd
+from .._core.cross_entropy_math import check_row_values
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.row_blocks import row_blocks
 from ..backend import register_family
-from ._autograd import differentiable, differentiable_once, forbid_autograd
-from ._cross_entropy_math import check_row_values
-from ._fakes import register_fake
-from ._rows import row_blocks
-from .rms_norm import accumulate_dtype
 
 # A class without probability adds nothing, whatever its logarithm is multiplied by.
 _LEAST_LOG = -1e30

@@ -6,9 +6,7 @@ each row and, but for "none", a sum.
 
 import torch
 
-from ..backend import register_family
-from ..distributed import align_tokens, flatten_tokens, unflatten_tokens
-from ._arguments import (
+from .._core.arguments import (
     DIVISOR,
     FLAG,
     FRACTION,
@@ -20,7 +18,7 @@ from ._arguments import (
     check_floating,
     wrong_shape,
 )
-from ._autograd import (
+from .._core.autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
@@ -28,16 +26,18 @@ from ._autograd import (
     refuse_made,
     wants_grad,
 )
-from ._divergence_torch import (
+from .._core.dtensor import align_tokens, flatten_tokens, unflatten_tokens
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import check_one_device, register_fake
+from .._core.forward_gradients import scaled_by_upstream
+from .._core.loss_rows import denominator_tensor, refuse_gradients
+from ..backend import register_family
+from .divergence_torch import (
     divergence_backward_torch,
     divergence_ce_forward__torch,
     divergence_forward__torch,
     divergence_forward_torch,
 )
-from ._fakes import check_one_device, register_fake
-from .cross_entropy import denominator_tensor, refuse_gradients
-from .rescale import scaled_by_upstream
-from .rms_norm import accumulate_dtype
 
 register_family(
     "divergence",

@@ -9,19 +9,20 @@ from functools import partial
 
 import torch
 
+from .._core.arguments import CE_OPTIONS, arguments
+from .._core.autocast import autocast_operands
+from .._core.autograd import wants_grad
+from .._core.cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule
+from .._core.cross_entropy_results import fake_results, output_like
+from .._core.dtensor import align_tokens
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.forward_gradients import gradients_in_forward
+from .._core.loss_rows import denominator_tensor, flatten_rows
+from .._core.matmul import without_ignored
+from .._core.memory_budget import check_budget_variable
+from .._core.row_blocks import row_blocks
 from ..backend import register_family
-from ..distributed import align_tokens
-from ._arguments import arguments
-from ._autocast import autocast_operands
-from ._autograd import wants_grad
-from ._budget import check_budget_variable
-from ._cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule
-from ._fakes import register_fake
-from ._made_gradients import gradients_in_forward
-from ._products import without_ignored
-from ._rows import row_blocks
-from .cross_entropy import CE_OPTIONS, denominator_tensor, fake_results, flatten_rows, output_like
-from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 

@@ -9,9 +9,7 @@ defines every term.
 
 import torch
 
-from ..backend import register_portable, targets_checked
-from ..distributed import unflatten_tokens
-from ._arguments import (
+from .._core.arguments import (
     LayerNames,
     arguments,
     check_device,
@@ -20,19 +18,21 @@ from ._arguments import (
     check_like,
     wrong_shape,
 )
-from ._autocast import autocast_operands
-from ._autograd import wants_grad
-from ._budget import check_budget_variable
-from ._cross_entropy_math import check_targets
-from ._distillation_rows import Rows, RowWeights, Targets, Terms, distil_rows
-from ._fakes import register_fake
-from ._linear_chunks import HeadGradients, Sm90HeadGradients, row_chunks
-from ._made_gradients import gradients_in_forward
-from ._products import write_linear, write_wide_linear
-from ._scaled_gradients import ScaledHeadGradients, scale_of
-from .cross_entropy import denominator_tensor, refuse_gradients
+from .._core.autocast import autocast_operands
+from .._core.autograd import wants_grad
+from .._core.cross_entropy_math import check_targets
+from .._core.dtensor import unflatten_tokens
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.forward_gradients import gradients_in_forward
+from .._core.lm_head import HeadGradients, Sm90HeadGradients, row_chunks
+from .._core.lm_head_fp16 import ScaledHeadGradients, scale_of
+from .._core.loss_rows import denominator_tensor, refuse_gradients
+from .._core.matmul import write_linear, write_wide_linear
+from .._core.memory_budget import check_budget_variable
+from ..backend import register_portable, targets_checked
 from .divergence import DIVERGENCE_OPTIONS, flatten_pair, mean_of_rows, of_beta, row_weights
-from .rms_norm import accumulate_dtype
+from .fused_linear_divergence_torch import Rows, RowWeights, Targets, Terms, distil_rows
 
 # --- kernel -------------------------------------------------------------------------------------------------------
 

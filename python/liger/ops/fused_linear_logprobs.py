@@ -8,17 +8,25 @@ from typing import NamedTuple
 
 import torch
 
+from .._core.arguments import (
+    HEAD,
+    RETURNS,
+    LayerNames,
+    arguments,
+    check_classes,
+    check_given_classes,
+    check_layer,
+)
+from .._core.autocast import autocast_operands
+from .._core.autograd import differentiable, differentiable_once
+from .._core.dtensor import align_tokens, unflatten_tokens
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.lm_head import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
+from .._core.loss_rows import flatten_rows
+from .._core.memory_budget import check_budget_variable
 from ..backend import register_portable
-from ..distributed import align_tokens, unflatten_tokens
-from ._arguments import HEAD, RETURNS, LayerNames, arguments, check_classes, check_given_classes, check_layer
-from ._autocast import autocast_operands
-from ._autograd import differentiable, differentiable_once
-from ._budget import check_budget_variable
-from ._fakes import register_fake
-from ._linear_chunks import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
-from .cross_entropy import flatten_rows
 from .fused_linear_ce import fused_linear_ce_forward
-from .rms_norm import accumulate_dtype
 
 _OP = "fused_linear_logprobs"
 _NAMES = LayerNames("hidden", "weight", "targets")

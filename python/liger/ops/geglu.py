@@ -1,53 +1,53 @@
 """GeGLU, ``gelu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with GELU, exact or by tanh."""
 
+from .._core import gated
+from .._core.arguments import FLAG, TEXT, arguments
 from ..backend import register_family
-from . import _gated
-from ._arguments import FLAG, TEXT, arguments
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 
 
 def geglu_torch(gate, up, approximate="none"):
-    return _gated.product("geglu", gate, up, _gated.gelu_name("geglu", approximate))
+    return gated.product("geglu", gate, up, gated.gelu_name("geglu", approximate))
 
 
 def geglu_backward_torch(grad_out, gate, up, emit_product=False, approximate="none"):
-    return _gated.backward(
-        "geglu_backward", grad_out, gate, up, emit_product, _gated.gelu_name("geglu_backward", approximate)
+    return gated.backward(
+        "geglu_backward", grad_out, gate, up, emit_product, gated.gelu_name("geglu_backward", approximate)
     )
 
 
 def geglu_backward__torch(grad_out, gate, up, approximate="none"):
-    _gated.backward_("geglu_backward_", grad_out, gate, up, _gated.gelu_name("geglu_backward_", approximate))
+    gated.backward_("geglu_backward_", grad_out, gate, up, gated.gelu_name("geglu_backward_", approximate))
 
 
 def geglu_backward_product__torch(grad_out, gate, up, approximate="none"):
-    _gated.backward_product_(
+    gated.backward_product_(
         "geglu_backward_product_",
         grad_out,
         gate,
         up,
-        _gated.gelu_name("geglu_backward_product_", approximate),
+        gated.gelu_name("geglu_backward_product_", approximate),
     )
 
 
 def geglu_packed_torch(gate_up, approximate="none"):
-    return _gated.packed_product("geglu_packed", gate_up, _gated.gelu_name("geglu_packed", approximate))
+    return gated.packed_product("geglu_packed", gate_up, gated.gelu_name("geglu_packed", approximate))
 
 
 def geglu_packed_backward_torch(grad_out, gate_up, emit_product=False, approximate="none"):
-    return _gated.packed_backward(
+    return gated.packed_backward(
         "geglu_packed_backward",
         grad_out,
         gate_up,
         emit_product,
-        _gated.gelu_name("geglu_packed_backward", approximate),
+        gated.gelu_name("geglu_packed_backward", approximate),
     )
 
 
 def geglu_packed_backward__torch(grad_out, gate_up, approximate="none"):
-    _gated.packed_backward_(
-        "geglu_packed_backward_", grad_out, gate_up, _gated.gelu_name("geglu_packed_backward_", approximate)
+    gated.packed_backward_(
+        "geglu_packed_backward_", grad_out, gate_up, gated.gelu_name("geglu_packed_backward_", approximate)
     )
 
 
@@ -68,7 +68,7 @@ register_family(
 
 # --- fakes, autograd, vmap ------------------------------------------------------------------------------------------
 
-_geglu, _geglu_packed = _gated.gated_forms("geglu")
+_geglu, _geglu_packed = gated.gated_forms("geglu")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

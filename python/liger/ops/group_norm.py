@@ -6,12 +6,12 @@ variance as a row of :mod:`liger.ops.layer_norm` is. Weight and bias belong to c
 
 import torch
 
+from .._core.arguments import INTEGER, NOT_NEGATIVE, arguments
+from .._core.autograd import differentiable
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
 from ..backend import register_family
-from ._arguments import INTEGER, NOT_NEGATIVE, arguments
-from ._autograd import differentiable
-from ._fakes import register_fake
-from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
-from .rms_norm import accumulate_dtype
 
 
 def _rows(x, num_groups):

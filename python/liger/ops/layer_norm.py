@@ -6,12 +6,12 @@ with one rounding at the end. The variance is the mean of ``(x - m)^2``, never t
 
 import torch
 
+from .._core.arguments import NOT_NEGATIVE, arguments
+from .._core.autograd import differentiable
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
 from ..backend import register_family
-from ._arguments import NOT_NEGATIVE, arguments
-from ._autograd import differentiable
-from ._fakes import register_fake
-from ._moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
-from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 

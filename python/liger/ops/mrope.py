@@ -7,7 +7,16 @@ beside the rotation.
 
 import torch
 
-from ._arguments import FLAG, INTEGER, Rule, arguments, check_device, check_floating, check_like, check_shape
+from .._core.arguments import (
+    FLAG,
+    INTEGER,
+    Rule,
+    arguments,
+    check_device,
+    check_floating,
+    check_like,
+    check_shape,
+)
 from .rope import check_heads, rope
 
 _AXES = 3  # time, height, width

@@ -9,15 +9,13 @@ With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x
 
 import torch
 
+from .._core.arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
+from .._core.autograd import differentiable, differentiable_once
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.memory_format import laid_out_like
+from .._core.vmap import to_front
 from ..backend import register_family
-from ._arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
-from ._autograd import differentiable, differentiable_once
-from ._fakes import register_fake
-from ._vmap import to_front
-
-
-def accumulate_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _normalise(x, weight, eps, offset, casting_mode):
@@ -62,14 +60,6 @@ def _grad(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, 
             grad_x.add_(grad_residual.to(wide))
         grad_x = grad_x.to(x.dtype)
     return grad_x, grad_weight
-
-
-def laid_out_like(x, made):
-    """A fresh tensor in the dtype and with the strides that ``torch.empty_like(x)`` has; itself where it has them."""
-    out_strides = torch.empty_like(x, device="meta").stride()
-    if made.dtype == x.dtype and made.stride() == out_strides:
-        return made
-    return torch.empty_like(x).copy_(made)
 
 
 def _or_empty(tensor, like):

@@ -8,18 +8,21 @@ cos and sin have one value per entry, so cos1 and cos2 are usually, but need not
 
 import torch
 
-from ..backend import register_family
-from ._arguments import FLAG, INTEGER, arguments, check, check_floating, check_like, described, wrong_shape
-from ._autograd import (
-    check_given_up,
-    differentiable,
-    forbid_autograd,
-    is_traced,
-    own_their_memory,
+from .._core.arguments import (
+    FLAG,
+    INTEGER,
+    arguments,
+    check,
+    check_floating,
+    check_like,
+    described,
+    wrong_shape,
 )
-from ._fakes import register_fake
-from ._vmap import to_front
-from .rms_norm import accumulate_dtype
+from .._core.autograd import check_given_up, differentiable, forbid_autograd, is_traced, own_their_memory
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.vmap import to_front
+from ..backend import register_family
 
 
 def _rotate(x, cos, sin, interleaved, backward):

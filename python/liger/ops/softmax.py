@@ -2,12 +2,12 @@
 
 import torch
 
+from .._core.arguments import arguments
+from .._core.autograd import differentiable, differentiable_once
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.vmap import to_front
 from ..backend import register_family
-from ._arguments import arguments
-from ._autograd import differentiable, differentiable_once
-from ._fakes import register_fake
-from ._vmap import to_front
-from .rms_norm import accumulate_dtype
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 

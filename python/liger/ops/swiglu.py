@@ -1,8 +1,8 @@
 """SwiGLU, ``silu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with SiLU."""
 
+from .._core import gated
+from .._core.arguments import FLAG, arguments
 from ..backend import register_family
-from . import _gated
-from ._arguments import FLAG, arguments
 
 _SILU = "silu"
 
@@ -10,31 +10,31 @@ _SILU = "silu"
 
 
 def swiglu_torch(gate, up):
-    return _gated.product("swiglu", gate, up, _SILU)
+    return gated.product("swiglu", gate, up, _SILU)
 
 
 def swiglu_backward_torch(grad_out, gate, up, emit_product=False):
-    return _gated.backward("swiglu_backward", grad_out, gate, up, emit_product, _SILU)
+    return gated.backward("swiglu_backward", grad_out, gate, up, emit_product, _SILU)
 
 
 def swiglu_backward__torch(grad_out, gate, up):
-    _gated.backward_("swiglu_backward_", grad_out, gate, up, _SILU)
+    gated.backward_("swiglu_backward_", grad_out, gate, up, _SILU)
 
 
 def swiglu_backward_product__torch(grad_out, gate, up):
-    _gated.backward_product_("swiglu_backward_product_", grad_out, gate, up, _SILU)
+    gated.backward_product_("swiglu_backward_product_", grad_out, gate, up, _SILU)
 
 
 def swiglu_packed_torch(gate_up):
-    return _gated.packed_product("swiglu_packed", gate_up, _SILU)
+    return gated.packed_product("swiglu_packed", gate_up, _SILU)
 
 
 def swiglu_packed_backward_torch(grad_out, gate_up, emit_product=False):
-    return _gated.packed_backward("swiglu_packed_backward", grad_out, gate_up, emit_product, _SILU)
+    return gated.packed_backward("swiglu_packed_backward", grad_out, gate_up, emit_product, _SILU)
 
 
 def swiglu_packed_backward__torch(grad_out, gate_up):
-    _gated.packed_backward_("swiglu_packed_backward_", grad_out, gate_up, _SILU)
+    gated.packed_backward_("swiglu_packed_backward_", grad_out, gate_up, _SILU)
 
 
 register_family(
@@ -54,7 +54,7 @@ register_family(
 
 # --- fakes, autograd, vmap ------------------------------------------------------------------------------------------
 
-_swiglu, _swiglu_packed = _gated.gated_forms("swiglu")
+_swiglu, _swiglu_packed = gated.gated_forms("swiglu")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

@@ -13,14 +13,15 @@ from functools import partial
 import torch
 from torch.autograd.graph import increment_version
 
+from .._core.arguments import BYTES, INTEGER, TEXT, arguments
+from .._core.autocast import autocast_operands
+from .._core.autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from .._core.fakes import register_fake
+from .._core.matmul import write_linear
+from .._core.memory_budget import check_budget_variable
+from .._core.tiled_mlp_plan import Problem, block_columns, forward_step, plan_tiles
 from ..backend import register_portable
-from ._arguments import BYTES, INTEGER, TEXT, arguments
-from ._autocast import autocast_operands
-from ._autograd import differentiable, differentiable_once, may_write_saved, wants_grad
-from ._budget import check_budget_variable
-from ._fakes import register_fake
-from ._products import write_linear
-from ._tiled_work import (
+from .tiled_mlp_torch import (
     ParameterGradient,
     Projections,
     SharedWorkplace,
@@ -29,7 +30,6 @@ from ._tiled_work import (
     gated_product,
     slices,
 )
-from ._tiles import Problem, block_columns, forward_step, plan_tiles
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 

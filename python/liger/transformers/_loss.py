@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..distributed import is_dtensor
+from .._core.dtensor import is_dtensor
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import recipe_of

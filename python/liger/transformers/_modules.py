@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from .._core.dtensor import is_dtensor
+from .._core.gated import GELU_NAMES
 from .._tiled import tiled
-from ..distributed import is_dtensor
-from ..ops._gated import GELU_NAMES
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope

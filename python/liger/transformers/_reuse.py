@@ -7,7 +7,7 @@ nothing is written over, and the formulas are those of torch.
 import torch
 from torch import nn
 
-from ..ops._autograd import is_traced, may_write_saved
+from .._core.autograd import is_traced, may_write_saved
 
 # --- an embedding whose weight is the head's too ------------------------------------------------------------------
 

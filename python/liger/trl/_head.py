@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
-from ..distributed import is_dtensor
+from .._core.dtensor import is_dtensor
 from ..transformers._loss import linear_heads
 from ._scores import Scores, Transform, score, top1, with_logit_statistics
 

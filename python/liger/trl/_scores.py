@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..ops._budget import default_memory_budget
-from ..ops._linear_chunks import row_chunks
+from .._core.dtypes import accumulate_dtype
+from .._core.lm_head import row_chunks
+from .._core.memory_budget import default_memory_budget
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
-from ..ops.rms_norm import accumulate_dtype
 
 
 class Scores(NamedTuple):

@@ -1,11 +1,11 @@
-"""What the kernels of tiled_mlp work with: its projections, sums of gradients, and the memory of shards."""
+"""The projections, weight gradient sums and shard buffers of the kernels of tiled_mlp."""
 
 import torch
 
-from ._gated import GELU_NAMES
-from ._products import product, write_linear
-from ._tiles import lay_out
-from .rms_norm import accumulate_dtype
+from .._core.dtypes import accumulate_dtype
+from .._core.gated import GELU_NAMES
+from .._core.matmul import product, write_linear
+from .._core.tiled_mlp_plan import lay_out
 
 # What torch calls the approximation of each activation that is GELU.
 _APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}

@@ -1,15 +1,15 @@
-"""Gradients of a linear layer in float16 from those of its logits in float16, which come in a range of their own.
+"""Gradients of an lm_head in float16, from gradients of the logits in float16 with a scale.
 
-The gradient of a logit is a probability over the number of tokens, or less by orders of magnitude: as a float16 it
-would be 0 or have few bits. So it comes times a power of two, and what the products sum in float32 is divided by it
-before it is rounded.
+The gradient of a logit is at most a probability divided by the number of tokens: in float16 it would underflow or lose
+most of its bits. So it is multiplied by a power of two, as by a loss scale. The GEMMs accumulate in float32, and their
+results are divided by the scale before they are rounded.
 """
 
 import torch
 
-from ._linear_chunks import HeadGradients
-from ._products import product
-from ._rows import row_blocks
+from .lm_head import HeadGradients
+from .matmul import product
+from .row_blocks import row_blocks
 
 # The largest gradient of a logit is about the largest weight of a row, that of a reverse KL up to a hundred times that.
 _LARGEST_EXPONENT = 8

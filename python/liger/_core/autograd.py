@@ -44,7 +44,7 @@ _NOTHING_ADDED = DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(Disp
 _VMAP_OF_BACKWARDS = torch._C._parse_dispatch_key("VmapMode")
 
 
-def _meets_only_autograd(args):
+def meets_only_autograd(args):
     """Whether nothing but autograd would see a call of an op with these arguments before its backend does.
 
     That excludes compilers, tensor subclasses, modes, transforms (vmap, grad), forward mode, tracers, and calls from
@@ -81,7 +81,7 @@ def differentiable(op, setup_context, backward):
     record = _recorder(op, forward, backward)
 
     def call(*args):
-        if not _meets_only_autograd(args):
+        if not meets_only_autograd(args):
             return op(*args)
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             return record(*args)
@@ -312,7 +312,7 @@ def forbid_autograd(op_name):
     library.impl(op_name, count, "ADInplaceOrView", with_keyset=True)
 
     def call(*args):
-        if torch.is_grad_enabled() or not _meets_only_autograd(args):
+        if torch.is_grad_enabled() or not meets_only_autograd(args):
             return op(*args)
         with _AutoDispatchBelowADInplaceOrView():
             result = op(*args)

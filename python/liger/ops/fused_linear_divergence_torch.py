@@ -1,4 +1,4 @@
-"""Rows of logits of a student: what they lose, and their gradient.
+"""Distillation losses of rows of a student's logits, and the gradient of the logits.
 
 The loss of a row is ``soft`` times its distance from the teacher plus ``hard`` times the cross entropy of its target.
 Both see one set of logits. At temperature 1 the divergences' own op adds cross entropy to the gradient, and no pass is
@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from ._divergence_torch import target_columns, target_logits
-from ._rows import row_blocks
+from .._core.dtypes import accumulate_dtype
+from .._core.row_blocks import row_blocks
 from .cross_entropy_stats import cross_entropy_stats_backward_
 from .divergence import divergence_ce_forward_, divergence_forward_
-from .rms_norm import accumulate_dtype
+from .divergence_torch import target_columns, target_logits
 
 # The norm that a row of logits has at least, for the cosine.
 _LEAST_NORM = 1e-8

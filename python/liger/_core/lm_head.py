@@ -1,10 +1,10 @@
-"""A linear layer over classes, a chunk of rows of logits at a time: what the ops on log-probabilities share.
+"""The lm_head, a linear layer from hidden states to classes, computed in chunks of rows.
 
-Every loss that sees the logits z of a row through the log-probability of the target and the entropy H alone has
+A loss that depends on the logits z of a row only through the log-probability of the target and the entropy H has
 
     dL/dz[v] = g * ([v is the target] - p[v]) - h * p[v] * (log p[v] + H),    g = dL/dlogp, h = dL/dH
 
-so two numbers per row turn a chunk of logits, where it lies, into its gradient.
+so the gradient overwrites a chunk of logits, given two numbers per row.
 """
 
 from typing import NamedTuple
@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 
 from ..backend import FAMILIES
-from ._arguments import POSITIVE, check
-from ._products import product, without_ignored, write_linear
-from .cross_entropy_stats import cross_entropy_stats_backward_
-from .rms_norm import accumulate_dtype
+from .arguments import POSITIVE, check
+from .dtypes import accumulate_dtype
+from .matmul import product, without_ignored, write_linear
 
 
 class RowStatistics(NamedTuple):
@@ -58,7 +57,7 @@ class Head(NamedTuple):
         if of_entropy is not None:
             of_log = of_entropy * (-1.0 / self.temperature)
             of_exp = torch.addcmul(minus, of_log, rows.entropy)
-        cross_entropy_stats_backward_(
+        torch.ops.liger.cross_entropy_stats_backward_.default(
             logits, target, rows.lse, of_exp, minus, None, None, 0, self.ignore_index, self._cap, of_log
         )
 

@@ -1,4 +1,4 @@
-"""Walking over a tensor in blocks of rows, so that float32 temporaries stay small."""
+"""Iteration over a tensor in blocks of rows, which bounds the size of float32 temporaries."""
 
 import torch
 

@@ -1,14 +1,14 @@
-"""What the families of gated products, ``activation(gate) * up``, have in common: torch kernels, fakes, autograd, vmap.
+"""Gated activations, ``activation(gate) * up``: the torch kernels, fakes, autograd and vmap of swiglu and geglu.
 
-Nothing is saved but the inputs: the backward computes the activation again. The packed form has gate and up side by
-side in the last dimension of one tensor, as one GEMM of a merged projection writes them. Arguments of an op beside its
-tensors (which activation it is) come last and are called options here.
+Only the inputs are saved: the backward recomputes the activation. The packed form has gate and up side by side in the
+last dimension of one tensor, as one GEMM of a merged projection writes them. Arguments of an op after its tensors
+(which activation it is) are called options here.
 """
 
 import torch
 
-from ._arguments import FLAG, check
-from ._autograd import (
+from .arguments import FLAG, check
+from .autograd import (
     check_given_up,
     differentiable,
     differentiable_once,
@@ -17,9 +17,10 @@ from ._autograd import (
     may_write_saved,
     own_their_memory,
 )
-from ._fakes import register_fake
-from ._vmap import to_front
-from .rms_norm import accumulate_dtype, laid_out_like
+from .dtypes import accumulate_dtype
+from .fakes import register_fake
+from .memory_format import laid_out_like
+from .vmap import to_front
 
 # --- formulas -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Rules of torch.vmap: what its rules have in common, and the one of every op without a rule of its own."""
+"""Rules of torch.vmap: a helper of the written ones, and a loop for every op without a rule."""
 
 import torch
 

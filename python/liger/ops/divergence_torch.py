@@ -2,8 +2,8 @@
 
 import torch
 
-from ._rows import row_blocks
-from .rms_norm import accumulate_dtype
+from .._core.dtypes import accumulate_dtype
+from .._core.row_blocks import row_blocks
 
 
 def _where_positive(weight, value):

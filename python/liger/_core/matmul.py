@@ -1,11 +1,11 @@
-"""The matrix products of a linear layer that is computed a chunk of rows at a time.
+"""GEMMs of a linear layer that is computed in chunks of rows.
 
-Forms with ``out=`` throughout, because autocast casts the operands of the others.
+All are ``out=`` forms, because autocast casts the operands of the others.
 """
 
 import torch
 
-from ._rows import row_blocks
+from .row_blocks import row_blocks
 
 
 def write_linear(x, weight, bias, out, scale=1.0):

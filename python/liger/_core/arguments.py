@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch.overrides import is_tensor_like
 
-from ._autograd import _meets_only_autograd
+from .autograd import meets_only_autograd
 
 
 class Rule(NamedTuple):
@@ -91,6 +91,15 @@ HEAD = {
 RETURNS = {
     f"return_{name}": FLAG
     for name in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy", "argmax")
+}
+# The options of cross entropy, fused with the projection or not.
+CE_OPTIONS = {
+    **HEAD,
+    **RETURNS,
+    "denominator": DIVISOR,
+    "label_smoothing": FRACTION,
+    "lse_square_scale": NOT_NEGATIVE,
+    "reduction": TEXT,
 }
 
 
@@ -277,5 +286,5 @@ def check_classes(op, name, classes, vocab, ignore_index=None):
 def check_given_classes(*arguments):
     """:func:`check_classes` of a public function: not where something but autograd looks on, which has no data yet or
     must not see them. The ops under it check again, in their own names."""
-    if _meets_only_autograd(arguments[2:3]):
+    if meets_only_autograd(arguments[2:3]):
         check_classes(*arguments)

@@ -1,13 +1,14 @@
-"""Between tensors of any leading dimensions and the rows that the loss ops take, without moving a sharded token.
+"""Conversion between DTensors with any token dimensions and the rows of the loss ops, without communication.
 
-Flattening gives each rank the rows of its own part. Their order over all ranks is not that of the whole tensor, which
-no loss depends on, as long as everything with a row goes the same way and comes back by :func:`unflatten`.
+Flattening gives each rank the rows of its own shard. Their order over all ranks differs from that of the whole tensor.
+No loss depends on the order, as long as every tensor with a row per token is flattened alike, and :func:`unflatten`
+restores the shape of per-row results.
 """
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from ._call import dense_strides, keep, where_sharded
+from .placements import dense_strides, keep, where_sharded
 
 
 def align(op, x, target, token_weight):

@@ -1,8 +1,45 @@
-"""Autograd for losses of a linear layer's output whose gradients are made by the forward."""
+"""Autograd for losses whose gradients are computed by the forward.
 
-from ._autograd import differentiable, differentiable_once, refuse_made
-from .cross_entropy import refuse_gradients
-from .rescale import rescale, scaled_by_upstream
+The backward multiplies them by the upstream gradient, a device scalar, with ``liger::rescale``. The autograd formula of
+that op is here and not in ``ops/rescale.py``, because this layer calls it.
+"""
+
+import torch
+
+from .autograd import differentiable, differentiable_once, forbid_autograd, may_write_saved, refuse_made
+from .dtypes import accumulate_dtype
+from .loss_rows import refuse_gradients
+
+
+def _rescale_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _rescale_backward(ctx, grad_out):
+    x, factor = ctx.saved_tensors
+    need_x, need_factor = ctx.needs_input_grad
+    grad_x = rescale(grad_out, factor) if need_x else None
+    grad_factor = None
+    if need_factor:
+        wide = accumulate_dtype(x.dtype)
+        grad_factor = (grad_out.to(wide) * x.to(wide)).sum().to(factor.dtype).reshape(factor.shape)
+    return grad_x, grad_factor
+
+
+rescale = differentiable(torch.ops.liger.rescale.default, _rescale_setup, _rescale_backward)
+rescale_ = forbid_autograd("rescale_")
+
+
+def scaled_by_upstream(ctx, grads, grad_loss):
+    """In a backward: the saved gradients of a loss, or None, times the upstream gradient; in place where they die with
+    the node."""
+    grads = [None if grad is None else grad.detach() for grad in grads]
+    if not may_write_saved(ctx, *grads):
+        return [None if grad is None else rescale(grad, grad_loss) for grad in grads]
+    for grad in grads:
+        if grad is not None:
+            rescale_(grad, grad_loss)
+    return grads
 
 
 def gradients_in_forward(op, name, *, refused, row_weight, per_row):

@@ -1,4 +1,4 @@
-"""Shapes of results without results: for meta tensors, compilers and other modes."""
+"""Fake (meta) implementations: the shapes, strides and dtypes of results, for compilers and meta tensors."""
 
 import functools
 

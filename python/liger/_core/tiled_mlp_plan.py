@@ -1,8 +1,7 @@
-"""How tiled_mlp cuts its tokens into shards, of how many tokens it keeps the activations, and what lies where.
+"""The plan of tiled_mlp: its shards of tokens, the tokens whose activations are saved, and the memory of each shard.
 
 Pure functions of sizes, dtype and budget, the same on every rank of a job. Ranks with different numbers of tokens may
-get different plans, which is safe: nothing is communicated inside a shard.
-docs/performance/tiled_mlp.md derives the numbers.
+get different plans. That is safe, because no shard communicates. docs/performance/tiled_mlp.md derives the numbers.
 """
 
 import os

@@ -5,8 +5,8 @@ It works on blocks of rows, so that the float32 temporaries stay small beside th
 
 import torch
 
-from ._cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
-from ._rows import row_blocks
+from .._core.cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
+from .._core.row_blocks import row_blocks
 
 
 def _forward(

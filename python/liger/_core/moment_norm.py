@@ -1,10 +1,10 @@
-"""What layer_norm and group_norm share: normalisation by mean and variance in plain torch, fakes, autograd."""
+"""Normalisation by mean and variance: the torch formulas, fakes, autograd and vmap of layer_norm and group_norm."""
 
 import torch
 
-from ._autograd import differentiable_once
-from ._vmap import to_front
-from .rms_norm import accumulate_dtype
+from .autograd import differentiable_once
+from .dtypes import accumulate_dtype
+from .vmap import to_front
 
 
 def rows_normalised(rows, eps):

@@ -1,4 +1,4 @@
-"""Autocast for composite ops: what it does to the operands of torch.nn.functional.linear."""
+"""Autocast for ops composed of others: operands are cast as those of torch.nn.functional.linear."""
 
 import torch
 

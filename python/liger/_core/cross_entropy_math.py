@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from .rms_norm import accumulate_dtype
+from .dtypes import accumulate_dtype
 
 
 def check_targets(op, target, vocab, ignore_index):
