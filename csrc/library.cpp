@@ -161,14 +161,14 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None) -> int[]");
   // The same with the place of every chunk, for the valid_rows rows that are not ignored (None: no row is);
   // see ChunkLayout in csrc/linear_ce/planner.h
-  m.def("lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None) -> (int place, int stride, int elements, int accumulator_bytes, int head_rows, int[] chunk_rows, int[] chunk_offsets)");
-  // How the engine of compute capability 9.0 cuts them, on a device that runs so many clusters of two blocks
-  // at a time (66: 132 SMs), and between groups of so many rows; no chunks where the generic
-  // engine takes over. See Sm90Plan in csrc/linear_ce/sm90/planner.h
-  m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, bool observed=False, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_parts, int hosted_rows, int panel_bytes, int units_bytes, int slack)");
-  // The same where the gradient of logits lies in rows; zeros where the generic engine takes over. See
-  // Sm90HeadPlan there
-  m.def("plan_head_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, int beside, int? memory_budget=None, int clusters=66, int group_rows=1, bool hosted=False) -> (int first_rows, int first_parts, int chunk_rows, int part_rows, int parts, int units_bytes)");
+  m.def("lay_out_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int? valid_rows=None, int? leading_rows=None) -> (int logits_in, int stride, int elements, int accumulator_bytes, int prefetch_rows, int[] chunk_rows, int[] chunk_offsets)");
+  // The plan of the wgmma engine of compute capability 9.0 for a device with so many active two-block clusters
+  // (66: 132 SMs), in chunks that are multiples of group_rows; no chunks where the generic engine takes over.
+  // See LinearCePlan in csrc/linear_ce/sm90/planner.h
+  m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, bool with_metrics=False, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_k_splits, int rows_in_grad_weight, int workspace_panel_bytes, int scale_bytes, int panel_offset)");
+  // The same for losses whose dlogits is a matrix of its own; zeros where the generic engine takes over. See
+  // LinearBackwardPlan there
+  m.def("plan_linear_backward_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, int aux_rows, int? memory_budget=None, int clusters=66, int group_rows=1, bool aux_in_grad_weight=False) -> (int first_rows, int first_k_splits, int chunk_rows, int slice_rows, int k_splits, int scale_bytes)");
 }
 // clang-format on
 

@@ -252,7 +252,7 @@ SAMPLES = {
         (4096, 2048, 32000, False, True, True, 1 << 24, 60),
         (4096, 2048, 32000, True, True, True, None, 66, True),
     ],
-    "plan_head_sm90": lambda d: [
+    "plan_linear_backward_sm90": lambda d: [
         (4096, 2048, 32000, True, True, 1),
         (4096, 2048, 32000, False, True, 0, 1 << 24, 60, 128),
     ],

@@ -33,14 +33,15 @@ class Shape:
     budget: int = 512 * MIB
     accum_dtype: torch.dtype | None = None
 
-    def plan(self, need_grad_input=True, need_grad_weight=True, observed=False):
-        """(rows of the chunks, parts of the chunks, hosted rows, units_bytes), provided that the engine runs at all."""
-        _, rows, parts, hosted, _, units_bytes, _ = torch.ops.liger.plan_chunks_sm90(
+    def plan(self, need_grad_input=True, need_grad_weight=True, with_metrics=False):
+        """(rows of the chunks, split-K of the chunks, rows in the weight gradient, scale_bytes) if the engine
+        runs, which is asserted."""
+        _, rows, k_splits, in_grad_weight, _, scale_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
-            self.accum_dtype != BFLOAT16, self.budget, clusters(), observed,
+            self.accum_dtype != BFLOAT16, self.budget, clusters(), with_metrics,
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
-        return rows, parts, hosted, units_bytes
+        return rows, k_splits, in_grad_weight, scale_bytes
 
     def layer(self, device, ignored=0.25, scale=1.0):
         """input and weight whose logits have a standard deviation of about 2 * scale, and a target."""

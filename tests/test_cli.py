@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import liger
 from liger import cli
+from liger._core.sm90_plan import plan_chunks_sm90
 from liger.backend import triton_interpreted
 from liger.cli import _demo_data, _demo_report, _format, demo
 from liger.cli import plan as plan_command
@@ -174,24 +175,26 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
         cli.main([*ARGUMENTS_90, "--capability=9.0", "--json", f"--accum={accum}", f"--budget={budget}"]) == 0
     )
     found = json.loads(capsys.readouterr().out)
-    _, rows, parts, hosted, panel_bytes, units_bytes, slack = torch.ops.liger.plan_chunks_sm90(
+    plan = plan_chunks_sm90(
         *SIZES_90.values(), True, True, accum == "fp32", clusters=plan_command._clusters()
     )
-    if not rows:
+    if not plan.chunks:
         assert (budget, accum) == ("64M", "same") and found["engine"] == "generic"
         return
     assert found["engine"] == "sm90"
+    rows, k_splits = [c.rows for c in plan.chunks], plan.chunks[0].k_splits
+    panels = 128256 // 128 + plan.panel_offset
     assert found["first_chunk_rows"] == rows[0] and found["chunks"] == len(rows)
     assert found["chunk_rows"] == (rows[1] if len(rows) > 1 else rows[0])
-    beside = (128256 // 128 + slack) * panel_bytes
-    assert found["logits_liger"] + found["accumulator"] == beside
-    assert found["accumulator"] == (128256 // 128 + slack) * units_bytes
-    # The gradients, what lies beside them, and no more than a copy of the first chunk's rows with its sums and parts.
+    workspace = panels * plan.workspace_panel_bytes
+    assert found["logits_liger"] + found["accumulator"] == workspace
+    assert found["accumulator"] == panels * plan.scale_bytes
+    # The gradients, the panel workspace, and no more than a copy of the first chunk's rows with its sums and splits.
     gradients = 2 * 4096 * (16384 + 128256)
-    assert gradients + beside < found["peak_liger"]
-    most = 8 * 128256 + rows[0] * (2 * 4096 + 4 * (501 + 4) + (4 * 4096 * parts[0] if parts[0] > 1 else 0))
-    assert found["peak_liger"] <= gradients + beside + slack * 128 * 4096 * 2 + most
-    assert hosted == 4096
+    assert gradients + workspace < found["peak_liger"]
+    most = 8 * 128256 + rows[0] * (2 * 4096 + 4 * (501 + 4) + (4 * 4096 * k_splits if k_splits > 1 else 0))
+    assert found["peak_liger"] <= gradients + workspace + plan.panel_offset * 128 * 4096 * 2 + most
+    assert plan.rows_in_grad_weight == 4096
 
 
 @pytest.mark.parametrize(

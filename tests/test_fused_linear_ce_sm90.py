@@ -31,8 +31,8 @@ REDUCTIONS = ["mean", "sum", "none"]
 
 def test_the_shapes_are_what_they_are_named(sm90):
     def kinds(shape):
-        rows, parts, hosted, units_bytes = shape.plan()
-        return len(rows) > 1, hosted < rows[0], units_bytes > 0, max(parts) > 1
+        rows, k_splits, in_grad_weight, scale_bytes = shape.plan()
+        return len(rows) > 1, in_grad_weight < rows[0], scale_bytes > 0, max(k_splits) > 1
 
     expected = {
         "in the weight gradient": (False, False, False, True),

@@ -141,13 +141,13 @@ def test_micro_batches_add_up(device):
 def test_no_product_for_what_is_frozen(device, leaf, monkeypatch):
     """One gradient at a time is the one of all, and of the others nothing is computed."""
     tensors, made = make(device), []
-    original = module.HeadGradients.__init__
+    original = module.LMHeadGradients.__init__
 
     def spy(self, *arguments):
         original(self, *arguments)
         made.append([g.numel() > 0 for g in (self.input, self.weight, self.bias)])
 
-    monkeypatch.setattr(module.HeadGradients, "__init__", spy)
+    monkeypatch.setattr(module.LMHeadGradients, "__init__", spy)
     every = with_gradients(lambda t: fused("kl", t), tensors)
     alone = with_gradients(lambda t: fused("kl", t), tensors, leaves=(leaf,))
     torch.testing.assert_close(alone[1], every[1 + LEAVES.index(leaf)])
@@ -168,7 +168,7 @@ def test_logits_fit_the_budget(device, monkeypatch, dtype):
 
         monkeypatch.setattr(module, name, spy)
     chunks = []
-    for cls in (module.HeadGradients, module.ScaledHeadGradients):
+    for cls in (module.LMHeadGradients, module.ScaledLMHeadGradients):
 
         def chunk(self, x, *rest, add=cls.add):
             chunks.append(x.shape[0])

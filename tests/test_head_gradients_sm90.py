@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from sm90_engine import BFLOAT16, GRADIENT, MIB
 
 import liger
-from liger._core.lm_head import Sm90HeadGradients
+from liger._core.lm_head import Sm90LMHeadGradients
 from liger.ops.fused_linear_divergence import fused_linear_distillation
 
 pytestmark = pytest.mark.gpu
@@ -30,13 +30,13 @@ FORMS = {
 @pytest.fixture
 def plans(monkeypatch):
     """What was planned in a test."""
-    made, plan = [], Sm90HeadGradients.plan.__func__
+    made, plan = [], Sm90LMHeadGradients.plan.__func__
 
     def recorded(cls, *arguments, **named):
         made.append(plan(cls, *arguments, **named))
         return made[-1]
 
-    monkeypatch.setattr(Sm90HeadGradients, "plan", classmethod(recorded))
+    monkeypatch.setattr(Sm90LMHeadGradients, "plan", classmethod(recorded))
     return made
 
 
@@ -85,8 +85,8 @@ def test_distillation(sm90, plans, shape, name):
     values = layers(sm90, rows, hidden, vocab)
     loss, grads = ours(name, *values, memory_budget=budget)
     assert plans[-1] is not None
-    assert (plans[-1].chunk_rows < rows) == (shape in SEVERAL_CHUNKS)
-    assert (plans[-1].first_rows > plans[-1].chunk_rows) == (shape == "a longer first chunk")
+    assert (plans[-1].layout.chunk_rows < rows) == (shape in SEVERAL_CHUNKS)
+    assert (plans[-1].layout.first_rows > plans[-1].layout.chunk_rows) == (shape == "a longer first chunk")
     assert plans[-1].class_parts[1] > 1 or shape != "parts of the classes"
     with liger.use_backend("triton"):
         theirs_loss, theirs = ours(name, *values, memory_budget=budget)
@@ -263,7 +263,7 @@ def test_peak_memory(sm90, plans):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     ours("jsd", *values, memory_budget=budget)
-    assert plans[-1] is not None and plans[-1].chunk_rows < rows
+    assert plans[-1] is not None and plans[-1].layout.chunk_rows < rows
     gradients = 2 * (rows * hidden + vocab * hidden)
     assert torch.cuda.max_memory_allocated() - before <= gradients + budget + 4 * MIB
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_cli import LiveBytes
 
-from liger._core.lm_head import Head
+from liger._core.lm_head import LMHead
+from liger._core.sm90_plan import LinearCePlan, plan_chunks_sm90
 from liger.losses import _chunks
 
 MIB = 1 << 20
@@ -22,25 +23,25 @@ UNITS = {
 @pytest.fixture(autouse=True)
 def without_kernels(monkeypatch):
     """The engine's ops do nothing here: what they allocate is nothing on a device either."""
-    ops = {name: lambda *_: None for name in ("logprobs", "gradients", "place_rows")} | {"dense": lambda t: t}
+    ops = {name: lambda *_: None for name in ("logprobs", "gradients", "permute_rows")} | {
+        "dense": lambda t: t
+    }
     stubs = {name: types.SimpleNamespace(default=function) for name, function in ops.items()}
     monkeypatch.setattr(torch.ops, "liger_sm90", types.SimpleNamespace(**stubs), raising=False)
 
 
-def numbers_of(layout, hidden, vocab, budget):
-    """As liger_sm90::plan gives them, with the most that the scratch of a chunk may be."""
+def plan_of(layout, hidden, vocab, budget):
+    """As Sm90Chunks has it from liger_sm90::plan, with the most that the workspace of a chunk may be."""
     rows, group_rows = layout.parts * layout.groups * layout.length, layout.parts * layout.length
-    first, counts, parts, hosted, panel_bytes, units_bytes, slack = torch.ops.liger.plan_chunks_sm90(
-        rows, hidden, vocab, True, True, True, budget, group_rows=group_rows
-    )
-    numbers = [hosted, panel_bytes, units_bytes, slack, 0]
-    for i, (start, count, split) in enumerate(zip(first, counts, parts, strict=True)):
-        # The list, logits of targets, scales, one-hot parts, and sums of rows; one-hot parts of classes, readers.
-        scratch = count * (4 + 8 + 8 + 4 * -(-vocab // 256)) + 8 * vocab + vocab // 32
-        scratch += 4 * split * count * hidden if split > 1 else 0
-        # Whole tiles, and every block of memory begins at a multiple of 1024.
-        numbers += [start, count, split, int(i == 0), scratch + 16 * 1024]
-    return numbers
+    plan = plan_chunks_sm90(rows, hidden, vocab, True, True, True, budget, group_rows=group_rows)
+    workspaces = []
+    for _, count, k_splits in plan.chunks:
+        # Index, logits of targets, scales, one-hot terms, and sums of rows; one-hot terms of classes, read counts.
+        workspace = count * (4 + 8 + 8 + 4 * -(-vocab // 256)) + 8 * vocab + vocab // 32
+        workspace += 4 * k_splits * count * hidden if k_splits > 1 else 0
+        # Whole tiles, and every buffer is aligned to 1024 bytes.
+        workspaces.append(workspace + 16 * 1024)
+    return plan, [int(c.first == 0) for c in plan.chunks], workspaces
 
 
 def run(unit, sequences, length, hidden, vocab, budget=512 * MIB):
@@ -50,10 +51,10 @@ def run(unit, sequences, length, hidden, vocab, budget=512 * MIB):
     with torch.device("meta"):
         x, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (rows, vocab))
         target, of_rows = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
-    head = Head(weight, None, 1.0, -100, None)
+    head = LMHead(weight, None, 1.0, -100, None)
     call = _chunks.Call(x, target, head, layout, (True, True, False), True, budget, False, False)
     with LiveBytes(x, weight, target, of_rows) as memory:
-        chunks = _chunks.Sm90Chunks(call, numbers_of(layout, hidden, vocab, budget))
+        chunks = _chunks.Sm90Chunks(call, *plan_of(layout, hidden, vocab, budget))
         for groups in chunks.slices:
             chunks.read(groups, of_rows, of_rows[:0], target[:0])
             chunks.add(layout.cut(of_rows, groups), None)
@@ -82,10 +83,16 @@ def test_pairs_need_what_sequences_need():
         assert peak == peak_of_sequences
 
 
-def test_few_classes_leave_room_to_put_gradients_in_their_places():
-    """By way of the memory of exponentials, or where that is next to nothing, of 64 bytes for each row."""
+def test_few_classes_leave_room_to_permute_gradients():
+    """In the panel workspace, or if that is too small in 64 bytes per row."""
     chunks, peak = run("pair", 2048, 128, 256, 128, 512 << 10)
     assert len(chunks.slices) > 2
-    assert chunks._extra.numel() == 64 * 2048 * 128
+    assert chunks._panel_workspace.numel() == 64 * 2048 * 128
     _, peak_of_sequences = run("sequence", 1024, 256, 256, 128, 512 << 10)
     assert 0 < peak - peak_of_sequences < 64 * 2048 * 128
+
+
+def test_plan_survives_its_encoding():
+    plan = plan_of(_chunks.Layout(*UNITS["pair"](64, 512)), 4096, 128256, 512 * MIB)[0]
+    assert len(plan.chunks) > 1
+    assert LinearCePlan.decode(plan.encode()) == plan

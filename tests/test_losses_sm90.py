@@ -259,7 +259,7 @@ def test_rows_go_to_their_places(sm90, room):
     position[torch.rand(rows, device=sm90) < 0.25] = -1
     expected = torch.where(position.unsqueeze(1) >= 0, x[position.clamp_min(0)], 0)
     memory = torch.full((rows * room,), 255, dtype=torch.uint8, device=sm90)
-    torch.ops.liger_sm90.place_rows(position, memory, x)
+    torch.ops.liger_sm90.permute_rows(position, memory, x)
     assert torch.equal(x, expected)
 
 

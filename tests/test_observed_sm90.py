@@ -73,7 +73,7 @@ def test_with_every_option_the_rest_is_as_exact_as_before(sm90, shape):
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_rest_has_the_same_bits(sm90, name):
     shape = SHAPES[name]
-    assert shape.plan() == shape.plan(observed=True)
+    assert shape.plan() == shape.plan(with_metrics=True)
     layer = shape.layer(sm90)
     plain, grads = run(shape, *layer)
     observed, observed_grads = run(shape, *layer, **OBSERVED)

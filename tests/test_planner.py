@@ -189,9 +189,9 @@ TILE = PANEL = 128  # rows; columns
 
 
 def plan_sm90(*problem):
-    """Chunks as (first, rows, parts), then hosted_rows, panel_bytes, units_bytes, slack."""
-    first, rows, parts, *rest = torch.ops.liger.plan_chunks_sm90(*problem)
-    return list(zip(first, rows, parts, strict=True)), *rest
+    """Chunks as (first, rows, k_splits), then rows_in_grad_weight, workspace_panel_bytes, scale_bytes, panel_offset."""
+    first, rows, k_splits, *rest = torch.ops.liger.plan_chunks_sm90(*problem)
+    return list(zip(first, rows, k_splits, strict=True)), *rest
 
 
 def random_problems_sm90(count):
@@ -215,7 +215,7 @@ def test_sm90_problems_are_of_every_kind():
     assert min(len(TAKEN) - len(several), sum(problem[4] and problem[5] for problem in several)) > 200
     assert sum(problem[4] and not problem[5] for problem in several) > 20
     assert sum(not problem[4] for problem in several) > 200
-    assert {parts for _, plan in TAKEN for _, _, parts in plan[0]} == set(range(1, 9))
+    assert {k_splits for _, plan in TAKEN for _, _, k_splits in plan[0]} == set(range(1, 9))
 
 
 def test_sm90_chunks_tile_the_rows():
@@ -233,45 +233,45 @@ def test_sm90_chunks_tile_the_rows():
 
 
 def test_sm90_exponentials_have_room_where_the_plan_puts_them():
-    for problem, (chunks, hosted, panel_bytes, units_bytes, slack) in TAKEN:
+    for problem, (chunks, in_grad_weight, panel_bytes, scale_bytes, panel_offset) in TAKEN:
         _, hidden, _, _, need_grad_weight, *_ = problem
         # A panel of the weight gradient, 128 of its rows, holds 128 columns of as many rows as the hidden size.
-        assert hosted == (min(hidden, chunks[0][1]) if need_grad_weight else 0), problem
-        assert slack > 0 if hosted else slack == 0, problem
-        beside = chunks[0][1] - hosted
+        assert in_grad_weight == (min(hidden, chunks[0][1]) if need_grad_weight else 0), problem
+        assert panel_offset > 0 if in_grad_weight else panel_offset == 0, problem
+        beside = chunks[0][1] - in_grad_weight
         if beside:
-            assert hosted % TILE == 0, "what lies beside begins with a tile"
+            assert in_grad_weight % TILE == 0, "what lies beside begins with a tile"
         assert ceil_div(beside, TILE) * TILE * PANEL * 2 <= panel_bytes, problem
         for _, rows, _ in chunks[1:]:
-            assert units_bytes + rows * PANEL * 2 <= panel_bytes, problem
-        assert units_bytes == (hidden // 2 if need_grad_weight and len(chunks) > 1 else 0), problem
+            assert scale_bytes + rows * PANEL * 2 <= panel_bytes, problem
+        assert scale_bytes == (hidden // 2 if need_grad_weight and len(chunks) > 1 else 0), problem
 
 
 def test_sm90_stays_in_the_budget():
     """Up to a tile of rows."""
-    for problem, (chunks, _, panel_bytes, units_bytes, slack) in TAKEN:
+    for problem, (chunks, _, panel_bytes, scale_bytes, panel_offset) in TAKEN:
         _, hidden, vocab, *_, budget, _ = problem
-        panels = vocab // PANEL + slack
+        panels = vocab // PANEL + panel_offset
         tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, 256)
-        assert panels * panel_bytes <= max(budget, panels * units_bytes) + tile, problem
-        for _, rows, parts in chunks:
-            assert 1 <= parts <= min(8, vocab // 64), problem
-            assert parts == 1 or 8 * (4 * parts * rows * hidden) <= budget, problem
+        assert panels * panel_bytes <= max(budget, panels * scale_bytes) + tile, problem
+        for _, rows, k_splits in chunks:
+            assert 1 <= k_splits <= min(8, vocab // 64), problem
+            assert k_splits == 1 or 8 * (4 * k_splits * rows * hidden) <= budget, problem
 
 
-def test_sm90_observed_sums_are_within_the_budget():
+def test_sm90_sums_of_metrics_are_within_the_budget():
     """Up to a tile of rows; so some chunks are smaller."""
     smaller = 0
     for problem, plain in TAKEN:
         vocab, budget = problem[2], problem[6]
-        chunks, hosted, panel_bytes, units_bytes, slack = plan_sm90(*problem, True)
+        chunks, in_grad_weight, panel_bytes, scale_bytes, panel_offset = plan_sm90(*problem, True)
         if not chunks:
             assert problem[4] and not problem[5], problem
             continue
-        panels, sums = vocab // PANEL + slack, 2 * (4 * ceil_div(vocab, 256) + 8)
-        rows = max(chunks[0][1] - hosted, max((count for _, count, _ in chunks[1:]), default=0))
+        panels, sums = vocab // PANEL + panel_offset, 2 * (4 * ceil_div(vocab, 256) + 8)
+        rows = max(chunks[0][1] - in_grad_weight, max((count for _, count, _ in chunks[1:]), default=0))
         tile = (panels * PANEL * 2 + sums) * TILE
-        assert panels * panel_bytes + rows * sums <= max(budget, panels * units_bytes) + tile, problem
+        assert panels * panel_bytes + rows * sums <= max(budget, panels * scale_bytes) + tile, problem
         smaller += chunks != plain[0]
     assert smaller > 50
 
@@ -279,7 +279,7 @@ def test_sm90_observed_sums_are_within_the_budget():
 def test_sm90_parts_are_for_the_input_gradient():
     for problem, (chunks, *_) in TAKEN:
         if not problem[3]:
-            assert all(parts == 1 for _, _, parts in chunks), problem
+            assert all(k_splits == 1 for _, _, k_splits in chunks), problem
 
 
 def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
@@ -298,9 +298,9 @@ def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
 
 def test_sm90_all_rows_at_once_with_a_large_budget():
     for problem, _ in SM90[:500]:
-        chunks, hosted, panel_bytes, units_bytes, _ = plan_sm90(*problem[:6], 1 << 40)
-        assert len(chunks) == 1 and units_bytes == 0, problem
-        assert panel_bytes == ceil_div(problem[0] - hosted, TILE) * TILE * PANEL * 2, problem
+        chunks, in_grad_weight, panel_bytes, scale_bytes, _ = plan_sm90(*problem[:6], 1 << 40)
+        assert len(chunks) == 1 and scale_bytes == 0, problem
+        assert panel_bytes == ceil_div(problem[0] - in_grad_weight, TILE) * TILE * PANEL * 2, problem
 
 
 def test_sm90_budget_comes_from_the_environment(monkeypatch):

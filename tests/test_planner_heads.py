@@ -8,9 +8,20 @@ import torch
 MIB, TILE = 1 << 20, 128
 
 
-def plan(rows, hidden, vocab, needs=(True, True), beside=4, budget=512 * MIB, clusters=66, hosted=False):
+def plan(
+    rows,
+    hidden,
+    vocab,
+    needs=(True, True),
+    aux_rows=4,
+    budget=512 * MIB,
+    clusters=66,
+    aux_in_grad_weight=False,
+):
     """(rows of the first chunk, its parts of the classes, rows of others, rows of a part, parts, bytes of units)"""
-    return torch.ops.liger.plan_head_sm90(rows, hidden, vocab, *needs, beside, budget, clusters, 1, hosted)
+    return torch.ops.liger.plan_linear_backward_sm90(
+        rows, hidden, vocab, *needs, aux_rows, budget, clusters, 1, aux_in_grad_weight
+    )
 
 
 def problems(count):
@@ -26,15 +37,15 @@ def problems(count):
 
 def test_memory_and_sizes():
     taken = grown = 0
-    for rows, hidden, vocab, needs, beside, budget, clusters in problems(400):
-        even = plan(rows, hidden, vocab, needs, beside, budget, clusters)
+    for rows, hidden, vocab, needs, aux_rows, budget, clusters in problems(400):
+        even = plan(rows, hidden, vocab, needs, aux_rows, budget, clusters)
         first, first_parts, chunk, part, parts, units = even
         assert (first, first_parts) == (chunk, parts)
         if chunk == 0:
             # Not even the fewest rows of a part fit.
             assert (
                 budget
-                < (1 + beside) * 2 * vocab * (256 + TILE) + 16 * max(vocab, rows) + vocab * hidden // 256
+                < (1 + aux_rows) * 2 * vocab * (256 + TILE) + 16 * max(vocab, rows) + vocab * hidden // 256
             )
             continue
         taken += 1
@@ -43,15 +54,15 @@ def test_memory_and_sizes():
         assert part == chunk or (part % TILE == 0 and part >= min(256, chunk))
         partial = 4 * parts * chunk * hidden if parts > 1 else 0
         # The parts of the input gradient lie where the others were.
-        assert chunk * 2 * vocab + max(beside * part * 2 * vocab, partial) + units <= budget
+        assert chunk * 2 * vocab + max(aux_rows * part * 2 * vocab, partial) + units <= budget
         assert units == (vocab * hidden // 256 if needs[1] and chunk < rows else 0)
         assert parts == 1 or needs[0]
         # A longer first chunk has the budget for itself, and the others stay as they are.
         longer, longer_parts, *others, units = plan(
-            rows, hidden, vocab, needs, beside, budget, clusters, hosted=True
+            rows, hidden, vocab, needs, aux_rows, budget, clusters, aux_in_grad_weight=True
         )
-        assert longer == chunk or (needs[1] and beside > 0 and chunk < longer <= rows)
-        assert longer == chunk or hidden // beside >= 256
+        assert longer == chunk or (needs[1] and aux_rows > 0 and chunk < longer <= rows)
+        assert longer == chunk or hidden // aux_rows >= 256
         assert others == [chunk, part, parts]
         partial = 4 * longer_parts * longer * hidden if longer_parts > 1 else 0
         assert longer == chunk or longer * 2 * vocab + partial + units <= budget
@@ -61,7 +72,7 @@ def test_memory_and_sizes():
 
 
 def test_all_rows_at_once_need_no_sum():
-    first, _, chunk, part, _, units = plan(1000, 1024, 12800, beside=0)
+    first, _, chunk, part, _, units = plan(1000, 1024, 12800, aux_rows=0)
     assert (first, chunk, part, units) == (1000, 1000, 1000, 0)
 
 
@@ -80,7 +91,7 @@ def test_what_it_leaves_to_the_generic_engine(problem):
 
 def test_distillation_at_the_default_budget():
     """Rows of a chunk fill the device in the product of the input gradient, or are summed in parts."""
-    first, _, chunk, part, parts, _ = plan(8192, 4096, 128256, hosted=True)
+    first, _, chunk, part, parts, _ = plan(8192, 4096, 128256, aux_in_grad_weight=True)
     assert first > chunk
     assert chunk >= 1024 and part >= 256
     tiles = -(-chunk // 256) * (4096 // 256) * parts
@@ -88,8 +99,8 @@ def test_distillation_at_the_default_budget():
 
 
 @pytest.mark.parametrize(
-    "change, what", [({"clusters": 0}, "clusters is 0"), ({"beside": -1}, "beside is -1")]
+    "change, what", [({"clusters": 0}, "clusters is 0"), ({"aux_rows": -1}, "aux_rows is -1")]
 )
 def test_bad_input(change, what):
-    with pytest.raises(RuntimeError, match=f"plan_head_sm90: {what}, expected at least"):
+    with pytest.raises(RuntimeError, match=f"plan_linear_backward_sm90: {what}, expected at least"):
         plan(8192, 4096, 128256, **change)

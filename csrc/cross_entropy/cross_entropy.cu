@@ -126,23 +126,22 @@ void prepare_cross_entropy(const char* op, CrossEntropyOptions& options, const s
   check_launch(op);
 }
 
-CrossEntropyResults::CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row, bool with_z_loss,
-                                         bool with_token_accuracy, bool with_predicted_tokens,
-                                         bool with_logprobs, bool with_entropy)
-    : per_row_(per_row) {
+CrossEntropyResults::CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row,
+                                         const CrossEntropyOutputs& outputs)
+    : per_row_(per_row), outputs_(outputs) {
   const auto buffer = [&](bool wanted, ScalarType dtype) { return empty({wanted ? rows : 0}, dtype, like); };
   const auto scalar = [&](bool wanted) {
     return wanted ? empty({}, ScalarType::Float, like) : no_tensor(ScalarType::Float, like);
   };
   row_loss = buffer(true, ScalarType::Float);
-  row_z_loss = buffer(with_z_loss, ScalarType::Float);
-  predicted = buffer(with_predicted_tokens || with_token_accuracy, ScalarType::Long);
-  logprobs = buffer(with_logprobs, ScalarType::Float);
-  entropy = buffer(with_entropy, ScalarType::Float);
+  row_z_loss = buffer(outputs.z_loss, ScalarType::Float);
+  predicted = buffer(outputs.predicted_tokens || outputs.token_accuracy, ScalarType::Long);
+  logprobs = buffer(outputs.logprobs, ScalarType::Float);
+  entropy = buffer(outputs.entropy, ScalarType::Float);
   loss = per_row ? row_loss : scalar(true);
-  z_loss = per_row ? row_z_loss : scalar(with_z_loss);
-  token_accuracy = scalar(with_token_accuracy);
-  predicted_tokens = with_predicted_tokens ? predicted : no_tensor(ScalarType::Long, like);
+  z_loss = per_row ? row_z_loss : scalar(outputs.z_loss);
+  token_accuracy = scalar(outputs.token_accuracy);
+  predicted_tokens = outputs.predicted_tokens ? predicted : no_tensor(ScalarType::Long, like);
 }
 
 void CrossEntropyResults::attach(ce::Problem& problem, int64_t first_row) const {
@@ -225,9 +224,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const DeviceGuard guard(logits.get_device_index());
   CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
                               lse_square_scale, softcap);
-  const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
-                                    return_token_accuracy, return_predicted_tokens, return_logprobs,
-                                    return_entropy);
+  const CrossEntropyResults results(
+      logits, logits.size(0), reduction == "none",
+      {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
   const auto finish = [&](const ForBackward& kept, const Tensor& grad_logits) {
     return std::make_tuple(results.loss, results.z_loss, results.token_accuracy, results.predicted_tokens,
                            results.logprobs, results.entropy, kept.lse, kept.used_denominator, grad_logits);
@@ -256,9 +255,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
   const DeviceGuard guard(logits.get_device_index());
   CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
                               lse_square_scale, softcap);
-  const CrossEntropyResults results(logits, logits.size(0), reduction == "none", return_z_loss,
-                                    return_token_accuracy, return_predicted_tokens, return_logprobs,
-                                    return_entropy);
+  const CrossEntropyResults results(
+      logits, logits.size(0), reduction == "none",
+      {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
   check_written(kOp, {{"logits", logits}},
                 {{"target", target},
                  {"ce_weight", ce_weight},

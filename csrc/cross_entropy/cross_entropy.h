@@ -29,13 +29,21 @@ struct CrossEntropyOptions {
 void prepare_cross_entropy(const char* op, CrossEntropyOptions& options, const std::optional<Tensor>& given,
                            bool mean, const std::optional<Tensor>& denominator);
 
-// Per-row results of a whole call, and the scalars that follow from them.
+// The optional outputs that a call requests.
+struct CrossEntropyOutputs {
+  bool z_loss, token_accuracy, predicted_tokens, logprobs, entropy;
+};
+
+// Per-row results of a whole call, and the scalars that are reduced from them.
 struct CrossEntropyResults {
   Tensor row_loss, row_z_loss, predicted, logprobs, entropy;
   Tensor loss, z_loss, token_accuracy, predicted_tokens;  // as the ops return them
 
-  CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row, bool z_loss, bool token_accuracy,
-                      bool predicted_tokens, bool logprobs, bool entropy);
+  CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row, const CrossEntropyOutputs& outputs);
+  // Results per row for some of the rows, with the same outputs.
+  CrossEntropyResults for_rows(const Tensor& like, int64_t rows) const {
+    return {like, rows, true, outputs_};
+  }
   // Sets the result pointers of a problem that starts at this row, and the extras that they need.
   void attach(ce::Problem& problem, int64_t first_row) const;
   // After the last row.
@@ -43,6 +51,7 @@ struct CrossEntropyResults {
 
  private:
   bool per_row_;
+  CrossEntropyOutputs outputs_;
 };
 
 // Loss and metrics of problem.rows rows; with write_gradient also their gradient, over the logits where

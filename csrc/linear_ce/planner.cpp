@@ -11,12 +11,12 @@ namespace {
 
 constexpr int64_t kDefaultBudget = int64_t{512} << 20;
 
-// The product of the head takes at least 0.1 ms on the fastest GPUs: many times what the host needs to read a
-// number and to launch what follows. Fewer rows would make the product wait for the weight's bytes.
-constexpr int64_t kHeadRows = 512;
-constexpr double kHeadFlops = 8e10;
-// Leaving rows out costs four passes over the others of the hidden size, 8 H bytes a row at 4 TB/s; a row
-// left out saves 6 H V FLOPs at 700 TFLOP/s. So it pays if V rows left out for every kRowCost that remain.
+// The prefetched GEMM takes at least 0.1 ms on the fastest GPUs: many times what the host needs to read a
+// number and launch the next kernels. With fewer rows the GEMM would be bound by the bytes of the weight.
+constexpr int64_t kPrefetchRows = 512;
+constexpr double kPrefetchFlops = 8e10;
+// Compacting costs four passes over the hidden states of valid rows, 8 H bytes per row at 4 TB/s; a skipped
+// row saves 6 H V FLOPs at 700 TFLOP/s. So it pays if skipped rows x V >= kRowCost x rows.
 constexpr int64_t kRowCost = 256;
 
 // Equal chunks of at most `most` rows: a short last one would run its GEMMs at a fraction of the speed.
@@ -26,21 +26,21 @@ int64_t equal_chunks(int64_t rows, int64_t most) {
   return whole_tiles <= most ? whole_tiles : equal;
 }
 
-int64_t head_rows(const ChunkProblem& p, const ChunkPlan& plan, int64_t first_chunk) {
+int64_t prefetch_rows(const ChunkProblem& p, const ChunkPlan& plan, int64_t first_chunk) {
   const double flops_per_row =
       std::max(2.0 * static_cast<double>(p.hidden) * static_cast<double>(p.vocab), 1.0);
-  const double wanted = std::min(kHeadFlops / flops_per_row, static_cast<double>(p.rows));
-  const int64_t head = std::max(kHeadRows, round_up(static_cast<int64_t>(wanted), kTileRows));
-  if (plan.chunks == 1 && 2 * head > p.rows) return 0;
-  return std::min(head, first_chunk);
+  const double wanted = std::min(kPrefetchFlops / flops_per_row, static_cast<double>(p.rows));
+  const int64_t rows = std::max(kPrefetchRows, round_up(static_cast<int64_t>(wanted), kTileRows));
+  if (plan.chunks == 1 && 2 * rows > p.rows) return 0;
+  return std::min(rows, first_chunk);
 }
 
-// Rows of the chunk that begins at this row, where logits follow the rows of grad_input.
+// Rows of the chunk that starts at this row, if its logits follow the rows of grad_input.
 int64_t rows_that_fit(const ChunkProblem& p, const ChunkLayout& layout, int64_t first) {
   const int64_t left = p.rows - first;
   const int64_t fit = (layout.elements - first * p.hidden) / (p.hidden + layout.stride);
   if (fit >= left) return left;
-  // A tile that is less than half full costs more than it brings.
+  // A tile that is less than half full costs more than it saves.
   const int64_t whole = fit / kTileRows * kTileRows;
   return whole > 0 && fit - whole < kTileRows / 2 ? whole : fit;
 }
@@ -64,7 +64,7 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
   if (p.rows == 0 || p.vocab == 0) return {0, 0, 0, 0};
 
   const int64_t row_bytes = logits_row_bytes(p.vocab, p.element_size);
-  // Summing over chunks in float32 needs an accumulator beside a gradient of 2-byte elements.
+  // Summing over chunks in float32 needs an accumulator besides a gradient of 2-byte elements.
   const bool needs_accumulator = p.need_grad_weight && p.exact_accumulation && p.element_size < 4;
   const int64_t accumulator = needs_accumulator ? 4 * p.vocab * p.hidden : 0;
 
@@ -77,8 +77,9 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
   if (needs_accumulator) {
     // The final gradient is not written before the last chunk: until then its memory can hold the logits.
     // Where that is room for chunks of full speed, a budget above it would buy nothing.
-    const int64_t hosted = p.vocab * p.hidden * p.element_size / row_bytes;
-    chunk = hosted >= kFullSpeedRows ? hosted : std::max(chunk, hosted);
+    const int64_t rows_in_grad_weight = p.vocab * p.hidden * p.element_size / row_bytes;
+    chunk =
+        rows_in_grad_weight >= kFullSpeedRows ? rows_in_grad_weight : std::max(chunk, rows_in_grad_weight);
   }
   chunk = equal_chunks(p.rows, chunk);
   return {chunk, ceil_div(p.rows, chunk), chunk * row_bytes, accumulator};
@@ -94,21 +95,23 @@ ChunkLayout lay_out_chunks(const ChunkProblem& p, bool need_grad_input, int64_t 
   layout.stride = logits_row_bytes(p.vocab, p.element_size) / p.element_size;
   const int64_t logits = plan.chunk_rows * layout.stride;
   if (plan.accumulator_bytes > 0 && logits <= p.vocab * p.hidden) {
-    layout.place = LogitsIn::kGradWeight;
+    layout.logits_in = LogitsIn::kGradWeight;
     layout.elements = p.vocab * p.hidden;
   } else if (need_grad_input && plan.chunks > 1 && plan.chunk_rows < kFullSpeedRows &&
              p.hidden * p.element_size % 16 == 0) {
-    layout.place = LogitsIn::kGradInput;
+    layout.logits_in = LogitsIn::kGradInput;
     layout.elements = p.rows * p.hidden + logits;
   } else {
-    layout.place = LogitsIn::kOwnMemory;
+    layout.logits_in = LogitsIn::kOwnMemory;
     layout.elements = logits;
   }
 
-  const bool growing = layout.place == LogitsIn::kGradInput;
-  layout.head_rows = head_rows(p, plan, growing ? rows_that_fit(p, layout, 0) : plan.chunk_rows);
-  // The head, compacted, is no use to a batch that is not, unless the two begin alike.
-  const bool pays = (p.rows - valid_rows) * p.vocab >= kRowCost * p.rows || leading_rows < layout.head_rows;
+  const bool growing = layout.logits_in == LogitsIn::kGradInput;
+  layout.prefetch_rows = prefetch_rows(p, plan, growing ? rows_that_fit(p, layout, 0) : plan.chunk_rows);
+  // The prefetched rows are compacted: without compaction they are useful only if no row before them is
+  // ignored.
+  const bool pays =
+      (p.rows - valid_rows) * p.vocab >= kRowCost * p.rows || leading_rows < layout.prefetch_rows;
   layout.rows = pays ? valid_rows : p.rows;
 
   const int64_t equal = layout.rows > 0 ? equal_chunks(layout.rows, plan.chunk_rows) : 0;

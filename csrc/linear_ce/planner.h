@@ -1,4 +1,4 @@
-// How fused_linear_ce cuts its rows into chunks, given a memory budget.
+// How the generic engine of fused_linear_ce cuts its rows into chunks within a memory budget.
 #pragma once
 
 #include <cstdint>
@@ -7,18 +7,17 @@
 
 namespace liger {
 
-// A GEMM tile: a chunk of whole tiles leaves no ragged one in the three GEMMs.
+// Rows of a cuBLAS tile: chunks of whole tiles leave no partial tile in the three GEMMs.
 inline constexpr int64_t kTileRows = 128;
-// From here on the traffic of the weight and of its gradient hides behind the GEMMs
+// From this chunk size on the GEMMs hide the memory traffic of the weight and its gradient
 // (docs/performance/cross_entropy.md).
 inline constexpr int64_t kFullSpeedRows = 2048;
 
 struct ChunkPlan {
-  int64_t chunk_rows;         // rows of logits alive at a time; every chunk but the last has this many
-  int64_t chunks;             // ceil(rows / chunk_rows); 0 when there are no rows
-  int64_t logits_bytes;       // the chunk of logits (and, in place, of their gradient)
-  int64_t accumulator_bytes;  // float32 weight gradient summed over chunks; 0 when one GEMM suffices or it is
-                              // not wanted
+  int64_t chunk_rows;         // rows per chunk; the last one may have fewer
+  int64_t chunks;             // ceil(rows / chunk_rows); 0 without rows
+  int64_t logits_bytes;       // the logits of one chunk, which their gradient overwrites
+  int64_t accumulator_bytes;  // float32 weight gradient over chunks; 0 if one GEMM suffices or none is needed
 };
 
 struct ChunkProblem {
@@ -29,8 +28,7 @@ struct ChunkProblem {
   int64_t memory_budget;    // bytes for the logits of one chunk
 };
 
-// Bytes from one row of logits to the next: rows start at multiples of 16 bytes, as vectors and matrix units
-// want them.
+// The stride of rows of logits in bytes: a multiple of 16, for vectorised access and tensor cores.
 int64_t logits_row_bytes(int64_t vocab, int64_t element_size);
 
 // Throws std::runtime_error on negative sizes or a budget that is not positive.
@@ -40,36 +38,36 @@ enum class LogitsIn : int64_t { kOwnMemory, kGradWeight, kGradInput };
 
 struct Chunk {
   int64_t first, rows;
-  int64_t offset;  // elements from the start of the memory of logits to the chunk's
+  int64_t offset;  // elements from the start of the memory of logits
 };
 
-// Where the logits of a batch lie, chunk by chunk.
+// Which memory holds the logits of each chunk.
 //
-// kGradWeight: while the weight gradient is summed in float32 elsewhere, its own memory holds the logits.
-// kGradInput, for chunks too small for the speed of the products: one allocation starts with grad_input, so
-// that the rows of grad_input which are not written yet hold logits too. Chunks begin twice as large where
-// the two are of one size, and never are smaller than planned. The memory lives as long as grad_input: no
-// longer than until the backward of what made the input, and it is no larger than what the op held anyway.
+// kGradWeight: the memory of the final weight gradient, while it is accumulated in float32 elsewhere.
+// kGradInput, for chunks below kFullSpeedRows: one allocation that starts with grad_input. Rows of grad_input
+// that are not written yet hold logits as well, so the first chunks are larger (twice, if both have the same
+// size) and no chunk is smaller than planned. The allocation lives as long as grad_input, which ends in the
+// backward of the layer before.
 struct ChunkLayout {
   ChunkPlan plan;
-  LogitsIn place;
-  int64_t stride;     // elements from one row of logits to the next
-  int64_t elements;   // of the allocation that holds the logits, in kGradInput that of grad_input included
-  int64_t head_rows;  // of the first chunk, multiplied before the number of valid rows is waited for; 0: not
-                      // wanted, the batch is over too soon
-  int64_t rows;       // computed: all, or the valid ones if leaving out the others pays
+  LogitsIn logits_in;
+  int64_t stride;    // elements between rows of logits
+  int64_t elements;  // of the allocation with the logits; in kGradInput with those of grad_input
+  int64_t
+      prefetch_rows;  // of the first chunk, whose logits GEMM runs before the host knows the number of valid rows;
+                      // 0: no prefetch, the batch is too short
+  int64_t rows;       // computed rows: all, or the valid ones if skipping the others pays
   std::vector<Chunk> chunks;
 };
 
-// valid_rows: those that are not ignored, which the caller can bring side by side; leading_rows: those before
-// the first ignored one. With both equal to problem.rows the chunks are those of all rows. The place, the
-// size of the allocation, the head and the offset of the first chunk do not depend on either, so that work on
-// the head can begin before they are known.
+// valid_rows: rows that are not ignored, which the caller can compact. leading_rows: rows before the first
+// ignored one. With both equal to problem.rows, the chunks cover all rows. Neither changes logits_in,
+// elements, prefetch_rows or the offset of the first chunk, so the prefetch can start before they are known.
 ChunkLayout lay_out_chunks(const ChunkProblem& problem, bool need_grad_input, int64_t valid_rows,
                            int64_t leading_rows);
 
-// LIGER_MEMORY_BUDGET (bytes, or with a suffix K, M, G: powers of 1024), else 512 MiB. Throws
-// std::runtime_error.
+// LIGER_MEMORY_BUDGET (bytes; suffix K, M, G: powers of 1024), else 512 MiB. Throws std::runtime_error if
+// malformed.
 int64_t default_memory_budget();
 
 }  // namespace liger

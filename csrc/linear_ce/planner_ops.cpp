@@ -41,11 +41,11 @@ lay_out_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_s
     chunk_rows.push_back(chunk.rows);
     chunk_offsets.push_back(chunk.offset);
   }
-  return {static_cast<int64_t>(layout.place),
+  return {static_cast<int64_t>(layout.logits_in),
           layout.stride,
           layout.elements,
           layout.plan.accumulator_bytes,
-          layout.head_rows,
+          layout.prefetch_rows,
           std::move(chunk_rows),
           std::move(chunk_offsets)};
 }
@@ -54,40 +54,46 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int
            int64_t>
 plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
                     bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
-                    bool observed, int64_t group_rows) {
+                    bool with_metrics, int64_t group_rows) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   // Throws where the sizes or the budget make no sense.
   plan_chunks({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
   require_at_least("plan_chunks_sm90", "clusters", clusters, 1);
   require_at_least("plan_chunks_sm90", "group_rows", group_rows, 1);
-  const std::optional<Sm90Plan> plan =
+  const std::optional<LinearCePlan> plan =
       plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
-                 group_rows, observed});
+                 group_rows, with_metrics});
   if (!plan) return {};
-  std::vector<int64_t> first, count, parts;
-  for (const Sm90Chunk& chunk : plan->chunks) {
+  std::vector<int64_t> first, count, k_splits;
+  for (const PlannedChunk& chunk : plan->chunks) {
     first.push_back(chunk.first);
     count.push_back(chunk.rows);
-    parts.push_back(chunk.parts);
+    k_splits.push_back(chunk.k_splits);
   }
-  return {std::move(first),  std::move(count),  std::move(parts), plan->hosted_rows,
-          plan->panel_bytes, plan->units_bytes, plan->slack};
+  return {std::move(first),
+          std::move(count),
+          std::move(k_splits),
+          plan->rows_in_grad_weight,
+          plan->workspace_panel_bytes,
+          plan->scale_bytes,
+          plan->panel_offset};
 }
 
-std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> plan_head_sm90_op(
-    int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight, int64_t beside,
-    std::optional<int64_t> memory_budget, int64_t clusters, int64_t group_rows, bool hosted) {
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> plan_linear_backward_sm90_op(
+    int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
+    int64_t aux_rows, std::optional<int64_t> memory_budget, int64_t clusters, int64_t group_rows,
+    bool aux_in_grad_weight) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   plan_chunks({rows, hidden, vocab, 2, need_grad_weight, true, budget});
-  require_at_least("plan_head_sm90", "clusters", clusters, 1);
-  require_at_least("plan_head_sm90", "beside", beside, 0);
-  require_at_least("plan_head_sm90", "group_rows", group_rows, 1);
-  const std::optional<Sm90HeadPlan> plan = plan_head_sm90(
-      {rows, hidden, vocab, need_grad_input, need_grad_weight, true, budget, clusters, group_rows}, beside,
-      hosted);
+  require_at_least("plan_linear_backward_sm90", "clusters", clusters, 1);
+  require_at_least("plan_linear_backward_sm90", "aux_rows", aux_rows, 0);
+  require_at_least("plan_linear_backward_sm90", "group_rows", group_rows, 1);
+  const std::optional<LinearBackwardPlan> plan = plan_linear_backward_sm90(
+      {rows, hidden, vocab, need_grad_input, need_grad_weight, true, budget, clusters, group_rows}, aux_rows,
+      aux_in_grad_weight);
   if (!plan) return {0, 0, 0, 0, 0, 0};
-  return {plan->first_rows, plan->first_parts, plan->chunk_rows,
-          plan->part_rows,  plan->parts,       plan->units_bytes};
+  return {plan->first_rows, plan->first_k_splits, plan->chunk_rows,
+          plan->slice_rows, plan->k_splits,       plan->scale_bytes};
 }
 
 }  // namespace
@@ -97,7 +103,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
   m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
   m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));
-  m.impl("plan_head_sm90", TORCH_BOX(&plan_head_sm90_op));
+  m.impl("plan_linear_backward_sm90", TORCH_BOX(&plan_linear_backward_sm90_op));
 }
 
 }  // namespace liger

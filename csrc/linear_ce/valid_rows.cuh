@@ -1,8 +1,8 @@
-// Rows whose target is ignored cost nothing when they are left out: the list of the others, and rows moved by
+// Skips ignored rows: an index of the rows with a valid target, and kernels that gather and scatter rows by
 // it.
 //
-// A list holds the valid rows in rising order. Its length stays in device memory: kernels read it there, so
-// that nobody has to wait for it. Row j of the compacted rows is row index[j] >= j of the batch.
+// The index is in ascending order. Its length stays in device memory, where kernels read it, so the host need
+// not wait. Row j of the compacted rows is row index[j] >= j of the batch.
 #pragma once
 
 #include <algorithm>
@@ -10,26 +10,26 @@
 
 #include "cross_entropy/rule.cuh"
 
-namespace liger::compact {
+namespace liger::valid_rows {
 
-inline constexpr int kListThreads = 1024;
-inline constexpr int kListRows = 16;  // per thread and round
+inline constexpr int kIndexThreads = 1024;
+inline constexpr int kIndexRows = 16;  // per thread and round
 inline constexpr int kRowThreads = 256;
 inline constexpr int kExpandThreads = 512;
 inline constexpr int kExpandRows = 8;  // per thread and round
 
-struct RowList {
-  int32_t* index;     // (rows): the valid rows; not written beyond their number
-  int32_t* position;  // (rows of the batch): where in index a row is, -1 for an ignored one
-  int32_t* count;     // how many rows are valid
+struct RowIndex {
+  int32_t* index;     // (rows): the valid rows; undefined beyond their number
+  int32_t* position;  // (rows of the batch): the position of a row in index; -1: ignored
+  int32_t* count;     // the number of valid rows
 };
 
-// Which rows of a batch a list is of, in its order: all of them,
+// The rows of a batch that an index covers, in its order. All rows,
 struct AllRows {
   __device__ __forceinline__ int64_t row(int64_t i) const { return i; }
   __device__ __forceinline__ int32_t position(int at) const { return at; }
 };
-// or those from `first` on, the others after `length` of them behind a gap. Positions count from an offset.
+// or two ranges of `length` rows, the second one `gap` rows behind the first. Positions start at `offset`.
 struct RowRanges {
   int64_t first, length, gap;
   int offset;
@@ -37,35 +37,35 @@ struct RowRanges {
   __device__ __forceinline__ int32_t position(int at) const { return offset + at; }
 };
 
-// One block; 16384 rows are one round. reported: null, or two numbers in host memory that the device can
-// write: the count, and the rows before the first ignored one.
+// Fills the index. One block; 16384 rows per iteration. reported: null, or two numbers in pinned host memory:
+// the number of valid rows, and of rows before the first ignored one.
 template <typename Index, typename Which>
-__global__ void __launch_bounds__(kListThreads)
-    list_rows(const Index* targets, int64_t ignore_index, int64_t rows, RowList list, int32_t* reported,
-              const Which which) {
+__global__ void __launch_bounds__(kIndexThreads)
+    index_valid_rows(const Index* targets, int64_t ignore_index, int64_t rows, RowIndex row_index,
+                     int32_t* reported, const Which which) {
   __shared__ int warp_totals[2][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int before = 0;  // valid rows of earlier rounds
-  int turn = 0;
-  for (int64_t round = 0; round < rows; round += kListThreads * kListRows, turn ^= 1) {
-    // A warp has neighbouring rows, 32 at a time.
-    const int64_t begin = round + warp * (32 * kListRows) + lane;
-    Index target[kListRows];
+  int before = 0;  // valid rows of earlier iterations
+  int buffer = 0;
+  for (int64_t round = 0; round < rows; round += kIndexThreads * kIndexRows, buffer ^= 1) {
+    // A warp takes consecutive rows, 32 at a time.
+    const int64_t begin = round + warp * (32 * kIndexRows) + lane;
+    Index target[kIndexRows];
 #pragma unroll
-    for (int i = 0; i < kListRows; ++i) {
+    for (int i = 0; i < kIndexRows; ++i) {
       const int64_t row = begin + 32 * i;
       target[i] = row < rows ? targets[which.row(row)] : 0;
     }
-    unsigned valid[kListRows];
+    unsigned valid[kIndexRows];
     int total = 0;
 #pragma unroll
-    for (int i = 0; i < kListRows; ++i) {
+    for (int i = 0; i < kIndexRows; ++i) {
       valid[i] = __ballot_sync(0xffffffffu, begin + 32 * i < rows && target[i] != ignore_index);
       total += __popc(valid[i]);
     }
-    if (lane == 0) warp_totals[turn][warp] = total;
+    if (lane == 0) warp_totals[buffer][warp] = total;
     __syncthreads();
-    int running = warp_totals[turn][lane];
+    int running = warp_totals[buffer][lane];
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const int lower = __shfl_up_sync(0xffffffffu, running, offset);
@@ -74,13 +74,13 @@ __global__ void __launch_bounds__(kListThreads)
     int place = before + __shfl_sync(0xffffffffu, running, warp) - total;
     before += __shfl_sync(0xffffffffu, running, 31);
 #pragma unroll
-    for (int i = 0; i < kListRows; ++i) {
+    for (int i = 0; i < kIndexRows; ++i) {
       const int64_t row = begin + 32 * i;
       const bool is_valid = valid[i] >> lane & 1;
       const int at = place + __popc(valid[i] & ((1u << lane) - 1));
-      if (is_valid) list.index[at] = static_cast<int32_t>(which.row(row));
+      if (is_valid) row_index.index[at] = static_cast<int32_t>(which.row(row));
       if (row < rows) {
-        list.position[which.row(row)] = is_valid ? which.position(at) : -1;
+        row_index.position[which.row(row)] = is_valid ? which.position(at) : -1;
         const bool first_ignored = !is_valid && at == row;
         if (first_ignored && reported != nullptr) reported[1] = at;
       }
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kListThreads)
     }
   }
   if (threadIdx.x == 0) {
-    *list.count = before;
+    *row_index.count = before;
     if (reported != nullptr) {
       reported[0] = before;
       if (before == rows) reported[1] = before;
@@ -96,15 +96,15 @@ __global__ void __launch_bounds__(kListThreads)
   }
 }
 
-// Targets and token weights (null: none) of the compacted rows; beyond the count the target is ignored.
+// Targets and token weights (or null) of the compacted rows; beyond the count the target is ignore_index.
 template <typename Index>
 __global__ void __launch_bounds__(kRowThreads)
     gather_targets(const Index* targets, int64_t ignore_index, const float* token_weight, int64_t rows,
-                   RowList list, Index* targets_out, float* token_weight_out) {
+                   RowIndex row_index, Index* targets_out, float* token_weight_out) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
   if (i >= rows) return;
-  const bool is_valid = i < *list.count;
-  const int32_t row = is_valid ? list.index[i] : 0;
+  const bool is_valid = i < *row_index.count;
+  const int32_t row = is_valid ? row_index.index[i] : 0;
   targets_out[i] = is_valid ? targets[row] : static_cast<Index>(ignore_index);
   if (token_weight != nullptr) token_weight_out[i] = is_valid ? token_weight[row] : 0.0f;
 }
@@ -117,31 +117,31 @@ __device__ __forceinline__ Vec<T, N> zero_vector() {
   return zero;
 }
 
-// Which row a row comes from; negative where it is to be zeros. Those of a list from `first` on: zeros beyond
-// the count, so that whatever multiplies them stays finite,
-struct ListedRows {
-  RowList list;
+// Source rows of copy_rows(); negative: zeros. Rows of an index from `first` on, zeros beyond the count, so
+// that products with them are finite,
+struct GatheredRows {
+  RowIndex row_index;
   int64_t first;
   __device__ __forceinline__ int64_t operator()(int64_t i) const {
-    return first + i < *list.count ? list.index[first + i] : -1;
+    return first + i < *row_index.count ? row_index.index[first + i] : -1;
   }
 };
-// those at given positions; without positions each row itself,
-struct PlacedRows {
+// rows at given positions, or the row itself without positions,
+struct PermutedRows {
   const int32_t* position;
   __device__ __forceinline__ int64_t operator()(int64_t i) const {
     return position == nullptr ? i : position[i];
   }
 };
-// or each row itself as long as it is not ignored.
-struct ValidRows {
+// or the row itself unless it is ignored.
+struct MaskedRows {
   ce::Targets targets;
   __device__ __forceinline__ int64_t operator()(int64_t i) const {
     return targets[i] == targets.ignore_index ? -1 : i;
   }
 };
 
-// out[i] = x[source_of(i)]. grid: rows of out. `vectors` of N elements make a row.
+// out[i] = x[source_of(i)]. grid: rows of out; `vectors` vectors of N elements per row.
 template <typename T, int N, typename Source>
 __global__ void __launch_bounds__(kRowThreads)
     copy_rows(const T* x, int64_t x_stride, const Source source_of, int vectors, T* out, int64_t out_stride) {
@@ -155,10 +155,11 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// The compacted rows at the start of x move to where they belong, in place; ignored rows become zeros.
+// Scatters the compacted rows at the start of x to their rows, in place; ignored rows become zeros.
 //
-// A block has a strip of `lanes` vectors and goes from the last row to the first. A row comes from a lower
-// one or from itself, so what a round writes is read by no later round; within a round all reads come first.
+// A block processes a column strip of `lanes` vectors from the last row to the first. The source of a row is
+// not above it, so no later iteration reads what this one writes; within an iteration all loads come before
+// all stores.
 template <typename T, int N>
 __global__ void __launch_bounds__(kExpandThreads)
     expand_rows(T* x, int64_t stride, const int32_t* position, int64_t rows, int vectors, int lanes) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kExpandThreads)
   const bool inside = v < vectors;
   T* column = x + v * N;
   for (int64_t last = rows - 1; last >= 0; last -= slots * kExpandRows) {
-    if (position[last] == last) return;  // no row up to here is ignored
+    if (position[last] == last) return;  // no ignored row up to here
     Vec<T, N> values[kExpandRows];
 #pragma unroll
     for (int i = 0; i < kExpandRows; ++i) {
@@ -184,13 +185,14 @@ __global__ void __launch_bounds__(kExpandThreads)
   }
 }
 
-// Per-row results of cross entropy, of compacted rows and of all rows; null where not asked for.
+// Per-row results of cross entropy, of the compacted rows and of all rows; null if not requested.
 struct Results {
   float *loss, *z_loss, *logprobs, *entropy;
   int64_t* predicted;
 };
 
-// What the row rule would have written for all rows. (A template, so that several sources may include it.)
+// Scatters results; ignored rows get 0, and -1 as prediction. (A template, so that several sources may
+// include it.)
 template <typename Position>
 __global__ void __launch_bounds__(kRowThreads)
     expand_results(Results compacted, Results all, const Position* position, int64_t rows) {
@@ -208,9 +210,9 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // --- launches ----------------------------------------------------------------------------------------------
-// The caller looks for errors. A batch has fewer than 2^31 rows; a row lies dense in memory.
+// The caller checks for launch errors. A batch has fewer than 2^31 rows, and rows are contiguous.
 
-// Calls body(kVec<T>) where whole vectors may be moved, else body(1).
+// Calls body(kVec<T>) if both are aligned to vectors, else body(1).
 template <typename T, typename Body>
 void with_vectors(const T* a, int64_t a_stride, const T* b, int64_t b_stride, int64_t columns, Body&& body) {
   const bool whole = columns % kVec<T> == 0 && a_stride % kVec<T> == 0 && b_stride % kVec<T> == 0 &&
@@ -233,7 +235,7 @@ void with_targets(const ce::Targets& targets, Body&& body) {
 }
 
 inline unsigned row_threads(int64_t vectors) {
-  // Two vectors or more for a thread.
+  // At least two vectors per thread.
   return static_cast<unsigned>(std::clamp<int64_t>((vectors + 63) / 64 * 32, 32, kRowThreads));
 }
 
@@ -242,31 +244,32 @@ inline unsigned blocks_of(int64_t rows) {
 }
 
 template <typename Which>
-void launch_list_rows(const ce::Targets& targets, int64_t rows, const RowList& list, int32_t* reported,
-                      cudaStream_t stream, const Which& which) {
+void launch_index_valid_rows(const ce::Targets& targets, int64_t rows, const RowIndex& row_index,
+                             int32_t* reported, cudaStream_t stream, const Which& which) {
   with_targets(targets, [&](auto* typed) {
-    list_rows<<<1, kListThreads, 0, stream>>>(typed, targets.ignore_index, rows, list, reported, which);
+    index_valid_rows<<<1, kIndexThreads, 0, stream>>>(typed, targets.ignore_index, rows, row_index, reported,
+                                                      which);
   });
 }
-inline void launch_list_rows(const ce::Targets& targets, int64_t rows, const RowList& list, int32_t* reported,
-                             cudaStream_t stream) {
-  launch_list_rows(targets, rows, list, reported, stream, AllRows{});
+inline void launch_index_valid_rows(const ce::Targets& targets, int64_t rows, const RowIndex& row_index,
+                                    int32_t* reported, cudaStream_t stream) {
+  launch_index_valid_rows(targets, rows, row_index, reported, stream, AllRows{});
 }
 
 // targets_out has the type of the targets.
 inline void launch_gather_targets(const ce::Targets& targets, const float* token_weight, int64_t rows,
-                                  const RowList& list, void* targets_out, float* token_weight_out,
+                                  const RowIndex& row_index, void* targets_out, float* token_weight_out,
                                   cudaStream_t stream) {
   if (rows == 0) return;
   with_targets(targets, [&](auto* typed) {
     using Index = std::remove_const_t<std::remove_pointer_t<decltype(typed)>>;
-    gather_targets<<<blocks_of(rows), kRowThreads, 0, stream>>>(typed, targets.ignore_index, token_weight,
-                                                                rows, list, static_cast<Index*>(targets_out),
-                                                                token_weight_out);
+    gather_targets<<<blocks_of(rows), kRowThreads, 0, stream>>>(
+        typed, targets.ignore_index, token_weight, rows, row_index, static_cast<Index*>(targets_out),
+        token_weight_out);
   });
 }
 
-// Writes so many rows of out.
+// rows: of out.
 template <typename T, typename Source>
 void launch_copy_rows(const T* x, int64_t x_stride, const Source& source, int64_t rows, int64_t columns,
                       T* out, int64_t out_stride, cudaStream_t stream) {
@@ -284,7 +287,7 @@ void launch_expand_rows(T* x, int64_t stride, const int32_t* position, int64_t r
   if (rows == 0 || columns == 0) return;
   with_vectors(x, stride, x, stride, columns, [&](auto n) {
     const int64_t vectors = columns / n;
-    // A block for every SM, as long as a strip is a sector of memory or more.
+    // At least 128 blocks, unless strips would be narrower than a 32-byte sector.
     constexpr int kBytes = n * static_cast<int>(sizeof(T));
     int lanes = 32 / kBytes;
     while (lanes < 32 && vectors / (2 * lanes) >= 128) lanes *= 2;
@@ -299,4 +302,4 @@ inline void launch_expand_results(const Results& compacted, const Results& all, 
   expand_results<<<blocks_of(rows), kRowThreads, 0, stream>>>(compacted, all, position, rows);
 }
 
-}  // namespace liger::compact
+}  // namespace liger::valid_rows

@@ -1,6 +1,5 @@
-// The work on one chunk of rows by the products of compute capability 9.0 (linear_ce/sm90/epilogues.cuh).
-// What lies where is up to the caller: fused_linear_ce, or a loss that does something of its own between the
-// logits and their gradient.
+// One chunk of rows on the wgmma engine: which kernels run, on which buffers. The caller allocates the
+// buffers: fused_linear_ce, the losses (losses.cu), or linear_backward. README.md draws the memory map.
 #pragma once
 
 #include "host/torch.h"
@@ -9,18 +8,18 @@
 #include "linear_ce/sm90/workspace.h"
 #include "linear_ce/valid_rows.cuh"
 
-namespace liger::flce90 {
+namespace liger::linear_ce {
 
 using Bf16 = __nv_bfloat16;
 
-// The rows of a batch, or of some of it, that are cut into chunks. The tensors are as dense() gives them.
+// The rows that are cut into chunks: a batch, or some of its rows. Tensors as dense() returns them.
 struct Batch {
   Tensor input, weight;  // (rows, hidden), (vocab, hidden)
   bool need_grad_input, need_grad_weight;
-  bool observed;  // entropies and most probable classes are asked for
+  bool with_metrics;  // entropies and argmax are requested
   float inverse_temperature;
-  ce::Problem problem;    // of these rows; logits are not set
-  compact::RowList list;  // of these rows
+  ce::Problem problem;             // of these rows, without logits
+  valid_rows::RowIndex row_index;  // of these rows
   int device;
   cudaStream_t stream;
 
@@ -30,97 +29,102 @@ struct Batch {
   bool need_gradient() const { return need_grad_input || need_grad_weight; }
 };
 
-// Pointers of one chunk.
-struct Places {
-  Bf16* input;  // its rows side by side: where their gradient goes, or apart
+// The buffers of one chunk, except its exponentials.
+struct ChunkBuffers {
+  Bf16* input;  // (rows, hidden): the gathered rows; in the memory of their gradient or in their own
   float* target_logit;
   float* scale;
-  float* parts;
-  int* repair;
+  float* tile_sums;
+  int* overflow;
   OneHot* one_hot;
-  float* partial;
-  Observed observed;  // null where nothing is
+  float* partial;      // split-K partial sums of the input gradient; null without splits
+  RowMetrics metrics;  // null without metrics
+
+  // separate_rows: the gathered rows are among the buffers.
+  static int64_t bytes(const Batch& batch, const PlannedChunk& chunk, bool separate_rows);
+  // rows: the memory of the gathered rows; null if they are among the buffers.
+  static ChunkBuffers allocate(const Batch& batch, const PlannedChunk& chunk, Bf16* rows,
+                               Workspace& workspace);
 };
 
-// How many bytes take_places() takes. The rows need some of them if they are `apart` from their gradient.
-int64_t places_bytes(const Batch& batch, const Sm90Chunk& chunk, bool apart);
-Places take_places(const Batch& batch, const Sm90Chunk& chunk, Bf16* grad_input, Workspace& workspace);
-
-// The weight gradient of all chunks, and the memory beside it.
-struct WeightSum {
-  Bf16* gradient;        // (vocab, hidden), then plan.slack panels
-  unsigned char* extra;  // plan.panel_bytes for each panel of 128 classes and of slack
-  OneHot* owners;        // of the classes, in the chunk at hand
-  int* readers;          // per panel, in the chunk whose exponentials lie in the gradient
+// The weight gradient, which all chunks accumulate, and the buffers per class.
+struct GradWeightBuffers {
+  Bf16* gradient;                  // (vocab, hidden), then plan.panel_offset panels
+  unsigned char* panel_workspace;  // plan.workspace_panel_bytes per panel of 128 classes, and of panel_offset
+  OneHot* class_one_hot;           // of each class, in the current chunk
+  int* panel_read_counts;          // per panel, for the chunk with exponentials in the memory of the gradient
 };
-int64_t extra_bytes(const Batch& batch, const Sm90Plan& plan);
+int64_t panel_workspace_bytes(const Batch& batch, const LinearCePlan& plan);
 
-struct Owners;
+struct FirstRowOfClass;
 
-// A chunk and its place among the chunks.
 class Chunk {
  public:
-  Chunk(const Batch& batch, const Sm90Plan& plan, size_t index, const Sm90Chunk& chunk, const Places& places,
-        const WeightSum& sum, Bf16* grad_input);
+  Chunk(const Batch& batch, const LinearCePlan& plan, size_t index, const PlannedChunk& chunk,
+        const ChunkBuffers& buffers, const GradWeightBuffers& grad_weight, Bf16* grad_input);
 
-  // Whether the exponentials of the chunk are gone after its weight gradient: then its rows must not lie
-  // where the input gradient goes.
-  static bool rows_apart(const Batch& batch, const Sm90Plan& plan, size_t index) {
-    return !batch.need_grad_input || (index == 0 && plan.hosted_rows > 0);
+  // True if the gathered rows must not use the memory of the input gradient: it is written before the weight
+  // gradient, which reads them and overwrites the exponentials.
+  static bool separate_rows(const Batch& batch, const LinearCePlan& plan, size_t index) {
+    return !batch.need_grad_input || (index == 0 && plan.rows_in_grad_weight > 0);
   }
 
+  // Gathers the rows, then computes exponentials and their sums.
   void exponentials() const;
-  // Results from the sums of exponentials, those that the problem has pointers for. With gradient also the
-  // scales that the products need; then the rows are scaled for the weight gradient, so that this comes once.
+  // Computes the results that the problem has pointers for. With `gradient` also the scales of the rows, and
+  // scales the gathered rows for the weight gradient; so it is called that way once.
   void apply_rule(bool gradient) const;
-  void multiply() const;
+  // The GEMMs of the input and the weight gradient.
+  void gradients() const;
 
  private:
   ChunkRows rows() const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
-  Owners owners() const;
-  template <bool kObserve>
-  void multiply_logits() const;
-  void multiply_input() const;
-  void multiply_weight() const;
+  FirstRowOfClass first_row_of_class() const;
+  template <bool kMetrics>
+  void logits_gemm() const;
+  void grad_input_gemm() const;
+  void grad_weight_gemm() const;
 
   const Batch& batch_;
-  const Sm90Plan& plan_;
-  const Sm90Chunk chunk_;
-  const Places at_;
-  const WeightSum sum_;
+  const LinearCePlan& plan_;
+  const PlannedChunk chunk_;
+  const ChunkBuffers buffers_;
+  const GradWeightBuffers grad_weight_;
   Bf16* const grad_input_;  // of the chunk
-  const bool is_first_, is_last_, hosted_, apart_;
+  const bool is_first_, is_last_, in_grad_weight_, separate_rows_;
   Panels panels_;
 };
 
-// A chunk whose gradient of the logits lies in rows, and what becomes of it by the same products.
-struct GradientRows {
-  Tensor gradient;       // (rows, vocab)
-  Tensor input, weight;  // (rows, hidden), (vocab, hidden); all three as dense() gives them
-  int64_t parts;         // of the classes, in the product of the input gradient
-  bool first, last;      // of the chunks that the weight gradient is summed over
+// The gradients of a chunk whose dlogits is a row-major matrix.
+struct LinearBackward {
+  Tensor grad_logits;    // (rows, vocab)
+  Tensor input, weight;  // (rows, hidden), (vocab, hidden); all three as dense() returns them
+  int64_t k_splits;      // of the input gradient
+  bool first, last;      // of the chunks that the weight gradient accumulates
   int device;
   cudaStream_t stream;
 };
-int64_t gradient_rows_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t parts);
-// units: of the sum, vocab * hidden / 256 bytes where there are several chunks. grad_input may be the input.
-// A gradient that is null is not made.
-void multiply_rows(const GradientRows& chunk, Bf16* grad_weight, unsigned char* units, Bf16* grad_input,
-                   const Tensor& workspace);
+int64_t linear_backward_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t k_splits);
+// scale_exponents: block scales of the weight gradient, vocab * hidden / 256 bytes if there are several
+// chunks. grad_input may be the memory of the input. A null gradient is not computed.
+void linear_backward(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* scale_exponents,
+                     Bf16* grad_input, const Tensor& workspace);
 
-// The tensor, or a copy that the copy engine can read.
+// The tensor, or a copy that TMA can read.
 Tensor dense(const Tensor& tensor);
-// Lists the valid rows of the batch and writes the results of the others.
-void list_rows(Batch& batch, int32_t* memory);
-inline int64_t list_bytes(int64_t rows) {
+// Fills the index of valid rows of the batch, and writes the results of ignored rows. memory:
+// row_index_bytes().
+void index_valid_rows(Batch& batch, int32_t* memory);
+inline int64_t row_index_bytes(int64_t rows) {
   return (2 * rows + 1) * int64_t{sizeof(int32_t)};
 }
-// The gradients of the listed ones among some rows, side by side, go to where they belong.
-void spread_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input);
+// Moves the compacted gradients of valid rows to their rows, in place; ignored rows become zeros.
+void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input);
 
-// How the engine would do it, or nothing where it cannot.
-std::optional<Sm90Plan> plan_on_device(Sm90Problem problem, int device);
-std::optional<Sm90HeadPlan> plan_head_on_device(Sm90Problem problem, int64_t beside, bool hosted, int device);
+// The plans for this device; nullopt if the engine cannot run on it or takes other sizes.
+std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device);
+std::optional<LinearBackwardPlan> plan_linear_backward_on_device(LinearCeProblem problem, int64_t aux_rows,
+                                                                 bool aux_in_grad_weight, int device);
 
-}  // namespace liger::flce90
+}  // namespace liger::linear_ce

@@ -1,35 +1,35 @@
-// The products of a chunk of fused_linear_ce on compute capability 9.0, each with an epilogue that does the
-// work which would otherwise take a pass over memory:
+// The three GEMMs of a chunk of fused_linear_ce, each with an epilogue that saves a pass over memory:
 //
-// - Exponentials: exp(input @ weight.T - reference) and its sums per row and tile. The reference is the logit
-//   of the target, known before the product, so no maximum has to be found first: bf16 has the exponents of
-//   float32, and a row whose maximum is too far above its target is repaired (see kFarthest).
-// - GradInput: (exponentials @ weight) * scale of the row.
-// - GradWeight (fused_linear_ce_sm90_weight.cuh): exponentials.T @ (scale * input), summed over chunks in the
-//   memory of the final bf16 gradient, in 16 bits that round 8 times finer.
+// - ExpEpilogue: exponentials exp(input @ weight.T - reference) and their sums per row and tile. The
+// reference is the
+//   logit of the target, which is known before the GEMM, so no maximum is needed first: bf16 has the exponent range
+//   of float32. A row whose sum overflows kMaxRowSum is recomputed from its maximum.
+// - GradInputEpilogue: (exponentials @ weight) * scale of the row. - GradWeightEpilogue (grad_weight.cuh):
+// exponentials.T @ (scale * input), accumulated over chunks in the memory of
+//   the bf16 result as block-scaled fp16.
 //
-// Between them apply_rule (fused_linear_ce_sm90_rows.cuh) turns sums into losses and scales. The one-hot part
-// of the gradient is most of it where a model does not know the answer yet, so it does not go through factors
-// that are rounded to bf16: both epilogues add it in float32, from the rows of weight and input themselves.
+// Between them apply_rule (rows.cuh) turns sums into losses and scales. The softmax is never normalised in
+// memory, and the logits are never stored. The one-hot term is most of the gradient while a model is
+// untrained, so it is not rounded to bf16 with the exponentials: both gradient epilogues add it in float32,
+// from rows of weight and input.
 #pragma once
 
 #include "cross_entropy/rule.cuh"
 #include "device/integers.h"
 #include "linear_ce/sm90/gemm.cuh"
 
-namespace liger::flce90 {
+namespace liger::linear_ce {
 
-using sm90::Keep;
+using sm90::CacheHint;
 using sm90::Tile;
 
-// A sum of exponentials beyond this is recomputed from the maximum of the row: 2^60 is a target 41 nats below
-// the largest logit. Below, neither exponentials nor scales leave the range in which bf16 is normal.
-inline constexpr float kFarthest = 0x1p60f;
+// A row with a larger sum of exponentials is recomputed from its maximum: 2^60 is a target 41 nats below the
+// largest logit. Below it, exponentials and scales are normal bf16 numbers.
+inline constexpr float kMaxRowSum = 0x1p60f;
 
-// Where the exponentials of a chunk lie: in panels of 128 columns, each with its rows one after the other,
-// and in up to two places. Panels make it possible that those of the first chunk lie in the memory of the
-// weight gradient, which is written when they have been read: as many rows of a panel as fit are just the
-// rows of the gradient that its columns stand for.
+// The exponentials of a chunk: column panels of 128 classes, each with its rows contiguous, in up to two
+// buffers. The panel layout lets the first chunk use the memory of the weight gradient, which is written
+// after they have been read: one panel has the size of the 128 rows of the gradient for its classes.
 struct Panels {
   __nv_bfloat16* memory[2];
   int64_t stride[2];  // elements from one panel to the next
@@ -41,32 +41,31 @@ struct Panels {
            int64_t{row - (second ? rows_in_first : 0)} * sm90::kPanel;
   }
   __device__ __forceinline__ __nv_bfloat16* at(int row, int column) const {
-    return row_at(row, column) + place(row, column % sm90::kPanel);
+    return row_at(row, column) + swizzle(row, column % sm90::kPanel);
   }
-  // Within a row: its vectors of 8 lie as the matrix units want them in shared memory, so that rows go there
-  // and back as they are.
-  static __device__ __forceinline__ int place(int row, int column) {
+  // The column within a row after the 128-byte swizzle, so that panels and shared memory have the same
+  // layout.
+  static __device__ __forceinline__ int swizzle(int row, int column) {
     return (column & 64) + (((column >> 3) ^ row) & 7) * 8 + (column & 7);
   }
 };
 
-// Clusters work on neighbouring tiles of a grid of `wide` x `length`, and all of them at the same place of
-// the summed dimension. So what they read at a time comes once from memory if they are in bands: kBand tiles
-// wide, and about as long. And a band as a whole reads its wide side once, if L2 keeps that.
-inline constexpr int kBand = 8;
-struct Place {
+// Tile rasterisation over a grid of `wide` x `length` tiles for L2 reuse: active clusters work on groups of
+// kGroupM tiles across and about as many along, at the same k.
+inline constexpr int kGroupM = 8;
+struct TileIndex {
   int across, along;
 };
-__device__ __forceinline__ Place place_in_bands(int t, int wide, int length, int band = kBand) {
-  const int first = t / (band * length) * band;
-  const int width = min(band, wide - first), within = t - first * length;
+__device__ __forceinline__ TileIndex swizzled_tile(int t, int wide, int length, int group = kGroupM) {
+  const int first = t / (group * length) * group;
+  const int width = min(group, wide - first), within = t - first * length;
   return {first + within % width, within / width};
 }
 
-// How many of the rows of this chunk there are: compacted rows end at a count that only the device knows.
+// The number of valid rows in this chunk, which only the device knows.
 struct ChunkRows {
   const int* count;  // of the whole batch
-  int first, rows;   // of the chunk; rows is a bound
+  int first, rows;   // of the chunk; rows is an upper bound
   __device__ __forceinline__ int operator()() const { return max(0, min(rows, *count - first)); }
 };
 
@@ -76,19 +75,19 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return word;
 }
 
-// Half of a warp's sums (16 rows of 128 columns, a panel), rounded to bf16, to its desk: rows of 256 bytes,
-// in which the vectors of 8 lie as Panels::place() says.
-__device__ __forceinline__ void lay_out_half(const float (&sums)[sm90::kSums], int half, int lane,
-                                             const sm90::Desk& desk) {
-  // Lane 8m + r addresses row r of matrix m: of the upper or lower 8 rows, and of a vector or the one after
-  // it.
+// Rounds half of a warp's accumulators (16 rows of 128 columns, a panel) to bf16 and writes them, swizzled,
+// to the shared memory of the warp.
+__device__ __forceinline__ void stage_half(const float (&sums)[sm90::kSums], int half, int lane,
+                                           const sm90::EpilogueSmem& smem) {
+  // For stmatrix: lane 8m + r addresses row r of matrix m, which is the upper or lower 8 rows of one of two
+  // vectors.
   const int row = lane % 16, odd = lane / 16;
   constexpr int kVectors = sm90::kPanel / 8;
 #pragma unroll
   for (int v = 0; v < kVectors; v += 2) {
     const int j = 4 * (half * kVectors + v);
-    sm90::store_matrices(reinterpret_cast<__nv_bfloat16*>(desk.memory) + row * sm90::kPanel +
-                             Panels::place(row, (v + odd) * 8),
+    sm90::store_matrices(reinterpret_cast<__nv_bfloat16*>(smem.memory) + row * sm90::kPanel +
+                             Panels::swizzle(row, (v + odd) * 8),
                          pack_bf16(sums[j], sums[j + 1]), pack_bf16(sums[j + 2], sums[j + 3]),
                          pack_bf16(sums[j + 4], sums[j + 5]), pack_bf16(sums[j + 6], sums[j + 7]));
   }
@@ -109,14 +108,14 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   }
 }
 
-// The target of a row in the gradient: what is subtracted at its class, and for which class.
+// The one-hot term of the gradient.
 struct OneHot {
   float amount;
-  int place;  // the class of a row, or the row of a class; -1: none
+  int index;  // the class of a row, or the row of a class; -1: no term
 };
 static_assert(sizeof(OneHot) == 8);
 
-// sums of this lane's row h -= amount * from[0..255], of which the lane has the columns of its sums.
+// sums of row h -= amount * from[0..255], for the columns of this lane.
 __device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, float amount,
                                              const __nv_bfloat16* from, int lane) {
   const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(from) + lane % 4;
@@ -131,8 +130,8 @@ __device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, 
   }
 }
 
-// A warp's sums, rounded to bf16, to the first `count` of its 16 rows in memory: 64 bytes of 8 rows at a
-// time. (Longer pieces of fewer rows, by way of the desk, took longer.)
+// Rounds a warp's accumulators to bf16 and stores the first `count` of its 16 rows: 64 bytes of 8 rows at a
+// time. (Longer segments of fewer rows, staged in shared memory, were slower.)
 __device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __nv_bfloat16* out,
                                            int64_t stride, int count, int lane) {
 #pragma unroll
@@ -151,17 +150,17 @@ __device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __n
   }
 }
 
-// Two more launches repair what kAll found too large; as a rule they find nothing to do. kMaxima: of the
-// logits of a row, which become its reference; kRepair: all of it again, from there.
-enum class Phase { kAll, kMaxima, kRepair };
+// Two more launches recompute tiles that overflowed in kAll; normally they exit at once. kMaxima: row maxima
+// of the logits, from which references follow; kRecompute: exponentials and sums from there.
+enum class Phase { kAll, kMaxima, kRecompute };
 
-// What the exponentials of a row can tell beside their sum, for metrics.
-struct Observed {
-  float* spread;             // (rows, tiles of columns): the sums of e * log2(e)
-  unsigned long long* best;  // of the rows: the largest key of its logits; zero at first
+// Accumulated with the exponentials, for entropy and argmax.
+struct RowMetrics {
+  float* entropy_sums;            // (rows, column tiles): sums of e * log2(e)
+  unsigned long long* best_keys;  // (rows): the largest key of the logits of a row; initially zero
 };
-// Keys are in the order of logits, and those of equal logits in the opposite order of their columns. So the
-// largest one is the same in whatever order tiles come.
+// Keys order logits, and equal logits by descending column, so that the maximum does not depend on the order
+// of tiles and a tie goes to the lowest column.
 __device__ __forceinline__ unsigned long long key_of(float logit, int column) {
   const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are equal
   const uint32_t rising = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
@@ -171,23 +170,23 @@ __device__ __forceinline__ int column_of_key(unsigned long long key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
-template <bool kObserve>
-struct Exponentials {
-  struct Early {};
-  __device__ __forceinline__ void fetch(const Tile&, int, int, const sm90::Desk&) const {}
-  __device__ __forceinline__ Early early(const Tile&, int, int) const { return {}; }
+template <bool kMetrics>
+struct ExpEpilogue {
+  struct Operands {};
+  __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
+  __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
   static constexpr bool kAMn = false, kBMn = false, kPanels = false;
-  static constexpr Keep kKeepA = Keep::kLong, kKeepB = Keep::kNormal;
+  static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
-  float factor;            // from logits to powers of two: log2(e) over the temperature
-  const float* reference;  // of the rows of the chunk, over the temperature
-  float* parts;            // (rows, tiles of columns): the sums, or the maxima of the logits
+  float factor;            // log2(e) / temperature
+  const float* reference;  // per row of the chunk, over the temperature
+  float* tile_sums;        // (rows, column tiles): sums of exponentials, or maxima of logits
   Panels out;
-  bool wanted;        // or only the sums are
-  int* repair;        // per tile of rows, set where a sum is too large
-  Phase phase;        // other than kAll: for such tiles only
-  Observed observed;  // with kObserve
+  bool write;          // false: sums only
+  int* overflow;       // per row tile, set if a sum is too large
+  Phase phase;         // other than kAll: tiles with overflow only
+  RowMetrics metrics;  // with kMetrics
 
   __device__ __forceinline__ int columns() const { return ceil_div(vocab, sm90::kTileN); }
   __device__ __forceinline__ int row_pairs() const {
@@ -196,21 +195,21 @@ struct Exponentials {
   __device__ __forceinline__ int tiles() const {
     if (phase != Phase::kAll) {
       int any = 0;
-      for (int i = 0; i < sm90::kCluster * row_pairs(); ++i) any |= repair[i];
+      for (int i = 0; i < sm90::kCluster * row_pairs(); ++i) any |= overflow[i];
       if (!any) return 0;
     }
     return row_pairs() * columns();
   }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
-    const Place at = place_in_bands(t, row_pairs(), columns());
+    const TileIndex at = swizzled_tile(t, row_pairs(), columns());
     return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * sm90::kTileN, 0,
             ceil_div(hidden, sm90::kTileK), 0};
   }
 
-  __device__ __forceinline__ void finish(float (&z)[sm90::kSums], Early, const Tile& tile, int row, int lane,
-                                         const sm90::Desk& desk) const {
+  __device__ __forceinline__ void store(float (&z)[sm90::kSums], Operands, const Tile& tile, int row,
+                                        int lane, const sm90::EpilogueSmem& smem) const {
     if (tile.m0 >= chunk()) return;
-    if (phase != Phase::kAll && !repair[tile.m0 / sm90::kTileM]) return;
+    if (phase != Phase::kAll && !overflow[tile.m0 / sm90::kTileM]) return;
     if (phase == Phase::kMaxima) {
       float max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -218,18 +217,18 @@ struct Exponentials {
         const bool inside = tile.n0 + i / 4 * 8 < vocab;
         if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
       }
-      write_parts<Max>(parts, max, tile, row, lane);
+      write_tile_results<Max>(tile_sums, max, tile, row, lane);
       return;
     }
     float from[2], sum[2] = {0.0f, 0.0f}, spread[2] = {0.0f, 0.0f};
     float best[2] = {-INFINITY, -INFINITY};
-    int best_column[2] = {0, 0};  // from this lane's first one on
+    int best_column[2] = {0, 0};  // relative to the first column of this lane
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       from[h] = (r < chunk.rows ? reference[r] : 0.0f) * kLog2e;
     }
-    __nv_bfloat16* const rows = wanted ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
+    __nv_bfloat16* const rows = write ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
     const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
     constexpr int kVectors = sm90::kPanel / 8;
 #pragma unroll
@@ -241,127 +240,128 @@ struct Exponentials {
         for (int i = 0; i < 4; ++i) {
           float& x = z[4 * j + i];
           const int h = i / 2;
-          if constexpr (kObserve) {
+          if constexpr (kMetrics) {
             if (x > best[h]) best[h] = x, best_column[h] = 8 * j + i % 2;
           }
           const float y = fmaf(x, factor, -from[h]);
           x = exp2_fast(y);
           sum[h] += x;
-          // 0 * -inf is no matter: without a bias, logits are infinite only where operands are.
-          if constexpr (kObserve) spread[h] = fmaf(x, y, spread[h]);
+          // 0 * -inf cannot occur: without a bias, logits are infinite only if operands are.
+          if constexpr (kMetrics) spread[h] = fmaf(x, y, spread[h]);
         }
       }
-      if (!wanted) continue;
+      if (!write) continue;
       if (lane == 0) sm90::bulk_store_wait_read();
       __syncwarp();
-      lay_out_half(z, half, lane, desk);
+      stage_half(z, half, lane, smem);
       async_fence();
       __syncwarp();
-      if (lane == 0) sm90::bulk_store(rows + half * panel, desk.memory, 16 * sm90::kPanel * 2);
+      if (lane == 0) sm90::bulk_store(rows + half * panel, smem.memory, 16 * sm90::kPanel * 2);
     }
-    write_parts<Sum>(parts, sum, tile, row, lane);
-    if constexpr (kObserve) {
-      write_parts<Sum>(observed.spread, spread, tile, row, lane);
-      raise_best(best, best_column, tile, row, lane);
+    write_tile_results<Sum>(tile_sums, sum, tile, row, lane);
+    if constexpr (kMetrics) {
+      write_tile_results<Sum>(metrics.entropy_sums, spread, tile, row, lane);
+      update_best_keys(best, best_column, tile, row, lane);
     }
-    const bool too_large = !(sum[0] < kFarthest) || !(sum[1] < kFarthest);
-    if (phase == Phase::kAll && too_large) repair[tile.m0 / sm90::kTileM] = 1;
+    const bool too_large = !(sum[0] < kMaxRowSum) || !(sum[1] < kMaxRowSum);
+    if (phase == Phase::kAll && too_large) overflow[tile.m0 / sm90::kTileM] = 1;
   }
 
  private:
-  // Of the quad of lanes that share a row, which all get the result.
+  // Reduces over the four lanes that share a row; all of them get the result.
   template <class Reduction>
-  __device__ __forceinline__ void write_parts(float* out_parts, float (&part)[2], const Tile& tile, int row,
-                                              int lane) const {
+  __device__ __forceinline__ void write_tile_results(float* out_results, float (&value)[2], const Tile& tile,
+                                                     int row, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      part[h] = warp_reduce<Reduction, 4>(part[h]);
+      value[h] = warp_reduce<Reduction, 4>(value[h]);
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (lane % 4 == 0 && r < chunk.rows)
-        out_parts[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = part[h];
+        out_results[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = value[h];
     }
   }
-  __device__ __forceinline__ void raise_best(const float (&best)[2], const int (&column)[2], const Tile& tile,
-                                             int row, int lane) const {
+  __device__ __forceinline__ void update_best_keys(const float (&best)[2], const int (&column)[2],
+                                                   const Tile& tile, int row, int lane) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       unsigned long long key = key_of(best[h], tile.n0 + lane % 4 * 2 + column[h]);
 #pragma unroll
       for (int offset = 2; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
       const int r = tile.m0 + row + lane / 4 + 8 * h;
-      if (lane % 4 == 0 && r < chunk.rows) atomicMax(observed.best + r, key);
+      if (lane % 4 == 0 && r < chunk.rows) atomicMax(metrics.best_keys + r, key);
     }
   }
 };
 
-struct GradInput {
-  struct Early {};
-  __device__ __forceinline__ void fetch(const Tile&, int, int, const sm90::Desk&) const {}
-  __device__ __forceinline__ Early early(const Tile&, int, int) const { return {}; }
+struct GradInputEpilogue {
+  struct Operands {};
+  __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
+  __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
   static constexpr bool kAMn = false, kBMn = true, kPanels = true;
-  static constexpr Keep kKeepA = Keep::kNormal, kKeepB = Keep::kNormal;
+  static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
-  int rows_in_first;      // of the exponentials
-  int parts;              // of the vocabulary, so that small chunks fill the device
+  int rows_in_first;      // of the panels
+  int k_splits;           // of the vocabulary, so that small chunks fill the device
   const float* scale;     // of the rows of the chunk
   const OneHot* one_hot;  // of the rows of the chunk
   const __nv_bfloat16* weight;
   int64_t weight_stride;
   __nv_bfloat16* out;  // (chunk.rows, hidden)
-  float* partial;      // (parts, chunk.rows, hidden), with more than one part
+  float* partial;      // (k_splits, chunk.rows, hidden) partial sums, if k_splits > 1
 
   __device__ __forceinline__ int columns() const { return hidden / sm90::kTileN; }
   __device__ __forceinline__ int row_pairs() const {
     return ceil_div(chunk(), sm90::kCluster * sm90::kTileM);
   }
-  __device__ __forceinline__ int tiles() const { return row_pairs() * columns() * parts; }
+  __device__ __forceinline__ int tiles() const { return row_pairs() * columns() * k_splits; }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
     const int pairs = row_pairs(), blocks = ceil_div(vocab, sm90::kTileK);
-    const int part = t / (pairs * columns());
-    const Place at = place_in_bands(t % (pairs * columns()), pairs, columns());
-    const int begin = static_cast<int>(int64_t{blocks} * part / parts);
-    const int end = static_cast<int>(int64_t{blocks} * (part + 1) / parts);
+    const int k_split = t / (pairs * columns());
+    const TileIndex at = swizzled_tile(t % (pairs * columns()), pairs, columns());
+    const int begin = static_cast<int>(int64_t{blocks} * k_split / k_splits);
+    const int end = static_cast<int>(int64_t{blocks} * (k_split + 1) / k_splits);
     return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * sm90::kTileN, begin * sm90::kTileK,
-            end - begin, part};
+            end - begin, k_split};
   }
 
-  __device__ __forceinline__ void finish(float (&sums)[sm90::kSums], Early, const Tile& tile, int row,
-                                         int lane, const sm90::Desk& desk) const {
+  __device__ __forceinline__ void store(float (&sums)[sm90::kSums], Operands, const Tile& tile, int row,
+                                        int lane, const sm90::EpilogueSmem& smem) const {
     const int count = chunk();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
-      const bool there = r < count;
-      if (parts > 1) {
-        float* const at = partial + (int64_t{tile.part} * chunk.rows + r) * hidden + tile.n0 + lane % 4 * 2;
+      const bool valid = r < count;
+      if (k_splits > 1) {
+        float* const at =
+            partial + (int64_t{tile.k_split} * chunk.rows + r) * hidden + tile.n0 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < sm90::kTileN / 8; ++j) {
-          if (there) {
+          if (valid) {
             *reinterpret_cast<float2*>(at + 8 * j) =
                 make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
           }
         }
         continue;
       }
-      const float factor = there ? scale[r] : 0.0f;
+      const float factor = valid ? scale[r] : 0.0f;
 #pragma unroll
       for (int j = 0; j < sm90::kTileN / 8; ++j)
         sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
-      const OneHot target = there ? one_hot[r] : OneHot{0.0f, -1};
-      if (target.place >= 0)
-        subtract_row(sums, h, target.amount, weight + target.place * weight_stride + tile.n0, lane);
+      const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
+      if (target.index >= 0)
+        subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane);
     }
-    if (parts > 1) return;
+    if (k_splits > 1) return;
     const int first = tile.m0 + row;
     write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane);
   }
 };
 
-// A job whose first operand is a matrix and not in panels.
-template <class Job>
-struct OfMatrix : Job {
+// The same epilogue for an operand A that is row-major instead of in panels.
+template <class Epilogue>
+struct OfMatrix : Epilogue {
   static constexpr bool kPanels = false;
 };
 
-}  // namespace liger::flce90
+}  // namespace liger::linear_ce

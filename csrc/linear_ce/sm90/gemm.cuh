@@ -1,26 +1,24 @@
-// Matrix products of bf16 on the matrix units of compute capability 9.0 (sm_90a only).
+// Persistent, warp-specialised bf16 GEMM with wgmma and TMA (sm_90a only).
 //
-// A product is a persistent kernel, launched as clusters of kCluster blocks: pairs of blocks walk over tiles
-// of 2 x 128 rows and 256 columns. One warp of a block copies operands into a ring of shared memory (the
-// tensor copy engine; the half of B that each block of a pair loads goes to both); two warpgroups multiply,
-// 64 rows each, and hand their sums, still in registers, to the epilogue of the job. An operand may lie in
-// memory with the summed dimension inside ("K-major") or outside ("MN-major"); boxes of 64 x 64 elements with
-// the 128-byte swizzle serve both.
+// Clusters of kCluster = 2 blocks iterate over tiles of 2 x 128 rows and 256 columns. The producer warp of a
+// block loads operands by TMA into a ring of kStages stages; each block of a cluster loads half of B and
+// multicasts it to both. Two consumer warpgroups of 64 rows each issue wgmma and pass the accumulators, still
+// in registers, to the epilogue. Operands are K-major or MN-major; boxes of 64 x 64 elements with the
+// 128-byte swizzle serve both.
 #pragma once
 
 #include "linear_ce/sm90/ptx.cuh"
 
 namespace liger::sm90 {
 
-// Where a tile lies: rows m0.. (this block's) and columns n0.. of the result, k_blocks x 64 summed from k0
-// on.
+// The work of one block: rows from m0 and columns from n0 of the result, k_blocks x kTileK summed from k0 on.
 struct Tile {
   int m0, n0, k0, k_blocks;
-  int part;  // which of the parts that the summed dimension is split into
+  int k_split;  // index of the split
 };
 
-// What a multiplying warp has to itself.
-struct Desk {
+// Shared memory of one consumer warp, kEpilogueSmemBytes.
+struct EpilogueSmem {
   unsigned char* memory;
 };
 
@@ -32,30 +30,29 @@ struct Ring {
   }
 };
 
-// The first operand of a product may lie in panels of 128 columns, and in two places: rows from
-// `rows_in_first` on are in the second.
+// TMA descriptors. Operand A may be in panels of 128 columns and in two buffers: rows from `rows_in_first` on
+// are in the second one.
 struct Maps {
   CUtensorMap a[2], b;
 };
 
-// A Job says what the tiles are and what becomes of their sums:
-//   static constexpr bool kAMn, kBMn     the layouts of the operands
-//   static constexpr Keep kKeepA, kKeepB
-//   static constexpr bool kPanels        of a; then int rows_in_first is a member
-//   int tiles() const                    how many pairs of tiles; the same for all threads
-//   Tile tile(int t, int rank) const
-//       without any blocks of the summed dimension, the sums are undefined
-//   void fetch(Tile, int row, int lane, Desk) const
-//       starts copies to the desk shortly before the end; earlier, they would delay the operands
-//   Early early(Tile, int row, int lane) const
-//       reads what finish() wants from memory, while the last block of products is being computed
-//   void finish(float (&sums)[kSums], Early, Tile, int row, int lane, const Desk&) const
-//       row: of the tile, the first of the 16 that this warp has. In lane l, sums[4j + 2h + i] belongs to row
-//       l / 4 + 8h of these and to column 8j + 2 (l % 4) + i of the tile. All warps of a block have passed
-//       the arrival of all operands of the tile.
-template <class Job>
+// An Epilogue defines the tiles and what is done with the accumulators:
+//   static constexpr bool kAMn, kBMn           true: the operand is MN-major
+//   static constexpr CacheHint kHintA, kHintB
+//   static constexpr bool kPanels              A is in panels; then int rows_in_first is a member
+//   int tiles() const                          number of tiles, a cluster each; the same for all threads
+//   Tile tile(int t, int rank) const           with k_blocks == 0 the accumulators are undefined
+//   void prefetch(Tile, int row, int lane, EpilogueSmem) const
+//       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay the
+//       operands
+//   Operands load(Tile, int row, int lane) const
+//       loads what store() needs from global memory during the last wgmma
+//   void store(float (&sums)[kSums], Operands, Tile, int row, int lane, const EpilogueSmem&) const
+//       row: the first of the 16 rows of the tile that belong to this warp. In lane l, sums[4j + 2h + i] is row
+//       l / 4 + 8h of them and column 8j + 2 (l % 4) + i of the tile. All operands of the tile have arrived.
+template <class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1)
-    product(const __grid_constant__ Maps maps, const __grid_constant__ Job job) {
+    gemm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared_memory[];
   __shared__ alignas(8) uint64_t full[kStages], empty[kStages];
@@ -64,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
   const auto box_a = [&](int stage, int i) { return ring_memory + stage * kStageBytes + i * kBoxBytes; };
-  unsigned char* const desks = ring_memory + kStages * kStageBytes;
+  unsigned char* const epilogue_smem = ring_memory + kStages * kStageBytes;
   const auto box_b = [&](int stage, int i) { return box_a(stage, kBoxesA + i); };
 
   if (threadIdx.x == 0) {
@@ -78,38 +75,39 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   cluster_arrive();
   cluster_wait();
-  const int tiles = job.tiles();
+  const int tiles = epilogue.tiles();
 
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0) {
       Ring ring;
       for (int t = cluster; t < tiles; t += clusters) {
-        const Tile tile = job.tile(t, rank);
+        const Tile tile = epilogue.tile(t, rank);
         if (lane == 0) {
           for (int i = 0; i < tile.k_blocks; ++i, ring.next()) {
             mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
             uint64_t* const arrived = &full[ring.stage];
             mbarrier_arrive_expect(arrived, kStageBytes);
             const int k = tile.k0 + i * kTileK;
-            const int row_a = Job::kAMn ? k : tile.m0;  // of the memory of a
+            const int row_a = Epilogue::kAMn ? k : tile.m0;  // of the memory of a
             bool second = false;
-            if constexpr (Job::kPanels) second = row_a >= job.rows_in_first;
+            if constexpr (Epilogue::kPanels) second = row_a >= epilogue.rows_in_first;
             const CUtensorMap* const map_a = &maps.a[second];
             int skipped = 0;
-            if constexpr (Job::kPanels) skipped = second ? job.rows_in_first : 0;
+            if constexpr (Epilogue::kPanels) skipped = second ? epilogue.rows_in_first : 0;
 #pragma unroll
             for (int box = 0; box < kBoxesA; ++box) {
               const int m = tile.m0 + box * kBox;
-              Corner at = Job::kAMn ? Corner{m, k - skipped, 0} : Corner{k, m - skipped, 0};
-              if constexpr (Job::kPanels) at = {at.column % kPanel, at.row, at.column / kPanel};
-              load_box(box_a(ring.stage, box), map_a, at, arrived, Job::kKeepA);
+              Corner at = Epilogue::kAMn ? Corner{m, k - skipped, 0} : Corner{k, m - skipped, 0};
+              if constexpr (Epilogue::kPanels) at = {at.column % kPanel, at.row, at.column / kPanel};
+              load_box(box_a(ring.stage, box), map_a, at, arrived, Epilogue::kHintA);
             }
 #pragma unroll
             for (int half = 0; half < kBoxesB / kCluster; ++half) {
               const int box = rank * (kBoxesB / kCluster) + half, n = tile.n0 + box * kBox;
               load_box_to_cluster(box_b(ring.stage, box), &maps.b,
-                                  Job::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Job::kKeepB);
+                                  Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived,
+                                  Epilogue::kHintB);
             }
           }
         }
@@ -119,32 +117,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warpgroup - 1;
-    // Within a box, 16 of the summed dimension further: along its rows, or down 16 of them.
-    constexpr int kStepA = (Job::kAMn ? 16 * 128 : 32) >> 4, kStepB = (Job::kBMn ? 16 * 128 : 32) >> 4;
+    // Descriptor increments for 16 elements of K within a box: along its rows, or down 16 of them.
+    constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
+                  kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
     const auto release = [&](int stage) {
       if (threadIdx.x % 128 < kCluster) cluster_barrier_arrive(&empty[stage], threadIdx.x % 128);
     };
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
-    const Desk desk{desks + own_warp * kDeskBytes};
+    const EpilogueSmem smem{epilogue_smem + own_warp * kEpilogueSmemBytes};
     Ring ring;
     float sums[kSums];
     for (int t = cluster; t < tiles; t += clusters) {
-      const Tile tile = job.tile(t, rank);
-      typename Job::Early early;
+      const Tile tile = epilogue.tile(t, rank);
+      typename Epilogue::Operands operands;
       if (tile.k_blocks == 0) {
-        job.fetch(tile, own_row, lane, desk);
-        early = job.early(tile, own_row, lane);
+        epilogue.prefetch(tile, own_row, lane, smem);
+        operands = epilogue.load(tile, own_row, lane);
       }
       int previous = -1;
       for (int i = 0; i < tile.k_blocks; ++i, ring.next()) {
         mbarrier_wait(&full[ring.stage], ring.phase);
-        if (i == max(tile.k_blocks - 2, 0)) job.fetch(tile, own_row, lane, desk);
-        if (i == tile.k_blocks - 1) early = job.early(tile, own_row, lane);
+        if (i == max(tile.k_blocks - 2, 0)) epilogue.prefetch(tile, own_row, lane, smem);
+        if (i == tile.k_blocks - 1) operands = epilogue.load(tile, own_row, lane);
         const uint64_t da = descriptor(box_a(ring.stage, group)), db = descriptor(box_b(ring.stage, 0));
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
-          wgmma<Job::kAMn, Job::kBMn>(sums, da + k * kStepA, db + k * kStepB, i | k);
+          wgmma<Epilogue::kAMn, Epilogue::kBMn>(sums, da + k * kStepA, db + k * kStepB, i | k);
         }
         wgmma_commit();
         wgmma_wait<1>();
@@ -154,11 +153,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       wgmma_wait<0>();
       pin(sums);
       if (previous >= 0) release(previous);
-      job.finish(sums, early, tile, own_row, lane, desk);
+      epilogue.store(sums, operands, tile, own_row, lane, smem);
     }
     bulk_store_wait();
   }
-  // A block must not end while the other one may still arrive at its barriers.
+  // A block must not exit while the other one may still arrive on its mbarriers.
   cluster_arrive();
   cluster_wait();
 #endif

@@ -1,193 +1,196 @@
-// The weight gradient of fused_linear_ce on compute capability 9.0, summed over chunks.
+// The epilogue of the weight gradient, which is accumulated over chunks in its own memory.
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include "linear_ce/sm90/epilogues.cuh"
 
-namespace liger::flce90 {
+namespace liger::linear_ce {
 
-// Between chunks a sum lies in the 16 bits that its element of the final gradient has: as float16, in units
-// that are as large as the numbers beside it allow. So it is rounded to 11 bits once per chunk, 8 times finer
-// than bf16, and the gradient is as exact as if one float32 sum had been rounded. A unit is a power of two
-// for 256 sums of one row, that is, of one class: classes differ by the powers of ten between their
-// probabilities, elements of a row by little.
+// Between chunks dW is accumulated in place, in the 16 bits of each bf16 result, as block-scaled fp16: the
+// 256 elements of a row in a tile share one power-of-two scale. A chunk rounds the sum once, to 11 bits, 8
+// times finer than bf16, so the result is as exact as one float32 sum that is rounded at the end. Scales are
+// per row, because classes differ by orders of magnitude in probability while the elements of one row do not.
 //
-// The sums are in an order of their own. Each warp uses the 512 bytes that its tile has in each of its 16
-// rows: piece s of the 16 holds sums 8s to 8s + 7 of all lanes. The last chunk rounds to bf16 and puts the
-// elements where they belong.
-struct GradWeight {
+// The order of the partial sums is private: a warp owns the 512 bytes per row of its tile and 16 rows, and
+// segment s of its 16 segments holds accumulators 8s to 8s + 7 of all lanes, so that accesses are coalesced.
+// The last chunk rounds to bf16 and writes row-major.
+struct GradWeightEpilogue {
   static constexpr bool kAMn = true, kBMn = true, kPanels = true;
-  static constexpr Keep kKeepA = Keep::kNormal, kKeepB = Keep::kLong, kKeepSums = Keep::kNormal;
-  static constexpr int kPieces = 16, kEarly = 8;  // of which so many go to registers, the others to the desk
-  struct Early {
-    uint4 kept[kEarly];
-    float unit[2];  // of the two rows
+  static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kEvictLast,
+                             kHintSums = CacheHint::kNormal;
+  // Segments per warp; the first kEarly are loaded to registers, the others to shared memory.
+  static constexpr int kSegments = 16, kEarly = 8;
+  struct Operands {
+    uint4 partial[kEarly];
+    float block_scale[2];  // of the two rows of this lane
     OneHot one_hot[2];
   };
   ChunkRows chunk;
   int vocab, hidden;
-  int rows_in_first;           // of the exponentials
-  const OneHot* one_hot;       // of the classes
-  const __nv_bfloat16* input;  // of the batch, not scaled
+  int rows_in_first;           // of the panels
+  const OneHot* one_hot;       // per class
+  const __nv_bfloat16* input;  // of the batch, unscaled
   int64_t input_stride;
-  __nv_bfloat16* out;    // (vocab, hidden), contiguous
-  unsigned char* units;  // exponents, biased: of each tile of rows and columns, 128 of them
-  int64_t units_stride;  // from one tile of rows to the next
-  bool first, last;      // chunk
-  // Where the exponentials lie in the memory that sums are written to, `slack` panels behind the place of
-  // their own rows: per tile of rows a counter, zero at first, of the blocks that have read its exponentials.
-  // Else null.
-  int* readers;
-  int slack;
-  // Columns of tiles whose input rows L2 keeps while all classes pass by; all columns where others wait for
-  // tiles to be read.
-  int band;
+  __nv_bfloat16* out;              // (vocab, hidden), contiguous
+  unsigned char* scale_exponents;  // biased exponents: per tile of rows and columns, one for each of 128 rows
+  int64_t scale_stride;            // from one tile of rows to the next
+  bool first, last;                // chunk
+  // If the exponentials are in the memory that this GEMM writes, `panel_offset` panels behind: per panel the
+  // number of column tiles that have read it, initially zero. Else null.
+  int* panel_read_counts;
+  int panel_offset;
+  // Column tiles per group of the rasterisation, so that L2 keeps their input rows while all classes pass;
+  // all column tiles if tiles wait for panel reads.
+  int group;
 
   __device__ __forceinline__ int columns() const { return hidden / sm90::kTileN; }
   __device__ __forceinline__ int row_pairs() const { return ceil_div(vocab, sm90::kCluster * sm90::kTileM); }
   __device__ __forceinline__ int tiles() const {
-    // With no rows at all the gradient still has to become zeros, and sums have to become a gradient.
+    // Without valid rows the first chunk still writes zeros, and the last one the result.
     if (chunk() == 0 && !first && !last) return 0;
     return row_pairs() * columns();
   }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
-    const Place at = place_in_bands(t, columns(), row_pairs(), band);
+    const TileIndex at = swizzled_tile(t, columns(), row_pairs(), group);
     return {(at.along * sm90::kCluster + rank) * sm90::kTileM, at.across * sm90::kTileN, 0,
             ceil_div(chunk(), sm90::kTileK), 0};
   }
 
-  __device__ __forceinline__ void fetch(const Tile& tile, int row, int lane, const sm90::Desk& desk) const {
+  __device__ __forceinline__ void prefetch(const Tile& tile, int row, int lane,
+                                           const sm90::EpilogueSmem& smem) const {
     if (first || tile.m0 + row >= vocab) return;
     const uint4* const from = sums_of(tile, row, lane);
-    uint4* const to = reinterpret_cast<uint4*>(desk.memory) + lane;
-    static_assert((kPieces - kEarly) * 32 * sizeof(uint4) == sm90::kDeskBytes);
+    uint4* const to = reinterpret_cast<uint4*>(smem.memory) + lane;
+    static_assert((kSegments - kEarly) * 32 * sizeof(uint4) == sm90::kEpilogueSmemBytes);
 #pragma unroll
-    for (int i = kEarly; i < kPieces; ++i)
-      sm90::copy_async(to + (i - kEarly) * 32, from + i * piece(), kKeepSums);
+    for (int i = kEarly; i < kSegments; ++i)
+      sm90::copy_async(to + (i - kEarly) * 32, from + i * segment_stride(), kHintSums);
   }
-  __device__ __forceinline__ Early early(const Tile& tile, int row, int lane) const {
-    Early e{};
+  __device__ __forceinline__ Operands load(const Tile& tile, int row, int lane) const {
+    Operands e{};
     if (tile.m0 + row >= vocab) return e;
 #pragma unroll
     for (int h = 0; h < 2; ++h) e.one_hot[h] = one_hot[tile.m0 + row + lane / 4 + 8 * h];
     if (first) return e;
     const uint4* const from = sums_of(tile, row, lane);
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i) e.kept[i] = sm90::load_keeping(from + i * piece(), kKeepSums);
+    for (int i = 0; i < kEarly; ++i)
+      e.partial[i] = sm90::load_with_hint(from + i * segment_stride(), kHintSums);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) e.unit[h] = power_of_two(units_of(tile, row, lane)[8 * h]);
+    for (int h = 0; h < 2; ++h) e.block_scale[h] = power_of_two(scale_exponents_of(tile, row, lane)[8 * h]);
     return e;
   }
 
-  __device__ __forceinline__ void finish(float (&sums)[sm90::kSums], const Early& e, const Tile& tile,
-                                         int row, int lane, const sm90::Desk& desk) const {
+  __device__ __forceinline__ void store(float (&sums)[sm90::kSums], const Operands& e, const Tile& tile,
+                                        int row, int lane, const sm90::EpilogueSmem& smem) const {
     if (tile.m0 + row >= vocab) return;  // the vocabulary is a multiple of 16
     if (tile.k_blocks == 0) {
 #pragma unroll
       for (int i = 0; i < sm90::kSums; ++i) sums[i] = 0.0f;
     }
-    if (readers != nullptr) wait_for_readers(tile, lane);
+    if (panel_read_counts != nullptr) wait_for_panel_reads(tile, lane);
     if (!first) {
       sm90::copy_async_wait();
-      const uint4* const desk_kept = reinterpret_cast<const uint4*>(desk.memory) + lane;
+      const uint4* const smem_partial = reinterpret_cast<const uint4*>(smem.memory) + lane;
 #pragma unroll
-      for (int i = kPieces - 1; i >= 0; --i)
-        add(sums, 8 * i, i < kEarly ? e.kept[i < kEarly ? i : 0] : desk_kept[(i - kEarly) * 32], e.unit);
-      __syncwarp();  // the desk is free
+      for (int i = kSegments - 1; i >= 0; --i)
+        add(sums, 8 * i, i < kEarly ? e.partial[i < kEarly ? i : 0] : smem_partial[(i - kEarly) * 32],
+            e.block_scale);
+      __syncwarp();  // all lanes have read the shared memory
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (e.one_hot[h].place >= 0)
-        subtract_row(sums, h, e.one_hot[h].amount, input + e.one_hot[h].place * input_stride + tile.n0, lane);
+      if (e.one_hot[h].index >= 0)
+        subtract_row(sums, h, e.one_hot[h].amount, input + e.one_hot[h].index * input_stride + tile.n0, lane);
     }
     if (!last) {
-      float per_unit[2];
-      choose_units(sums, per_unit, tile, row, lane);
+      float inverse_scale[2];
+      choose_block_scales(sums, inverse_scale, tile, row, lane);
       uint4* const to = sums_of(tile, row, lane);
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i)
-        sm90::store_keeping(to + i * piece(), in_units(sums, 8 * i, per_unit), kKeepSums);
+      for (int i = 0; i < kSegments; ++i)
+        sm90::store_with_hint(to + i * segment_stride(), scaled(sums, 8 * i, inverse_scale), kHintSums);
       return;
     }
-    __syncwarp();  // all lanes have read their pieces
+    __syncwarp();  // all lanes have read their segments
     write_rows(sums, out + (tile.m0 + row) * int64_t{hidden} + tile.n0, hidden, 16, lane);
   }
 
  private:
-  __device__ __forceinline__ int piece() const { return hidden / 8; }  // from one to the next
+  __device__ __forceinline__ int segment_stride() const { return hidden / 8; }  // in 16-byte vectors
   __device__ __forceinline__ uint4* sums_of(const Tile& tile, int row, int lane) const {
     return reinterpret_cast<uint4*>(out + (tile.m0 + row) * int64_t{hidden} + tile.n0) + lane;
   }
-  // Of the upper of this lane's two rows.
-  __device__ __forceinline__ unsigned char* units_of(const Tile& tile, int row, int lane) const {
-    return units + tile.m0 / sm90::kTileM * units_stride + tile.n0 / sm90::kTileN * sm90::kTileM + row +
-           lane / 4;
+  // The scale of the first of the two rows of this lane; that of the second one is 8 bytes further.
+  __device__ __forceinline__ unsigned char* scale_exponents_of(const Tile& tile, int row, int lane) const {
+    return scale_exponents + tile.m0 / sm90::kTileM * scale_stride + tile.n0 / sm90::kTileN * sm90::kTileM +
+           row + lane / 4;
   }
 
-  // What this tile overwrites has been read by all blocks that have it among their operands. They belong to
-  // earlier tiles, and all blocks are resident: so nobody waits forever, and with some slack hardly anybody
-  // at all.
-  __device__ __forceinline__ void wait_for_readers(const Tile& tile, int lane) const {
+  // Waits until all column tiles have read the panel that this tile overwrites. Those belong to earlier
+  // tiles, and all blocks are resident, so the wait ends; panel_offset makes it short or none.
+  __device__ __forceinline__ void wait_for_panel_reads(const Tile& tile, int lane) const {
     const int own = tile.m0 / sm90::kTileM;
     if (threadIdx.x == 128)
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(readers + own) : "memory");
-    if (own >= slack) {
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(panel_read_counts + own) : "memory");
+    if (own >= panel_offset) {
       int count;
       do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
                      : "=r"(count)
-                     : "l"(readers + own - slack)
+                     : "l"(panel_read_counts + own - panel_offset)
                      : "memory");
       } while (count < columns());
     }
     __syncwarp();
   }
 
-  // All of this happens while the matrix units wait. So: instructions on floats, which run at the full rate,
-  // and no maximum, which would not.
+  // The tensor cores idle during the epilogue. So the scale comes from a sum of squares (FFMA at full rate),
+  // not from a maximum (half rate).
 
   static __device__ __forceinline__ float power_of_two(int biased_exponent) {
     return __uint_as_float(static_cast<uint32_t>(biased_exponent) << 23);
   }
 
-  __device__ __forceinline__ void choose_units(const float (&sums)[sm90::kSums], float (&per_unit)[2],
-                                               const Tile& tile, int row, int lane) const {
+  __device__ __forceinline__ void choose_block_scales(const float (&sums)[sm90::kSums],
+                                                      float (&inverse_scale)[2], const Tile& tile, int row,
+                                                      int lane) const {
     float squares[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < sm90::kSums; ++i) squares[i / 2 % 2] = fmaf(sums[i], sums[i], squares[i / 2 % 2]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // No element is larger than the root of the squares' sum, and that becomes 2^15 at most.
-      const int of_squares = __float_as_uint(warp_reduce<Sum, 4>(squares[h])) >> 23;
-      const bool overflow = of_squares == 255;
-      const int unit = overflow ? 127 + 113 : 127 - 15 + ((of_squares - 125) >> 1);
-      per_unit[h] = power_of_two(254 - unit);
-      if (lane % 4 == 0) units_of(tile, row, lane)[8 * h] = static_cast<unsigned char>(unit);
+      // The root of the sum of squares bounds every element; it is scaled to at most 2^15.
+      const int exponent = __float_as_uint(warp_reduce<Sum, 4>(squares[h])) >> 23;
+      const bool overflow = exponent == 255;
+      const int biased = overflow ? 127 + 113 : 127 - 15 + ((exponent - 125) >> 1);
+      inverse_scale[h] = power_of_two(254 - biased);
+      if (lane % 4 == 0) scale_exponents_of(tile, row, lane)[8 * h] = static_cast<unsigned char>(biased);
     }
   }
 
-  // sums[at..at + 7] += kept, where words belong to the two rows in turn.
-  static __device__ __forceinline__ void add(float (&sums)[sm90::kSums], int at, uint4 kept,
-                                             const float (&unit)[2]) {
+  // sums[at..at + 7] += partial; its words alternate between the two rows.
+  static __device__ __forceinline__ void add(float (&sums)[sm90::kSums], int at, uint4 partial,
+                                             const float (&block_scale)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 f = __half22float2(reinterpret_cast<const __half2&>((&kept.x)[i]));
-      sums[at + 2 * i] = fmaf(f.x, unit[i % 2], sums[at + 2 * i]);
-      sums[at + 2 * i + 1] = fmaf(f.y, unit[i % 2], sums[at + 2 * i + 1]);
+      const float2 f = __half22float2(reinterpret_cast<const __half2&>((&partial.x)[i]));
+      sums[at + 2 * i] = fmaf(f.x, block_scale[i % 2], sums[at + 2 * i]);
+      sums[at + 2 * i + 1] = fmaf(f.y, block_scale[i % 2], sums[at + 2 * i + 1]);
     }
   }
-  static __device__ __forceinline__ uint4 in_units(const float (&sums)[sm90::kSums], int at,
-                                                   const float (&per_unit)[2]) {
+  static __device__ __forceinline__ uint4 scaled(const float (&sums)[sm90::kSums], int at,
+                                                 const float (&inverse_scale)[2]) {
     uint4 words;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const __half2 pair =
-          __floats2half2_rn(sums[at + 2 * i] * per_unit[i % 2], sums[at + 2 * i + 1] * per_unit[i % 2]);
+      const __half2 pair = __floats2half2_rn(sums[at + 2 * i] * inverse_scale[i % 2],
+                                             sums[at + 2 * i + 1] * inverse_scale[i % 2]);
       (&words.x)[i] = reinterpret_cast<const uint32_t&>(pair);
     }
     return words;
   }
 };
 
-}  // namespace liger::flce90
+}  // namespace liger::linear_ce

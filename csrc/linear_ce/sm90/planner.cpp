@@ -3,202 +3,301 @@
 #include <algorithm>
 
 #include "device/integers.h"
+#include "linear_ce/sm90/tile.h"
 
 namespace liger {
 namespace {
 
-constexpr int64_t kTileM = 128, kTileN = 256, kTileK = 64, kPanel = 128;
-// With fewer rows the generic engine is faster: in the batch, and in a chunk where it may sum in bf16 (its
-// float32 sum needs far more memory).
+using sm90::kPanel;
+using sm90::kTileK;
+using sm90::kTileM;
+using sm90::kTileN;
+
+// Below these the generic engine is faster: rows of the batch, and rows of a chunk where it may sum in bf16
+// (its float32 sum needs far more memory).
 constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
-// What a chunk costs beyond its products, as rows whose products take as long (measured, docs/performance):
-// launches, and one more pass over the sum, which the products do not hide entirely.
+// The cost of a chunk beyond its GEMMs, in rows whose GEMMs take as long (measured, docs/performance):
+// launches, and one more pass over the accumulated weight gradient, which the GEMMs hide only in part.
 constexpr double kLaunchRows = 4, kPassRows = 60;
-// Of each product of a part of a chunk: its launches, and what they lose beside the waves (estimated).
-constexpr double kPartRows = 12;
-// Float32 logits of a row take so many rows of the gradient's 16 bits.
-constexpr int64_t kLinesPerLogits = 2;
+// The same for each logits GEMM of a slice: its launches and its tail effect (estimated).
+constexpr double kSliceRows = 12;
+// 16-bit rows that a row of float32 logits takes.
+constexpr int64_t kRowsPerFloatLogits = 2;
+// Panels that may be read while the first tiles of the weight gradient are written. Two would keep blocks
+// from waiting for tiles that start later; the other two hide that blocks are not equally fast.
+constexpr int64_t kPanelOffset = 4;
+// A split-K of the input gradient adds float32 partial sums; more splits than this never pay.
+constexpr int64_t kMostSplits = 8;
 
-// Panels that are being read while the first sums are written. A pair is enough to keep blocks from waiting
-// for tiles that begin later; two hide that blocks are not equally fast.
-constexpr int64_t kSlack = 4;
+// Estimated times, in rows of one GEMM at full utilisation.
+class CostModel {
+ public:
+  explicit CostModel(const LinearCeProblem& problem) : p_(problem) {}
 
-// The share of the device's time that the product of the input gradient uses, with the best number of parts.
-struct Fill {
-  int64_t parts;
-  double share;
-};
-Fill fill(const Sm90Problem& p, int64_t rows) {
-  Fill best{1, 0.0};
-  const int64_t tiles = ceil_div(rows, 2 * kTileM) * (p.hidden / kTileN);
-  // Every part has something to sum: a block of kTileK classes at least.
-  const int64_t most = std::min<int64_t>(8, p.vocab / kTileK);
-  for (int64_t parts = 1; parts <= most; ++parts) {
-    // Parts are summed in float32: a little more memory than a small chunk has anyway, not a lot.
-    if (parts > 1 && 4 * parts * rows * p.hidden > p.memory_budget / 8) break;
-    const int64_t units = tiles * parts;
-    const double used = static_cast<double>(rows) / round_up(rows, 2 * kTileM);
-    const double share = used * units / round_up(units, p.clusters) - 0.01 * (parts - 1);
-    if (share > best.share + 1e-9) best = {parts, share};
+  struct SplitK {
+    int64_t k_splits;
+    double utilisation;  // of the SMs by the GEMM of the input gradient
+  };
+  SplitK split_k(int64_t rows) const {
+    if (!p_.need_grad_input) return {1, 1.0};
+    SplitK best{1, 0.0};
+    const int64_t tiles = ceil_div(rows, 2 * kTileM) * (p_.hidden / kTileN);
+    const double useful_rows = static_cast<double>(rows) / round_up(rows, 2 * kTileM);
+    // Every split sums at least one block of kTileK classes.
+    const int64_t most = std::min(kMostSplits, p_.vocab / kTileK);
+    for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
+      // Partial sums are an extra that small chunks alone can afford.
+      if (8 * partial_bytes(rows, k_splits) > p_.memory_budget) break;
+      const int64_t jobs = tiles * k_splits;
+      const double utilisation = useful_rows * jobs / round_up(jobs, p_.clusters) - 0.01 * (k_splits - 1);
+      if (utilisation > best.utilisation + 1e-9) best = {k_splits, utilisation};
+    }
+    return best;
   }
-  return best;
-}
 
-// Rows whose product would take as long as that of the exponentials of these, if all clusters were always
-// busy.
-double exponential_rows(const Sm90Problem& p, int64_t rows) {
-  const int64_t pairs = ceil_div(rows, 2 * kTileM), columns = ceil_div(p.vocab, kTileN);
-  const double waves = static_cast<double>(ceil_div(pairs * columns, p.clusters));
-  return waves * p.clusters * 2 * kTileM / columns;
-}
+  // Float32 partial sums of the input gradient.
+  int64_t partial_bytes(int64_t rows, int64_t k_splits) const {
+    return k_splits > 1 ? 4 * k_splits * rows * p_.hidden : 0;
+  }
 
-int64_t partial_bytes(const Sm90Problem& p, int64_t rows, int64_t parts) {
-  return parts > 1 ? 4 * parts * rows * p.hidden : 0;
-}
+  // The logits GEMM of these rows, with wave quantisation.
+  double logits(int64_t rows) const {
+    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = ceil_div(p_.vocab, kTileN);
+    const double waves = static_cast<double>(ceil_div(row_pairs * columns, p_.clusters));
+    return waves * p_.clusters * 2 * kTileM / columns;
+  }
 
-bool sizes_fit(const Sm90Problem& p) {
+  // A chunk whose logits cost as much.
+  double chunk(int64_t rows, double logits) const {
+    const double input = p_.need_grad_input ? static_cast<double>(rows) / split_k(rows).utilisation : 0.0;
+    const double weight = p_.need_grad_weight ? static_cast<double>(rows) : 0.0;
+    return kLaunchRows + (logits + weight + input) / 3;
+  }
+
+  // Another chunk's pass over the accumulated weight gradient.
+  double pass() const { return p_.need_grad_weight ? kPassRows : 0.0; }
+
+ private:
+  const LinearCeProblem& p_;
+};
+
+bool supported(const LinearCeProblem& p) {
   return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kTileN == 0 &&
          p.vocab % kPanel == 0;
 }
 
+// Chunks are multiples of this: of a tile, or of a group.
+int64_t granularity(const LinearCeProblem& p) {
+  return p.group_rows == 1 ? int64_t{kTileM} : p.group_rows;
+}
+
+// One block-scale exponent, a byte, for kTileN elements of a row of the weight gradient.
+int64_t scale_bytes(const LinearCeProblem& p, int64_t classes) {
+  return p.need_grad_weight ? classes * p.hidden / kTileN : 0;
+}
+
+// What a plan of fused_linear_ce may use.
+struct Limits {
+  int64_t rows_in_grad_weight;  // that the memory of the weight gradient holds
+  int64_t row_bytes;            // of the panel workspace and the buffers of a chunk, per row
+  int64_t budget;               // for those
+  int64_t available;            // for those, less the block scales
+};
+
+Limits limits(const LinearCeProblem& p, int64_t panel_offset) {
+  const int64_t panels = p.vocab / kPanel + panel_offset;
+  // The sums of a row, one per tile, and the one-hot terms of rows and classes; with metrics as many sums
+  // again, and a key.
+  const int64_t sums = 4 * ceil_div(p.vocab, kTileN) + 8;
+  Limits l{};
+  l.rows_in_grad_weight = p.need_grad_weight ? p.hidden : 0;
+  l.row_bytes = panels * kPanel * 2 + (p.with_metrics ? 2 : 1) * sums;
+  l.budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
+  l.available = l.budget - panels * scale_bytes(p, kPanel);
+  return l;
+}
+
+struct Candidate {
+  int64_t first_rows, chunk_rows;
+};
+
+// The cheapest cut into a first chunk and equal others. A few dozen candidates for each size: enough to reach
+// whole waves, and the search takes microseconds.
+Candidate cheapest(const LinearCeProblem& p, const CostModel& model, const Limits& l, int64_t most) {
+  const int64_t unit = granularity(p);
+  const auto step = [&](int64_t size) { return round_up(std::max<int64_t>(size / 64, 1), unit); };
+  const auto cost = [&](int64_t rows) { return model.chunk(rows, model.logits(rows)); };
+  double least = 1e300;
+  Candidate best{most, most};
+  for (int64_t rows = most; rows >= std::max(most / 2, unit); rows -= step(most)) {
+    const int64_t partial = model.partial_bytes(rows, model.split_k(rows).k_splits);
+    if (rows > unit && rows * l.row_bytes + partial > l.available) continue;
+    const int64_t room = std::min(l.rows_in_grad_weight + rows, p.rows);
+    for (int64_t first = room / unit * unit; first >= std::max(room / 2, unit); first -= step(room)) {
+      // The gathered rows of the first chunk use the memory of later input gradients, or some of their own.
+      const bool own_rows = l.rows_in_grad_weight > 0 && (!p.need_grad_input || 2 * first > p.rows);
+      const int64_t in_workspace = std::max(std::max<int64_t>(first - l.rows_in_grad_weight, 0), rows);
+      if (own_rows && first > unit && in_workspace * l.row_bytes + 2 * first * p.hidden > l.available)
+        continue;
+      const int64_t chunks = ceil_div(p.rows - first, rows);
+      const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), unit) : 0;
+      const double total = cost(first) + chunks * (model.pass() + (chunks > 0 ? cost(equal) : 0));
+      if (total < least - 1e-9) least = total, best = {first, equal};
+    }
+  }
+  return best;
+}
+
 }  // namespace
 
-std::optional<Sm90Plan> plan_sm90(const Sm90Problem& p) {
-  if (!sizes_fit(p)) return std::nullopt;
-  const int64_t panels = p.vocab / kPanel;
-  const int64_t host = p.need_grad_weight ? p.hidden : 0, slack = host > 0 ? kSlack : 0;
-  // Exponentials, their sums, and the one-hot parts of rows and classes. What is observed are as many sums
-  // again, and a key.
-  const int64_t beside_exponentials = 4 * ceil_div(p.vocab, kTileN) + 8;
-  const int64_t row_bytes = (panels + slack) * kPanel * 2 + (p.observed ? 2 : 1) * beside_exponentials;
-  const int64_t budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
-  Sm90Plan plan{};
-  plan.slack = slack;
-
+std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& p) {
+  if (!supported(p)) return std::nullopt;
+  const CostModel model(p);
+  LinearCePlan plan{};
+  plan.panel_offset = p.need_grad_weight ? kPanelOffset : 0;
+  const Limits l = limits(p, plan.panel_offset);
   const auto chunk = [&](int64_t first, int64_t rows) {
-    return Sm90Chunk{first, rows, p.need_grad_input ? fill(p, rows).parts : 1};
+    return PlannedChunk{first, rows, model.split_k(rows).k_splits};
   };
-  // Chunks end between groups, and whole tiles need memory.
-  const int64_t unit = p.group_rows == 1 ? kTileM : p.group_rows;
-  // All rows at once need no sum over chunks.
-  const int64_t beside = std::max<int64_t>(p.rows - host, 0);
-  if (beside == 0 || beside * row_bytes <= budget) {
-    plan.hosted_rows = std::min(host, p.rows);
-    plan.panel_bytes = round_up(beside, kTileM) * kPanel * 2;
+
+  // One chunk needs no accumulation.
+  const int64_t in_workspace = std::max<int64_t>(p.rows - l.rows_in_grad_weight, 0);
+  if (in_workspace == 0 || in_workspace * l.row_bytes <= l.budget) {
+    plan.rows_in_grad_weight = std::min(l.rows_in_grad_weight, p.rows);
+    plan.workspace_panel_bytes = round_up(in_workspace, kTileM) * kPanel * 2;
     plan.chunks = {chunk(0, p.rows)};
     return plan;
   }
 
-  // A byte for every kTileN sums of a row.
-  const int64_t units_bytes = p.need_grad_weight ? kPanel * p.hidden / kTileN : 0;
-  const int64_t available = budget - units_bytes * (panels + slack);
-  const int64_t fitting = std::max<int64_t>(available, 0) / row_bytes / kTileM * kTileM;
+  const int64_t unit = granularity(p);
+  const int64_t fitting = std::max<int64_t>(l.available, 0) / l.row_bytes / kTileM * kTileM;
   if (p.group_rows > 1 && fitting < unit) return std::nullopt;
-  const int64_t most = std::max(fitting / unit * unit, unit);
-  const double pass = !p.need_grad_weight ? 0 : kPassRows;
-  const auto cost = [&](int64_t rows) {
-    const double input = p.need_grad_input ? rows / fill(p, rows).share : 0.0;
-    const double weight = p.need_grad_weight ? rows : 0.0;
-    return kLaunchRows + (exponential_rows(p, rows) + weight + input) / 3;
-  };
-
-  // A few dozen candidates each: enough to meet whole waves, and the search stays in microseconds.
-  const auto step = [&](int64_t span) { return round_up(std::max<int64_t>(span / 64, 1), unit); };
-  double best = 1e300;
-  int64_t best_first = most, best_rows = most;
-  for (int64_t rows = most; rows >= std::max(most / 2, unit); rows -= step(most)) {
-    const int64_t parts = p.need_grad_input ? fill(p, rows).parts : 1;
-    if (rows > unit && rows * row_bytes + partial_bytes(p, rows, parts) > available) continue;
-    const int64_t room = std::min(host + rows, p.rows);
-    for (int64_t first = room / unit * unit; first >= std::max(room / 2, unit); first -= step(room)) {
-      // The first chunk's input rows lie where later input gradients will, or need memory of their own.
-      const bool own_rows = host > 0 && (!p.need_grad_input || 2 * first > p.rows);
-      const int64_t beside = std::max(first > host ? first - host : 0, rows);
-      if (own_rows && first > unit && beside * row_bytes + 2 * first * p.hidden > available) continue;
-      const int64_t chunks = ceil_div(p.rows - first, rows);
-      const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), unit) : 0;
-      const double total = cost(first) + chunks * (pass + (chunks > 0 ? cost(equal) : 0));
-      if (total < best - 1e-9) best = total, best_first = first, best_rows = equal;
-    }
-  }
-  if (p.need_grad_weight && !p.exact_accumulation && best_rows < kFewestRowsPerPass) return std::nullopt;
-  plan.hosted_rows = std::min(host, best_first);
-  plan.units_bytes = units_bytes;
-  plan.panel_bytes = std::max(units_bytes + round_up(best_rows, kTileM) * kPanel * 2,
-                              round_up(best_first - plan.hosted_rows, kTileM) * kPanel * 2);
-  plan.chunks = {chunk(0, best_first)};
-  for (int64_t first = best_first; first < p.rows; first += best_rows) {
-    plan.chunks.push_back(chunk(first, std::min(best_rows, p.rows - first)));
+  const Candidate best = cheapest(p, model, l, std::max(fitting / unit * unit, unit));
+  if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kFewestRowsPerPass)
+    return std::nullopt;
+  plan.rows_in_grad_weight = std::min(l.rows_in_grad_weight, best.first_rows);
+  plan.scale_bytes = scale_bytes(p, kPanel);
+  const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
+  plan.workspace_panel_bytes = std::max(plan.scale_bytes + panel_bytes(best.chunk_rows),
+                                        panel_bytes(best.first_rows - plan.rows_in_grad_weight));
+  plan.chunks = {chunk(0, best.first_rows)};
+  for (int64_t first = best.first_rows; first < p.rows; first += best.chunk_rows) {
+    plan.chunks.push_back(chunk(first, std::min(best.chunk_rows, p.rows - first)));
   }
   return plan;
 }
 
-std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& p, int64_t beside, bool hosted) {
-  if (!sizes_fit(p)) return std::nullopt;
-  const int64_t row_bytes = p.vocab * 2, units_bytes = p.need_grad_weight ? p.vocab * p.hidden / kTileN : 0;
-  // Constants of rows and classes.
-  const int64_t budget = p.memory_budget - 8 * std::max(p.vocab, p.rows);
-  const double pass = p.need_grad_weight ? kPassRows : 0.0;
-  const auto filled = [&](int64_t rows) { return p.need_grad_input ? fill(p, rows) : Fill{1, 1.0}; };
-  const auto cost = [&](int64_t rows, int64_t part_rows) {
-    const double of_input = p.need_grad_input ? static_cast<double>(rows) / filled(rows).share : 0.0;
-    const double of_weight = p.need_grad_weight ? static_cast<double>(rows) : 0.0;
-    const int64_t products = beside / kLinesPerLogits * ceil_div(rows, part_rows);
-    const double logits =
-        beside == 0 ? exponential_rows(p, rows) : products * (kPartRows + exponential_rows(p, part_rows));
-    return kLaunchRows + (of_input + of_weight + logits) / 3;
-  };
-  // Of so many rows in chunks; the last one is as long as what is left.
-  const auto cost_of_all = [&](int64_t rows, int64_t chunk_rows, int64_t part_rows) {
+std::vector<int64_t> LinearCePlan::encode() const {
+  std::vector<int64_t> numbers{rows_in_grad_weight, workspace_panel_bytes, scale_bytes, panel_offset};
+  for (const PlannedChunk& chunk : chunks) {
+    numbers.insert(numbers.end(), {chunk.first, chunk.rows, chunk.k_splits});
+  }
+  return numbers;
+}
+
+LinearCePlan LinearCePlan::decode(const std::vector<int64_t>& numbers) {
+  LinearCePlan plan{{}, numbers.at(0), numbers.at(1), numbers.at(2), numbers.at(3)};
+  for (size_t i = 4; i < numbers.size(); i += 3) {
+    plan.chunks.push_back({numbers.at(i), numbers.at(i + 1), numbers.at(i + 2)});
+  }
+  return plan;
+}
+
+// --- linear_backward ---------------------------------------------------------------------------------------
+
+namespace {
+
+class LinearBackwardPlanner {
+ public:
+  LinearBackwardPlanner(const LinearCeProblem& problem, int64_t aux_rows)
+      : p_(problem),
+        aux_rows_(aux_rows),
+        model_(problem),
+        row_bytes_(problem.vocab * 2),
+        // Less the constants of rows and classes.
+        budget_(problem.memory_budget - 8 * std::max(problem.vocab, problem.rows)),
+        unit_(granularity(problem)),
+        most_(round_up(problem.rows, unit_)) {}
+
+  std::optional<LinearBackwardPlan> equal_chunks() {
+    for (int64_t size = unit_; size <= most_; size += unit_) {
+      const int64_t rows = std::min(size, p_.rows), k_splits = model_.split_k(rows).k_splits;
+      const int64_t left = bytes_left(rows);
+      if (left < 0) break;
+      // Partial sums of the input gradient reuse the memory of the auxiliary logits.
+      if (left < model_.partial_bytes(rows, k_splits)) continue;
+      const int64_t slice = slice_rows(rows, left);
+      if (slice == 0) break;
+      consider(cost_of_all(p_.rows, rows, slice), {rows, k_splits, rows, slice, k_splits, scales(rows)});
+    }
+    return best_;
+  }
+
+  // A longer first chunk, whose auxiliary logits use the memory of the weight gradient.
+  std::optional<LinearBackwardPlan> longer_first_chunk() {
+    const LinearBackwardPlan even = *best_;
+    const int64_t slice = p_.hidden / aux_rows_ / kTileM * kTileM;
+    if (slice < kFewestRows) return best_;
+    for (int64_t size = round_up(even.chunk_rows + 1, unit_); size <= most_; size += unit_) {
+      const int64_t first = std::min(size, p_.rows), k_splits = model_.split_k(first).k_splits;
+      const int64_t left = bytes_left(first);
+      if (left < 0) break;
+      if (left < model_.partial_bytes(first, k_splits)) continue;
+      const double others = cost_of_all(p_.rows - first, even.chunk_rows, even.slice_rows);
+      consider(cost(first, std::min(first, slice)) + others + (first < p_.rows ? model_.pass() : 0.0),
+               {first, k_splits, even.chunk_rows, even.slice_rows, even.k_splits, scales(first)});
+    }
+    return best_;
+  }
+
+ private:
+  // One chunk needs no accumulation.
+  int64_t scales(int64_t first_rows) const { return first_rows < p_.rows ? scale_bytes(p_, p_.vocab) : 0; }
+  int64_t bytes_left(int64_t rows) const { return budget_ - scales(rows) - rows * row_bytes_; }
+
+  // Equal slices of a chunk; 0 if the memory left is too small for one.
+  int64_t slice_rows(int64_t rows, int64_t left) const {
+    if (aux_rows_ == 0) return rows;
+    const int64_t slice = std::min(left / (aux_rows_ * row_bytes_) / kTileM * kTileM, rows);
+    if (slice < std::min(kFewestRows, rows)) return 0;
+    return std::min(round_up(ceil_div(rows, ceil_div(rows, slice)), kTileM), rows);
+  }
+
+  double cost(int64_t rows, int64_t slice) const {
+    const int64_t gemms = aux_rows_ / kRowsPerFloatLogits * ceil_div(rows, slice);
+    return model_.chunk(rows,
+                        aux_rows_ == 0 ? model_.logits(rows) : gemms * (kSliceRows + model_.logits(slice)));
+  }
+  // Rows in equal chunks, of which the last one may be shorter.
+  double cost_of_all(int64_t rows, int64_t chunk_rows, int64_t slice) const {
     const int64_t chunks = ceil_div(rows, chunk_rows);
     if (chunks == 0) return 0.0;
-    const double of_chunk = cost(chunk_rows, part_rows);
+    const double chunk = cost(chunk_rows, slice);
     const double last = static_cast<double>(rows - (chunks - 1) * chunk_rows) / chunk_rows;
-    return (chunks - 1) * (of_chunk + pass) + last * of_chunk;
-  };
-  std::optional<Sm90HeadPlan> best;
-  double least = 1e300;
-  const auto consider = [&](double total, const Sm90HeadPlan& plan) {
-    if (total < least - 1e-9) least = total, best = plan;
-  };
-
-  // Chunks end between groups.
-  const int64_t unit = p.group_rows == 1 ? kTileM : p.group_rows, most = round_up(p.rows, unit);
-  for (int64_t rows = unit; rows <= most; rows += unit) {
-    const int64_t chunk_rows = std::min(rows, p.rows);
-    const int64_t parts = filled(chunk_rows).parts, units = chunk_rows < p.rows ? units_bytes : 0;
-    // Parts of the input gradient are summed where the other logits were.
-    const int64_t left = budget - units - chunk_rows * row_bytes;
-    if (left < 0) break;
-    if (left < partial_bytes(p, chunk_rows, parts)) continue;
-    int64_t part_rows = chunk_rows;
-    if (beside > 0) {
-      part_rows = std::min(left / (beside * row_bytes) / kTileM * kTileM, chunk_rows);
-      if (part_rows < std::min(kFewestRows, chunk_rows)) break;
-      // Parts of one size.
-      const int64_t count = ceil_div(chunk_rows, part_rows);
-      part_rows = std::min(round_up(ceil_div(chunk_rows, count), kTileM), chunk_rows);
-    }
-    consider(cost_of_all(p.rows, chunk_rows, part_rows),
-             {chunk_rows, parts, chunk_rows, part_rows, parts, units});
+    return (chunks - 1) * (chunk + model_.pass()) + last * chunk;
   }
-  if (!best || !hosted || beside == 0 || !p.need_grad_weight) return best;
 
-  // All rows at once need no sum over chunks.
-  const Sm90HeadPlan even = *best;
-  const int64_t lent = p.hidden / beside / kTileM * kTileM;
-  if (lent < kFewestRows) return best;
-  for (int64_t rows = round_up(even.chunk_rows + 1, unit); rows <= most; rows += unit) {
-    const int64_t first = std::min(rows, p.rows);
-    const int64_t parts = filled(first).parts, units = first < p.rows ? units_bytes : 0;
-    const int64_t left = budget - units - first * row_bytes;
-    if (left < 0) break;
-    if (left < partial_bytes(p, first, parts)) continue;
-    const double others = cost_of_all(p.rows - first, even.chunk_rows, even.part_rows);
-    consider(cost(first, std::min(first, lent)) + others + (first < p.rows ? pass : 0.0),
-             {first, parts, even.chunk_rows, even.part_rows, even.parts, units});
+  void consider(double cost, const LinearBackwardPlan& plan) {
+    if (cost < least_ - 1e-9) least_ = cost, best_ = plan;
   }
-  return best;
+
+  const LinearCeProblem& p_;
+  const int64_t aux_rows_;
+  const CostModel model_;
+  const int64_t row_bytes_, budget_, unit_, most_;
+  double least_ = 1e300;
+  std::optional<LinearBackwardPlan> best_;
+};
+
+}  // namespace
+
+std::optional<LinearBackwardPlan> plan_linear_backward_sm90(const LinearCeProblem& p, int64_t aux_rows,
+                                                            bool aux_in_grad_weight) {
+  if (!supported(p)) return std::nullopt;
+  LinearBackwardPlanner planner(p, aux_rows);
+  const std::optional<LinearBackwardPlan> equal = planner.equal_chunks();
+  const bool longer = aux_in_grad_weight && aux_rows > 0 && p.need_grad_weight;
+  return equal && longer ? planner.longer_first_chunk() : equal;
 }
 
 }  // namespace liger

@@ -1,5 +1,5 @@
-// How fused_linear_ce cuts its rows into chunks where its own products of compute capability 9.0 run
-// (linear_ce/sm90/epilogues.cuh).
+// How fused_linear_ce and the losses cut their rows into chunks for the wgmma GEMMs of linear_ce/sm90.
+// README.md draws where the buffers are.
 #pragma once
 
 #include <cstdint>
@@ -8,53 +8,59 @@
 
 namespace liger {
 
-struct Sm90Problem {
+struct LinearCeProblem {
   int64_t rows, hidden, vocab;
   bool need_grad_input, need_grad_weight;
-  bool exact_accumulation;  // the weight gradient has to be as exact as one float32 sum
-  int64_t memory_budget;    // bytes beside the gradients: exponentials, their sums, and units
-  int64_t clusters;         // pairs of blocks that the device runs at a time
-  int64_t group_rows = 1;   // chunks are multiples of it
-  bool observed = false;    // entropies and most probable classes are asked for
+  bool exact_accumulation;    // the weight gradient must be as exact as one float32 sum
+  int64_t memory_budget;      // bytes beside the gradients: exponentials, their sums, block scales
+  int64_t clusters;           // two-block clusters that are active on the device at a time
+  int64_t group_rows = 1;     // every chunk is a multiple of it
+  bool with_metrics = false;  // entropies and argmax are requested
 };
 
-struct Sm90Chunk {
+struct PlannedChunk {
   int64_t first, rows;
-  int64_t parts;  // that the input gradient's summed dimension is split into
+  int64_t k_splits;  // split-K of the input gradient
 };
 
-// The first chunk is larger: as long as there is no sum yet, its exponentials lie in the memory of the weight
-// gradient (hosted_rows of them) and in all of `extra`. Later `extra` holds, panel by panel of 128 columns,
-// the units of the sum and the exponentials of a chunk.
-struct Sm90Plan {
-  std::vector<Sm90Chunk> chunks;
-  int64_t hosted_rows;  // of the first chunk
-  int64_t panel_bytes;  // of extra
-  int64_t units_bytes;  // of a panel of extra: where the exponentials of later chunks begin
-  int64_t slack;  // panels by which the first chunk's exponentials lie behind their own place: as much longer
-                  // are the memory of the weight gradient and extra
+// Until the weight gradient has been written, its memory holds exponentials: those of the first
+// rows_in_grad_weight rows of the first chunk, which is larger for that reason. All other exponentials are in
+// the panel workspace, one panel per 128 classes; from the second chunk on, a panel starts with the block
+// scales of the weight gradient.
+struct LinearCePlan {
+  std::vector<PlannedChunk> chunks;
+  int64_t rows_in_grad_weight;    // of the first chunk
+  int64_t workspace_panel_bytes;  // of the panel workspace, per panel
+  int64_t scale_bytes;            // block scales at the start of a panel
+  int64_t panel_offset;  // panels between a panel of the weight gradient and its own exponentials, which are
+                         // read before it is written; both buffers are longer by as many panels
+
+  // As a list of numbers, the form in which Python passes a plan from one op to the next
+  // (python/liger/_core/sm90_plan.py).
+  std::vector<int64_t> encode() const;
+  static LinearCePlan decode(const std::vector<int64_t>& numbers);
 };
 
-// Nothing where the generic engine has to take over, or is faster: hidden sizes that are no multiple of 256,
-// vocabularies that are none of 128, few rows,
-// groups of more rows than the budget has room for.
-std::optional<Sm90Plan> plan_sm90(const Sm90Problem& problem);
+// nullopt if the generic engine has to take over, or is faster: hidden sizes that are not a multiple of 256,
+// vocabularies that are not a multiple of 128, few rows, groups that exceed the budget.
+std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& problem);
 
-// The same for losses that have the gradient of their logits in rows and in memory of their own
-// (linear_backward.cu): the products by which a chunk becomes gradients are the same.
-struct Sm90HeadPlan {
-  int64_t first_rows;   // of the first chunk, as many as of the others or more
-  int64_t first_parts;  // as parts
-  int64_t chunk_rows;   // of the others
-  int64_t part_rows;    // of a chunk, for which logits exist beside the gradient
-  int64_t parts;        // that the input gradient's summed dimension is split into
-  int64_t units_bytes;  // of the sum over chunks, 0 with one chunk
+// The plan of losses whose dlogits is a row-major matrix of its own (linear_backward.cu). Logits are computed
+// for a slice of a chunk at a time.
+struct LinearBackwardPlan {
+  int64_t first_rows;      // of the first chunk; at least chunk_rows
+  int64_t first_k_splits;  // of the first chunk
+  int64_t chunk_rows;      // of the other chunks
+  int64_t slice_rows;      // rows of a chunk that have auxiliary logits at a time
+  int64_t k_splits;        // of the other chunks
+  int64_t scale_bytes;     // block scales of the weight gradient; 0 with one chunk
 };
 
-// beside: how many rows of 16 bits a row of a part has beside its gradient, two for each product of float32
-// logits; 0 where logits become their gradient where they lie. hosted: as long as there is no sum yet, they
-// lie in the memory of the weight gradient, hidden / beside rows at a time, so that the first chunk's
-// gradient has the budget for itself. Nothing as above, or where not even a part of kFewestRows fits.
-std::optional<Sm90HeadPlan> plan_head_sm90(const Sm90Problem& problem, int64_t beside, bool hosted);
+// aux_rows: 16-bit rows of auxiliary logits per row of dlogits; two for each float32 logits GEMM, 0 if
+// dlogits overwrites the logits. aux_in_grad_weight: the auxiliary logits of the first chunk use the memory
+// of the weight gradient, hidden / aux_rows rows at a time, which leaves the budget to its dlogits. Returns
+// nullopt as plan_sm90(), or if the budget has no room for a slice of 256 rows.
+std::optional<LinearBackwardPlan> plan_linear_backward_sm90(const LinearCeProblem& problem, int64_t aux_rows,
+                                                            bool aux_in_grad_weight);
 
 }  // namespace liger

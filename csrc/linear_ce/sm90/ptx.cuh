@@ -1,28 +1,27 @@
-// What the kernels of compute capability 9.0 (sm_90a) need of PTX, for products of 128 x 256 x 64 elements.
+// PTX wrappers for sm_90a (wgmma, TMA, mbarrier, stmatrix) and the shared memory layout of the GEMM.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_bf16.h>
 
 #include "device/cluster.cuh"
+#include "linear_ce/sm90/tile.h"
 
 namespace liger::sm90 {
 
-inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
-inline constexpr int kBox = 64;     // rows and columns of what one copy brings
-inline constexpr int kPanel = 128;  // columns of a panel
+inline constexpr int kBox = 64;  // rows and columns of a TMA box
 inline constexpr int kStages = 4;
 inline constexpr int kCluster = 2;
-inline constexpr int kConsumers = 2;                     // warpgroups that multiply
-inline constexpr int kThreads = 128 * (kConsumers + 1);  // and the one that copies
+inline constexpr int kConsumers = 2;                     // consumer warpgroups, which issue wgmma
+inline constexpr int kThreads = 128 * (kConsumers + 1);  // with the producer warpgroup
 inline constexpr int kBoxBytes = kBox * kBox * 2;
 inline constexpr int kBoxesA = kTileM / kBox, kBoxesB = kTileN / kBox;
 inline constexpr int kStageBytes = (kBoxesA + kBoxesB) * kBoxBytes;
-inline constexpr int kDeskBytes = 4096;  // of shared memory that each multiplying warp has for its epilogue
+inline constexpr int kEpilogueSmemBytes = 4096;  // per consumer warp
 inline constexpr int kWarps = 4 * kConsumers;
-// 1024: boxes start at multiples of that
-inline constexpr int kSharedBytes = kStages * kStageBytes + kWarps * kDeskBytes + 1024;
-inline constexpr int kSums = kTileM / kConsumers * kTileN / 128;  // per thread
+// 1024 bytes to align the boxes, as the 128-byte swizzle requires.
+inline constexpr int kSharedBytes = kStages * kStageBytes + kWarps * kEpilogueSmemBytes + 1024;
+inline constexpr int kSums = kTileM / kConsumers * kTileN / 128;  // accumulators per thread
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define LIGER_SM90A 1
@@ -33,9 +32,9 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
                : "memory");
 }
 
-// Arrives at the barrier that has the same place in the shared memory of block `rank` of the cluster. No
-// cluster scope: it would cost a fence of the whole device, and all that is ordered here are reads by the
-// matrix units, which have been waited for, before writes by the copy engine.
+// Arrives at the mbarrier at the same offset in block `rank` of the cluster. Without release semantics at
+// cluster scope, which would cost a device-wide fence: the only accesses to order are wgmma reads, which have
+// completed, before TMA writes.
 __device__ __forceinline__ void cluster_barrier_arrive(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n"
@@ -47,20 +46,20 @@ __device__ __forceinline__ void cluster_barrier_arrive(uint64_t* barrier, uint32
       : "memory");
 }
 
-// Where a box begins in the memory of an operand: its columns, rows, and (for an operand in panels) panel.
+// The TMA coordinates of a box: column, row and, for an operand in panels, panel.
 struct Corner {
   int column, row, panel;
 };
 
-// What the L2 cache should do with what is moved: codes of the copy engine's cache policies.
-enum class Keep : uint64_t {
+// L2 eviction priorities, encoded as the cache-policy operand of a copy.
+enum class CacheHint : uint64_t {
   kNormal = 0x1000000000000000,
-  kShort = 0x12f0000000000000,
-  kLong = 0x14f0000000000000
+  kEvictFirst = 0x12f0000000000000,
+  kEvictLast = 0x14f0000000000000
 };
 
 __device__ __forceinline__ void load_box(void* destination, const CUtensorMap* map, Corner at,
-                                         uint64_t* barrier, Keep keep) {
+                                         uint64_t* barrier, CacheHint keep) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
@@ -69,9 +68,10 @@ __device__ __forceinline__ void load_box(void* destination, const CUtensorMap* m
       : "memory");
 }
 
-// The box goes to the same place in every block of the cluster, and its bytes count at the barrier of each.
+// Multicast: the box goes to the same offset in every block of the cluster and completes on the mbarrier of
+// each.
 __device__ __forceinline__ void load_box_to_cluster(void* destination, const CUtensorMap* map, Corner at,
-                                                    uint64_t* barrier, Keep keep) {
+                                                    uint64_t* barrier, CacheHint keep) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::"
       "cache_hint"
@@ -85,15 +85,15 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Shared to global memory; addresses and size are multiples of 16 bytes. Ordinary stores to the source need
-// async_fence() and a barrier before.
+// cp.async.bulk from shared to global memory; addresses and size are multiples of 16 bytes. Generic stores to
+// the source need async_fence() and a barrier before.
 __device__ __forceinline__ void bulk_store(void* destination, const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
                "r"(shared_address(source)), "r"(bytes)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until the stores of this thread have read their source, or have ended.
+// Wait until the bulk stores of this thread have read their source, or have completed.
 __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -101,8 +101,8 @@ __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// 16 bytes of global to shared memory, by the thread that will read them after copy_async_wait().
-__device__ __forceinline__ void copy_async(void* destination, const void* source, Keep keep) {
+// cp.async of 16 bytes from global to shared memory, for the thread that reads them after copy_async_wait().
+__device__ __forceinline__ void copy_async(void* destination, const void* source, CacheHint keep) {
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(destination)),
       "l"(source), "l"(static_cast<uint64_t>(keep))
@@ -112,7 +112,7 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-__device__ __forceinline__ uint4 load_keeping(const uint4* p, Keep keep) {
+__device__ __forceinline__ uint4 load_with_hint(const uint4* p, CacheHint keep) {
   uint4 v;
   asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -120,13 +120,13 @@ __device__ __forceinline__ uint4 load_keeping(const uint4* p, Keep keep) {
                : "memory");
   return v;
 }
-__device__ __forceinline__ void store_keeping(uint4* p, uint4 v, Keep keep) {
+__device__ __forceinline__ void store_with_hint(uint4* p, uint4 v, CacheHint keep) {
   asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "r"(v.x), "r"(v.y),
                "r"(v.z), "r"(v.w), "l"(static_cast<uint64_t>(keep))
                : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements; lane 8m + r has the address of row r of matrix m.
+// stmatrix of four 8 x 8 matrices of 16-bit elements; lane 8m + r has the address of row r of matrix m.
 __device__ __forceinline__ void store_matrices(void* row, uint32_t m0, uint32_t m1, uint32_t m2,
                                                uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
@@ -146,9 +146,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A matrix in shared memory, swizzled in atoms of 8 x 128 bytes. K-major: rows of 128 bytes, atoms 1024 bytes
-// apart. MN-major: atoms 1024 bytes apart along the summed dimension, boxes of 64 elements kBoxBytes apart
-// along the other.
+// The wgmma descriptor of a matrix in shared memory with the 128-byte swizzle (atoms of 8 x 128 bytes).
+// K-major: rows of 128 bytes, stride between atoms 1024 bytes. MN-major: atoms 1024 bytes apart along K,
+// boxes of 64 elements kBoxBytes apart along M or N.
 __device__ __forceinline__ uint64_t descriptor(const void* shared) {
   uint64_t d = (shared_address(shared) & 0x3ffff) >> 4;
   d |= static_cast<uint64_t>(kBoxBytes >> 4) << 16;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kSums], uint64_t a, uint64_t b,
       : "l"(a), "l"(b), "r"(keep), "n"(int{kAMn}), "n"(int{kBMn}));
 }
 
-// The compiler must not read the sums before the products that make them have been waited for.
+// Keeps the compiler from reading the accumulators before wgmma_wait().
 __device__ __forceinline__ void pin(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");

@@ -1,49 +1,49 @@
-// What happens to rows between the products of linear_ce/sm90/epilogues.cuh.
+// Kernels on the rows of a chunk between the GEMMs of epilogues.cuh.
 #pragma once
 
 #include "linear_ce/sm90/epilogues.cuh"
 
-namespace liger::flce90 {
+namespace liger::linear_ce {
 
 inline constexpr int kRowThreads = 256;
 
-// Per class the first row of the chunk with this target, as a row of the batch: that row's one-hot part is
-// added in float32. Those of the others, if any, go into the exponentials: so no class, however frequent,
-// keeps an epilogue busy. Null where no class needs to know.
-struct Owners {
-  unsigned long long* memory;  // a OneHot each; all bits set before the first row comes
+// For each class the first row of the chunk with that target. The epilogue of dW adds its one-hot term in
+// float32; the terms of further rows of the class go into their bf16 exponentials, which bounds the work of
+// the epilogue however frequent a class is. Null without a weight gradient.
+struct FirstRowOfClass {
+  unsigned long long* memory;  // (vocab) OneHot; initially all bits set
   __device__ __forceinline__ void claim(int64_t target, int row) const {
     if (memory != nullptr) atomicMin(memory + target, static_cast<unsigned long long>(row) << 32);
   }
-  __device__ __forceinline__ bool owned_by(int row, int64_t target) const {
-    return memory == nullptr || reinterpret_cast<const OneHot*>(memory + target)->place == row;
+  __device__ __forceinline__ bool is_first(int row, int64_t target) const {
+    return memory == nullptr || reinterpret_cast<const OneHot*>(memory + target)->index == row;
   }
   __device__ __forceinline__ void set(int64_t target, float amount) const {
     if (memory != nullptr) reinterpret_cast<OneHot*>(memory + target)->amount = amount;
   }
 };
 
-// One row per block: input rows of the chunk side by side, and the logit of the target of each. Rows beyond
-// the count become zeros, so that whatever meets them stays finite. grid: rows of the chunk, rounded up to
-// pairs of tiles.
+// Gathers the valid rows of the chunk and computes the logit of the target of each. Rows beyond the count
+// become zeros, so that 0 * x never is NaN. grid: rows of the chunk, rounded up to pairs of tiles; one row
+// per block.
 struct Gather {
   ChunkRows chunk;
-  const int* index;  // of the rows of the chunk
+  const int* index;  // of the valid rows of the chunk
   ce::Targets targets;
   const __nv_bfloat16 *input, *weight;
   int64_t input_stride, weight_stride;
   int vocab, hidden;
   float inverse_temperature;
   __nv_bfloat16* out;   // (chunk.rows, hidden)
-  float* target_logit;  // over the temperature, one for each block
-  int* repair;
-  Owners owners;
+  float* target_logit;  // over the temperature, one per block
+  int* overflow;
+  FirstRowOfClass first_row;
 };
 
 __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x, count = p.chunk();
-  if (row % sm90::kTileM == 0 && threadIdx.x == 0) p.repair[row / sm90::kTileM] = 0;
+  if (row % sm90::kTileM == 0 && threadIdx.x == 0) p.overflow[row / sm90::kTileM] = 0;
   uint4* const out = reinterpret_cast<uint4*>(p.out + int64_t{row} * p.hidden);
   if (row >= count) {
     if (row < p.chunk.rows) {
@@ -71,25 +71,25 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
   sum = block_reduce<Sum>(sum, scratch);
   if (threadIdx.x == 0) {
     p.target_logit[row] = valid ? sum * p.inverse_temperature : 0.0f;
-    if (valid) p.owners.claim(target, source);
+    if (valid) p.first_row.claim(target, source);
   }
 }
 
-// One row per block, of tiles to be repaired: the maxima of its logits -> a reference from which no sum is
-// too large. Rows beyond the count have logits of zero, and so has their reference to be.
-struct Repair {
+// For tiles with overflow: row maxima of the logits -> a reference from which no sum overflows. Rows beyond
+// the count have zero logits and get the reference 0. grid: rows of the chunk.
+struct Recompute {
   ChunkRows chunk;
-  const int* repair;
+  const int* overflow;
   const float* maxima;
   int columns;  // of maxima
   float inverse_temperature;
-  float* reference;  // over the temperature; left alone elsewhere
+  float* reference;  // over the temperature; not written for other tiles
 };
 
-__global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
+__global__ void __launch_bounds__(kRowThreads) recompute_reference(const Recompute p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x;
-  if (!p.repair[row / sm90::kTileM]) return;
+  if (!p.overflow[row / sm90::kTileM]) return;
   if (row >= p.chunk()) {
     if (threadIdx.x == 0) p.reference[row] = 0.0f;
     return;
@@ -101,45 +101,45 @@ __global__ void __launch_bounds__(kRowThreads) raise_reference(const Repair p) {
   if (threadIdx.x == 0) p.reference[row] = ce::reference_of(max * p.inverse_temperature);
 }
 
-// One row per block: sums -> loss, scale and one-hot part; the input row becomes scale * input where the
-// weight gradient needs it.
+// Row sums -> loss, metrics, scale and one-hot term; scales the gathered row in place if the weight gradient
+// needs it. grid: rows of the chunk.
 struct Rule {
-  ce::Problem problem;  // of the whole batch; logits are not set
+  ce::Problem problem;  // of the whole batch, without logits
   ChunkRows chunk;
   const int* index;
   const float* target_logit;
   const float* sums;
   int columns;  // of sums
-  const int* repair;
+  const int* overflow;
   Panels exponentials;
-  bool wanted;           // or only the results are
-  __nv_bfloat16* input;  // null where only sums, or only the input gradient, are wanted
+  bool gradient;         // false: results only
+  __nv_bfloat16* input;  // null without a weight gradient
   int hidden;
-  float* scale;  // where repaired, the reference before
-  Owners owners;
+  float* scale;  // in: the reference of rows of tiles with overflow; out: the scale
+  FirstRowOfClass first_row;
   OneHot* one_hot;
-  Observed observed;  // with kObserve
+  RowMetrics metrics;  // with kMetrics
 };
 
-template <bool kObserve>
+template <bool kMetrics>
 __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
   const float z_target = p.target_logit[row];
-  const float reference = p.repair[row / sm90::kTileM] ? p.scale[row] : z_target;
+  const float reference = p.overflow[row / sm90::kTileM] ? p.scale[row] : z_target;
   float sum = 0.0f;
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads) sum += p.sums[int64_t{row} * p.columns + i];
   sum = block_reduce<Sum>(sum, scratch);
-  ce::Stats<kObserve> stats = ce::no_stats<kObserve>();
+  ce::Stats<kMetrics> stats = ce::no_stats<kMetrics>();
   stats.max = reference;
   stats.sum = sum;
-  if constexpr (kObserve) {
+  if constexpr (kMetrics) {
     float spread = 0.0f;
     for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
-      spread += p.observed.spread[int64_t{row} * p.columns + i];
+      spread += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
     stats.spread = block_reduce<Sum>(spread, scratch) / kLog2e;
-    stats.best_column = column_of_key(p.observed.best[row]);
+    stats.best_column = column_of_key(p.metrics.best_keys[row]);
   }
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
   if (p.problem.token_weight != nullptr) r.token_weight = p.problem.token_weight[r.index];
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
     r.z_target = z_target;
   }
   if (threadIdx.x == 0) ce::write_results(p.problem, r, stats);
-  if (!p.wanted) return;
+  if (!p.gradient) return;
 
   const float share =
       p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
     p.scale[row] = g.probability;
     OneHot one_hot = {0.0f, -1};
     if (r.target >= 0 && g.hard != 0.0f) {
-      if (p.owners.owned_by(r.index, r.target)) {
+      if (p.first_row.is_first(r.index, r.target)) {
         one_hot = {g.hard, r.target};
-        p.owners.set(r.target, g.hard);
+        p.first_row.set(r.target, g.hard);
       } else {
         const float exact = ce::exp_from(z_target, stats.max);
         *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.hard / g.probability);
@@ -184,25 +184,25 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   }
 }
 
-// One row per block: the parts of a row of grad_input -> its place.
-__global__ void __launch_bounds__(kRowThreads) add_parts(const GradInput p) {
+// Split-K reduction of a row of grad_input, with scale and one-hot term. grid: rows of the chunk.
+__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInputEpilogue p) {
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
   const float factor = p.scale[row];
   const OneHot one_hot = p.one_hot[row];
   const uint2* const target =
-      reinterpret_cast<const uint2*>(p.weight + max(one_hot.place, 0) * p.weight_stride);
+      reinterpret_cast<const uint2*>(p.weight + max(one_hot.index, 0) * p.weight_stride);
   const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
   const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
   uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
   for (int i = threadIdx.x; i < p.hidden / 4; i += kRowThreads) {
     float4 sum = from[i];
-    for (int part = 1; part < p.parts; ++part) {
-      const float4 more = from[i + part * step];
+    for (int k_split = 1; k_split < p.k_splits; ++k_split) {
+      const float4 more = from[i + k_split * step];
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
     sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
-    if (one_hot.place >= 0) {
+    if (one_hot.index >= 0) {
       const uint2 w = target[i];
       sum.x = fmaf(-one_hot.amount, __uint_as_float(w.x << 16), sum.x);
       sum.y = fmaf(-one_hot.amount, __uint_as_float(w.x & 0xffff0000u), sum.y);
@@ -213,4 +213,4 @@ __global__ void __launch_bounds__(kRowThreads) add_parts(const GradInput p) {
   }
 }
 
-}  // namespace liger::flce90
+}  // namespace liger::linear_ce

@@ -15,6 +15,7 @@ from ..backend import FAMILIES
 from .arguments import POSITIVE, check
 from .dtypes import accumulate_dtype
 from .matmul import product, without_ignored, write_linear
+from .sm90_plan import LinearBackwardPlan
 
 
 class RowStatistics(NamedTuple):
@@ -26,7 +27,7 @@ class RowStatistics(NamedTuple):
     lse: torch.Tensor
 
 
-class Head(NamedTuple):
+class LMHead(NamedTuple):
     """A projection to classes, and what comes between it and the softmax."""
 
     weight: torch.Tensor
@@ -50,19 +51,29 @@ class Head(NamedTuple):
         )  # fmt: skip
         return RowStatistics(logprobs, entropies, predicted, lse)
 
-    def write_gradient(self, logits, target, rows, of_logprob, of_entropy=None):
+    def write_gradient(self, logits, target, rows, grad_logprob, grad_entropy=None):
         """Overwrites logits with the gradient of ``x @ weight.T + bias``; ``rows`` are their statistics."""
-        minus = of_logprob * (-1.0 / self.temperature)
-        of_exp, of_log = minus, None
-        if of_entropy is not None:
-            of_log = of_entropy * (-1.0 / self.temperature)
-            of_exp = torch.addcmul(minus, of_log, rows.entropy)
+        neg_grad = grad_logprob * (-1.0 / self.temperature)
+        coef_exp, coef_log = neg_grad, None
+        if grad_entropy is not None:
+            coef_log = grad_entropy * (-1.0 / self.temperature)
+            coef_exp = torch.addcmul(neg_grad, coef_log, rows.entropy)
         torch.ops.liger.cross_entropy_stats_backward_.default(
-            logits, target, rows.lse, of_exp, minus, None, None, 0, self.ignore_index, self._cap, of_log
+            logits,
+            target,
+            rows.lse,
+            coef_exp,
+            neg_grad,
+            None,
+            None,
+            0,
+            self.ignore_index,
+            self._cap,
+            coef_log,
         )
 
 
-class HeadGradients:
+class LMHeadGradients:
     """The gradients of a linear layer from those of its logits, chunk by chunk."""
 
     def __init__(self, x, weight, bias, wanted, chunks, exact):
@@ -73,42 +84,45 @@ class HeadGradients:
         self.weight = x.new_empty(weight.shape if need_weight else 0)
         self.bias = x.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
         self.wanted = need_input, need_weight, self.bias.numel() > 0
-        self.apart = need_weight and chunks > 1 and exact and wide != x.dtype
-        self.sum = torch.empty_like(self.weight, dtype=wide) if self.apart else self.weight
+        self.separate_sum = need_weight and chunks > 1 and exact and wide != x.dtype
+        self.sum = torch.empty_like(self.weight, dtype=wide) if self.separate_sum else self.weight
         self.chunks_added = 0
 
     def new_logits(self, rows):
-        """Memory for rows of logits. While the weight gradient is summed elsewhere, its own memory holds them."""
+        """Memory for rows of logits: that of the weight gradient, if it is accumulated elsewhere and large enough."""
         classes = self.head_weight.shape[0]
-        # Rows begin at multiples of 16 bytes, as matrix units want them. Not on a CPU, whose 16-bit products may read
-        # what is between the rows, and multiply a NaN there by zero.
-        per_line = 16 // self.weight.element_size() if self.weight.is_cuda else 1
-        stride = -(-classes // per_line) * per_line
-        hosted = self.apart and rows * stride <= self.weight.numel()
-        memory = self.weight.view(-1)[: rows * stride] if hosted else self.weight.new_empty(rows * stride)
+        # Rows start at multiples of 16 bytes for the tensor cores. Not on a CPU, whose 16-bit GEMMs may read the
+        # padding between rows and multiply a NaN there by zero.
+        per_16_bytes = 16 // self.weight.element_size() if self.weight.is_cuda else 1
+        stride = -(-classes // per_16_bytes) * per_16_bytes
+        in_grad_weight = self.separate_sum and rows * stride <= self.weight.numel()
+        memory = (
+            self.weight.view(-1)[: rows * stride] if in_grad_weight else self.weight.new_empty(rows * stride)
+        )
         return memory.view(rows, stride)[:, :classes]
 
-    def new_logits_beside(self, rows, beside):
-        """Memory for the logits of chunks of so many rows, or of a longer first one, and for logits beside those that
-        nobody needs while a chunk is added."""
-        memory = self.new_logits(rows + beside)
+    def new_logits_with_aux(self, rows, aux_rows):
+        """(memory for the logits of a chunk of ``rows`` rows or of a longer first chunk, auxiliary rows): the latter
+        are free while the gradients of a chunk are added."""
+        memory = self.new_logits(rows + aux_rows)
         return memory[:rows], memory[rows:]
 
-    def unused_rows(self):
-        """The memory of the weight's gradient as rows of logits, as long as it is not written; or None."""
+    def unwritten_weight_rows(self):
+        """The memory of the weight gradient as rows of logits while it is not written yet; or None."""
 
-    def _counted(self, x, ignored, grad_x):
-        """Rows of x for the weight gradient. They lie where their own gradient goes, which comes after it."""
+    def _valid_rows(self, x, ignored, grad_x):
+        """x with zeros in ignored rows, for the weight gradient. The copy uses the memory of the gradient of x, if
+        there is one, which is written later."""
         need_input, need_weight, _ = self.wanted
         return without_ignored(x, ignored, grad_x if need_input else None) if need_weight else x
 
     def add(self, x, dlogits, grad_x, ignored):
-        """A chunk: rows of x, the gradient of their logits, where the gradient of x goes, maybe x itself, and which of
-        them are ignored, (rows,) or None for none: whatever x holds there leaves no trace."""
+        """Adds the gradients of a chunk: rows of x, dlogits, the memory of the gradient of x (which may be x), and a
+        mask of ignored rows, (rows,) or None: x may hold NaN there."""
         need_input, need_weight, need_bias = self.wanted
         if need_weight:
-            counted = self._counted(x, ignored, grad_x)
-            product(dlogits.t(), counted, self.sum, add=self.chunks_added > 0)
+            valid = self._valid_rows(x, ignored, grad_x)
+            product(dlogits.t(), valid, self.sum, add=self.chunks_added > 0)
         if need_input:
             product(dlogits, self.head_weight, grad_x)
         if need_bias:
@@ -119,57 +133,56 @@ class HeadGradients:
         """(of the input, of the weight, of the bias) after the last chunk."""
         if self.chunks_added == 0:
             self.sum.zero_()
-        if self.apart:
+        if self.separate_sum:
             self.weight.copy_(self.sum)
         return self.input, self.weight, self.bias.to(self.weight.dtype)
 
 
-class Sm90HeadGradients(HeadGradients):
-    """The same by the products of fused_linear_ce on compute capability 9.0: no other memory for the sum over chunks,
-    which is as exact as one in float32.
+class Sm90LMHeadGradients(LMHeadGradients):
+    """The same by the wgmma GEMMs of compute capability 9.0. The weight gradient is accumulated in its own memory, as
+    exactly as in float32.
 
     Attributes:
-        first_rows: rows of the first chunk, as many as of the others or more.
-        chunk_rows, part_rows: rows of the others, and of a part of one that has logits beside its gradient.
-        class_parts: parts of the classes, whose products are added up to the gradient of a chunk's hidden states; of
-            the first chunk, and of the others.
+        layout: :class:`LinearBackwardPlan`.
     """
 
     @classmethod
-    def plan(cls, x, weight, bias, wanted, memory_budget, beside=0, group_rows=1, hosted=False):
-        """The gradients, or None where the engine cannot do it or there are none.
+    def plan(cls, x, weight, bias, wanted, memory_budget, aux_rows=0, group_rows=1, aux_in_grad_weight=False):
+        """The gradients, or None if the engine cannot take them or none is wanted.
 
-        ``beside``: how many rows of 16 bits a row of a part has beside its gradient, two for each product of float32
-        logits. ``hosted``: those of the first chunk lie in :meth:`unused_rows`.
-        Chunks are multiples of ``group_rows``.
+        Args:
+            aux_rows: 16-bit rows of auxiliary logits per row of dlogits, two for each float32 logits GEMM.
+            group_rows: chunks are multiples of it.
+            aux_in_grad_weight: the auxiliary logits of the first chunk use :meth:`unwritten_weight_rows`.
         """
         if not any(wanted[:2]) or not x.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
         budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
-        numbers = torch.ops.liger_sm90.head_plan.default(
-            x, weight, beside, group_rows, budget, *wanted[:2], hosted
+        plan = LinearBackwardPlan._make(
+            torch.ops.liger_sm90.linear_backward_plan.default(
+                x, weight, aux_rows, group_rows, budget, *wanted[:2], aux_in_grad_weight
+            )
         )
-        return cls(x, weight, bias, wanted, numbers) if numbers else None
+        return cls(x, weight, bias, wanted, plan) if plan.first_rows else None
 
-    def __init__(self, x, weight, bias, wanted, numbers):
+    def __init__(self, x, weight, bias, wanted, plan):
         super().__init__(x, weight, bias, wanted, 1, False)
-        self.first_rows, self.chunk_rows, self.part_rows, *others = numbers
-        self.class_parts, self._scratch_bytes, units = others[:2], others[2:4], others[4]
-        self._chunks = 1 + -(-max(x.shape[0] - self.first_rows, 0) // self.chunk_rows)
-        self._units = x.new_empty(units, dtype=torch.uint8)
-        self._scratch = None
+        self.layout = plan
+        self._chunks = 1 + -(-max(x.shape[0] - plan.first_rows, 0) // plan.chunk_rows)
+        self._scale_exponents = x.new_empty(plan.scale_bytes, dtype=torch.uint8)
+        self._workspace = None
         self._dense_weight = torch.ops.liger_sm90.dense.default(weight)
 
-    def new_logits_beside(self, rows, beside):
-        if beside == 0:
-            return super().new_logits_beside(rows, beside)
+    def new_logits_with_aux(self, rows, aux_rows):
+        if aux_rows == 0:
+            return super().new_logits_with_aux(rows, aux_rows)
         classes = self.head_weight.shape[0]
-        free = max(beside, -(-self._scratch_bytes[1] // (2 * classes)))
-        memory = self.new_logits(max(rows + free, self.first_rows))
-        self._scratch = memory[rows : rows + free].view(-1).view(torch.uint8)
-        return memory[: max(rows, self.first_rows)], memory[rows : rows + beside]
+        free = max(aux_rows, -(-self.layout.workspace_bytes // (2 * classes)))
+        memory = self.new_logits(max(rows + free, self.layout.first_rows))
+        self._workspace = memory[rows : rows + free].view(-1).view(torch.uint8)
+        return memory[: max(rows, self.layout.first_rows)], memory[rows : rows + aux_rows]
 
-    def unused_rows(self):
+    def unwritten_weight_rows(self):
         if self.chunks_added > 0:
             return None
         classes = self.head_weight.shape[0]
@@ -180,14 +193,15 @@ class Sm90HeadGradients(HeadGradients):
         need_input, _, need_bias = self.wanted
         first = self.chunks_added == 0
         self.chunks_added += 1
-        scratch = self._scratch
-        # A longer first chunk has no memory beside it.
-        if scratch is None or (first and self.first_rows > self.chunk_rows):
-            scratch = x.new_empty(self._scratch_bytes[not first], dtype=torch.uint8)
-        torch.ops.liger_sm90.head_gradients.default(
-            dlogits, self._counted(x, ignored, grad_x), self._dense_weight, self.class_parts[not first], first,
-            self.chunks_added == self._chunks, self.weight, self._units, scratch,
-            grad_x if need_input else self.input,
+        plan, workspace = self.layout, self._workspace
+        # A longer first chunk has no auxiliary rows.
+        if workspace is None or (first and plan.first_rows > plan.chunk_rows):
+            size = plan.first_workspace_bytes if first else plan.workspace_bytes
+            workspace = x.new_empty(size, dtype=torch.uint8)
+        torch.ops.liger_sm90.linear_backward.default(
+            dlogits, self._valid_rows(x, ignored, grad_x), self._dense_weight,
+            plan.first_k_splits if first else plan.k_splits, first, self.chunks_added == self._chunks, self.weight,
+            self._scale_exponents, workspace, grad_x if need_input else self.input,
         )  # fmt: skip
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
@@ -211,13 +225,13 @@ def row_chunks(rows, step, first=None):
         begin, length = end, step
 
 
-def head_gradients(x, weight, bias, wanted, exact, memory_budget):
+def lm_head_gradients(x, weight, bias, wanted, exact, memory_budget):
     """(the gradients of a linear layer, rows of a chunk), in memory of this budget."""
-    gradients = Sm90HeadGradients.plan(x, weight, bias, wanted, memory_budget)
+    gradients = Sm90LMHeadGradients.plan(x, weight, bias, wanted, memory_budget)
     if gradients is not None:
-        return gradients, gradients.chunk_rows
+        return gradients, gradients.layout.chunk_rows
     chunk_rows, chunks = planned_rows(x, weight, wanted[1], exact, memory_budget)
-    return HeadGradients(x, weight, bias, wanted, chunks, exact), chunk_rows
+    return LMHeadGradients(x, weight, bias, wanted, chunks, exact), chunk_rows
 
 
 def planned_rows(input, weight, need_grad_weight, exact, memory_budget):

@@ -7,7 +7,7 @@ results are divided by the scale before they are rounded.
 
 import torch
 
-from .lm_head import HeadGradients
+from .lm_head import LMHeadGradients
 from .matmul import product
 from .row_blocks import row_blocks
 
@@ -24,8 +24,8 @@ def scale_of(weights):
     return torch.ldexp(weights.new_ones(()), exponent.to(weights.dtype))
 
 
-class ScaledHeadGradients(HeadGradients):
-    """As :class:`HeadGradients`, from gradients of logits that come ``scale`` times as large."""
+class ScaledLMHeadGradients(LMHeadGradients):
+    """As :class:`LMHeadGradients`, from gradients of logits that come ``scale`` times as large."""
 
     def __init__(self, x, weight, bias, wanted, chunks, exact, scale):
         super().__init__(x, weight, bias, wanted, chunks, exact)
@@ -33,9 +33,9 @@ class ScaledHeadGradients(HeadGradients):
 
     def add(self, x, dlogits, grad_x, ignored):
         need_input, need_weight, need_bias = self.wanted
-        x = self._counted(x, ignored, grad_x)
+        x = self._valid_rows(x, ignored, grad_x)
         first, self.chunks_added = self.chunks_added == 0, self.chunks_added + 1
-        if need_weight and self.apart:
+        if need_weight and self.separate_sum:
             product(dlogits.t(), x, self.sum, add=not first)
         elif need_weight:
             for classes in row_blocks(self.weight):
@@ -52,7 +52,7 @@ class ScaledHeadGradients(HeadGradients):
         return out.mul_(self._factor)
 
     def finish(self):
-        if self.apart:
+        if self.separate_sum:
             self.sum *= self._factor
         self.bias *= self._factor
         return super().finish()

@@ -28,6 +28,7 @@ import torch
 import liger
 
 from .._core.memory_budget import default_memory_budget
+from .._core.sm90_plan import plan_chunks_sm90
 from ._format import human_bytes, table
 
 DTYPES = {
@@ -125,32 +126,30 @@ def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
 
 def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
     """The same for the engine of capability 9.0, or None where it leaves the batch to the generic one."""
-    first, rows, parts, hosted, panel_bytes, units_bytes, slack = torch.ops.liger.plan_chunks_sm90(
-        tokens, hidden, vocab, True, True, exact_accumulation, clusters=_clusters()
-    )
-    if not rows:
+    plan = plan_chunks_sm90(tokens, hidden, vocab, True, True, exact_accumulation, clusters=_clusters())
+    if not plan.chunks:
         return None
-    panels = vocab // 128 + slack
-    weight_slack = slack * 128 * hidden * 2
+    panels = vocab // 128 + plan.panel_offset
+    offset_bytes = plan.panel_offset * 128 * hidden * 2
     working = 0
-    for start, count, split in zip(first, rows, parts, strict=True):
-        is_first = start == 0
-        need = 4 * count * (math.ceil(vocab / 256) + 4)
-        if is_first and hosted:
-            need += 2 * count * hidden
-        if split > 1:
-            need += 4 * split * count * hidden
-        # The input gradient of the rows to come, or what the weight gradient's memory has beside it.
-        room = 2 * hidden * (tokens - count) if is_first else weight_slack
+    for chunk in plan.chunks:
+        is_first = chunk.first == 0
+        need = 4 * chunk.rows * (math.ceil(vocab / 256) + 4)
+        if is_first and plan.rows_in_grad_weight:
+            need += 2 * chunk.rows * hidden
+        if chunk.k_splits > 1:
+            need += 4 * chunk.k_splits * chunk.rows * hidden
+        # Memory of the input gradient of later rows, or of the weight gradient behind its last row.
+        room = 2 * hidden * (tokens - chunk.rows) if is_first else offset_bytes
         working = max(working, need if need > room else 0)
     return {
         "engine": "sm90",
-        "chunk_rows": rows[min(1, len(rows) - 1)],
-        "first_chunk_rows": rows[0],
-        "chunks": len(rows),
-        "logits_liger": panels * (panel_bytes - units_bytes),
-        "accumulator": panels * units_bytes,
-        "working": working + weight_slack + 8 * vocab,
+        "chunk_rows": plan.chunks[min(1, len(plan.chunks) - 1)].rows,
+        "first_chunk_rows": plan.chunks[0].rows,
+        "chunks": len(plan.chunks),
+        "logits_liger": panels * (plan.workspace_panel_bytes - plan.scale_bytes),
+        "accumulator": panels * plan.scale_bytes,
+        "working": working + offset_bytes + 8 * vocab,
     }
 
 

@@ -9,15 +9,14 @@ from typing import NamedTuple
 
 import torch
 
-from .._core.lm_head import Head, HeadGradients, Sm90HeadGradients, planned_rows
+from .._core.lm_head import LMHead, LMHeadGradients, Sm90LMHeadGradients, planned_rows
+from .._core.sm90_plan import LinearCePlan
 from ..backend import FAMILIES
 
-# What the engine's plan begins with, and has for each chunk: csrc/linear_ce/sm90/losses.cu.
-_HEADER, _PER_CHUNK = 5, 5
-# The classes of a panel, which the plan counts in.
+# Classes per panel: kPanel of csrc/linear_ce/sm90/tile.h.
 _PANEL = 128
-# Gradients of pairs are put in their places by way of memory that has room for so many bytes of each row.
-_LEAST_BYTES_ASIDE = 64
+# permute_rows() needs memory for at least so many bytes of each row.
+_LEAST_PERMUTE_BYTES = 64
 
 
 class Layout(NamedTuple):
@@ -37,13 +36,13 @@ class Call(NamedTuple):
 
     input: torch.Tensor
     target: torch.Tensor
-    head: Head
+    head: LMHead
     layout: Layout
     wanted: tuple[bool, bool, bool]
     exact: bool
     memory_budget: int | None
     use_entropy: bool  # entropies are read, and their gradient will come
-    observed: bool  # entropies and most probable classes are read
+    with_metrics: bool  # entropies and argmax are read
 
     @property
     def group_rows(self):
@@ -70,11 +69,11 @@ class PortableChunks:
     def plan(cls, call):
         """The chunks, or None where not even the logits of one group fit the budget."""
         weight, groups = call.head.weight, call.layout.groups
-        gradients = Sm90HeadGradients.plan(
+        gradients = Sm90LMHeadGradients.plan(
             call.input, weight, call.head.bias, call.wanted, call.memory_budget, group_rows=call.group_rows
         )
         if gradients is not None:
-            return cls(call, gradients.chunk_rows // call.group_rows, gradients)
+            return cls(call, gradients.layout.chunk_rows // call.group_rows, gradients)
         if call.group_rows == 1:
             step = planned_rows(call.input, weight, call.wanted[1], call.exact, call.memory_budget)[0]
         else:
@@ -89,7 +88,7 @@ class PortableChunks:
         self._call, head = call, call.head
         groups = call.layout.groups if call.input.shape[0] else 0
         self.slices = [slice(i, min(i + step, groups)) for i in range(0, groups, max(step, 1))]
-        self._gradients = gradients or HeadGradients(
+        self._gradients = gradients or LMHeadGradients(
             call.input, head.weight, head.bias, call.wanted, len(self.slices), call.exact
         )
         self._memory = self._gradients.new_logits(step * call.group_rows)
@@ -132,10 +131,10 @@ class PortableChunks:
 
 
 class Sm90Chunks:
-    """The same for bfloat16 on compute capability 9.0, without bias, softcap and a gradient by entropies.
+    """The same by the wgmma engine of compute capability 9.0: bfloat16, no bias, no softcap, no gradient of entropies.
 
-    Rows are read from where they lie. Where chunks have two ranges of them, gradients lie side by side, chunk after
-    chunk, until :meth:`finish`: the products want rows in one piece, and theirs is the only memory for them.
+    Rows are gathered by index. If chunks have two ranges of rows, the input gradients are contiguous, chunk after
+    chunk, until :meth:`finish`: a GEMM needs its rows in one piece, and there is no other memory for them.
     """
 
     @classmethod
@@ -146,43 +145,49 @@ class Sm90Chunks:
             return None
         if head.bias is not None or head.softcap is not None or call.use_entropy:
             return None
-        numbers = torch.ops.liger_sm90.plan.default(
-            call.input, head.weight, call.group_rows, call.exact, call.budget, call.observed, *call.wanted[:2]
+        numbers, separate_rows, workspace_bytes = torch.ops.liger_sm90.plan.default(
+            call.input,
+            head.weight,
+            call.group_rows,
+            call.exact,
+            call.budget,
+            call.with_metrics,
+            *call.wanted[:2],
         )
-        return cls(call, numbers) if numbers else None
+        return cls(call, LinearCePlan.decode(numbers), separate_rows, workspace_bytes) if numbers else None
 
-    def __init__(self, call, numbers):
-        self._layout, self._temperature, self._numbers = call.layout, call.head.temperature, numbers
+    def __init__(self, call, plan, separate_rows, workspace_bytes):
+        """``separate_rows``: of each chunk, whether its gathered rows need memory apart from their gradient."""
+        self._layout, self._temperature, self._plan = call.layout, call.head.temperature, plan
         input, weight, (need_input, need_weight, _) = call.input, call.head.weight, call.wanted
         (rows, hidden), vocab = input.shape, weight.shape[0]
-        _, panel_bytes, _, slack, _ = numbers[:_HEADER]
-        rest = numbers[_HEADER:]
-        self._numbers_of = [rest[i : i + _PER_CHUNK] for i in range(0, len(rest), _PER_CHUNK)]
+        self._separate_rows = separate_rows
         self.slices = [
-            slice(first // call.group_rows, (first + count) // call.group_rows)
-            for first, count, *_ in self._numbers_of
+            slice(c.first // call.group_rows, (c.first + c.rows) // call.group_rows) for c in plan.chunks
         ]
         # One chunk has the whole batch, in order.
         self._ranges = call.layout.parts if len(self.slices) > 1 else 1
-        panels = vocab // _PANEL + slack
-        aside = _LEAST_BYTES_ASIDE * rows if self._ranges > 1 and need_input else 0
+        panels = vocab // _PANEL + plan.panel_offset
+        permuted = _LEAST_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
         self._grad_input = input.new_empty((rows, hidden) if need_input else 0)
         self._grad_weight = input.new_empty((panels * _PANEL, hidden) if need_weight else 0)
-        self._extra = input.new_empty(max(panels * panel_bytes, aside), dtype=torch.uint8)
-        self._scratch = input.new_empty(max(n[-1] for n in self._numbers_of), dtype=torch.uint8)
+        self._panel_workspace = input.new_empty(
+            max(panels * plan.workspace_panel_bytes, permuted), dtype=torch.uint8
+        )
+        self._workspace = input.new_empty(max(workspace_bytes), dtype=torch.uint8)
         self._position = input.new_empty(rows, dtype=torch.int32)
-        self._minus = input.new_empty(rows, dtype=torch.float32)
+        self._neg_grad_logprobs = input.new_empty(rows, dtype=torch.float32)
         dense = torch.ops.liger_sm90.dense.default
         self._operands = dense(input), dense(weight), call.target.contiguous()
-        self._options = call.head.ignore_index, self._temperature, numbers
+        self._options = call.head.ignore_index, self._temperature, call.with_metrics, plan.encode()
         self._next, self._vocab = 0, vocab
 
     def _rows(self):
         """Memory for the rows of the next chunk: that of their gradient or, where rows are needed for longer, of one
         that comes later. And where their gradient goes."""
-        first, count, _, apart, _ = self._numbers_of[self._next]
+        first, count, _ = self._plan.chunks[self._next]
         grad_rows = self._grad_input[first : first + count]
-        if not apart:
+        if not self._separate_rows[self._next]:
             return grad_rows, grad_rows
         later = self._grad_input[first + count : first + 2 * count]
         if later.shape[0] < count:
@@ -192,8 +197,8 @@ class Sm90Chunks:
     def read(self, groups, logprobs, entropy, argmax):
         rows, grad_rows = self._rows()
         self._arguments = (
-            *self._operands, *self._options, self._next, self._ranges, self._position, self._grad_weight, self._extra,
-            rows, self._scratch, grad_rows,
+            *self._operands, *self._options, self._next, self._ranges, self._position, self._grad_weight,
+            self._panel_workspace, rows, self._workspace, grad_rows,
         )  # fmt: skip
         self._groups = groups
         self._next += 1
@@ -201,11 +206,13 @@ class Sm90Chunks:
 
     def add(self, of_logprob, of_entropy):
         # The kernels know the logits over the temperature only.
-        torch.mul(of_logprob, -1.0 / self._temperature, out=self._layout.cut(self._minus, self._groups))
-        torch.ops.liger_sm90.gradients.default(self._minus, *self._arguments)
+        torch.mul(
+            of_logprob, -1.0 / self._temperature, out=self._layout.cut(self._neg_grad_logprobs, self._groups)
+        )
+        torch.ops.liger_sm90.gradients.default(self._neg_grad_logprobs, *self._arguments)
         del self._arguments
 
     def finish(self):
         if self._ranges > 1 and self._grad_input.numel():
-            torch.ops.liger_sm90.place_rows.default(self._position, self._extra, self._grad_input)
+            torch.ops.liger_sm90.permute_rows.default(self._position, self._panel_workspace, self._grad_input)
         return self._grad_input, self._grad_weight[: self._vocab], self._grad_weight.new_empty(0)

@@ -26,7 +26,7 @@ from .._core.autograd import differentiable, differentiable_once, refuse_made
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
-from .._core.lm_head import Head, check_head
+from .._core.lm_head import LMHead, check_head
 from .._core.vmap import register_loops
 from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ._chunks import Call, Layout, chunks_of
@@ -35,11 +35,11 @@ _OP = "fused_linear_loss"
 _functions = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
 # given: tensors (parts, groups, ...); shared: tensors that every group sees whole; names: theirs, in this order.
-# use_entropy: the function sees the entropies; observed: they and the most probable tokens are returned.
+# use_entropy: the function sees the entropies; with_metrics: they and the most probable tokens are returned.
 _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
     " Tensor[] shared, str function, str[] names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
-    " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool observed,"
+    " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool with_metrics,"
     " bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
     " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor grad_weight,"
     " Tensor grad_bias)"
@@ -96,25 +96,25 @@ class _Function:
 
 def _forward(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
-    accum_dtype, memory_budget, use_entropy, observed, need_grad_input, need_grad_weight, need_grad_bias,
+    accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
 ):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
     owner = _functions[function]
     check_classes(type(owner).__name__, owner.names.target, target, weight.shape[0], ignore_index)
     wanted = need_grad_input, need_grad_weight, need_grad_bias
-    with_entropy = use_entropy or observed
+    with_entropy = use_entropy or with_metrics
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
     layout = Layout(parts, groups, rows // max(parts * groups, 1))
     function = _Function(function, names, given, shared, layout, use_entropy)
-    head = Head(weight, bias, temperature, ignore_index, softcap)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap)
     chunks = None
     if any(wanted):
         chunks = chunks_of(
-            Call(input, target, head, layout, wanted, exact, memory_budget, use_entropy, observed)
+            Call(input, target, head, layout, wanted, exact, memory_budget, use_entropy, with_metrics)
         )
     if chunks is None:
         logprobs, entropy, argmax = fused_linear_logprobs_forward(
-            input, weight, target, bias, *head[2:], memory_budget, with_entropy, observed
+            input, weight, target, bias, *head[2:], memory_budget, with_entropy, with_metrics
         )
         if not any(wanted):
             loss = function.value(logprobs, entropy)
@@ -137,7 +137,7 @@ def _forward(
     # What ignored rows have; chunks may leave them out.
     logprobs = input.new_zeros(rows, dtype=wide)
     entropy = input.new_zeros(rows if with_entropy else 0, dtype=wide)
-    argmax = target.new_full((rows if observed else 0,), -1, dtype=torch.int64)
+    argmax = target.new_full((rows if with_metrics else 0,), -1, dtype=torch.int64)
     loss = input.new_zeros((), dtype=wide)
     for groups in chunks.slices:
         chunks.read(groups, logprobs, entropy, argmax)
@@ -153,14 +153,14 @@ _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd"
 @register_fake("liger_losses::fused_linear_loss_forward")
 def _(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
-    accum_dtype, memory_budget, use_entropy, observed, need_grad_input, need_grad_weight, need_grad_bias,
+    accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
 ):  # fmt: skip
     wide = accumulate_dtype(input.dtype)
     return (
         input.new_empty((), dtype=wide),
         input.new_empty((input.shape[0],), dtype=wide),
-        input.new_empty((input.shape[0] if use_entropy or observed else 0,), dtype=wide),
-        input.new_empty((input.shape[0] if observed else 0,), dtype=torch.int64),
+        input.new_empty((input.shape[0] if use_entropy or with_metrics else 0,), dtype=wide),
+        input.new_empty((input.shape[0] if with_metrics else 0,), dtype=torch.int64),
         input.new_empty(input.shape if need_grad_input else (0,)),
         input.new_empty(weight.shape if need_grad_weight else (0,)),
         input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),

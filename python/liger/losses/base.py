@@ -210,15 +210,15 @@ class FusedLinearLoss(nn.Module):
             given = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in given.items()}
         hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
         check_layer(batch.op, self.names, hidden, weight, bias, batch.target)
-        observed = self.observe is not None
+        with_metrics = self.observe is not None
         loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(given.values()), list(shared.values()), self._function,
             [*given, *shared], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
-            self.memory_budget, self.uses_entropy, observed, *wants_grad(hidden, weight, bias),
+            self.memory_budget, self.uses_entropy, with_metrics, *wants_grad(hidden, weight, bias),
         )  # fmt: skip
         if batch.fits is not None:
             loss = loss * batch.fits
-        if observed:
+        if with_metrics:
             self.observe(TokenStatistics(*(t.view(batch.token_shape) for t in (logprobs, entropy, argmax))))
         logprobs = batch.sequences(logprobs.view(batch.token_shape))
         entropy = batch.sequences(entropy.view(batch.token_shape)) if self.uses_entropy else None

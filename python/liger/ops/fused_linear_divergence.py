@@ -25,8 +25,8 @@ from .._core.dtensor import unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import gradients_in_forward
-from .._core.lm_head import HeadGradients, Sm90HeadGradients, row_chunks
-from .._core.lm_head_fp16 import ScaledHeadGradients, scale_of
+from .._core.lm_head import LMHeadGradients, Sm90LMHeadGradients, row_chunks
+from .._core.lm_head_fp16 import ScaledLMHeadGradients, scale_of
 from .._core.loss_rows import denominator_tensor, refuse_gradients
 from .._core.matmul import write_linear, write_wide_linear
 from .._core.memory_budget import check_budget_variable
@@ -42,41 +42,44 @@ _PARTS = 3
 _TILE = 128
 
 
-def _gradients(input, weight, bias, wanted, exact, memory_budget, beside, hosted, scale):
+def _gradients(input, weight, bias, wanted, exact, memory_budget, aux_rows, aux_in_grad_weight, scale):
     """(the gradients of the student's layer, rows of the first chunk, of another one, of a part)"""
-    gradients = Sm90HeadGradients.plan(input, weight, bias, wanted, memory_budget, beside, hosted=hosted)
+    gradients = Sm90LMHeadGradients.plan(
+        input, weight, bias, wanted, memory_budget, aux_rows, aux_in_grad_weight=aux_in_grad_weight
+    )
     if gradients is not None:
-        return gradients, gradients.first_rows, gradients.chunk_rows, gradients.part_rows
-    chunk_rows, chunks, part_rows = _plan(input, weight, wanted, exact, memory_budget, beside)
+        plan = gradients.layout
+        return gradients, plan.first_rows, plan.chunk_rows, plan.slice_rows
+    chunk_rows, chunks, slice_rows = _plan(input, weight, wanted, exact, memory_budget, aux_rows)
     if scale is None:
-        gradients = HeadGradients(input, weight, bias, wanted, chunks, exact)
+        gradients = LMHeadGradients(input, weight, bias, wanted, chunks, exact)
     else:
-        gradients = ScaledHeadGradients(input, weight, bias, wanted, chunks, exact, scale)
-    return gradients, chunk_rows, chunk_rows, part_rows
+        gradients = ScaledLMHeadGradients(input, weight, bias, wanted, chunks, exact, scale)
+    return gradients, chunk_rows, chunk_rows, slice_rows
 
 
-def _plan(input, weight, wanted, exact, memory_budget, beside):
-    """(rows of a chunk, chunks, rows of a part). ``beside`` counts the rows of the dtype of input that a row of a part
-    has beside its gradient."""
+def _plan(input, weight, wanted, exact, memory_budget, aux_rows):
+    """(rows of a chunk, chunks, rows of a slice). ``aux_rows`` counts the auxiliary rows, in the dtype of input, per
+    row of dlogits."""
     rows, hidden = input.shape
     vocab, size = weight.shape[0], input.element_size()
     budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
     line = -(-vocab * size // 16) * 16
     if not any(wanted):
         # Parts are all there is.
-        part = max(min(_whole_tiles(budget // (line * beside)), rows), 1)
+        part = max(min(_whole_tiles(budget // (line * aux_rows)), rows), 1)
         return part, -(-rows // part), part
 
     def for_student(amount):
-        return max(amount * _PARTS // (_PARTS + beside), 1)
+        return max(amount * _PARTS // (_PARTS + aux_rows), 1)
 
     # Where logits lie in the memory of the weight's gradient, its hidden size is what limits them.
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
         rows, for_student(hidden), vocab, size, wanted[1], exact, for_student(budget)
     )
-    if beside == 0:
+    if aux_rows == 0:
         return chunk_rows, chunks, chunk_rows
-    part = _whole_tiles(max(chunk_rows // _PARTS, (budget // line - chunk_rows) // beside, 1))
+    part = _whole_tiles(max(chunk_rows // _PARTS, (budget // line - chunk_rows) // aux_rows, 1))
     if part < chunk_rows:
         # Parts of one size, in whole tiles if there is room for one.
         even = -(-chunk_rows // -(-chunk_rows // part))
@@ -178,22 +181,22 @@ def fused_linear_divergence_forward_kernel(
     logits = _Logits(
         input, weight, bias, teacher, teacher_weight, teacher_bias, bool(soft) and teacher_indices is None
     )
-    gradients, first_rows, chunk_rows, part_rows = _gradients(
+    gradients, first_rows, chunk_rows, slice_rows = _gradients(
         input, weight, bias, wanted, exact, memory_budget, logits.lines * (logits.kinds + terms.apart),
-        hosted=not terms.apart, scale=scale,
+        aux_in_grad_weight=not terms.apart, scale=scale,
     )  # fmt: skip
     if need_gradient:
         # An even number, so that wider rows behind them begin at multiples of their size.
-        memory, beside = gradients.new_logits_beside(
-            chunk_rows + chunk_rows % 2, logits.lines * logits.kinds * part_rows
+        memory, aux_rows = gradients.new_logits_with_aux(
+            chunk_rows + chunk_rows % 2, logits.lines * logits.kinds * slice_rows
         )
-        room = logits.rows_in(beside)
+        room = logits.rows_in(aux_rows)
     else:
-        memory, room = None, input.new_empty(logits.kinds * part_rows, vocab, dtype=wide)
+        memory, room = None, input.new_empty(logits.kinds * slice_rows, vocab, dtype=wide)
     found = []
     for chunk in row_chunks(rows, chunk_rows, first_rows):
-        x, here, step = input[chunk], room, part_rows
-        unused = gradients.unused_rows() if need_gradient and not terms.apart else None
+        x, here, step = input[chunk], room, slice_rows
+        unused = gradients.unwritten_weight_rows() if need_gradient and not terms.apart else None
         if unused is not None:
             lent = unused.shape[0] // (logits.lines * logits.kinds) // _TILE * _TILE
             # A longer first chunk lies where the room is.

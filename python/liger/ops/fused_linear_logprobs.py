@@ -22,7 +22,7 @@ from .._core.autograd import differentiable, differentiable_once
 from .._core.dtensor import align_tokens, unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import Head, HeadGradients, check_head, head_gradients, planned_rows, row_chunks
+from .._core.lm_head import LMHead, LMHeadGradients, check_head, lm_head_gradients, planned_rows, row_chunks
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from ..backend import register_portable
@@ -55,13 +55,13 @@ def fused_linear_logprobs_forward(
             memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
         )  # fmt: skip
         return results[4], results[5], results[3]
-    head = Head(weight, bias, temperature, ignore_index, softcap)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     logprobs = input.new_empty(rows, dtype=wide)
     entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
     argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
     chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
-    memory = HeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
+    memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
     for chunk in row_chunks(rows, chunk_rows):
         logits = memory[: chunk.stop - chunk.start]
         head.write_logits(input[chunk], logits)
@@ -85,9 +85,9 @@ def fused_linear_logprobs_backward(
             input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
             accum_dtype, memory_budget, False, False, False, False, False, *wanted,
         )[-3:]  # fmt: skip
-    head = Head(weight, bias, temperature, ignore_index, softcap)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap)
     exact = accum_dtype in (None, torch.float32)
-    gradients, chunk_rows = head_gradients(input, weight, bias, wanted, exact, memory_budget)
+    gradients, chunk_rows = lm_head_gradients(input, weight, bias, wanted, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
     for chunk in row_chunks(input.shape[0], chunk_rows):
         logits, y = memory[: chunk.stop - chunk.start], target[chunk]

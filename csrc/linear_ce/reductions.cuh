@@ -1,10 +1,9 @@
-// What fused linear cross entropy does beside matrix products and rows: column sums, and rounding the summed
-// gradient.
+// Reductions of the generic engine: column sums for the bias gradient, and rounding of accumulated gradients.
 #pragma once
 
 #include "device/vec.cuh"
 
-namespace liger::flce {
+namespace liger::linear_ce {
 
 inline constexpr int kColumnWarps = 8;
 inline constexpr int kRoundThreads = 256;
@@ -60,4 +59,4 @@ __global__ void __launch_bounds__(kRoundThreads) round_sum(const float* x, T* ou
   }
 }
 
-}  // namespace liger::flce
+}  // namespace liger::linear_ce

@@ -1,0 +1,60 @@
+"""Plans of the wgmma engine of compute capability 9.0, with the fields of csrc/linear_ce/sm90/planner.h."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class PlannedChunk(NamedTuple):
+    """A chunk of rows, and the split-K of its input gradient."""
+
+    first: int
+    rows: int
+    k_splits: int
+
+
+class LinearCePlan(NamedTuple):
+    """How rows are cut into chunks, and the memory of the weight gradient and the panel workspace.
+
+    The exponentials of the first ``rows_in_grad_weight`` rows use the memory of the weight gradient, all others the
+    panel workspace, of ``workspace_panel_bytes`` per panel of 128 classes. From the second chunk on a panel starts with
+    ``scale_bytes`` of block scales. Both buffers are longer by ``panel_offset`` panels.
+    """
+
+    rows_in_grad_weight: int
+    workspace_panel_bytes: int
+    scale_bytes: int
+    panel_offset: int
+    chunks: tuple[PlannedChunk, ...]
+
+    @classmethod
+    def decode(cls, numbers):
+        """The plan from a list of numbers as ``LinearCePlan::encode`` writes it."""
+        header, rest = numbers[:4], iter(numbers[4:])
+        return cls(*header, tuple(map(PlannedChunk._make, zip(rest, rest, rest, strict=True))))
+
+    def encode(self):
+        return [*self[:4], *(number for chunk in self.chunks for number in chunk)]
+
+
+class LinearBackwardPlan(NamedTuple):
+    """The plan of a loss whose dlogits is a matrix of its own; sizes in rows and bytes.
+
+    ``slice_rows`` rows of a chunk have auxiliary logits at a time. ``first_*`` belong to the first chunk, which has at
+    least ``chunk_rows`` rows.
+    """
+
+    first_rows: int
+    first_k_splits: int
+    chunk_rows: int
+    slice_rows: int
+    k_splits: int
+    scale_bytes: int
+    first_workspace_bytes: int
+    workspace_bytes: int
+
+
+def plan_chunks_sm90(*problem, **options):
+    """:class:`LinearCePlan` of ``torch.ops.liger.plan_chunks_sm90``; without chunks if the engine cannot take it."""
+    first, rows, k_splits, *header = torch.ops.liger.plan_chunks_sm90(*problem, **options)
+    return LinearCePlan(*header, tuple(map(PlannedChunk, first, rows, k_splits)))
