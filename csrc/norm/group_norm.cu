@@ -225,7 +225,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
     p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
     if (blocks > 0) p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
     if (kept.blocks() > 0) {
-      require(kept.launch(sizes.rows(), stream, p), op, ": no cluster of ", kept.blocks(),
+      require(kept.run(sizes.rows(), stream, p), op, ": no cluster of ", kept.blocks(),
               " blocks fits this device");
     } else if (residence.blocks > 0) {
       launch_resident(op, group_norm_backward_resident_kernel<T>, residence, sizes.rows(), device, stream, p,
