@@ -1,15 +1,15 @@
-// Activations of gated products, as functors: the value, and the value with the derivative.
+// Activations of gated products as functors: value(x), and value_and_derivative(x) for the backward.
 //
-// T is the dtype of the tensors. float32 gets functions as exact as the C library's. Half types get the fast
-// ones: their error, a few units of 2^-22, is far below their rounding.
+// T is the dtype of the tensors. float32 uses the accurate functions of the CUDA math library. Half types use
+// the fast intrinsics, whose error, a few units of 2^-22, is far below the rounding to a half type.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace liger {
 
-struct Activated {
-  float value, slope;
+struct ValueAndDerivative {
+  float value, derivative;
 };
 
 template <typename T>
@@ -31,17 +31,17 @@ struct Silu {
     return x * sigmoid<T>(x);
   }
   template <typename T>
-  static __device__ __forceinline__ Activated value_and_slope(float x) {
+  static __device__ __forceinline__ ValueAndDerivative value_and_derivative(float x) {
     const float s = sigmoid<T>(x), silu = x * s;
     return {silu, fmaf(silu, 1.0f - s, s)};
   }
 };
 
-// cdf(-|x|) of the normal distribution for half types, and exp(-x^2 / 2), which its density shares: t * P(t)
-// * exp(-x^2 / 2) with t = 1 / (1 + p * |x|). The coefficients are those of scripts/fit_normal_cdf.py, the
-// constant first: relative error below 8e-7 and, with the arithmetic in float, below 3e-6 for |x| <= 9 (and
-// 6e-6 as long as the result is a normal float, |x| <= 12.9; beyond, it is 0). So one exponential and one
-// reciprocal, as SiLU.
+// For half types: cdf(-|x|) of the normal distribution as t * P(t) * exp(-x^2 / 2) with t = 1 / (1 + p *
+// |x|), and the factor exp(-x^2 / 2), which the density needs as well. The cost is one exponential and one
+// reciprocal, as for SiLU. The coefficients of P, the constant first, are those of scripts/fit_normal_cdf.py.
+// The relative error of the formula is below 8e-7; evaluated in float it is below 3e-6 for |x| <= 9, and
+// below 6e-6 as long as the result is a normal float, |x| <= 12.9. Beyond that the result is 0.
 struct NormalTail {
   static constexpr float kSteepness = 0.36f;
   float cdf, exponential;
@@ -60,14 +60,14 @@ struct NormalTail {
   }
 };
 
-// x * cdf(x), cdf that of the normal distribution. Its derivative is cdf(x) + x * pdf(x).
+// GELU: x * cdf(x) with the cdf of the normal distribution. Its derivative is cdf(x) + x * pdf(x).
 struct Gelu {
   template <typename T>
   static __device__ __forceinline__ float value(float x) {
-    return value_and_slope<T>(x).value;
+    return value_and_derivative<T>(x).value;
   }
   template <typename T>
-  static __device__ __forceinline__ Activated value_and_slope(float x) {
+  static __device__ __forceinline__ ValueAndDerivative value_and_derivative(float x) {
     float cdf, exponential;
     if constexpr (sizeof(T) == 4) {
       cdf = fmaf(0.5f, erff(x * 0.70710678118654752f), 0.5f);
@@ -81,8 +81,8 @@ struct Gelu {
   }
 };
 
-// 0.5 * x * (1 + tanh(z)) with z = sqrt(2 / pi) * (x + 0.044715 * x^3), written as x * sigmoid(2 * z): exact
-// also where 1 + tanh(z) would cancel.
+// GELU with approximate = "tanh": 0.5 * x * (1 + tanh(z)) with z = sqrt(2 / pi) * (x + 0.044715 * x^3). It is
+// computed as x * sigmoid(2 * z), because 1 + tanh(z) cancels for negative z.
 struct GeluTanh {
   static constexpr float kLinear = 1.5957691216057308f;  // 2 * sqrt(2 / pi)
   static constexpr float kCubic = 0.044715f * kLinear;
@@ -92,9 +92,9 @@ struct GeluTanh {
     return x * sigmoid<T>(x * fmaf(kCubic, x * x, kLinear));
   }
   template <typename T>
-  static __device__ __forceinline__ Activated value_and_slope(float x) {
-    // The derivative of the sigmoid is multiplied by x and by a square of x, and with it what 1 - s would
-    // have lost. e is that of the negative side, so that it cannot overflow.
+  static __device__ __forceinline__ ValueAndDerivative value_and_derivative(float x) {
+    // The derivative of the sigmoid, s * (1 - s), is computed as e * r * r: it is multiplied by up to x^3,
+    // which would amplify the cancellation in 1 - s. The exponent is negative, so e cannot overflow.
     const float square = x * x, twice_z = x * fmaf(kCubic, square, kLinear);
     const float e = exponential<T>(-fabsf(twice_z)), r = reciprocal<T>(1.0f + e);
     const float s = twice_z < 0.0f ? e * r : r;

@@ -22,7 +22,7 @@ Tensor product_like(const Tensor& gate_up) {
   return empty(std::move(shape), gate_up.scalar_type(), gate_up);
 }
 
-// p.extent in elements.
+// The columns of p.extent are elements.
 void launch(const GatedOp& op, Gated p, const Tensor& like) {
   const bool vectorised =
       lay_out(p.extent, like.element_size(),
@@ -31,8 +31,8 @@ void launch(const GatedOp& op, Gated p, const Tensor& like) {
   check_launch(op.name);
 }
 
-// Rows and columns of a tensor (..., columns) with elements.
-Gated shape_of(const Tensor& tensor, int64_t columns) {
+// Parameters with the extent of a non-empty tensor whose rows have `columns` elements.
+Gated gated_rows(const Tensor& tensor, int64_t columns) {
   Gated p{};
   p.extent = rows_and_columns(tensor, columns);
   return p;
@@ -55,7 +55,7 @@ Tensor gated(GatedOp op, const Tensor& gate, const Tensor& up) {
   }
   const RowInput gate_rows = row_input(gate, true), up_rows = row_input(up, true);
   RowOutput out = row_output(product, true);
-  Gated p = shape_of(gate, gate.size(-1));
+  Gated p = gated_rows(gate, gate.size(-1));
   p.gate = part(gate_rows), p.up = part(up_rows);
   p.product = part(out);
   launch(op, p, gate);
@@ -65,7 +65,7 @@ Tensor gated(GatedOp op, const Tensor& gate, const Tensor& up) {
 
 namespace {
 
-// Writes grad_gate, grad_up and, unless it is absent, product.
+// Writes grad_gate, grad_up and, if present, product.
 void backward(const GatedOp& op, const Tensor& grad_out, const Tensor& gate, const Tensor& up,
               const Tensor& grad_gate, const Tensor& grad_up, const std::optional<Tensor>& product) {
   if (gate.numel() == 0) return;
@@ -84,7 +84,7 @@ void backward(const GatedOp& op, const Tensor& grad_out, const Tensor& gate, con
   RowOutput grad_gate_rows = row_output(grad_gate, true), grad_up_rows = row_output(grad_up, true);
   std::optional<RowOutput> product_rows;
   if (product) product_rows = row_output(*product, true);
-  Gated p = shape_of(gate, gate.size(-1));
+  Gated p = gated_rows(gate, gate.size(-1));
   p.grad_out = part(grad_rows), p.gate = part(gate_rows), p.up = part(up_rows);
   p.grad_gate = part(grad_gate_rows), p.grad_up = part(grad_up_rows);
   if (product_rows) p.product = part(*product_rows);
@@ -128,7 +128,7 @@ Tensor gated_packed(GatedOp op, const Tensor& gate_up) {
   if (product.numel() == 0) return product;
   const RowInput rows = row_input(gate_up, true);
   RowOutput out = row_output(product, true);
-  Gated p = shape_of(gate_up, gate_up.size(-1) / 2);
+  Gated p = gated_rows(gate_up, gate_up.size(-1) / 2);
   p.gate = part(rows), p.up = part(rows, p.extent.columns);
   p.product = part(out);
   launch(op, p, gate_up);
@@ -142,7 +142,7 @@ void packed_backward(const GatedOp& op, const Tensor& grad_out, const Tensor& ga
   if (gate_up.numel() == 0) return;
   const RowInput grad_rows = row_input(grad_out, true), rows = row_input(gate_up, true);
   RowOutput out = row_output(grad_gate_up, true);
-  Gated p = shape_of(gate_up, gate_up.size(-1) / 2);
+  Gated p = gated_rows(gate_up, gate_up.size(-1) / 2);
   p.grad_out = part(grad_rows), p.gate = part(rows), p.up = part(rows, p.extent.columns);
   p.grad_gate = part(out), p.grad_up = part(out, p.extent.columns);
   if (product) p.product = part(row_output(*product, true));

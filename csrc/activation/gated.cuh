@@ -1,8 +1,12 @@
-// Gated products, activation(gate) * up, forward and backward. The backward computes the activation again
-// from gate.
+// Gated products, activation(gate) * up, forward and backward. The activation is never materialised: the
+// backward recomputes it from gate. It may also write the product, which the backward of a following GEMM
+// needs.
 //
-// The in-place backward is the same kernel with outputs that are its inputs: every thread reads all it needs
-// before it writes, and no other thread touches the same elements.
+// Grid: one vector per thread in small blocks (device/elementwise.cuh). With N = kVec<T> all rows are aligned
+// to 16 bytes; N = 1 has no requirement.
+//
+// In place, the outputs of the backward are its inputs: a thread reads all of its elements before it writes
+// them, and no other thread accesses them.
 #pragma once
 
 #include "activation/activations.cuh"
@@ -12,7 +16,7 @@ namespace liger {
 
 struct Gated {
   InputRows gate, up, grad_out;            // grad_out: backward only
-  OutputRows product, grad_gate, grad_up;  // the gradients: backward only, and there product may be null
+  OutputRows product, grad_gate, grad_up;  // gradients: backward only; product may be null in the backward
   Extent extent;
 };
 
@@ -26,7 +30,7 @@ __device__ __forceinline__ Vec<T, N> gated_vector(const Vec<T, N>& gate, const V
   return pack<T, N>(g);
 }
 
-// gate and up are replaced by their gradients; the product comes back.
+// Returns the product and replaces gate and up by their gradients.
 template <typename Activation, typename T, int N>
 __device__ __forceinline__ Vec<T, N> gated_grad_vector(const Vec<T, N>& grad_out, Vec<T, N>& gate,
                                                        Vec<T, N>& up) {
@@ -36,9 +40,9 @@ __device__ __forceinline__ Vec<T, N> gated_grad_vector(const Vec<T, N>& grad_out
   unpack(up, u);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const Activated a = Activation::template value_and_slope<T>(g[i]);
+    const ValueAndDerivative a = Activation::template value_and_derivative<T>(g[i]);
     product[i] = a.value * u[i];
-    g[i] = d[i] * u[i] * a.slope;
+    g[i] = d[i] * u[i] * a.derivative;
     u[i] = d[i] * a.value;
   }
   gate = pack<T, N>(g);
@@ -66,7 +70,7 @@ __global__ void __launch_bounds__(kElementwiseThreads, 8) gated_backward_kernel(
   if (p.product.data) at.write(p.product, product);
 }
 
-// The extent in vectors of N.
+// The columns of p.extent are vectors of N elements.
 template <typename Activation, typename T, int N>
 void launch_gated(const Gated& p, cudaStream_t stream) {
   const unsigned blocks = elementwise_blocks(p.extent);

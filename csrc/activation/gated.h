@@ -1,4 +1,5 @@
-// The host side of gated products, activation(gate) * up: the same for every activation but for the kernel.
+// Host code of the gated products, activation(gate) * up, shared by all activations. "packed" takes gate and
+// up as the two halves of the last dimension of one tensor.
 #pragma once
 
 #include <tuple>
@@ -9,7 +10,7 @@
 
 namespace liger {
 
-// Launches the kernels of one activation; the extent is in vectors of 16 bytes or in elements.
+// Launches the kernels of one activation. The columns of p.extent are 16-byte vectors or elements.
 using GatedLaunch = void (*)(const Gated& p, ScalarType dtype, bool vectorised, cudaStream_t stream);
 
 template <typename Activation>
@@ -20,7 +21,7 @@ void launch_gated(const Gated& p, ScalarType dtype, bool vectorised, cudaStream_
   });
 }
 
-// One op: its name for errors, and the kernels of its activation.
+// One op: its name in error messages, and the launcher of its activation.
 struct GatedOp {
   const char* name;
   GatedLaunch launch;
@@ -29,9 +30,9 @@ struct GatedOp {
 Tensor gated(GatedOp op, const Tensor& gate, const Tensor& up);
 std::tuple<Tensor, Tensor, Tensor> gated_backward(GatedOp op, const Tensor& grad_out, const Tensor& gate,
                                                   const Tensor& up, bool emit_product);
-// The gradients go over gate and up.
+// In place: the gradients overwrite gate and up.
 void gated_backward_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up);
-// The product, too, goes over grad_out.
+// In place, and the product overwrites grad_out.
 void gated_backward_product_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up);
 Tensor gated_packed(GatedOp op, const Tensor& gate_up);
 std::tuple<Tensor, Tensor> gated_packed_backward(GatedOp op, const Tensor& grad_out, const Tensor& gate_up,

@@ -5,40 +5,41 @@
 namespace liger {
 namespace {
 
-GatedOp named(const char* name, const std::string& approximate) {
+GatedOp gated_op(const char* name, const std::string& approximate) {
   check_approximate(name, approximate);
   return {name, approximate == "tanh" ? &launch_gated<GeluTanh> : &launch_gated<Gelu>};
 }
 
 Tensor geglu(const Tensor& gate, const Tensor& up, std::string approximate) {
-  return gated(named("geglu", approximate), gate, up);
+  return gated(gated_op("geglu", approximate), gate, up);
 }
 
 std::tuple<Tensor, Tensor, Tensor> geglu_backward(const Tensor& grad_out, const Tensor& gate,
                                                   const Tensor& up, bool emit_product,
                                                   std::string approximate) {
-  return gated_backward(named("geglu_backward", approximate), grad_out, gate, up, emit_product);
+  return gated_backward(gated_op("geglu_backward", approximate), grad_out, gate, up, emit_product);
 }
 
 void geglu_backward_(const Tensor& grad_out, Tensor gate, Tensor up, std::string approximate) {
-  gated_backward_(named("geglu_backward_", approximate), grad_out, gate, up);
+  gated_backward_(gated_op("geglu_backward_", approximate), grad_out, gate, up);
 }
 
 void geglu_backward_product_(Tensor grad_out, Tensor gate, Tensor up, std::string approximate) {
-  gated_backward_product_(named("geglu_backward_product_", approximate), grad_out, gate, up);
+  gated_backward_product_(gated_op("geglu_backward_product_", approximate), grad_out, gate, up);
 }
 
 Tensor geglu_packed(const Tensor& gate_up, std::string approximate) {
-  return gated_packed(named("geglu_packed", approximate), gate_up);
+  return gated_packed(gated_op("geglu_packed", approximate), gate_up);
 }
 
 std::tuple<Tensor, Tensor> geglu_packed_backward(const Tensor& grad_out, const Tensor& gate_up,
                                                  bool emit_product, std::string approximate) {
-  return gated_packed_backward(named("geglu_packed_backward", approximate), grad_out, gate_up, emit_product);
+  return gated_packed_backward(gated_op("geglu_packed_backward", approximate), grad_out, gate_up,
+                               emit_product);
 }
 
 void geglu_packed_backward_(const Tensor& grad_out, Tensor gate_up, std::string approximate) {
-  gated_packed_backward_(named("geglu_packed_backward_", approximate), grad_out, gate_up);
+  gated_packed_backward_(gated_op("geglu_packed_backward_", approximate), grad_out, gate_up);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ void launch(const char* op, ReluSquared p, const Tensor& x) {
   check_launch(op);
 }
 
-// The value or, with grad_y, the gradient.
+// Without grad_y the forward, with it the backward.
 Tensor run(const char* op, const Tensor& x, const std::optional<Tensor>& grad_y) {
   check_rowwise(op, "x", x, grad_y);
   require_cuda_dtype(op, "x", x);

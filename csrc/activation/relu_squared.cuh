@@ -1,4 +1,7 @@
-// relu(x)^2 and its gradient, 2 * relu(x) * grad_y.
+// relu(x)^2 and its gradient, 2 * relu(x) * grad_y. The backward needs x alone.
+//
+// Grid: one vector per thread in small blocks (device/elementwise.cuh). With N = kVec<T> all rows are aligned
+// to 16 bytes; N = 1 has no requirement.
 #pragma once
 
 #include "device/elementwise.cuh"
@@ -11,7 +14,7 @@ struct ReluSquared {
   Extent extent;
 };
 
-// Comparisons that NaN passes, as it does relu in torch.
+// x <= 0 is false for NaN, so NaN propagates as in torch.relu.
 __device__ __forceinline__ float relu_squared_value(float x) {
   return x <= 0.0f ? 0.0f : x * x;
 }
@@ -37,7 +40,7 @@ __global__ void __launch_bounds__(kElementwiseThreads, 8) relu_squared_kernel(co
   at.write(p.out, pack<T, N>(x));
 }
 
-// The extent in vectors of N.
+// The columns of p.extent are vectors of N elements.
 template <typename T, int N>
 void launch_relu_squared(const ReluSquared& p, cudaStream_t stream) {
   const unsigned blocks = elementwise_blocks(p.extent);

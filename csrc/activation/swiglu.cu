@@ -5,38 +5,38 @@
 namespace liger {
 namespace {
 
-GatedOp named(const char* name) {
+GatedOp gated_op(const char* name) {
   return {name, &launch_gated<Silu>};
 }
 
 Tensor swiglu(const Tensor& gate, const Tensor& up) {
-  return gated(named("swiglu"), gate, up);
+  return gated(gated_op("swiglu"), gate, up);
 }
 
 std::tuple<Tensor, Tensor, Tensor> swiglu_backward(const Tensor& grad_out, const Tensor& gate,
                                                    const Tensor& up, bool emit_product) {
-  return gated_backward(named("swiglu_backward"), grad_out, gate, up, emit_product);
+  return gated_backward(gated_op("swiglu_backward"), grad_out, gate, up, emit_product);
 }
 
 void swiglu_backward_(const Tensor& grad_out, Tensor gate, Tensor up) {
-  gated_backward_(named("swiglu_backward_"), grad_out, gate, up);
+  gated_backward_(gated_op("swiglu_backward_"), grad_out, gate, up);
 }
 
 void swiglu_backward_product_(Tensor grad_out, Tensor gate, Tensor up) {
-  gated_backward_product_(named("swiglu_backward_product_"), grad_out, gate, up);
+  gated_backward_product_(gated_op("swiglu_backward_product_"), grad_out, gate, up);
 }
 
 Tensor swiglu_packed(const Tensor& gate_up) {
-  return gated_packed(named("swiglu_packed"), gate_up);
+  return gated_packed(gated_op("swiglu_packed"), gate_up);
 }
 
 std::tuple<Tensor, Tensor> swiglu_packed_backward(const Tensor& grad_out, const Tensor& gate_up,
                                                   bool emit_product) {
-  return gated_packed_backward(named("swiglu_packed_backward"), grad_out, gate_up, emit_product);
+  return gated_packed_backward(gated_op("swiglu_packed_backward"), grad_out, gate_up, emit_product);
 }
 
 void swiglu_packed_backward_(const Tensor& grad_out, Tensor gate_up) {
-  gated_packed_backward_(named("swiglu_packed_backward_"), grad_out, gate_up);
+  gated_packed_backward_(gated_op("swiglu_packed_backward_"), grad_out, gate_up);
 }
 
 }  // namespace

@@ -1,39 +1,44 @@
-// How the forward of a norm spreads its rows over threads and blocks.
+// Launch heuristic of the norm forwards. The kernels keep a whole row in registers.
 #pragma once
 
 #include <cstdint>
 
 namespace liger {
 
-// How rows are spread: a row belongs to `lanes` neighbouring threads with `width` vectors each. Rows of up to
-// a warp share a block, longer ones take one each.
+// `lanes` consecutive threads process a row, with up to `width` vectors each. If a row needs one warp at
+// most, a block processes several rows (grouped), otherwise one.
 struct ForwardPlan {
-  int width;  // 0: too long for one block to hold
+  int width;  // vectors per thread; 0: a row does not fit in the registers of a block
   bool grouped;
-  int lanes_log2, threads;
+  int lanes_log2;  // if grouped: 2^lanes_log2 threads per row
+  int threads;     // per block
   int64_t blocks;
 };
 
-// Threads per block at most: as many registers as leave enough loads under way.
+// Maximum block size at V vectors per thread. It bounds the registers per thread, so that the SM has enough
+// loads in flight.
 template <int V>
 inline constexpr int kForwardThreads = V <= 4 ? 512 : 1024;
 
-// most_of_two: vectors of the longest row whose threads have two.
-inline ForwardPlan plan_norm_forward(int64_t rows, int64_t vectors, bool vectorised, int64_t most_of_two) {
+// max_vectors_width2: rows of up to this many vectors have two vectors per thread in any case.
+inline ForwardPlan plan_norm_forward(int64_t rows, int64_t vectors, bool vectorised,
+                                     int64_t max_vectors_width2) {
   const auto threads_of = [&](int width) {
     const int64_t lanes = (vectors + width - 1) / width;
     return static_cast<int>((lanes + 31) / 32 * 32);
   };
-  const int of_four = threads_of(4);
-  // Blocks of which an SM has registers for two, and threads without any for a third of another.
-  const bool idle_room = of_four > 1024 / 3 && 1024 / of_four * of_four < 960;
-  const bool idle_lanes = of_four > 32 && vectors < 3 * of_four;
+  const int threads_width4 = threads_of(4);
+  // At width 4 an SM has registers for 1024 threads. Blocks of more than a third of that which fill less than
+  // 960 of them leave registers idle.
+  const bool idle_registers = threads_width4 > 1024 / 3 && 1024 / threads_width4 * threads_width4 < 960;
+  // At width 4 the threads would have less than three vectors on average.
+  const bool idle_lanes = threads_width4 > 32 && vectors < 3 * threads_width4;
   ForwardPlan plan{};
   if (!vectorised) {
     plan.width = vectors <= 8 * kForwardThreads<8> ? 8 : 0;
-  } else if (vectors <= most_of_two || (idle_lanes && vectors <= 2 * kForwardThreads<2>)) {
+  } else if (vectors <= max_vectors_width2 || (idle_lanes && vectors <= 2 * kForwardThreads<2>)) {
     plan.width = 2;
-  } else if (vectors <= 4 * kForwardThreads<4> && !idle_room) {
+  } else if (vectors <= 4 * kForwardThreads<4> && !idle_registers) {
     plan.width = 4;
   } else {
     plan.width = vectors <= 8 * kForwardThreads<8> ? 8 : 0;

@@ -17,7 +17,7 @@
 namespace liger {
 namespace {
 
-// The sizes of x (samples, channels, ...).
+// The sizes of x (samples, channels, spatial...). A row is one group of one sample.
 struct Sizes {
   int64_t samples, channels, spatial, groups;
   int64_t rows() const { return samples * groups; }
@@ -31,76 +31,76 @@ Sizes sizes_of(const Tensor& x, int64_t groups) {
   return {x.size(0), x.size(1), spatial, groups};
 }
 
-// Whether 16-byte accesses serve contiguous tensors at these places.
-bool vectorised(const Sizes& sizes, const Tensor& x, std::initializer_list<const void*> places) {
+// True if 16-byte accesses to contiguous tensors at these addresses are possible.
+bool can_vectorise(const Sizes& sizes, const Tensor& x, std::initializer_list<const void*> pointers) {
   bool possible = sizes.spatial % static_cast<int64_t>(16 / x.element_size()) == 0;
-  for (const void* place : places) possible = possible && is_aligned16(place);
+  for (const void* pointer : pointers) possible = possible && is_aligned16(pointer);
   return possible;
 }
 
-// A result to be written by kernels that know contiguous tensors only.
+// A result for kernels that write contiguous tensors only.
 RowOutput contiguous_output(const Tensor& result) {
   Tensor written = result.is_contiguous() ? result : torch::stable::new_empty(result, result.sizes());
   return {result, std::move(written), {}};
 }
 
-// Whether a forward kept in registers, of up to four vectors per thread, is as fast as one in shared memory.
-bool short_row(int64_t vectors) {
+// True for rows of up to four vectors per thread: the register-resident forward is as fast as the one that
+// stages rows in shared memory.
+bool fits_in_registers(int64_t vectors) {
   return vectors <= 4 * kForwardThreads<4>;
 }
 
-// False for rows that no cluster keeps. Two blocks on an SM, each with a row of its own or a part
-// of one, are worth more than fewer blocks for a row.
+// Returns false if no cluster size holds a row. Two blocks per SM are faster than a smaller cluster at one
+// block per SM.
 template <typename T>
 bool launch_persistent(const char* op, const GroupNorm& p, const DeviceAttributes& device,
                        cudaStream_t stream) {
-  using Two = PersistentShape<256, 4, PartMoments, 1, 2>;
-  using One = PersistentShape<512, 4, PartMoments, 1, 1>;
+  using TwoPerSm = PersistentShape<256, 4, PartialMoments, 1, 2>;
+  using OnePerSm = PersistentShape<512, 4, PartialMoments, 1, 1>;
   const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
     PersistentLaunch<GroupNorm> launch(op, p.hidden / kVec<T>, device);
     launch.template add_candidate<Shape>(group_norm_persistent_kernel<T, Shape>);
     return launch.run(p.rows, stream, p);
   };
-  return launch(Two{}) || launch(One{});
+  return launch(TwoPerSm{}) || launch(OnePerSm{});
 }
 
-// The same for the backward. Nothing where groups or their channels do not fit its kernel.
+// The launch of the persistent backward, without a candidate (blocks() == 0) if the shape does not fit it.
 template <typename T>
 PersistentLaunch<GroupNormBackward> choose_backward_launch(const char* op, const Sizes& sizes,
-                                                           bool whole_vectors,
-                                                           const DeviceAttributes& device) {
+                                                           bool vectorised, const DeviceAttributes& device) {
   PersistentLaunch<GroupNormBackward> launch(op, sizes.row() / kVec<T>, device);
-  if (!whole_vectors || device.code.architecture < 90 || sizes.channels_per_group() > kMostChannels ||
-      sizes.spatial / kVec<T> < kFewestOfChannel) {
+  if (!vectorised || device.code.architecture < 90 || sizes.channels_per_group() > kMaxChannels ||
+      sizes.spatial / kVec<T> < kMinChannelVectors) {
     return launch;
   }
-  using Two = GroupBackwardShape<256, 2>;
-  using One = GroupBackwardShape<512, 1>;
-  launch.template add_candidate<Two>(group_norm_backward_persistent_kernel<T, Two>, 1, 1);
+  using TwoPerSm = GroupNormBackwardShape<256, 2>;
+  using OnePerSm = GroupNormBackwardShape<512, 1>;
+  launch.template add_candidate<TwoPerSm>(group_norm_backward_persistent_kernel<T, TwoPerSm>, 1, 1);
   if (launch.blocks() == 0) {
-    launch.template add_candidate<One>(group_norm_backward_persistent_kernel<T, One>);
+    launch.template add_candidate<OnePerSm>(group_norm_backward_persistent_kernel<T, OnePerSm>);
   }
   return launch;
 }
 
-// Rows of whole vectors in shared memory, with the upstream gradient, or blocks == 0.
-Residence residence_of(const Sizes& sizes, int vector, int unit, bool whole_vectors,
-                       const DeviceAttributes& device) {
-  if (!whole_vectors || unit == 0 || device.code.architecture < 90) return {};
-  return plan_residence(sizes.row() / vector, unit, 2, sizeof(float2), sizeof(float2), device);
+// The plan of the backward that stages rows of x and grad_y; blocks == 0 if the shape does not fit it.
+SmemRowPlan smem_row_plan(const Sizes& sizes, int vector, int segment_vectors, bool vectorised,
+                          const DeviceAttributes& device) {
+  if (!vectorised || segment_vectors == 0 || device.code.architecture < 90) return {};
+  return plan_smem_rows(sizes.row() / vector, segment_vectors, 2, sizeof(float2), sizeof(float2), device);
 }
 
 template <typename Kernel, typename... Arguments>
-void launch_resident(const char* op, Kernel kernel, const Residence& r, int64_t rows,
+void launch_resident(const char* op, Kernel kernel, const SmemRowPlan& r, int64_t rows,
                      const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
-  if (r.stay) {
+  if (r.persistent) {
     require(
         launch_persistent_clusters(op, kernel, r, r.threads, r.shared, rows, device, stream, arguments...),
         op, ": no cluster of ", r.blocks, " blocks fits this device");
     return;
   }
-  // Blocks that come and go overlap each other's phases by themselves.
+  // Several blocks per SM overlap the loads of one with the arithmetic of another.
   check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
   kernel<<<static_cast<unsigned>(rows), static_cast<unsigned>(r.threads), static_cast<size_t>(r.shared),
            stream>>>(arguments..., r);
@@ -118,7 +118,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
   Tensor mean = empty({sizes.samples, num_groups}, ScalarType::Float, x);
   Tensor rstd = empty({sizes.samples, num_groups}, ScalarType::Float, x);
   if (x.numel() == 0) {
-    // The mean of no values is NaN, and so is its rstd.
+    // The mean of an empty row is NaN, and so is its rstd.
     if (rstd.numel() > 0) {
       torch::stable::fill_(mean, std::numeric_limits<double>::quiet_NaN());
       torch::stable::fill_(rstd, std::numeric_limits<double>::quiet_NaN());
@@ -143,18 +143,18 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
   p.affine.is_float = float_parameters(weight, bias);
   p.affine.channels_per_group = sizes.channels_per_group();
   p.affine.groups = ChannelDivide(num_groups, p.rows);
-  const bool whole_vectors = vectorised(sizes, x, {p.x, p.y});
+  const bool vectorised = can_vectorise(sizes, x, {p.x, p.y});
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const int64_t n = whole_vectors ? kVec<T> : 1;
+    const int64_t n = vectorised ? kVec<T> : 1;
     p.affine.vectors = ChannelDivide(sizes.spatial / n, p.hidden / n);
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    const bool kept = whole_vectors && device.code.architecture >= 90 && !short_row(p.hidden / n);
-    if (kept && launch_persistent<T>(op, p, device, current_stream(x))) return;
-    const int chunks = moment_norm_chunks<T>(p.hidden, whole_vectors);
-    const Tensor parts = empty({p.rows * chunks, 2}, ScalarType::Float, x);
-    p.parts = static_cast<Moments*>(parts.mutable_data_ptr());
-    launch_group_norm<T>(p, whole_vectors, chunks, current_stream(x));
+    const bool persistent = vectorised && device.code.architecture >= 90 && !fits_in_registers(p.hidden / n);
+    if (persistent && launch_persistent<T>(op, p, device, current_stream(x))) return;
+    const int chunks = moment_norm_chunks<T>(p.hidden, vectorised);
+    const Tensor chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
+    p.chunk_moments = static_cast<Moments*>(chunk_moments.mutable_data_ptr());
+    launch_group_norm<T>(p, vectorised, chunks, current_stream(x));
   });
   check_launch(op);
   y.finish();
@@ -205,40 +205,43 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   p.by_group = ChannelDivide(p.channels_per_group, p.samples * p.channels);
   p.by_sample = ChannelDivide(p.channels, p.samples * p.channels);
   p.float_weight = float_parameters(weight, std::nullopt);
-  const bool whole_vectors = vectorised(sizes, x, {p.x, p.grad_y, need_grad_x ? p.grad_x : nullptr});
+  const bool vectorised = can_vectorise(sizes, x, {p.x, p.grad_y, need_grad_x ? p.grad_x : nullptr});
   const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ChannelUnits units = whole_vectors ? channel_units(sizes.spatial / kVec<T>) : ChannelUnits{};
+    const ChannelSegments segments =
+        vectorised ? channel_segments(sizes.spatial / kVec<T>) : ChannelSegments{};
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    const bool keep = whole_vectors && need_grad_x;
-    const PersistentLaunch<GroupNormBackward> kept = choose_backward_launch<T>(op, sizes, keep, device);
-    const Residence residence =
-        kept.blocks() > 0 ? Residence{} : residence_of(sizes, kVec<T>, units.vectors, keep, device);
-    // The samples are the parts, or of each sample the blocks of a group.
-    const int64_t blocks = std::max(kept.blocks(), residence.blocks);
-    const int64_t parts = sizes.samples * std::max<int64_t>(blocks, 1);
-    const Tensor sums = empty({parts, 2, sizes.channels}, ScalarType::Float, x);
+    const bool rows_in_smem = vectorised && need_grad_x;
+    const PersistentLaunch<GroupNormBackward> persistent =
+        choose_backward_launch<T>(op, sizes, rows_in_smem, device);
+    const SmemRowPlan smem_plan = persistent.blocks() > 0
+                                      ? SmemRowPlan{}
+                                      : smem_row_plan(sizes, kVec<T>, segments.vectors, rows_in_smem, device);
+    // One partial sum per sample, or per block of a group if its row is staged in shared memory.
+    const int64_t blocks = std::max(persistent.blocks(), smem_plan.blocks);
+    const int64_t partials = sizes.samples * std::max<int64_t>(blocks, 1);
+    const Tensor sums = empty({partials, 2, sizes.channels}, ScalarType::Float, x);
     const Tensor gradients =
         empty({blocks > 0 ? 0 : sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
     p.sums = static_cast<float*>(sums.mutable_data_ptr());
     p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
     if (blocks > 0) p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
-    if (kept.blocks() > 0) {
-      require(kept.run(sizes.rows(), stream, p), op, ": no cluster of ", kept.blocks(),
+    if (persistent.blocks() > 0) {
+      require(persistent.run(sizes.rows(), stream, p), op, ": no cluster of ", persistent.blocks(),
               " blocks fits this device");
-    } else if (residence.blocks > 0) {
-      launch_resident(op, group_norm_backward_resident_kernel<T>, residence, sizes.rows(), device, stream, p,
-                      units);
+    } else if (smem_plan.blocks > 0) {
+      launch_resident(op, group_norm_backward_resident_kernel<T>, smem_plan, sizes.rows(), device, stream, p,
+                      segments);
     } else {
-      launch_group_norm_backward<T>(p, whole_vectors, stream);
+      launch_group_norm_backward<T>(p, vectorised, stream);
     }
     check_launch(op);
-    // Both gradients are there, whichever was asked for.
+    // p.sums has both gradients, whichever is needed.
     if (!need_grad_weight && !need_grad_bias) return;
-    const Tensor of_weight = need_grad_weight ? grad_weight : new_like(grad_bias);
-    const Tensor of_bias = need_grad_bias ? grad_bias : new_like(grad_weight);
-    sum_parts<T>(p.sums, static_cast<int>(parts), of_weight, &of_bias, false, stream);
+    const Tensor weight_out = need_grad_weight ? grad_weight : new_like(grad_bias);
+    const Tensor bias_out = need_grad_bias ? grad_bias : new_like(grad_weight);
+    sum_partials<T>(p.sums, static_cast<int>(partials), weight_out, &bias_out, false, stream);
   });
   check_launch(op);
   grad_x.finish();

@@ -1,4 +1,5 @@
-// GroupNorm forward: a row is a group of channels of one sample; the weight and the bias belong to channels.
+// GroupNorm forward (norm/moment_norm.cuh): a row is one group of channels of one sample, with one weight and
+// bias per channel.
 #pragma once
 
 #include "device/fast_divide.h"
@@ -7,7 +8,7 @@
 
 namespace liger {
 
-// n / divisor, fast where all n are below 2^31.
+// n / divisor, through FastDivide if all n are below 2^31.
 struct ChannelDivide {
   int64_t divisor;
   bool small;
@@ -31,10 +32,10 @@ struct ChannelAffine {
   const void *weight, *bias;  // may be null
   bool is_float;
   int64_t channels_per_group;
-  ChannelDivide groups;   // which sample a row belongs to
-  ChannelDivide vectors;  // which channel of its group a vector belongs to
+  ChannelDivide groups;   // divides a row by the groups per sample: its sample
+  ChannelDivide vectors;  // divides a vector by the vectors per channel: its channel in the group
 
-  // Of the channel of a vector: its scale and shift.
+  // The weight and the bias of the channel of a vector.
   template <typename T, typename Index>
   __device__ __forceinline__ float2 at(int64_t row, Index vector) const {
     const int64_t group = row - groups.quotient(row) * groups.divisor;
@@ -46,19 +47,19 @@ struct ChannelAffine {
   }
 
   template <typename T, int N, int V>
-  struct Held {
-    static constexpr bool kEarly = V <= 4;  // wider rows have no registers for it
-    float2 early[kEarly ? V : 1];
+  struct Fragment {
+    static constexpr bool kPrefetch = V <= 4;  // eight vectors leave no registers for it
+    float2 prefetched[kPrefetch ? V : 1];
 
     template <typename Index>
-    __device__ __forceinline__ void fetch(const ChannelAffine& affine, int j, int64_t row, Index vector) {
-      if constexpr (kEarly) early[j] = affine.at<T>(row, vector);
+    __device__ __forceinline__ void prefetch(const ChannelAffine& affine, int j, int64_t row, Index vector) {
+      if constexpr (kPrefetch) prefetched[j] = affine.at<T>(row, vector);
     }
 
     template <typename Index>
     __device__ __forceinline__ void apply(const ChannelAffine& affine, int j, int64_t row, Index vector,
                                           float (&values)[N]) const {
-      const float2 parameters = kEarly ? early[kEarly ? j : 0] : affine.at<T>(row, vector);
+      const float2 parameters = kPrefetch ? prefetched[kPrefetch ? j : 0] : affine.at<T>(row, vector);
 #pragma unroll
       for (int i = 0; i < N; ++i) values[i] = fmaf(values[i], parameters.x, parameters.y);
     }
@@ -67,7 +68,7 @@ struct ChannelAffine {
 
 using GroupNorm = MomentNorm<OneStride, ChannelAffine>;
 
-// vectorised: every channel starts at a multiple of 16 bytes and holds whole vectors.
+// vectorised: every channel is aligned to 16 bytes, and the spatial size is a multiple of kVec<T>.
 template <typename T>
 void launch_group_norm(const GroupNorm& p, bool vectorised, int chunks, cudaStream_t stream) {
   if (chunks > 0) {

@@ -1,6 +1,11 @@
-// GroupNorm backward in three steps: of every channel of every sample sum(grad_y * xhat) and sum(grad_y),
-// which are also the parts of the gradients of the parameters; of every group what its grad_x needs; grad_x.
-// The last step starts where the first one ended, whose data is the most likely still to be in the L2 cache.
+// GroupNorm backward for any shape, in three kernels:
+//   channel_sums_kernel     sum(grad_y * xhat) and sum(grad_y) of each channel of each sample, which are also
+//                           the partial sums of the parameter gradients
+//   group_gradients_kernel  the RowGradient of each group, from the sums of its channels; one warp per group
+//   group_norm_grad_kernel  grad_x, one vector per thread, in the reverse order of the first kernel: the data
+//                           that it has read last is most likely in L2
+// x and grad_y are read twice if grad_x is needed. With N = kVec<T> all tensors are aligned to 16 bytes and
+// the spatial size is a multiple of N; N = 1 has no requirement.
 #pragma once
 
 #include "norm/group_norm.cuh"
@@ -11,19 +16,19 @@ namespace liger {
 struct GroupNormBackward {
   const void *grad_y, *x, *weight;  // weight may be null
   const float *mean, *rstd;
-  void* grad_x;            // null where it is not needed
-  float* sums;             // (samples, 2, channels): of grad_y * xhat, and of grad_y
+  void* grad_x;            // null: not needed
+  float* sums;             // (samples, 2, channels): sum(grad_y * xhat) and sum(grad_y)
   RowGradient* gradients;  // (samples, groups)
   int64_t samples, channels, spatial, channels_per_group;
-  ChannelDivide by_channel;  // vectors of a channel
-  ChannelDivide by_group;    // channels of a group
-  ChannelDivide by_sample;   // channels of a sample
+  ChannelDivide by_channel;  // divides by the vectors per channel
+  ChannelDivide by_group;    // divides by the channels per group
+  ChannelDivide by_sample;   // divides by the channels per sample
   bool float_weight;
 };
 
 inline constexpr int kChannelThreads = 512;
 
-// 2^lanes_log2 threads for a channel of a sample, or with Grouped false all of a block.
+// Grouped: 2^lanes_log2 threads per channel of a sample; otherwise one block.
 template <typename T, int N, bool Grouped>
 __global__ void __launch_bounds__(kChannelThreads)
     channel_sums_kernel(const GroupNormBackward p, int lanes_log2) {
@@ -44,14 +49,14 @@ __global__ void __launch_bounds__(kChannelThreads)
       float xs[N], gs[N];
       unpack(load<T, N>(x + i), xs);
       unpack(load<T, N>(g + i), gs);
-      // Sums of vectors first: fewer roundings of a long sum.
-      float2 of{};
+      // Each vector is summed first: fewer roundings in the long sum.
+      float2 vector_sums{};
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        of.x = fmaf(gs[k], (xs[k] - mean) * rstd, of.x);
-        of.y += gs[k];
+        vector_sums.x = fmaf(gs[k], (xs[k] - mean) * rstd, vector_sums.x);
+        vector_sums.y += gs[k];
       }
-      dot += of.x, sum += of.y;
+      dot += vector_sums.x, sum += vector_sums.y;
     }
   }
   if constexpr (Grouped) {
@@ -70,7 +75,7 @@ __global__ void __launch_bounds__(kChannelThreads)
   out[p.channels] = sum;
 }
 
-// A warp per group of a sample.
+// One warp per group of a sample.
 template <typename T>
 __global__ void __launch_bounds__(256) group_gradients_kernel(const GroupNormBackward p) {
   const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + threadIdx.x / 32;
@@ -113,7 +118,7 @@ __global__ void __launch_bounds__(kGradThreads) group_norm_grad_kernel(const Gro
 template <typename T, int N>
 void launch_group_norm_backward_vectors(const GroupNormBackward& p, cudaStream_t stream) {
   const int64_t channels = p.samples * p.channels, vectors = p.spatial / N;
-  // Up to eight vectors for a thread before a channel takes more than a warp.
+  // A warp or less per channel if that is at most eight vectors per thread.
   if (vectors <= 256) {
     int lanes_log2 = 0;
     while (lanes_log2 < 5 && (int64_t{4} << lanes_log2) < vectors) ++lanes_log2;
@@ -131,7 +136,7 @@ void launch_group_norm_backward_vectors(const GroupNormBackward& p, cudaStream_t
   group_norm_grad_kernel<T, N><<<static_cast<unsigned>(blocks), kGradThreads, 0, stream>>>(p);
 }
 
-// vectorised: every channel starts at a multiple of 16 bytes and holds whole vectors.
+// vectorised: every channel is aligned to 16 bytes, and the spatial size is a multiple of kVec<T>.
 template <typename T>
 void launch_group_norm_backward(GroupNormBackward p, bool vectorised, cudaStream_t stream) {
   const int64_t vectors = vectorised ? p.spatial / kVec<T> : p.spatial;

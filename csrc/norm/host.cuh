@@ -1,4 +1,4 @@
-// What the host code of the norms shares.
+// Host code shared by the norms.
 #pragma once
 
 #include <optional>
@@ -16,7 +16,7 @@ inline int64_t row_count(const Tensor& x) {
   return x.size(-1) == 0 ? 0 : x.numel() / x.size(-1);
 }
 
-// The shape of rstd, which rows have in shapes with an empty last dimension, too.
+// The shape of rstd. Rows of an empty last dimension have an rstd as well.
 inline std::vector<int64_t> leading_shape(const Tensor& x) {
   std::vector<int64_t> shape;
   for (int64_t d = 0; d + 1 < x.dim(); ++d) shape.push_back(x.size(d));
@@ -29,7 +29,8 @@ inline int64_t leading_size(const Tensor& x) {
   return rows;
 }
 
-// Whether 16-byte accesses serve: whole vectors per row, all of them aligned.
+// True if 16-byte accesses are possible: a row is a multiple of a vector, and every row and parameter is
+// aligned.
 class Vectorised {
  public:
   Vectorised(int64_t hidden, size_t element_size)
@@ -49,25 +50,25 @@ class Vectorised {
   bool possible_;
 };
 
-// A weight or bias with stride 1.
+// A weight or bias, or a contiguous copy if its stride is not 1.
 inline std::optional<Tensor> dense_parameter(const std::optional<Tensor>& parameter) {
   if (!parameter || parameter->size(0) <= 1 || parameter->stride(0) == 1) return parameter;
   return torch::stable::contiguous(*parameter);
 }
 
-// Both parameters have one dtype, as the checks ask.
+// True for float32 parameters. The checks require one dtype for both.
 inline bool float_parameters(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
   const std::optional<Tensor>& either = weight ? weight : bias;
   return either && either->scalar_type() == ScalarType::Float;
 }
 
-// The gradient of a parameter, to be written; the stand-in where it is not needed.
+// An uninitialised gradient of a parameter, or the placeholder if it is not needed.
 inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed, const Tensor& x) {
   const ScalarType dtype = parameter ? parameter->scalar_type() : x.scalar_type();
   return needed ? empty({parameter->size(0)}, dtype, x) : no_tensor(dtype, x);
 }
 
-// What a backward takes of the forward: a float of every row.
+// Checks a float32 result of the forward with one value per row: mean or rstd.
 inline void require_row_statistic(const char* op, const char* name, const Tensor& statistic, const Tensor& x,
                                   int64_t rows) {
   require(statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows, op, ": ", name,
@@ -76,19 +77,19 @@ inline void require_row_statistic(const char* op, const char* name, const Tensor
   check_same_device(op, name, statistic, "x", x);
 }
 
-// The gradients of one or two parameters of the same dtype, T or float32, from their parts: (parts, one or
-// two, length).
+// Writes the gradients of one or two parameters of one dtype, T or float32, from their partial sums
+// (partials, 1 or 2, length).
 template <typename T>
-void sum_parts(const float* partial, int parts, const Tensor& grad, const Tensor* other_grad, bool overlap,
-               cudaStream_t stream) {
+void sum_partials(const float* partial, int partials, const Tensor& grad, const Tensor* other_grad,
+                  bool overlap, cudaStream_t stream) {
   const auto launch = [&](auto tag) {
     using W = typename decltype(tag)::type;
     W* const out = static_cast<W*>(grad.mutable_data_ptr());
     if (other_grad) {
       const SumOutputs<W, 2> outputs{{out, static_cast<W*>(other_grad->mutable_data_ptr())}};
-      launch_sum_partials(partial, outputs, grad.size(0), parts, overlap, stream);
+      launch_sum_partials(partial, outputs, grad.size(0), partials, overlap, stream);
     } else {
-      launch_sum_partials(partial, SumOutputs<W, 1>{{out}}, grad.size(0), parts, overlap, stream);
+      launch_sum_partials(partial, SumOutputs<W, 1>{{out}}, grad.size(0), partials, overlap, stream);
     }
   };
   grad.scalar_type() == ScalarType::Float ? launch(TypeTag<float>{}) : launch(TypeTag<T>{});

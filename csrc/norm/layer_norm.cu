@@ -23,7 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   Tensor mean = empty(leading_shape(x), ScalarType::Float, x);
   Tensor rstd = empty(leading_shape(x), ScalarType::Float, x);
   if (x.numel() == 0) {
-    // The mean of no values is NaN, and so is its rstd.
+    // The mean of an empty row is NaN, and so is its rstd.
     if (rstd.numel() > 0) {
       torch::stable::fill_(mean, std::numeric_limits<double>::quiet_NaN());
       torch::stable::fill_(rstd, std::numeric_limits<double>::quiet_NaN());
@@ -50,8 +50,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int chunks = moment_norm_chunks<T>(p.hidden, bool(vectorised));
-    const Tensor parts = empty({p.rows * chunks, 2}, ScalarType::Float, x);
-    p.parts = static_cast<Moments*>(parts.mutable_data_ptr());
+    const Tensor chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
+    p.chunk_moments = static_cast<Moments*>(chunk_moments.mutable_data_ptr());
     launch_layer_norm<T>(p, bool(vectorised), chunks, current_stream(x));
   });
   check_launch(op);
@@ -109,25 +109,25 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
   const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const BackwardPlan plan =
-        plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), 2,
-                              is_usual(p) ? kLayerNormThreads<T, 4, true> : kLayerNormThreads<T, 4, false>,
-                              device.sm_count, device.shared_memory_per_block_optin);
+    const BackwardPlan plan = plan_norm_backward<T>(
+        p.rows, p.hidden, bool(vectorised), 2,
+        has_fast_path(p) ? kLayerNormThreads<T, 4, true> : kLayerNormThreads<T, 4, false>, device.sm_count,
+        device.shared_memory_per_block_optin);
     if (!need_grad_weight && !need_grad_bias) {
       launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
       return;
     }
-    // A part has the gradient of the weight and after it that of the bias.
+    // A partial sum is that of grad_weight followed by that of grad_bias.
     const bool both = need_grad_weight && need_grad_bias;
-    p.part_stride = (both ? 2 : 1) * p.hidden;
-    const Tensor partial = empty({plan.parts, p.part_stride}, ScalarType::Float, x);
-    float* const parts = static_cast<float*>(partial.mutable_data_ptr());
-    if (need_grad_weight) p.grad_weight = parts;
-    if (need_grad_bias) p.grad_bias = both ? parts + p.hidden : parts;
+    p.partial_stride = (both ? 2 : 1) * p.hidden;
+    const Tensor partial = empty({plan.partials, p.partial_stride}, ScalarType::Float, x);
+    float* const sums = static_cast<float*>(partial.mutable_data_ptr());
+    if (need_grad_weight) p.grad_weight = sums;
+    if (need_grad_bias) p.grad_bias = both ? sums + p.hidden : sums;
     launch_layer_norm_backward<T>(p, plan, bool(vectorised), stream);
     check_launch(op);
-    sum_parts<T>(parts, plan.parts, need_grad_weight ? grad_weight : grad_bias, both ? &grad_bias : nullptr,
-                 device.code.architecture >= 90, stream);
+    sum_partials<T>(sums, plan.partials, need_grad_weight ? grad_weight : grad_bias,
+                    both ? &grad_bias : nullptr, device.code.architecture >= 90, stream);
   });
   check_launch(op);
   grad_x.finish();

@@ -1,6 +1,7 @@
-// Mean and variance without cancellation: differences and their squares are taken from the mean of some of
-// the values that they are summed over, so that both sums go through one exchange, and the results of parts
-// are joined by their means and counts.
+// Mean and variance without cancellation, as shifted sums: the differences are taken from a shift close to
+// the mean, so that the sum of differences and the sum of their squares need one reduction together. Partial
+// results are combined from their counts, means and squared deviations (the parallel form of Welford's
+// algorithm).
 #pragma once
 
 #include "device/reduce.cuh"
@@ -10,16 +11,17 @@ namespace liger {
 
 struct Moments {
   float mean;
-  float squares;  // sum of the squared differences from the mean
+  float squares;  // sum of the squared deviations from the mean
 };
 
-// Of `count` values: sum and squares are those of their differences from shift. What is lost is at most
-// count * (mean - shift)^2 / squares times the rounding of the sums; shift being the mean of n of the values,
-// that is at most count / n, and next to nothing unless those n are what the variance consists of.
+// The moments of `count` values from the sum of their differences from shift and the sum of the squares of
+// these. The relative error of the sums is amplified by at most count * (mean - shift)^2 / squares. If shift
+// is the mean of n of the values, that factor is at most count / n, and small unless the variance is mainly
+// due to these n values.
 __device__ __forceinline__ Moments shifted_moments(float shift, float sum, float squares,
                                                    float inverse_count) {
-  const float apart = sum * inverse_count;
-  return {shift + apart, fmaxf(fmaf(-sum, apart, squares), 0.0f)};
+  const float delta = sum * inverse_count;
+  return {shift + delta, fmaxf(fmaf(-sum, delta, squares), 0.0f)};
 }
 
 template <typename T, int N>
@@ -31,7 +33,7 @@ __device__ __forceinline__ float mean_of(const Vec<T, N>& x) {
   return sum;
 }
 
-// Of differences from a shift, and of their squares.
+// Sums of the differences from a shift, and of their squares.
 struct ShiftedSums {
   float sum = 0.0f, squares = 0.0f;
 
@@ -41,15 +43,16 @@ struct ShiftedSums {
     unpack(x, value);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float apart = value[i] - shift;
-      sum += apart;
-      squares = fmaf(apart, apart, squares);
+      const float delta = value[i] - shift;
+      sum += delta;
+      squares = fmaf(delta, delta, squares);
     }
   }
 };
 
-// Of any number of vectors, one after another. Half types: from the mean of the first one; float32: each
-// about its own mean, joined to those before, which loses nothing whatever the first one is.
+// The moments of any number of vectors, added one by one. Half types: sums shifted by the mean of the first
+// vector. float32: the moments of each vector about its own mean are combined with those before (Welford),
+// which is exact enough for any first vector.
 template <typename T, int N>
 struct RunningMoments {
   int vectors = 0;
@@ -63,11 +66,11 @@ struct RunningMoments {
       sums.add(x, mean);
     } else {
       ShiftedSums own;
-      const float own_mean = mean_of(x), apart = own_mean - mean;
+      const float own_mean = mean_of(x), delta = own_mean - mean;
       own.add(x, own_mean);
-      const float share = 1.0f / static_cast<float>(vectors);
-      mean = fmaf(apart, share, mean);
-      sums.squares += fmaf(apart * apart, N * (1.0f - share), own.squares);
+      const float fraction = 1.0f / static_cast<float>(vectors);
+      mean = fmaf(delta, fraction, mean);
+      sums.squares += fmaf(delta * delta, N * (1.0f - fraction), own.squares);
     }
   }
   __device__ __forceinline__ float count() const { return static_cast<float>(vectors * N); }
@@ -77,20 +80,21 @@ struct RunningMoments {
   }
 };
 
-// Of the values that `lanes` neighbouring threads of a warp hold, a power of two of them. Half types take one
-// round of shuffles, the differences being those from the mean of a vector of the first of the threads, which
-// holds one if any does; float32 takes two, since what that loses is below the rounding of half types only.
-template <typename T, int N, int V, typename Held>
-__device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const Held& held, int lanes,
+// The moments of the values in the registers of `lanes` consecutive threads of a warp, a power of two. Half
+// types: one round of shuffles, with sums shifted by the mean of the first vector of the first thread, which
+// has a vector if any thread has one. float32: two rounds, the first for the mean, because the error of the
+// shifted sums is below the rounding of half types only.
+template <typename T, int N, int V, typename InRow>
+__device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const InRow& in_row, int lanes,
                                                 float inverse_count) {
   float shift;
   if constexpr (sizeof(T) == 2) {
-    shift = __shfl_sync(0xffffffffu, held(0) ? mean_of(x[0]) : 0.0f, 0, lanes);
+    shift = __shfl_sync(0xffffffffu, in_row(0) ? mean_of(x[0]) : 0.0f, 0, lanes);
   } else {
     shift = 0.0f;
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      if (held(j)) shift = fmaf(mean_of(x[j]), N, shift);
+      if (in_row(j)) shift = fmaf(mean_of(x[j]), N, shift);
     }
     for (int offset = lanes / 2; offset > 0; offset /= 2)
       shift += __shfl_xor_sync(0xffffffffu, shift, offset);
@@ -99,7 +103,7 @@ __device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const H
   ShiftedSums sums;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    if (held(j)) sums.add(x[j], shift);
+    if (in_row(j)) sums.add(x[j], shift);
   }
   for (int offset = lanes / 2; offset > 0; offset /= 2) {
     sums.sum += __shfl_xor_sync(0xffffffffu, sums.sum, offset);
@@ -108,64 +112,67 @@ __device__ __forceinline__ Moments lane_moments(const Vec<T, N> (&x)[V], const H
   return shifted_moments(shift, sums.sum, sums.squares, inverse_count);
 }
 
-// Aligned for the stores of a meeting.
-struct alignas(16) PartMoments {
+// The partial result of a warp. Aligned for ClusterReduce.
+struct alignas(16) PartialMoments {
   float count, mean, squares;
 };
 
-// What the lanes of a warp add to the moments of all parts together; `first` is the mean of a part that has
-// values.
-struct JoinedSums {
-  float first, sum = 0.0f, squares = 0.0f;
+// Combines partial results in one warp: each lane adds some, then reduce_warp() gives every lane the moments
+// of all. shift: the mean of one partial result that has values.
+struct MomentReduction {
+  float shift, sum = 0.0f, squares = 0.0f;
 
-  __device__ __forceinline__ explicit JoinedSums(float first) : first(first) {}
-  __device__ __forceinline__ void add(const PartMoments& part) {
-    const float apart = part.mean - first, weighted = part.count * apart;
+  __device__ __forceinline__ explicit MomentReduction(float shift) : shift(shift) {}
+  __device__ __forceinline__ void add(const PartialMoments& partial) {
+    const float delta = partial.mean - shift, weighted = partial.count * delta;
     sum += weighted;
-    squares += fmaf(weighted, apart, part.squares);
+    squares += fmaf(weighted, delta, partial.squares);
   }
-  __device__ __forceinline__ Moments of_warp(float inverse_count) {
+  __device__ __forceinline__ Moments reduce_warp(float inverse_count) {
 #pragma unroll
     for (int offset = 16; offset > 0; offset /= 2) {
       sum += __shfl_xor_sync(0xffffffffu, sum, offset);
       squares += __shfl_xor_sync(0xffffffffu, squares, offset);
     }
-    return shifted_moments(first, sum, squares, inverse_count);
+    return shifted_moments(shift, sum, squares, inverse_count);
   }
 };
 
-// Of the values that a block of whole warps holds, with one exchange: each warp has a mean of its own.
-// scratch is for this call alone.
-template <typename T, int N, int V, typename Held>
-__device__ __forceinline__ Moments block_moments(const Vec<T, N> (&x)[V], const Held& held,
-                                                 float inverse_count, PartMoments (&scratch)[32]) {
+// The moments of the values in the registers of a block, whose size is a multiple of 32. Each warp has a
+// shift of its own, so one exchange between warps is enough. The scratch must not be in use by an earlier
+// call.
+template <typename T, int N, int V, typename InRow>
+__device__ __forceinline__ Moments block_moments(const Vec<T, N> (&x)[V], const InRow& in_row,
+                                                 float inverse_count, PartialMoments (&scratch)[32]) {
   int vectors = 0;
 #pragma unroll
-  for (int j = 0; j < V; ++j) vectors += __popc(__ballot_sync(0xffffffffu, held(j)));
-  const float own = static_cast<float>(vectors * N);
-  const Moments of_warp = lane_moments(x, held, 32, 1.0f / fmaxf(own, 1.0f));
+  for (int j = 0; j < V; ++j) vectors += __popc(__ballot_sync(0xffffffffu, in_row(j)));
+  const float count = static_cast<float>(vectors * N);
+  const Moments warp_moments = lane_moments(x, in_row, 32, 1.0f / fmaxf(count, 1.0f));
   const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  if (warps == 1) return of_warp;
-  if (lane == 0) scratch[threadIdx.x / 32] = {own, of_warp.mean, of_warp.squares};
+  if (warps == 1) return warp_moments;
+  if (lane == 0) scratch[threadIdx.x / 32] = {count, warp_moments.mean, warp_moments.squares};
   __syncthreads();
-  JoinedSums sums(scratch[0].mean);
+  MomentReduction sums(scratch[0].mean);
   if (lane < warps) sums.add(scratch[lane]);
-  return sums.of_warp(inverse_count);
+  return sums.reduce_warp(inverse_count);
 }
 
-// Of a row from those of its `parts` parts, each of `part_size` values but the last one, by all threads of a
-// block. scratch: as block_reduce() asks.
-__device__ __forceinline__ Moments join_parts(const Moments* of_parts, int parts, int64_t part_size,
-                                              int64_t count, float* scratch) {
-  const auto size_of = [&](int part) { return static_cast<float>(min(part_size, count - part * part_size)); };
+// The moments of a row of `count` values from those of its chunks. All chunks have chunk_size values but the
+// last one. Called by all threads of a block. scratch: as for block_reduce().
+__device__ __forceinline__ Moments combine_chunks(const Moments* chunk_moments, int chunks,
+                                                  int64_t chunk_size, int64_t count, float* scratch) {
+  const auto size = [&](int chunk) {
+    return static_cast<float>(min(chunk_size, count - chunk * chunk_size));
+  };
   float sum = 0.0f;
-  for (int part = threadIdx.x; part < parts; part += blockDim.x)
-    sum = fmaf(size_of(part) / static_cast<float>(count), of_parts[part].mean, sum);
+  for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x)
+    sum = fmaf(size(chunk) / static_cast<float>(count), chunk_moments[chunk].mean, sum);
   const float mean = block_reduce<Sum>(sum, scratch);
   float squares = 0.0f;
-  for (int part = threadIdx.x; part < parts; part += blockDim.x) {
-    const float apart = of_parts[part].mean - mean;
-    squares += fmaf(size_of(part) * apart, apart, of_parts[part].squares);
+  for (int chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
+    const float delta = chunk_moments[chunk].mean - mean;
+    squares += fmaf(size(chunk) * delta, delta, chunk_moments[chunk].squares);
   }
   return {mean, block_reduce<Sum>(squares, scratch)};
 }

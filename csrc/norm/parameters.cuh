@@ -5,13 +5,14 @@
 
 namespace liger {
 
-// offset + parameter at N columns; `otherwise` without a parameter.
+// offset + parameter for N columns; `default_value` if the parameter is null. For N > 1 the parameter at
+// `column` is aligned for vectors of N elements, up to 16 bytes.
 template <typename T, int N>
 __device__ __forceinline__ void load_parameter(const void* parameter, bool is_float, float offset,
-                                               float otherwise, int64_t column, float (&out)[N]) {
+                                               float default_value, int64_t column, float (&out)[N]) {
   if (parameter == nullptr) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = otherwise;
+    for (int i = 0; i < N; ++i) out[i] = default_value;
     return;
   }
   if (is_float) {

@@ -31,7 +31,7 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
   RowOutput sum = residual ? row_output(new_like(x)) : y;
   Forward out{y.result, sum.result, empty(leading_shape(x), ScalarType::Float, x)};
   if (x.numel() == 0) {
-    // The mean of no values is NaN, and so is its rstd.
+    // The mean of an empty row is NaN, and so is its rstd.
     if (out.rstd.numel() > 0) torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());
     return out;
   }
@@ -131,11 +131,11 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
       launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
       return;
     }
-    const Tensor partial = empty({plan.parts, p.hidden}, ScalarType::Float, x);
+    const Tensor partial = empty({plan.partials, p.hidden}, ScalarType::Float, x);
     p.partial = static_cast<float*>(partial.mutable_data_ptr());
     launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
     check_launch(op);
-    sum_parts<T>(p.partial, plan.parts, grad_weight, nullptr, device.code.architecture >= 90, stream);
+    sum_partials<T>(p.partial, plan.partials, grad_weight, nullptr, device.code.architecture >= 90, stream);
   });
   check_launch(op);
   grad_x.finish();

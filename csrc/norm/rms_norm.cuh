@@ -1,4 +1,10 @@
-// RMSNorm forward, with or without the residual addition: every element is read once and written once.
+// RMSNorm forward, with an optional fused residual addition: h = x + residual, rstd = rsqrt(mean(h^2) + eps),
+// y = h * rstd * (offset + weight). It writes y, h (new_residual) and rstd. A row stays in registers between
+// its reduction and its output, so each element is read once and written once; rows too wide for that are
+// read twice (rms_norm_wide_kernel).
+//
+// Grid: a block per row, or per several rows of up to a warp each. With N = kVec<T> every row and the weight
+// are aligned to 16 bytes and `hidden` is a multiple of N; N = 1 has no requirement.
 #pragma once
 
 #include <type_traits>
@@ -12,32 +18,32 @@
 namespace liger {
 
 struct Casting {
-  bool round_rstd;    // "none": rstd is kept in the dtype of x
-  bool round_scaled;  // "none", "llama": x * rstd is rounded before it meets the weight
+  bool round_rstd;    // "none": rstd is rounded to the dtype of x
+  bool round_scaled;  // "none", "llama": x * rstd is rounded to the dtype of x before the multiplication by w
 };
 
-template <typename RowsOf>
-struct RmsNormOf {
+template <typename RowOffsets>
+struct RmsNormParams {
   const void *x, *residual, *weight;  // residual and weight may be null
   void *y, *new_residual;
   float* rstd;
-  RowsOf x_rows, residual_rows, y_rows, new_residual_rows;
+  RowOffsets x_rows, residual_rows, y_rows, new_residual_rows;
   int64_t rows, hidden;
   float eps, offset;
   bool float_weight;
   Casting casting;
 };
-using RmsNorm = RmsNormOf<Rows>;
+using RmsNorm = RmsNormParams<Rows>;
 
-// The arguments of the usual case are few: reading more of them before the first load costs a percent of the
-// time.
-using UsualRmsNorm = RmsNormOf<OneStride>;
+// The fast path has fewer kernel parameters: reading more of them before the first load of a row takes 1 % of
+// the time.
+using FastRmsNorm = RmsNormParams<OneStride>;
 
-inline bool is_usual(const RmsNorm& p) {
+inline bool has_fast_path(const RmsNorm& p) {
   return p.weight && !p.float_weight && p.casting.round_scaled && !p.casting.round_rstd &&
          !(p.x_rows.nested || p.residual_rows.nested || p.y_rows.nested || p.new_residual_rows.nested);
 }
-inline UsualRmsNorm usual(const RmsNorm& p) {
+inline FastRmsNorm fast_params(const RmsNorm& p) {
   return {p.x,
           p.residual,
           p.weight,
@@ -56,7 +62,7 @@ inline UsualRmsNorm usual(const RmsNorm& p) {
           p.casting};
 }
 
-// offset + weight at N columns; 1 without a weight.
+// offset + weight for N columns; 1 without a weight.
 template <typename T, int N>
 __device__ __forceinline__ void load_weight(const void* weight, bool is_float, float offset, int64_t column,
                                             float (&out)[N]) {
@@ -76,7 +82,7 @@ __device__ __forceinline__ Vec<T, N> scale_vector(const Vec<T, N>& x, const floa
   return pack<T, N>(value);
 }
 
-// x + residual, rounded as a tensor of dtype T would keep it: the statistics are those of what is stored.
+// x + residual, rounded to T: rstd is that of the stored new_residual.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> add_vectors(const Vec<T, N>& x, const Vec<T, N>& y) {
   float a[N], b[N];
@@ -102,23 +108,23 @@ __device__ __forceinline__ float reciprocal_rms(const Params& p, float sum, bool
   return !exact && p.casting.round_rstd ? round_to<T>(rstd) : rstd;
 }
 
-// Blocks per SM.
+// Minimum number of resident blocks per SM.
 template <int V, bool Residual>
 inline constexpr int kForwardBlocks = V == 2   ? (Residual ? 3 : 4)
                                       : V == 4 ? 2
                                                : 1;
 
-// Blocks come and go with their rows: the loads of one overlap the arithmetic and stores of others, which
-// measures faster than persistent blocks with a ring of rows under way.
+// Blocks are not persistent: the loads of one block overlap the arithmetic and stores of others on the SM,
+// which measured faster than persistent blocks with a shared-memory ring of rows.
 //
-// Grouped: several rows in a block, each of 2^lanes_log2 threads; otherwise one row, of all threads.
-// Usual: one stride per tensor, a weight of the dtype of x and casting mode "llama", known when compiled.
-// What a block looks up before its first load delays every row; only the other cases pay for it.
-template <typename T, int N, int V, bool Residual, bool Grouped, bool Usual>
+// Grouped: several rows per block, with 2^lanes_log2 threads each; otherwise one row per block.
+// kFastPath: at compile time, one stride per tensor, a weight of the dtype of x and casting mode "llama". The
+// general case reads these from the parameters, which delays the first load of each row.
+template <typename T, int N, int V, bool Residual, bool Grouped, bool kFastPath>
 __global__ void __launch_bounds__(kForwardThreads<V>, kForwardBlocks<V, Residual>)
-    rms_norm_kernel(const std::conditional_t<Usual, UsualRmsNorm, RmsNorm> p, int lanes_log2) {
+    rms_norm_kernel(const std::conditional_t<kFastPath, FastRmsNorm, RmsNorm> p, int lanes_log2) {
   using Vector = Vec<T, N>;
-  constexpr bool kWeightEarly = V <= 4;  // wider rows have no registers for it
+  constexpr bool kPrefetchWeight = V <= 4;  // eight vectors leave no registers for it
   __shared__ float scratch[32];
   const int lanes = Grouped ? 1 << lanes_log2 : blockDim.x;
   const int lane = Grouped ? threadIdx.x & (lanes - 1) : threadIdx.x;
@@ -126,29 +132,29 @@ __global__ void __launch_bounds__(kForwardThreads<V>, kForwardBlocks<V, Residual
   const int64_t row =
       Grouped ? int64_t{blockIdx.x} * (blockDim.x >> lanes_log2) + (threadIdx.x >> lanes_log2) : blockIdx.x;
   const bool active = !Grouped || row < p.rows;
-  const bool weight_early = kWeightEarly && (Usual || (p.weight != nullptr && !p.float_weight));
-  const bool round_scaled = Usual || p.casting.round_scaled;
-  const auto held = [&](int j) { return active && lane + j * lanes < vectors; };
+  const bool prefetch_weight = kPrefetchWeight && (kFastPath || (p.weight != nullptr && !p.float_weight));
+  const bool round_scaled = kFastPath || p.casting.round_scaled;
+  const auto in_row = [&](int j) { return active && lane + j * lanes < vectors; };
 
-  Vector x[V], residual[Residual ? V : 1], w[kWeightEarly ? V : 1];
+  Vector x[V], residual[Residual ? V : 1], w[kPrefetchWeight ? V : 1];
   if (active) {
     const T* from = static_cast<const T*>(p.x) + p.x_rows.offset(row);
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      if (held(j)) x[j] = load<T, N>(from + (lane + j * lanes) * N);
+      if (in_row(j)) x[j] = load<T, N>(from + (lane + j * lanes) * N);
     }
     if constexpr (Residual) {
       from = static_cast<const T*>(p.residual) + p.residual_rows.offset(row);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if (held(j)) residual[j] = load<T, N>(from + (lane + j * lanes) * N);
+        if (in_row(j)) residual[j] = load<T, N>(from + (lane + j * lanes) * N);
       }
     }
-    if (weight_early) {
+    if (prefetch_weight) {
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        if (held(j))
-          w[kWeightEarly ? j : 0] = load<T, N>(static_cast<const T*>(p.weight) + (lane + j * lanes) * N);
+        if (in_row(j))
+          w[kPrefetchWeight ? j : 0] = load<T, N>(static_cast<const T*>(p.weight) + (lane + j * lanes) * N);
       }
     }
   }
@@ -156,7 +162,7 @@ __global__ void __launch_bounds__(kForwardThreads<V>, kForwardBlocks<V, Residual
   float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    if (!held(j)) continue;
+    if (!in_row(j)) continue;
     if constexpr (Residual) {
       x[j] = add_vectors(x[j], residual[j]);
       T* to = static_cast<T*>(p.new_residual) + p.new_residual_rows.offset(row);
@@ -171,15 +177,15 @@ __global__ void __launch_bounds__(kForwardThreads<V>, kForwardBlocks<V, Residual
   }
 
   if (!active) return;
-  const float rstd = reciprocal_rms<T>(p, sum, Usual);
+  const float rstd = reciprocal_rms<T>(p, sum, kFastPath);
   if (lane == 0) p.rstd[row] = rstd;
   T* y = static_cast<T*>(p.y) + p.y_rows.offset(row);
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    if (!held(j)) continue;
+    if (!in_row(j)) continue;
     float factor[N];
-    if (weight_early) {
-      unpack(w[kWeightEarly ? j : 0], factor);
+    if (prefetch_weight) {
+      unpack(w[kPrefetchWeight ? j : 0], factor);
 #pragma unroll
       for (int i = 0; i < N; ++i) factor[i] += p.offset;
     } else {
@@ -189,7 +195,8 @@ __global__ void __launch_bounds__(kForwardThreads<V>, kForwardBlocks<V, Residual
   }
 }
 
-// A row per block that is too wide to be held: its second reading mostly meets the L2 cache.
+// One block per row that does not fit in its registers: the row is read twice, the second time mostly from
+// L2.
 inline constexpr int kWideThreads = 512;
 
 template <typename T, int N>
@@ -225,10 +232,10 @@ __global__ void __launch_bounds__(kWideThreads) rms_norm_wide_kernel(const RmsNo
 template <typename T, int N, int V, bool Grouped>
 void launch_rms_norm_tile(const RmsNorm& p, const ForwardPlan& plan, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(plan.blocks));
-  if (is_usual(p)) {
+  if (has_fast_path(p)) {
     const auto kernel = p.residual ? rms_norm_kernel<T, N, V, true, Grouped, true>
                                    : rms_norm_kernel<T, N, V, false, Grouped, true>;
-    kernel<<<grid, plan.threads, 0, stream>>>(usual(p), plan.lanes_log2);
+    kernel<<<grid, plan.threads, 0, stream>>>(fast_params(p), plan.lanes_log2);
   } else {
     const auto kernel = p.residual ? rms_norm_kernel<T, N, V, true, Grouped, false>
                                    : rms_norm_kernel<T, N, V, false, Grouped, false>;
@@ -236,12 +243,13 @@ void launch_rms_norm_tile(const RmsNorm& p, const ForwardPlan& plan, cudaStream_
   }
 }
 
-// vectorised: every row of every tensor starts at a multiple of 16 bytes and holds whole vectors.
+// vectorised: every row of every tensor, and the weight, is aligned to 16 bytes, and hidden is a multiple of
+// kVec<T>.
 template <typename T>
 void launch_rms_norm(const RmsNorm& p, bool vectorised, cudaStream_t stream) {
-  constexpr int64_t kMostOfTwo = 512;
+  constexpr int64_t kMaxVectorsWidth2 = 512;
   const ForwardPlan plan =
-      plan_norm_forward(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised, kMostOfTwo);
+      plan_norm_forward(p.rows, vectorised ? p.hidden / kVec<T> : p.hidden, vectorised, kMaxVectorsWidth2);
   if (plan.width == 0) {
     const auto kernel = vectorised ? rms_norm_wide_kernel<T, kVec<T>> : rms_norm_wide_kernel<T, 1>;
     kernel<<<static_cast<unsigned>(p.rows), kWideThreads, 0, stream>>>(p);

@@ -1,9 +1,17 @@
-// RMSNorm backward: grad_x and grad_weight from one reading of x and grad_y.
+// RMSNorm backward: grad_x and grad_weight in one pass over x and grad_y.
 //
 // With w = offset + weight and c = mean(grad_y * w * x * rstd): grad_x = rstd * (grad_y * w - x * rstd * c),
-// and grad_weight = sum over rows of grad_y * (x * rstd). Blocks are persistent and keep their part of
-// grad_weight in float registers over all their rows; the parts meet in a second kernel in a fixed order, so
-// that the bits never vary.
+// and grad_weight = sum over rows of grad_y * (x * rstd). x * rstd is never materialised: it is recomputed
+// from x and rstd.
+//
+// Grid: persistent blocks, at most one per SM, which load rows through a shared-memory ring
+// (norm/row_ring.cuh). The sum over rows is split over the blocks: each accumulates its partial grad_weight
+// in float registers over all its rows, and a second kernel adds the partial sums in a fixed order
+// (norm/sum_partials.cuh), so the result is deterministic. Rows too wide for a block take one block per row
+// for grad_x, and a kernel of its own for grad_weight.
+//
+// With N = kVec<T> every row and the weight are aligned to 16 bytes and `hidden` is a multiple of N; N = 1
+// has no requirement.
 #pragma once
 
 #include <type_traits>
@@ -16,27 +24,27 @@
 
 namespace liger {
 
-template <typename RowsOf>
-struct RmsNormBackwardOf {
+template <typename RowOffsets>
+struct RmsNormBackwardParams {
   const void *grad_y, *grad_residual, *x, *weight;  // grad_residual (added to grad_x) and weight may be null
   const float* rstd;
-  void* grad_x;    // null where it is not needed
-  float* partial;  // (blocks, hidden) parts of grad_weight; null where it is not needed
-  RowsOf grad_y_rows, grad_residual_rows, x_rows, grad_x_rows;
+  void* grad_x;    // null: not needed
+  float* partial;  // partial sums of grad_weight, (blocks, hidden); null: not needed
+  RowOffsets grad_y_rows, grad_residual_rows, x_rows, grad_x_rows;
   int64_t rows, hidden;
   float offset;
   bool float_weight, round_scaled;
 };
-using RmsNormBackward = RmsNormBackwardOf<Rows>;
+using RmsNormBackward = RmsNormBackwardParams<Rows>;
 
-// As in the forward, the usual case has few arguments, and its flags are known when compiled.
-using UsualRmsNormBackward = RmsNormBackwardOf<OneStride>;
+// As in the forward, the fast path has fewer kernel parameters, and its flags are compile-time constants.
+using FastRmsNormBackward = RmsNormBackwardParams<OneStride>;
 
-inline bool is_usual(const RmsNormBackward& p) {
+inline bool has_fast_path(const RmsNormBackward& p) {
   return p.weight && !p.float_weight && p.round_scaled &&
          !(p.grad_y_rows.nested || p.grad_residual_rows.nested || p.x_rows.nested || p.grad_x_rows.nested);
 }
-inline UsualRmsNormBackward usual(const RmsNormBackward& p) {
+inline FastRmsNormBackward fast_params(const RmsNormBackward& p) {
   return {p.grad_y,
           p.grad_residual,
           p.x,
@@ -55,7 +63,7 @@ inline UsualRmsNormBackward usual(const RmsNormBackward& p) {
           p.round_scaled};
 }
 
-// The share of a row in grad_weight.
+// Adds the contribution of one row to grad_weight.
 template <typename T, int N>
 __device__ __forceinline__ void accumulate_weight_grad(const float (&x)[N], const float (&g)[N], float rstd,
                                                        bool round_scaled, float (&sum)[N]) {
@@ -66,8 +74,8 @@ __device__ __forceinline__ void accumulate_weight_grad(const float (&x)[N], cons
   }
 }
 
-// rstd * (g * w) - x * shift, with shift = rstd^2 * c (multiplied from the left: rstd^3 alone may overflow),
-// and the gradient that arrives at new_residual where there is one.
+// grad_x = rstd * (g * w) - x * shift with shift = rstd^2 * c, plus grad_residual if there is one. The caller
+// multiplies shift from left to right: rstd^3 alone may overflow.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T, N>& g, const float (&w)[N],
                                                  const Vec<T, N>& residual, bool has_residual, float rstd,
@@ -85,51 +93,51 @@ __device__ __forceinline__ Vec<T, N> grad_vector(const Vec<T, N>& x, const Vec<T
   return pack<T, N>(gs);
 }
 
-// Usual: one stride per tensor, a weight of the dtype of x, and x * rstd rounded before it meets the weight.
-template <typename T, int N, int V, int R, bool Residual, bool Usual>
+// kFastPath: at compile time, one stride per tensor, a weight of the dtype of x, and x * rstd rounded to T.
+template <typename T, int N, int V, int R, bool Residual, bool kFastPath>
 __global__ void __launch_bounds__(kMaxRowThreads, 1)
-    rms_norm_backward_kernel(const std::conditional_t<Usual, UsualRmsNormBackward, RmsNormBackward> p,
+    rms_norm_backward_kernel(const std::conditional_t<kFastPath, FastRmsNormBackward, RmsNormBackward> p,
                              int lanes, int stages) {
   using Vector = Vec<T, N>;
   constexpr int kStreams = Residual ? 3 : 2;
-  // Whether a row waits for its sum in registers, so that its slots can be refilled before; wide ones are
-  // read twice.
-  constexpr bool kHold = V * N <= 16;
+  // True: a row is copied from the ring to registers, so that its slots are refilled before the reduction.
+  // False (wide rows): it is read from the ring twice.
+  constexpr bool kInRegisters = V * N <= 16;
   extern __shared__ __align__(16) unsigned char shared[];
   __shared__ float scratch[RowSum<R>::kScratch];
-  const RowPlace place(lanes, static_cast<int>(p.hidden / N));
-  const int groups = place.groups, lane = place.lane, vectors = place.vectors;
+  const ThreadCoord coord(lanes, static_cast<int>(p.hidden / N));
+  const int groups = coord.groups, lane = coord.lane, vectors = coord.vectors;
   const RowRing<T, N, V, R, kStreams> ring(shared);
   const int64_t step = int64_t{gridDim.x} * groups * R;
 
-  const auto fetch = [&](int stage, int64_t first) {
-    ring.fetch(place, stage, first, p.rows, [&](int stream, int64_t row) {
+  const auto load_stage = [&](int stage, int64_t first) {
+    ring.load_stage(coord, stage, first, p.rows, [&](int stream, int64_t row) {
       if (stream == 0) return static_cast<const T*>(p.x) + p.x_rows.offset(row);
       if (stream == 1) return static_cast<const T*>(p.grad_y) + p.grad_y_rows.offset(row);
       return static_cast<const T*>(p.grad_residual) + p.grad_residual_rows.offset(row);
     });
   };
 
-  int64_t first = int64_t{blockIdx.x} * groups * R + place.group;
+  int64_t first = int64_t{blockIdx.x} * groups * R + coord.group;
   RowScalars<R> rstds(p.rstd);
-  const int span = rstds.span(place);
-  rstds.fetch(place, first, step, p.rows);
-  // The weight too is asked for before the rows.
-  Vector raw_weight[Usual ? V : 1];
-  if constexpr (Usual) {
+  const int lookahead = rstds.lookahead(coord);
+  rstds.prefetch(coord, first, step, p.rows);
+  // The loads of the weight are issued before those of the rows.
+  Vector raw_weight[kFastPath ? V : 1];
+  if constexpr (kFastPath) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       const int vector = lane + j * lanes;
       if (vector < vectors) raw_weight[j] = load<T, N>(static_cast<const T*>(p.weight) + vector * N);
     }
   }
-  for (int stage = 0; stage < stages; ++stage) fetch(stage, first + stage * step);
+  for (int stage = 0; stage < stages; ++stage) load_stage(stage, first + stage * step);
   float w[V][N], weight_grad[V][N];
 #pragma unroll
   for (int j = 0; j < V; ++j) {
     const int vector = lane + j * lanes;
     if (vector < vectors) {
-      if constexpr (Usual) {
+      if constexpr (kFastPath) {
         unpack(raw_weight[j], w[j]);
 #pragma unroll
         for (int i = 0; i < N; ++i) w[j][i] += p.offset;
@@ -141,48 +149,49 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
     for (int i = 0; i < N; ++i) weight_grad[j][i] = 0.0f;
   }
   RowSum<R> row_sum(scratch, lanes);
-  const bool need_x = p.grad_x != nullptr, need_weight = p.partial != nullptr;
-  const bool round_scaled = Usual || p.round_scaled;
+  const bool need_grad_x = p.grad_x != nullptr, need_grad_weight = p.partial != nullptr;
+  const bool round_scaled = kFastPath || p.round_scaled;
   const float inverse_hidden = 1.0f / static_cast<float>(p.hidden);
 
   int stage = 0;
-  // All threads of a row take the same number of steps, rows or not: they meet in row_sum.
-  for (int i = 0; first - place.group < p.rows; first += step, i = i + 1 == span ? 0 : i + 1) {
-    if (i == 0) rstds.advance(place, first, step, p.rows);
+  // The number of steps is uniform over the block, also for groups without a row left: row_sum synchronises
+  // their threads.
+  for (int i = 0; first - coord.group < p.rows; first += step, i = i + 1 == lookahead ? 0 : i + 1) {
+    if (i == 0) rstds.advance(coord, first, step, p.rows);
     wait_async(stages - 1);
     float rstd[R], dot[R];
-    Vector held[kHold ? R : 1][kStreams][kHold ? V : 1];
+    Vector cached[kInRegisters ? R : 1][kStreams][kInRegisters ? V : 1];
     const auto value = [&](int r, int stream, int j) -> const Vector& {
-      if constexpr (kHold) return held[r][stream][j];
+      if constexpr (kInRegisters) return cached[r][stream][j];
       return ring.slot(stage, r, stream, j);
     };
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      rstd[r] = rstds.at(place, r, i);
-      // Several short chains instead of a long one, where there are registers for them.
-      constexpr int kChains = kHold && N >= 4 ? 4 : 1;
+      rstd[r] = rstds.at(coord, r, i);
+      // Several short dependency chains instead of a long one, if there are registers for them.
+      constexpr int kChains = kInRegisters && N >= 4 ? 4 : 1;
       float dots[kChains] = {};
       const bool active = first + r * groups < p.rows;
 #pragma unroll
       for (int j = 0; j < V; ++j) {
         if (!active || lane + j * lanes >= vectors) continue;
-        if constexpr (kHold) {
+        if constexpr (kInRegisters) {
 #pragma unroll
           for (int stream = 0; stream < kStreams; ++stream)
-            held[r][stream][j] = ring.slot(stage, r, stream, j);
+            cached[r][stream][j] = ring.slot(stage, r, stream, j);
         }
         float xs[N], gs[N];
         unpack(value(r, 0, j), xs);
         unpack(value(r, 1, j), gs);
 #pragma unroll
         for (int k = 0; k < N; ++k) dots[k % kChains] = fmaf(gs[k] * w[j][k], xs[k], dots[k % kChains]);
-        if (need_weight) accumulate_weight_grad<T, N>(xs, gs, rstd[r], round_scaled, weight_grad[j]);
+        if (need_grad_weight) accumulate_weight_grad<T, N>(xs, gs, rstd[r], round_scaled, weight_grad[j]);
       }
       dot[r] =
           kChains == 4 ? (dots[0] + dots[1 % kChains]) + (dots[2 % kChains] + dots[3 % kChains]) : dots[0];
     }
-    if constexpr (kHold) fetch(stage, first + stages * step);
-    if (need_x) {
+    if constexpr (kInRegisters) load_stage(stage, first + stages * step);
+    if (need_grad_x) {
       row_sum(dot);
 #pragma unroll
       for (int r = 0; r < R; ++r) {
@@ -199,18 +208,19 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1)
         }
       }
     }
-    if constexpr (!kHold) fetch(stage, first + stages * step);
+    if constexpr (!kInRegisters) load_stage(stage, first + stages * step);
     stage = stage + 1 == stages ? 0 : stage + 1;
   }
 
 #if __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();
 #endif
-  if (!need_weight) return;
-  store_block_sum<N, V>(place, weight_grad, shared, p.hidden, p.partial + int64_t{blockIdx.x} * p.hidden);
+  if (!need_grad_weight) return;
+  store_block_sum<N, V>(coord, weight_grad, shared, p.hidden, p.partial + int64_t{blockIdx.x} * p.hidden);
 }
 
-// grad_x of rows that are too wide to be held; the second reading mostly meets the L2 cache.
+// grad_x of one row per block that does not fit in its registers: the row is read twice, the second time
+// mostly from L2.
 template <typename T, int N>
 __global__ void __launch_bounds__(kMaxRowThreads) rms_norm_backward_wide_kernel(const RmsNormBackward p) {
   __shared__ float scratch[32];
@@ -244,7 +254,8 @@ __global__ void __launch_bounds__(kMaxRowThreads) rms_norm_backward_wide_kernel(
   }
 }
 
-// Parts of grad_weight of wide rows: a thread owns N columns, a block every gridDim.y-th row of them.
+// Partial sums of grad_weight for wide rows. Grid: (columns / (256 * N), partial sums): a thread sums N
+// columns of every gridDim.y-th row.
 template <typename T, int N>
 __global__ void __launch_bounds__(256) rms_norm_weight_grad_kernel(const RmsNormBackward p) {
   const int64_t column = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * N;
@@ -267,8 +278,8 @@ void launch_rms_norm_backward_tile(const RmsNormBackward& p, const RowPlan& plan
     kernel<<<plan.blocks, plan.threads, plan.shared, stream>>>(arguments, plan.lanes, plan.stages);
   };
   if constexpr (N > 1) {
-    if (is_usual(p)) {
-      launch(rms_norm_backward_kernel<T, N, V, R, Residual, true>, usual(p));
+    if (has_fast_path(p)) {
+      launch(rms_norm_backward_kernel<T, N, V, R, Residual, true>, fast_params(p));
       return;
     }
   }
@@ -290,22 +301,23 @@ void launch_rms_norm_backward_rows(const RmsNormBackward& p, const RowPlan& plan
 }
 
 template <typename T, int N>
-void launch_rms_norm_backward_wide(const RmsNormBackward& p, int parts, cudaStream_t stream) {
+void launch_rms_norm_backward_wide(const RmsNormBackward& p, int partials, cudaStream_t stream) {
   if (p.grad_x)
     rms_norm_backward_wide_kernel<T, N><<<static_cast<unsigned>(p.rows), kMaxRowThreads, 0, stream>>>(p);
   if (p.partial) {
-    const dim3 grid(static_cast<unsigned>((p.hidden + 256 * N - 1) / (256 * N)), parts);
+    const dim3 grid(static_cast<unsigned>((p.hidden + 256 * N - 1) / (256 * N)), partials);
     rms_norm_weight_grad_kernel<T, N><<<grid, 256, 0, stream>>>(p);
   }
 }
 
-// vectorised: every row of every tensor starts at a multiple of 16 bytes and holds whole vectors.
+// vectorised: every row of every tensor, and the weight, is aligned to 16 bytes, and hidden is a multiple of
+// kVec<T>.
 template <typename T>
 void launch_rms_norm_backward(const RmsNormBackward& p, const BackwardPlan& plan, bool vectorised,
                               cudaStream_t stream) {
   if (plan.rows.width == 0) {
-    vectorised ? launch_rms_norm_backward_wide<T, kVec<T>>(p, plan.parts, stream)
-               : launch_rms_norm_backward_wide<T, 1>(p, plan.parts, stream);
+    vectorised ? launch_rms_norm_backward_wide<T, kVec<T>>(p, plan.partials, stream)
+               : launch_rms_norm_backward_wide<T, 1>(p, plan.partials, stream);
   } else if (p.grad_residual) {
     launch_rms_norm_backward_rows<T, true>(p, plan.rows, vectorised, stream);
   } else {

@@ -1,9 +1,9 @@
-// How a block of the backward of a norm keeps rows to come under way, and sums along a row.
+// Multistage pipeline and row reductions of the norm backwards.
 //
-// A row belongs to `lanes` neighbouring threads, each with `width` vectors of it; a block works on as many
-// rows as it has room for. Blocks are persistent; every thread copies its own vectors of the next
-// `stages` steps into its own slots of shared memory, so the ring needs no barrier, and a slot is refilled as
-// soon as its thread has read it.
+// A thread group of `lanes` consecutive threads processes a row, with up to `width` vectors per thread. A
+// block has `groups` such groups and is persistent. Each thread copies (cp.async) its own vectors of the next
+// `stages` steps to its own slots of a ring in shared memory. Only that thread reads them, so the ring needs
+// no barrier, and a slot is refilled as soon as its thread has read it.
 #pragma once
 
 #include "device/reduce.cuh"
@@ -13,12 +13,12 @@
 
 namespace liger {
 
-// This thread's place in its block: lane `lane` of the row that thread group `group` works on.
-struct RowPlace {
+// The coordinate of this thread in its block: lane `lane` of thread group `group`.
+struct ThreadCoord {
   int lanes, groups, group, lane;
-  int vectors;  // of a row
+  int vectors;  // per row
 
-  __device__ __forceinline__ RowPlace(int lanes, int vectors)
+  __device__ __forceinline__ ThreadCoord(int lanes, int vectors)
       : lanes(lanes),
         groups(blockDim.x / lanes),
         group(threadIdx.x / lanes),
@@ -26,7 +26,8 @@ struct RowPlace {
         vectors(vectors) {}
 };
 
-// The ring: in every stage R rows, of each of them its part in `Streams` tensors.
+// The ring of stages. A stage of a thread has V vectors of N elements for each of R rows of `Streams`
+// tensors.
 template <typename T, int N, int V, int R, int Streams>
 struct RowRing {
   using Vector = Vec<T, N>;
@@ -39,24 +40,25 @@ struct RowRing {
     return own[(((stage * R + r) * Streams + stream) * V + j) * blockDim.x];
   }
 
-  // The shared memory behind the ring.
+  // The first address behind the ring.
   __device__ __forceinline__ void* end(int stages) const { return &slot(stages, 0, 0, 0) - threadIdx.x; }
 
-  // Rows first, first + groups, ... that exist; source(stream, row): where a row of a tensor begins.
+  // Starts the copies of rows first, first + groups, ..., those below `rows`, and commits them as one group.
+  // source(stream, row): the address of a row of a tensor.
   template <typename Source>
-  __device__ __forceinline__ void fetch(const RowPlace& place, int stage, int64_t first, int64_t rows,
-                                        const Source& source) const {
+  __device__ __forceinline__ void load_stage(const ThreadCoord& coord, int stage, int64_t first, int64_t rows,
+                                             const Source& source) const {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int64_t row = first + r * place.groups;
+      const int64_t row = first + r * coord.groups;
       if (row >= rows) break;
       const T* from[Streams];
 #pragma unroll
       for (int stream = 0; stream < Streams; ++stream) from[stream] = source(stream, row);
 #pragma unroll
       for (int j = 0; j < V; ++j) {
-        const int vector = place.lane + j * place.lanes;
-        if (vector < place.vectors) {
+        const int vector = coord.lane + j * coord.lanes;
+        if (vector < coord.vectors) {
 #pragma unroll
           for (int stream = 0; stream < Streams; ++stream)
             copy_async(&slot(stage, r, stream, j), from[stream] + vector * N);
@@ -67,48 +69,52 @@ struct RowRing {
   }
 };
 
-// A float of every row. Each lane asks for that of another one of the next `span` steps: asked for step by
-// step, they would wait behind the rows under way.
+// One float per row, rstd for instance. A group loads those of the next `lookahead` steps at once, one per
+// lane: a load in every step would queue behind the copies of rows that are in flight.
 template <int R>
 struct RowScalars {
   const float* values;
-  float now[R], next[R];
+  float current[R], next[R];
 
   __device__ __forceinline__ explicit RowScalars(const float* values) : values(values) {}
 
-  static __device__ __forceinline__ int span(const RowPlace& place) { return min(place.lanes, 32); }
+  static __device__ __forceinline__ int lookahead(const ThreadCoord& coord) { return min(coord.lanes, 32); }
 
-  __device__ __forceinline__ void fetch(const RowPlace& place, int64_t first, int64_t step, int64_t rows) {
+  __device__ __forceinline__ void prefetch(const ThreadCoord& coord, int64_t first, int64_t step,
+                                           int64_t rows) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const int64_t row = first + place.lane % span(place) * step + r * place.groups;
+      const int64_t row = first + coord.lane % lookahead(coord) * step + r * coord.groups;
       next[r] = row < rows ? values[row] : 0.0f;
     }
   }
 
-  // At the first of `span` steps: what was asked for becomes now, and the next ones are asked for.
-  __device__ __forceinline__ void advance(const RowPlace& place, int64_t first, int64_t step, int64_t rows) {
+  // Called at the first of every `lookahead` steps: the values loaded before become current, and the loads of
+  // the next ones start.
+  __device__ __forceinline__ void advance(const ThreadCoord& coord, int64_t first, int64_t step,
+                                          int64_t rows) {
 #pragma unroll
-    for (int r = 0; r < R; ++r) now[r] = next[r];
-    fetch(place, first + span(place) * step, step, rows);
+    for (int r = 0; r < R; ++r) current[r] = next[r];
+    prefetch(coord, first + lookahead(coord) * step, step, rows);
   }
 
-  // That of row r of step i of the `span`.
-  __device__ __forceinline__ float at(const RowPlace& place, int r, int i) const {
-    return __shfl_sync(0xffffffffu, now[r], i, span(place));
+  // The value of row r in step i, i < lookahead.
+  __device__ __forceinline__ float at(const ThreadCoord& coord, int r, int i) const {
+    return __shfl_sync(0xffffffffu, current[r], i, lookahead(coord));
   }
 };
 
-// Sums R values over the lanes of a row; every lane gets the results. Lanes are a power of two up to 32, or
-// whole warps; then the row's warps meet at a barrier of their own. Two scratch buffers in turn make one
-// barrier per call enough. Unused warps count as zero, so the scratch must start as zeros.
+// Sums R values over the lanes of a group; every lane gets the results. `lanes` is a power of two up to 32,
+// or a multiple of 32; then the warps of the group synchronise through a named barrier. Two scratch buffers
+// alternate, so that one barrier per call is enough. The sums of absent warps are read too, so the scratch is
+// initialised to zero.
 template <int R>
 struct RowSum {
-  static constexpr int kMaxGroups = kMaxRowThreads / 64;  // of more than a warp each
+  static constexpr int kMaxGroups = kMaxRowThreads / 64;  // groups of two warps or more
   static constexpr int kScratch = 2 * kMaxGroups * R * kMaxRowWarps;
   float* scratch;
   int lanes;
-  int turn = 0;
+  int buffer = 0;
 
   __device__ RowSum(float* scratch, int lanes) : scratch(scratch), lanes(lanes) {
     for (int i = threadIdx.x; i < kScratch; i += blockDim.x) scratch[i] = 0.0f;
@@ -125,8 +131,8 @@ struct RowSum {
     }
     if (lanes <= 32) return;
     const int group = threadIdx.x / lanes;
-    float* sums = scratch + (turn * kMaxGroups + group) * R * kMaxRowWarps;
-    turn ^= 1;
+    float* sums = scratch + (buffer * kMaxGroups + group) * R * kMaxRowWarps;
+    buffer ^= 1;
     if (threadIdx.x % 32 == 0) {
 #pragma unroll
       for (int r = 0; r < R; ++r) sums[r * kMaxRowWarps + (threadIdx.x - group * lanes) / 32] = x[r];
@@ -138,40 +144,40 @@ struct RowSum {
   }
 };
 
-// The sum over the rows of a block of what each thread has of `hidden` columns. The thread groups meet in
-// shared memory, in their order: the ring's, which has to be empty.
+// Writes the sum over the thread groups of a block of `sums`, which has this thread's columns of a row, to
+// out (hidden). The groups exchange their sums through the shared memory of the ring, which must have no
+// copies in flight, and are added in their order.
 template <int N, int V>
-__device__ __forceinline__ void store_block_sum(const RowPlace& place, const float (&sums)[V][N],
+__device__ __forceinline__ void store_block_sum(const ThreadCoord& coord, const float (&sums)[V][N],
                                                 unsigned char* shared, int64_t hidden, float* out) {
-  if (place.groups == 1) {
+  if (coord.groups == 1) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
-      const int vector = place.lane + j * place.lanes;
-      if (vector < place.vectors) store_floats<N>(out + vector * N, sums[j]);
+      const int vector = coord.lane + j * coord.lanes;
+      if (vector < coord.vectors) store_floats<N>(out + vector * N, sums[j]);
     }
     return;
   }
-  // Nothing is under way into the ring: the groups committed last were empty, but they must be seen to end
-  // before it is used anew.
+  // The copy groups committed last are empty, but the ring's memory may be reused only after they complete.
   wait_async(0);
   __syncthreads();
-  float* of_groups = reinterpret_cast<float*>(shared);
+  float* group_sums = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int j = 0; j < V; ++j) {
-    const int vector = place.lane + j * place.lanes;
-    if (vector < place.vectors)
-      store_floats<N>(of_groups + (place.group * place.vectors + vector) * N, sums[j]);
+    const int vector = coord.lane + j * coord.lanes;
+    if (vector < coord.vectors)
+      store_floats<N>(group_sums + (coord.group * coord.vectors + vector) * N, sums[j]);
   }
   __syncthreads();
   for (int column = threadIdx.x; column < hidden; column += blockDim.x) {
     float sum = 0.0f;
-    for (int other = 0; other < place.groups; ++other) sum += of_groups[other * hidden + column];
+    for (int other = 0; other < coord.groups; ++other) sum += group_sums[other * hidden + column];
     out[column] = sum;
   }
 }
 
-// For launches beyond what every kernel may have: 48 KB less its static shared memory, a few KB here. Where
-// that fails, the launch does, too.
+// Raises the limit of dynamic shared memory if a launch may exceed the default one: 48 KB less the static
+// shared memory of the kernel, a few KB here. Should that fail, the launch reports the error.
 template <typename Kernel>
 void allow_shared(Kernel kernel, int bytes) {
   if (bytes > 40 * 1024) allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kByDriver);

@@ -1,4 +1,8 @@
-// The gradients of a norm's parameters from the parts that blocks have of them.
+// Second pass of a split reduction over rows: the gradients of a norm's parameters from the partial sums that
+// blocks have written. The order of the additions is fixed, so the result is deterministic.
+//
+// Grid: (columns / 16, K). Partial sums are read as float4 if `hidden` is a multiple of 4; `partial` is
+// aligned to 16 bytes then.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,28 +18,28 @@ struct SumOutputs {
   W* out[K];
 };
 
-// out[k][h] = sum of partial[b][k][h] over the blocks b. A block takes 16 columns, 4 to a thread, and reads
-// 128 parts at a time.
+// out[k][h] = sum over b of partial[b][k][h]. A block sums 16 columns, 4 per thread, and reads 128 partials
+// at a time.
 inline constexpr int kSumColumns = 16, kSumThreads = 512;
 
 template <typename W, int K>
 __global__ void __launch_bounds__(kSumThreads)
-    sum_partials_kernel(const float* partial, const SumOutputs<W, K> outputs, int64_t hidden, int parts) {
+    sum_partials_kernel(const float* partial, const SumOutputs<W, K> outputs, int64_t hidden, int partials) {
   constexpr int kLanes = kSumColumns / 4;
   __shared__ float4 warp_sums[kSumThreads / 32][kLanes];
   const int quad = threadIdx.x % kLanes;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + quad * 4;
-  const int64_t part_size = K * hidden;
+  const int64_t partial_size = K * hidden;
   if constexpr (K > 1) partial += blockIdx.y * hidden;
-  const bool whole = hidden % 4 == 0;
+  const bool vectorised = hidden % 4 == 0;
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
   float4 sum{};
 #pragma unroll 2
-  for (int part = threadIdx.x / kLanes; part < parts; part += kSumThreads / kLanes) {
-    const float* const from = partial + part * part_size + column;
-    if (whole) {
+  for (int index = threadIdx.x / kLanes; index < partials; index += kSumThreads / kLanes) {
+    const float* const from = partial + index * partial_size + column;
+    if (vectorised) {
       if (column < hidden) {
         const float4 v = *reinterpret_cast<const float4*>(from);
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
@@ -68,9 +72,10 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-// overlap: the launch itself runs beside the end of the kernel before it (compute capability 9.0 and later).
+// overlap: programmatic dependent launch, which overlaps the launch with the end of the kernel before it
+// (compute capability 9.0 and later).
 template <typename W, int K>
-void launch_sum_partials(const float* partial, const SumOutputs<W, K>& outputs, int64_t hidden, int parts,
+void launch_sum_partials(const float* partial, const SumOutputs<W, K>& outputs, int64_t hidden, int partials,
                          bool overlap, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((hidden + kSumColumns - 1) / kSumColumns), K);
@@ -81,7 +86,7 @@ void launch_sum_partials(const float* partial, const SumOutputs<W, K>& outputs, 
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
-  cudaLaunchKernelEx(&config, sum_partials_kernel<W, K>, partial, outputs, hidden, parts);
+  cudaLaunchKernelEx(&config, sum_partials_kernel<W, K>, partial, outputs, hidden, partials);
 }
 
 }  // namespace liger

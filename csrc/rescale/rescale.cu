@@ -30,7 +30,7 @@ void check(const char* op, const Tensor& x, const Tensor& factor) {
           device_text(x));
 }
 
-// in and out: without gaps, and with the same strides.
+// in and out are dense and have the same strides.
 void scale(const char* op, const Tensor& in, const Tensor& out, const Tensor& factor) {
   const int64_t elements = in.numel();
   Rescale p{in.const_data_ptr(), out.mutable_data_ptr(), factor.const_data_ptr(),

@@ -1,4 +1,7 @@
-// Multiplication by a scalar that lives on the device.
+// x * factor with a scalar in device memory, so that the host does not synchronise.
+//
+// Grid-stride loop over at most 8 blocks per SM. With N = kVec<T> both tensors are aligned to 16 bytes and
+// their size is a multiple of N; N = 1 has no requirement.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +14,7 @@ enum class FactorType { kHalf, kBFloat16, kFloat, kDouble };
 
 struct Rescale {
   const void* in;
-  void* out;  // may be in: then nothing is touched when the factor is 1
+  void* out;  // may equal `in`: then a factor of 1 reads and writes no element
   const void* factor;
   FactorType factor_type;
   int64_t count;  // vectors
@@ -30,7 +33,7 @@ __device__ __forceinline__ float read_factor(const void* factor, FactorType type
   }
 }
 
-// Few, looping blocks: a factor of 1 then costs no more than their launch.
+// In place, a factor of 1 costs only the launch: the grid is small for that reason.
 template <typename T, int N>
 __global__ void __launch_bounds__(256) rescale_kernel(const Rescale p) {
   constexpr int kUnroll = 4;

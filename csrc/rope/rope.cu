@@ -25,7 +25,7 @@ RopeTable table(const Tensor& x) {
   return {x.const_data_ptr(), batched ? x.stride(0) : 0, x.stride(last - 1), x.stride(last)};
 }
 
-// A stride over a single entry is never taken and may be anything.
+// The stride of a dimension of size 1 is not used and may have any value.
 bool aligned(const void* data, const RopeStrides& strides, const Tensor& x, int64_t n) {
   return is_aligned16(data) && (x.size(0) == 1 || strides.batch % n == 0) &&
          (x.size(1) == 1 || strides.head % n == 0) && (x.size(2) == 1 || strides.token % n == 0) &&
@@ -39,8 +39,8 @@ bool aligned(const RopeTable& x, const Tensor& like) {
   return is_aligned16(x.data) && x.batch % n == 0 && x.token % n == 0 && (like.size(-1) == 1 || x.entry == 1);
 }
 
-// The results may be q and k themselves: a thread reads all it needs before it writes, and only what it
-// writes.
+// q_out and k_out may be q and k: a thread reads all of its entries before it writes them, and no other
+// thread accesses them.
 void rotate(const char* op, const Tensor& q, const Tensor& k, Tensor cos, Tensor sin, const Tensor& q_out,
             const Tensor& k_out, bool interleaved, bool backward) {
   if (q.numel() == 0 && k.numel() == 0) return;
@@ -57,7 +57,7 @@ void rotate(const char* op, const Tensor& q, const Tensor& k, Tensor cos, Tensor
   bool vectorised = p.rotary % (2 * vector) == 0 && p.head_dim % vector == 0 && aligned(p.q, q, vector) &&
                     aligned(p.k, k, vector);
   const auto tables_aligned = [&] { return aligned(table(cos), cos) && aligned(table(sin), sin); };
-  // The kernels read tables of float32, or vectors of the dtype of q.
+  // The kernels read cos and sin in float32, or as aligned vectors of the dtype of q.
   if (cos.scalar_type() != ScalarType::Float &&
       !(vectorised && cos.scalar_type() == q.scalar_type() && tables_aligned())) {
     cos = torch::stable::to(cos, ScalarType::Float);
@@ -87,8 +87,8 @@ void check(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos, 
   require_cuda_dtype(op, "cos", cos);
 }
 
-std::tuple<Tensor, Tensor> rotated(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos,
-                                   const Tensor& sin, bool interleaved, bool backward) {
+std::tuple<Tensor, Tensor> out_of_place(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos,
+                                        const Tensor& sin, bool interleaved, bool backward) {
   check(op, q, k, cos, sin, interleaved);
   const DeviceGuard guard(q.get_device_index());
   Tensor q_out = new_like(q), k_out = new_like(k);
@@ -98,12 +98,12 @@ std::tuple<Tensor, Tensor> rotated(const char* op, const Tensor& q, const Tensor
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
                                 bool interleaved) {
-  return rotated("rope", q, k, cos, sin, interleaved, false);
+  return out_of_place("rope", q, k, cos, sin, interleaved, false);
 }
 
 std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q_out, const Tensor& grad_k_out,
                                          const Tensor& cos, const Tensor& sin, bool interleaved) {
-  return rotated("rope_backward", grad_q_out, grad_k_out, cos, sin, interleaved, true);
+  return out_of_place("rope_backward", grad_q_out, grad_k_out, cos, sin, interleaved, true);
 }
 
 void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {

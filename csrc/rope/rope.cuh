@@ -1,8 +1,12 @@
-// Rotary position embedding of q and k in one launch, forward and backward.
+// Rotary position embedding of q and k in one launch, forward and backward, out of place or in place. The
+// rotated halves are never materialised: a thread holds both entries of a pair in registers.
 //
-// A thread takes the two vectors that hold both members of its pairs, in several heads of one token: the
-// cosines and sines are read and converted once for all of them. Entries beyond the rotary ones are copied by
-// the same kernel.
+// A work item is two vectors of N entries, with both entries of N pairs, in kRopeHeads heads of one token:
+// cos and sin are loaded and converted once for these heads. Entries beyond the rotary dimension are copied
+// by further items. Grid: (items of the tokens, batch), one item per thread.
+//
+// With N = kVec<T> every row of every tensor is dense and aligned to 16 bytes, head_dim is a multiple of N,
+// and the rotary dimension is a multiple of 2 * N; N = 1 has no requirement.
 #pragma once
 
 #include "device/fast_divide.h"
@@ -10,7 +14,7 @@
 
 namespace liger {
 
-// Of a tensor (batch, heads, tokens, head_dim), in elements.
+// The strides of a tensor (batch, heads, tokens, head_dim), in elements.
 struct RopeStrides {
   int64_t batch, head, token, entry;
 };
@@ -32,13 +36,13 @@ struct Rope {
   RopeTensor q, k;
   RopeTable cos, sin;
   int64_t batch, tokens;
-  int64_t first_batch;  // of this launch
-  int head_dim, rotary;
+  int64_t first_batch;   // of this launch
+  int head_dim, rotary;  // rotary: the leading entries of a head that are rotated
   bool backward;
 };
 
 inline constexpr int kRopeThreads = 256;
-inline constexpr int kRopeHeads = 2;  // per thread: more would cost the registers of other warps
+inline constexpr int kRopeHeads = 2;  // per thread: more registers would reduce the occupancy
 
 template <typename Table, int N>
 __device__ __forceinline__ void load_table(const RopeTable& table, int64_t batch, int64_t token, int entry,
@@ -47,10 +51,11 @@ __device__ __forceinline__ void load_table(const RopeTable& table, int64_t batch
   load_floats<N>(static_cast<const Table*>(table.data) + at, out);
 }
 
-// How the work of one token is cut: items of two vectors in kRopeHeads heads.
+// The work items of one token: per_head items for each chunk of kRopeHeads heads. The first `pairs` items of
+// a head rotate, the others copy. The chunks of q come before those of k.
 struct RopeItems {
   int pairs, q_chunks;
-  FastDivide per_head, chunks;
+  FastDivide per_head, chunks;  // divide by the items per head, and by the chunks of q and k
   int64_t first_token, tokens;  // of this launch
 
   RopeItems(const Rope& p, int n)
@@ -61,14 +66,13 @@ struct RopeItems {
   int64_t per_token() const { return int64_t{per_head.divisor} * chunks.divisor; }
 };
 
-// grid: items of the launch's tokens x batch entries.
 template <typename T, typename Table, int N, bool Interleaved, bool Backward>
 __global__ void __launch_bounds__(kRopeThreads, 4)
     rope_kernel(const __grid_constant__ Rope p, const __grid_constant__ RopeItems items) {
   const int64_t batch = p.first_batch + blockIdx.y;
   const uint32_t item = blockIdx.x * kRopeThreads + threadIdx.x;
   const uint32_t row = items.per_head.quotient(item);
-  const int part = static_cast<int>(items.per_head.remainder(item, row));
+  const int index = static_cast<int>(items.per_head.remainder(item, row));
   const uint32_t local_token = items.chunks.quotient(row);
   const int chunk = static_cast<int>(items.chunks.remainder(row, local_token));
   if (local_token >= items.tokens) return;
@@ -77,19 +81,19 @@ __global__ void __launch_bounds__(kRopeThreads, 4)
   const bool is_q = chunk < items.q_chunks;
   const int first_head = (is_q ? chunk : chunk - items.q_chunks) * kRopeHeads;
   const int heads = min(kRopeHeads, (is_q ? p.q.heads : p.k.heads) - first_head);
-  const bool rotated = part < items.pairs;
+  const bool rotated = index < items.pairs;
   int entry1, entry2;
   if (!rotated) {
-    entry1 = p.rotary + (part - items.pairs) * 2 * N;
+    entry1 = p.rotary + (index - items.pairs) * 2 * N;
     entry2 = entry1 + N;
   } else if (Interleaved) {
-    entry1 = part * 2 * N;
+    entry1 = index * 2 * N;
     entry2 = entry1 + N;
   } else {
-    entry1 = part * N;
+    entry1 = index * N;
     entry2 = p.rotary / 2 + entry1;
   }
-  const bool second = entry2 < p.head_dim;  // false only at the end of an odd number of copied vectors
+  const bool second = entry2 < p.head_dim;  // false only for the last of an odd number of copied vectors
 
   Vec<T, N> x[kRopeHeads][2];
   {
@@ -105,13 +109,14 @@ __global__ void __launch_bounds__(kRopeThreads, 4)
     }
   }
   if (rotated) {
-    // Entry i of the 2N becomes x_i * c_i + (its partner) * s_i; the transposed map takes the partner's sine.
+    // Entry i of the 2N becomes x_i * c_i + x_j * s_i, where j is its partner, with the signs of the sines
+    // folded into s. The backward is the transpose, which has the sine of the partner with the opposite sign.
     float c[2][N], s[2][N];
     load_table<Table, N>(p.cos, batch, token, entry1, c[0]);
     load_table<Table, N>(p.cos, batch, token, entry2, c[1]);
     load_table<Table, N>(p.sin, batch, token, entry1, s[0]);
     load_table<Table, N>(p.sin, batch, token, entry2, s[1]);
-    constexpr bool kAdjacent = Interleaved && N > 1;  // the partners share a vector
+    constexpr bool kAdjacent = Interleaved && N > 1;  // both entries of a pair are in one vector
     const auto first_of = [](int pair) { return kAdjacent ? 2 * pair : pair; };
     const auto second_of = [](int pair) { return kAdjacent ? 2 * pair + 1 : pair + N; };
 #pragma unroll
@@ -159,15 +164,16 @@ void launch_rope_direction(const Rope& p, const RopeItems& items, dim3 grid, cud
   }
 }
 
-// One launch, unless there are 2^31 items in a batch entry or 65536 batch entries.
+// One launch, unless a batch entry has about 2^31 items or more, or the batch is larger than 65535: the
+// limits of FastDivide and of gridDim.y.
 template <typename T, typename Table, int N>
 void launch_rope(Rope p, bool interleaved, cudaStream_t stream) {
   constexpr int64_t kMaxItems = (int64_t{1} << 31) - kRopeThreads, kMaxBatch = 65535;
   RopeItems items(p, N);
   const int64_t tokens_per_launch = std::max<int64_t>(1, kMaxItems / items.per_token());
-  const int64_t all = p.batch;
-  for (int64_t done = 0; done < all; done += kMaxBatch) {
-    p.batch = std::min(kMaxBatch, all - done);
+  const int64_t batch = p.batch;
+  for (int64_t done = 0; done < batch; done += kMaxBatch) {
+    p.batch = std::min(kMaxBatch, batch - done);
     for (items.first_token = 0; items.first_token < p.tokens; items.first_token += tokens_per_launch) {
       items.tokens = std::min(tokens_per_launch, p.tokens - items.first_token);
       const int64_t blocks = (items.tokens * items.per_token() + kRopeThreads - 1) / kRopeThreads;
