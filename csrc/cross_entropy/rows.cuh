@@ -127,12 +127,12 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   if (!write_gradient) return;
 
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
-  const bool aligned = aligned_alike(logits, out);
+  const bool out_aligned = aligned_alike(logits, out);
 #pragma unroll 2
   for (int v = threadIdx.x; v < aligned.vectors; v += step) {
     const int column = aligned.head + v * N;
     const Vec<T, N> d = gradient<kExtras>(load<T, N>(logits + column), column, p, g);
-    aligned ? store(out + column, d) : store_elements(out + column, d);
+    out_aligned ? store(out + column, d) : store_elements(out + column, d);
   }
   if (threadIdx.x < aligned.edges()) {
     const int column = aligned.edge_column(threadIdx.x, p.vocab);
@@ -203,12 +203,12 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   if (rank == 0 && threadIdx.x == 0) write_results(p, row, stats);
 
   const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
-  const bool aligned = aligned_alike(logits, out);
+  const bool out_aligned = aligned_alike(logits, out);
 #pragma unroll 2
   for (int v = threadIdx.x; v < count; v += step) {
     const int column = first_column + v * N;
     const Vec<T, N> d = gradient<kExtras>(load<T, N>(kept + v * N), column, p, g);
-    aligned ? store(out + column, d) : store_elements(out + column, d);
+    out_aligned ? store(out + column, d) : store_elements(out + column, d);
   }
   if (edge_column >= 0) out[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];
 #endif
