@@ -54,12 +54,12 @@ class Head(NamedTuple):
     def write_gradient(self, logits, target, rows, of_logprob, of_entropy=None):
         """Overwrites logits with the gradient of ``x @ weight.T + bias``; ``rows`` are their statistics."""
         minus = of_logprob * (-1.0 / self.temperature)
-        of_exp, of_log = minus, None
+        coef_exp, coef_log = minus, None
         if of_entropy is not None:
-            of_log = of_entropy * (-1.0 / self.temperature)
-            of_exp = torch.addcmul(minus, of_log, rows.entropy)
+            coef_log = of_entropy * (-1.0 / self.temperature)
+            coef_exp = torch.addcmul(minus, coef_log, rows.entropy)
         cross_entropy_stats_backward_(
-            logits, target, rows.lse, of_exp, minus, None, None, 0, self.ignore_index, self._cap, of_log
+            logits, target, rows.lse, coef_exp, minus, None, None, 0, self.ignore_index, self._cap, coef_log
         )
 
 
