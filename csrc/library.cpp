@@ -75,11 +75,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // where it is not among them and, with return_class_sum, sum(ce_weight * z). Rows that are ignored have 0,
   // 1, 0, 0.
   m.def("cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, bool return_class_sum) -> Tensor");
-  // e * (of_exp + of_log * (z[v] - reference)) - of_target * [v + vocab_start == target] - of_class *
+  // e * (coef_exp + coef_log * (z[v] - reference)) - coef_target * [v + vocab_start == target] - coef_class *
   // ce_weight[v] with e = exp(z[v] - reference), all but ce_weight (V,) with one value per row, times the
   // derivative of the softcap; 0 in rows that are ignored
-  m.def("cross_entropy_stats_backward(Tensor logits, Tensor target, Tensor reference, Tensor of_exp, Tensor of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? of_log) -> Tensor");
-  m.def("cross_entropy_stats_backward_(Tensor(a!) logits, Tensor target, Tensor reference, Tensor of_exp, Tensor of_target, Tensor? of_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? of_log) -> ()");
+  m.def("cross_entropy_stats_backward(Tensor logits, Tensor target, Tensor reference, Tensor coef_exp, Tensor coef_target, Tensor? coef_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? coef_log) -> Tensor");
+  m.def("cross_entropy_stats_backward_(Tensor(a!) logits, Tensor target, Tensor reference, Tensor coef_exp, Tensor coef_target, Tensor? coef_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? coef_log) -> ()");
 
   // input (..., H), weight (V, H), target (...): the loss alone, composite over fused_linear_ce_forward
   m.def("fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias=None, Tensor? ce_weight=None, Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");

@@ -178,8 +178,8 @@ def _cross_entropy_stats(d):
 def _cross_entropy_stats_backward(d):
     samples = []
     for logits, target, ce_weight, start, ignore_index, softcap, per_class in _cross_entropy_stats(d):
-        of_exp, of_target, of_class = (floats(d, len(target)) for _ in range(3))
-        coefficients = (floats(d, len(target)) + 3, of_exp, of_target, of_class if per_class else None)
+        coef_exp, coef_target, coef_class = (floats(d, len(target)) for _ in range(3))
+        coefficients = (floats(d, len(target)) + 3, coef_exp, coef_target, coef_class if per_class else None)
         rest = (ce_weight, start, ignore_index, softcap)
         samples += [(logits, target, *coefficients, *rest, log) for log in (None, floats(d, len(target)))]
     return samples

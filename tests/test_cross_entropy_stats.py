@@ -47,14 +47,18 @@ def plain_stats(logits, target, ce_weight, softcap):
     return torch.where(target == -100, ignored, stats)
 
 
-def plain_gradient(logits, target, reference, of_exp, of_target, of_class, ce_weight, softcap, of_log=None):
+def plain_gradient(
+    logits, target, reference, coef_exp, coef_target, coef_class, ce_weight, softcap, coef_log=None
+):
     wide = logits if logits.dtype == torch.float64 else logits.float()
     z = capped(wide, softcap)
     column, present = here(target, z.shape[1])
     log = z - reference[:, None]
-    grad = (of_exp[:, None] if of_log is None else of_exp[:, None] + of_log[:, None] * log) * log.exp()
-    grad = grad.scatter_add(1, column[:, None], torch.where(present, -of_target, 0.0)[:, None])
-    grad = grad - of_class[:, None] * (1.0 if ce_weight is None else ce_weight)
+    grad = (
+        coef_exp[:, None] if coef_log is None else coef_exp[:, None] + coef_log[:, None] * log
+    ) * log.exp()
+    grad = grad.scatter_add(1, column[:, None], torch.where(present, -coef_target, 0.0)[:, None])
+    grad = grad - coef_class[:, None] * (1.0 if ce_weight is None else ce_weight)
     if softcap is not None:
         grad = grad * (1 - (z / softcap) ** 2)
     return grad.masked_fill((target == -100)[:, None], 0.0).to(logits.dtype)
@@ -87,14 +91,14 @@ def test_gradient(device, shape, dtype, name, with_log):
     logits, target, ce_weight, softcap = make(device, *shape, dtype, **OPTIONS[name])
     rows = shape[0]
     reference = capped(logits.float(), softcap).logsumexp(-1) + torch.rand(rows, device=device)
-    of_exp, of_target, of_class = (torch.randn(rows, device=device) for _ in range(3))
-    coefficients = (reference, of_exp, of_target, of_class)
-    of_log = torch.randn(rows, device=device) if with_log else None
-    expected = plain_gradient(logits, target, *coefficients, ce_weight, softcap, of_log)
-    wide = (*(c.double() for c in coefficients), ce_weight, softcap, of_log.double() if with_log else None)
+    coef_exp, coef_target, coef_class = (torch.randn(rows, device=device) for _ in range(3))
+    coefficients = (reference, coef_exp, coef_target, coef_class)
+    coef_log = torch.randn(rows, device=device) if with_log else None
+    expected = plain_gradient(logits, target, *coefficients, ce_weight, softcap, coef_log)
+    wide = (*(c.double() for c in coefficients), ce_weight, softcap, coef_log.double() if with_log else None)
     exact = plain_gradient(logits.double(), target, *wide)
     for given in (logits, strided_like(logits), torch.cat([logits, logits], 1)[:, : shape[1]]):
-        arguments = (target, *coefficients, ce_weight, START, -100, softcap, of_log)
+        arguments = (target, *coefficients, ce_weight, START, -100, softcap, coef_log)
         grad = backward_op(given, *arguments)
         assert grad.dtype == dtype
         assert_as_exact_as_torch(grad, expected, exact, intermediate=LARGEST_LSE)
@@ -162,9 +166,9 @@ def test_classes_that_are_impossible(device):
     expected = [[-torch.inf, 2.0], [0.0, 1.0], [0.0, 2.0]]
     assert torch.equal(stats, torch.tensor(expected, device=device))
     one = torch.ones(2, device=device)
-    for of_log in (None, one):
+    for coef_log in (None, one):
         grad = backward_op(logits, target, torch.full((2,), -torch.inf, device=device), one, one, None, None, 0,
-                           -100, None, of_log)  # fmt: skip
+                           -100, None, coef_log)  # fmt: skip
         assert not grad[0].any()
 
 
@@ -216,15 +220,15 @@ def test_bad_input(device):
     refuses("cross_entropy_stats: target has shape", stats_op, logits, target[1:], None, *where, False)
     refuses("cross_entropy_stats: softcap is -1", stats_op, logits, target, None, 0, -100, -1.0, False)
     refuses(r"ce_weight has shape \(6,\)", stats_op, logits, target, row, *where, True)
-    for i, name in enumerate(("reference", "of_exp", "of_target", "of_class", "of_log")):
+    for i, name in enumerate(("reference", "coef_exp", "coef_target", "coef_class", "coef_log")):
         for wrong, found in (
             (row[1:], r"\(5,\) and dtype float32"),
             (row.half(), r"\(6,\) and dtype float16"),
         ):
-            *coefficients, of_log = [wrong if j == i else row for j in range(5)]
+            *coefficients, coef_log = [wrong if j == i else row for j in range(5)]
             match = rf"cross_entropy_stats_backward_?: {name} has shape {found}, expected \(6,\) float32"
             for op in (backward_op, backward_op_):
-                refuses(match, op, logits, target, *coefficients, None, *where, of_log)
+                refuses(match, op, logits, target, *coefficients, None, *where, coef_log)
 
 
 def test_the_gradient_has_no_gradient(device):

@@ -167,9 +167,9 @@ def cross_entropy_stats_launches(dtype, tokens=9):
         where = (64128, -100, softcap)
         cross_entropy_stats.cross_entropy_stats(logits, target, ce_weight, *where, per_class)
         rest = (logits, target, row, row, row, row if per_class else None, ce_weight, *where)
-        for of_log in (None, row):
-            cross_entropy_stats.cross_entropy_stats_backward(*rest, of_log)
-            cross_entropy_stats.cross_entropy_stats_backward_(*rest, of_log)
+        for coef_log in (None, row):
+            cross_entropy_stats.cross_entropy_stats_backward(*rest, coef_log)
+            cross_entropy_stats.cross_entropy_stats_backward_(*rest, coef_log)
 
 
 def divergence_launches(dtype, tokens=9):

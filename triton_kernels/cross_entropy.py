@@ -47,15 +47,16 @@ def backward_kernel(
         upstream = tl.where(valid, upstream, float("nan"))
         weight = class_weight(ce_weight_ptr, target, valid)
         lse = tl.load(lse_ptr + row)
-        of_p, of_target, per_class = coefficients(
+        coef_exp, coef_target, coef_class = coefficients(
             ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
         )  # fmt: skip
         write_gradient(
-            row_ptr, out_row, lse, ce_weight_ptr, of_p, per_class, upstream, n_cols, softcap, SMOOTHING,
+            row_ptr, out_row, lse, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING,
             LANES, REPEATS, VECTOR,
         )  # fmt: skip
         store_target_gradient(
-            out_row, target, valid, z_target, lse, weight, of_p, of_target, per_class, upstream, softcap, SMOOTHING
+            out_row, target, valid, z_target, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
+            SMOOTHING,
         )  # fmt: skip
     else:
         fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)

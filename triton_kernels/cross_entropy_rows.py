@@ -98,20 +98,20 @@ def _row(
         z_loss *= share
         if out_ptr is not None:
             upstream = share / tl.load(used_denominator_ptr)
-            of_p, of_target, per_class = coefficients(
+            coef_exp, coef_target, coef_class = coefficients(
                 ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
             )  # fmt: skip
             if RESIDENT:
                 store_gradient(
-                    out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING
+                    out_ptr, x, cols, mask, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING
                 )  # fmt: skip
             else:
                 write_gradient(
-                    row_ptr, out_ptr, lse, ce_weight_ptr, of_p, per_class, upstream, n_cols, softcap, SMOOTHING,
+                    row_ptr, out_ptr, lse, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING,
                     LANES, REPEATS, VECTOR,
                 )  # fmt: skip
             store_target_gradient(
-                out_ptr, target, valid, z_target, lse, weight, of_p, of_target, per_class, upstream, softcap,
+                out_ptr, target, valid, z_target, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
                 SMOOTHING,
             )  # fmt: skip
     elif out_ptr is not None:

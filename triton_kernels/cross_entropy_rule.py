@@ -215,13 +215,13 @@ def coefficients(
 ):  # fmt: skip
     """(of the probabilities, of the target, of the class weights) in the gradient of a row."""
     hard = (1.0 - label_smoothing) * weight
-    of_p = hard + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
+    coef_exp = hard + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
     if SMOOTHING:
         if ce_weight_ptr is None:
-            of_p += label_smoothing
+            coef_exp += label_smoothing
         else:
-            of_p += label_smoothing / n_cols * tl.load(class_weight_sum_ptr)
-    return of_p, hard, label_smoothing / n_cols
+            coef_exp += label_smoothing / n_cols * tl.load(class_weight_sum_ptr)
+    return coef_exp, hard, label_smoothing / n_cols
 
 
 @triton.jit
@@ -233,49 +233,49 @@ def _store(out_ptr, grad, z, cols, mask, softcap):
 
 
 @triton.jit
-def _with_log(of_p, of_log, log):
+def _with_log(coef_exp, coef_log, log):
     """What a probability is multiplied by, with the share of its logarithm; one of 0 adds nothing."""
-    if of_log is not None:
-        of_p += of_log * tl.maximum(log, -1e30)
-    return of_p
+    if coef_log is not None:
+        coef_exp += coef_log * tl.maximum(log, -1e30)
+    return coef_exp
 
 
 @triton.jit
 def store_gradient(
-    out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING: tl.constexpr,
-    of_log=None,
+    out_ptr, x, cols, mask, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING: tl.constexpr,
+    coef_log=None,
 ):  # fmt: skip
     """The gradient of a tile of logits x, without what only the target has."""
     z = capped(x, softcap)
     p = _exp(z - lse)
-    of_p = _with_log(of_p, of_log, z - lse)
+    coef_exp = _with_log(coef_exp, coef_log, z - lse)
     if SMOOTHING:
         if ce_weight_ptr is not None:
-            per_class *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
-        grad = (of_p * p - per_class) * upstream
+            coef_class *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
+        grad = (coef_exp * p - coef_class) * upstream
     else:
-        grad = (of_p * upstream) * p
+        grad = (coef_exp * upstream) * p
     _store(out_ptr, grad, z, cols, mask, softcap)
 
 
 @triton.jit
 def store_target_gradient(
-    out_ptr, target, valid, z, lse, weight, of_p, of_target, per_class, upstream, softcap, SMOOTHING: tl.constexpr,
-    of_log=None,
+    out_ptr, target, valid, z, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
+    SMOOTHING: tl.constexpr, coef_log=None,
 ):  # fmt: skip
     """The one element of the target, after store_gradient of all: cheaper than to compare every column with it."""
     # The thread that stored the element is another one.
     tl.debug_barrier()
-    grad = _with_log(of_p, of_log, z - lse) * _exp(z - lse)
+    grad = _with_log(coef_exp, coef_log, z - lse) * _exp(z - lse)
     if SMOOTHING:
-        grad -= per_class * weight
-    _store(out_ptr, (grad - of_target) * upstream, z, target, valid, softcap)
+        grad -= coef_class * weight
+    _store(out_ptr, (grad - coef_target) * upstream, z, target, valid, softcap)
 
 
 @triton.jit
 def write_gradient(
-    row_ptr, out_ptr, lse, ce_weight_ptr, of_p, per_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
-    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, of_log=None,
+    row_ptr, out_ptr, lse, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
+    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, coef_log=None,
 ):  # fmt: skip
     """store_gradient for a row, from the last tile to the first: what was read last is what the caches still have."""
     tile: tl.constexpr = LANES * REPEATS * VECTOR
@@ -285,11 +285,13 @@ def write_gradient(
         mask = cols < n_cols
         x = tl.load(row_ptr + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
         store_gradient(
-            out_ptr, x, cols, mask, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING, of_log
-        )
+            out_ptr, x, cols, mask, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING,
+            coef_log,
+        )  # fmt: skip
     for done in range(0, full_tiles_end, tile):
         cols = _columns(full_tiles_end - tile - done, LANES, REPEATS, VECTOR)
         x = tl.load(row_ptr + cols, eviction_policy="evict_first").to(tl.float32)
         store_gradient(
-            out_ptr, x, cols, None, lse, ce_weight_ptr, of_p, per_class, upstream, softcap, SMOOTHING, of_log
-        )
+            out_ptr, x, cols, None, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING,
+            coef_log,
+        )  # fmt: skip

@@ -52,8 +52,8 @@ def stats_kernel(
 
 @triton.jit(do_not_specialize=["vocab_start", "ignore_index"])
 def stats_backward_kernel(
-    logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, reference_ptr, of_exp_ptr, of_target_ptr, of_class_ptr,
-    of_log_ptr, ce_weight_ptr, n_cols, vocab_start, ignore_index, softcap,
+    logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, reference_ptr, coef_exp_ptr, coef_target_ptr,
+    coef_class_ptr, coef_log_ptr, ce_weight_ptr, n_cols, vocab_start, ignore_index, softcap,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -65,23 +65,23 @@ def stats_backward_kernel(
         z_target = capped(tl.load(row_ptr + column, mask=present, other=0.0).to(tl.float32), softcap)
         # In place, another thread may write over it.
         tl.debug_barrier()
-        reference, of_exp = tl.load(reference_ptr + row), tl.load(of_exp_ptr + row)
+        reference, coef_exp = tl.load(reference_ptr + row), tl.load(coef_exp_ptr + row)
         # Where no logit is finite, nothing may be inf - inf.
         reference = tl.where(reference == float("-inf"), 0.0, reference)
-        of_class = 0.0
-        if of_class_ptr is not None:
-            of_class = tl.load(of_class_ptr + row)
-        of_log = None
-        if of_log_ptr is not None:
-            of_log = tl.load(of_log_ptr + row)
+        coef_class = 0.0
+        if coef_class_ptr is not None:
+            coef_class = tl.load(coef_class_ptr + row)
+        coef_log = None
+        if coef_log_ptr is not None:
+            coef_log = tl.load(coef_log_ptr + row)
         weight = class_weight(ce_weight_ptr, column, present)
         write_gradient(
-            row_ptr, out_row, reference, ce_weight_ptr, of_exp, of_class, 1.0, n_cols, softcap,
-            of_class_ptr is not None, LANES, REPEATS, VECTOR, of_log,
+            row_ptr, out_row, reference, ce_weight_ptr, coef_exp, coef_class, 1.0, n_cols, softcap,
+            coef_class_ptr is not None, LANES, REPEATS, VECTOR, coef_log,
         )  # fmt: skip
         store_target_gradient(
-            out_row, column, present, z_target, reference, weight, of_exp, tl.load(of_target_ptr + row), of_class, 1.0,
-            softcap, of_class_ptr is not None, of_log,
+            out_row, column, present, z_target, reference, weight, coef_exp, tl.load(coef_target_ptr + row), coef_class,
+            1.0, softcap, coef_class_ptr is not None, coef_log,
         )  # fmt: skip
     else:
         fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)
@@ -112,12 +112,18 @@ def cross_entropy_stats(logits, target, ce_weight, vocab_start, ignore_index, so
 
 
 def _backward(
-    op, out, logits, target, reference, of_exp, of_target, of_class, ce_weight, vocab_start, ignore_index, softcap,
-    of_log,
+    op, out, logits, target, reference, coef_exp, coef_target, coef_class, ce_weight, vocab_start, ignore_index,
+    softcap, coef_log,
 ):  # fmt: skip
     _check(op, logits, target, ce_weight, softcap)
     check_row_values(
-        op, logits, reference=reference, of_exp=of_exp, of_target=of_target, of_class=of_class, of_log=of_log
+        op,
+        logits,
+        reference=reference,
+        coef_exp=coef_exp,
+        coef_target=coef_target,
+        coef_class=coef_class,
+        coef_log=coef_log,
     )
     if logits.shape[0] == 0:
         return
@@ -127,9 +133,9 @@ def _backward(
     with on_device_of(logits):
         stats_backward_kernel[(logits.shape[0],)](
             logits_rows, logits_stride, out_rows, out_stride, dense_vector(target), dense_vector(reference),
-            dense_vector(of_exp), dense_vector(of_target), dense_vector(of_class), dense_vector(of_log),
-            None if of_class is None else dense_vector(ce_weight), logits.shape[1], vocab_start, ignore_index, softcap,
-            *tile, num_warps=warps,
+            dense_vector(coef_exp), dense_vector(coef_target), dense_vector(coef_class), dense_vector(coef_log),
+            None if coef_class is None else dense_vector(ce_weight), logits.shape[1], vocab_start, ignore_index,
+            softcap, *tile, num_warps=warps,
         )  # fmt: skip
     write_back(out, out_rows)
 

@@ -17,16 +17,16 @@
 namespace liger {
 namespace {
 
-// LIGER_CHECK_TARGETS, read once.
+// The environment variable LIGER_CHECK_TARGETS, read once.
 bool check_targets() {
-  static const bool wanted = [] {
+  static const bool requested = [] {
     const char* set = std::getenv("LIGER_CHECK_TARGETS");
     const std::string text = set == nullptr ? "" : set;
     require(text.empty() || text == "0" || text == "1", "LIGER_CHECK_TARGETS: expected 0 or 1, got '", text,
             "'");
     return text == "1";
   }();
-  return wanted;
+  return requested;
 }
 
 Tensor as_float(const Tensor& tensor) {
@@ -38,7 +38,7 @@ float* float_or_null(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<float*>(tensor->mutable_data_ptr()) : nullptr;
 }
 
-// The place of a row in a result; null for a result that was not asked for.
+// A pointer to the value of a row in a result; null if the result was not requested and has no elements.
 template <typename T>
 T* at_row(const Tensor& result, int64_t row) {
   return result.numel() > 0 ? static_cast<T*>(result.mutable_data_ptr()) + row : nullptr;
@@ -63,7 +63,7 @@ ce::Scalar scalar_type(const Tensor& tensor) {
 
 template <typename T, bool kExtras>
 void launch_backward(const char* op, const ce::Problem& p, const ce::Backward& b, cudaStream_t stream) {
-  const bool aligned = rows_aligned_alike<T>(p, b.out, b.out_stride);
+  const bool aligned = rows_same_alignment<T>(p, b.out, b.out_stride);
   const unsigned tiles = backward_tiles<T>(op, p);
   const auto kernel =
       aligned ? ce::backward_from_lse<T, kExtras, true> : ce::backward_from_lse<T, kExtras, false>;
@@ -102,16 +102,17 @@ ce::Problem CrossEntropyOptions::at_row(int64_t row) const {
   return p;
 }
 
-void prepare_cross_entropy(const char* op, CrossEntropyOptions& options, const std::optional<Tensor>& given,
-                           bool mean, const std::optional<Tensor>& denominator) {
+void prepare_cross_entropy(const char* op, CrossEntropyOptions& options,
+                           const std::optional<Tensor>& given_denominator, bool mean,
+                           const std::optional<Tensor>& denominator) {
   const ce::Problem& problem = options.problem;
   ce::Preparation p{};
   p.targets = problem.targets;
   p.rows = options.target.numel();
   p.vocab = problem.vocab;
   p.class_weight = problem.class_weight;
-  p.given = data(given);
-  if (given) p.given_type = scalar_type(*given);
+  p.given_denominator = data(given_denominator);
+  if (given_denominator) p.given_type = scalar_type(*given_denominator);
   p.mean = mean;
   p.denominator = float_or_null(denominator);
   p.weight_sum = float_or_null(options.weight_sum);
@@ -129,9 +130,11 @@ void prepare_cross_entropy(const char* op, CrossEntropyOptions& options, const s
 CrossEntropyResults::CrossEntropyResults(const Tensor& like, int64_t rows, bool per_row,
                                          const CrossEntropyOutputs& outputs)
     : per_row_(per_row), outputs_(outputs) {
-  const auto buffer = [&](bool wanted, ScalarType dtype) { return empty({wanted ? rows : 0}, dtype, like); };
-  const auto scalar = [&](bool wanted) {
-    return wanted ? empty({}, ScalarType::Float, like) : no_tensor(ScalarType::Float, like);
+  const auto buffer = [&](bool requested, ScalarType dtype) {
+    return empty({requested ? rows : 0}, dtype, like);
+  };
+  const auto scalar = [&](bool requested) {
+    return requested ? empty({}, ScalarType::Float, like) : no_tensor(ScalarType::Float, like);
   };
   row_loss = buffer(true, ScalarType::Float);
   row_z_loss = buffer(outputs.z_loss, ScalarType::Float);
@@ -183,14 +186,15 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-struct ForBackward {
+struct SavedForBackward {
   Tensor lse, used_denominator;
 };
 
-// Fills the results. A gradient that is not null becomes that of the reduced loss; it may be the logits.
-ForBackward forward(const RowInput& logits, void* gradient, int64_t gradient_stride,
-                    CrossEntropyOptions& options, const std::optional<Tensor>& denominator,
-                    const std::string& reduction, const CrossEntropyResults& results) {
+// Fills the results, and `gradient` with the gradient of the reduced loss if it is not null. It may be the
+// logits.
+SavedForBackward forward(const RowInput& logits, void* gradient, int64_t gradient_stride,
+                         CrossEntropyOptions& options, const std::optional<Tensor>& denominator,
+                         const std::string& reduction, const CrossEntropyResults& results) {
   const Tensor& like = logits.tensor;
   const int64_t rows = like.size(0);
   const Tensor used_denominator = empty({}, ScalarType::Float, like);
@@ -227,20 +231,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const CrossEntropyResults results(
       logits, logits.size(0), reduction == "none",
       {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
-  const auto finish = [&](const ForBackward& kept, const Tensor& grad_logits) {
+  const auto pack_results = [&](const SavedForBackward& saved, const Tensor& grad_logits) {
     return std::make_tuple(results.loss, results.z_loss, results.token_accuracy, results.predicted_tokens,
-                           results.logprobs, results.entropy, kept.lse, kept.used_denominator, grad_logits);
+                           results.logprobs, results.entropy, saved.lse, saved.used_denominator, grad_logits);
   };
   const RowInput rows = row_input(logits);
   if (!need_grad) {
-    const ForBackward kept = forward(rows, nullptr, 0, options, denominator, reduction, results);
-    return finish(kept, no_tensor(logits.scalar_type(), logits));
+    const SavedForBackward saved = forward(rows, nullptr, 0, options, denominator, reduction, results);
+    return pack_results(saved, no_tensor(logits.scalar_type(), logits));
   }
   RowOutput gradient = row_output(new_like(logits));
-  const ForBackward kept =
+  const SavedForBackward saved =
       forward(rows, gradient.data(), gradient.rows.stride, options, denominator, reduction, results);
   gradient.finish();
-  return finish(kept, gradient.result);
+  return pack_results(saved, gradient.result);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_(

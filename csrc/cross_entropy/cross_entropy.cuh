@@ -1,5 +1,5 @@
-// Cross entropy around the row kernels: the denominator, the reduction of per-row results, the gradient from
-// a kept lse.
+// The kernels of cross entropy besides the row kernels: the denominator, the reduction of per-row results to
+// scalars, and the backward from a saved lse.
 #pragma once
 
 #include <cstdio>
@@ -10,7 +10,7 @@ namespace liger::ce {
 
 inline constexpr int kReduceThreads = 1024;
 
-// In a fixed order; only thread 0 gets the sum. scratch: 32 doubles.
+// A deterministic sum over the block; only thread 0 gets it. scratch: 32 doubles.
 __device__ __forceinline__ double block_sum(double x, double* scratch) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
@@ -48,21 +48,21 @@ struct Preparation {
   int64_t rows;
   int vocab;
   const float* class_weight;
-  const void* given;  // the denominator, if the caller has one
+  const void* given_denominator;  // the caller's; null: computed
   Scalar given_type;
-  bool mean;           // without a given one: the weight of the rows that are not ignored, else 1
-  float* denominator;  // null: not wanted
-  float* weight_sum;   // of class_weight; null: not wanted
-  bool fused;          // which op a message of kChecked names
+  bool mean;           // computed: the valid rows' class weights, or their number without; false: 1
+  float* denominator;  // null: not requested
+  float* weight_sum;   // of class_weight; null: not requested
+  bool fused;          // the message of kChecked names fused_linear_ce
 };
 
-// What the row kernels divide by. One block.
+// Writes the denominator of the loss and the sum of the class weights. grid: one block.
 //
-// kChecked: a target that is no class is printed and stops the kernel (LIGER_CHECK_TARGETS=1).
+// kChecked (LIGER_CHECK_TARGETS=1): prints a target outside [0, vocab) and traps.
 template <bool kChecked>
 __global__ void __launch_bounds__(kReduceThreads) prepare(const Preparation p) {
   __shared__ double scratch[32];
-  const bool count_rows = p.denominator != nullptr && p.given == nullptr && p.mean;
+  const bool count_rows = p.denominator != nullptr && p.given_denominator == nullptr && p.mean;
   double weight = 0.0;
   if (count_rows || kChecked) {
     for (int64_t row = threadIdx.x; row < p.rows; row += kReduceThreads) {
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kReduceThreads) prepare(const Preparation p) {
   if (p.denominator != nullptr) {
     if (count_rows) weight = block_sum(weight, scratch);
     if (threadIdx.x == 0) {
-      *p.denominator = p.given != nullptr ? scalar_to_float(p.given, p.given_type)
-                                          : (p.mean ? static_cast<float>(weight) : 1.0f);
+      *p.denominator = p.given_denominator != nullptr ? scalar_to_float(p.given_denominator, p.given_type)
+                                                      : (p.mean ? static_cast<float>(weight) : 1.0f);
     }
   }
   if (p.weight_sum != nullptr) {
@@ -100,24 +100,24 @@ struct Reduction {
   const float* row_loss;
   const float* row_z_loss;
   const int64_t* predicted;
-  float* loss;  // null: not wanted, and so on
+  float* loss;  // null: not requested, as for the following
   float* z_loss;
   float* accuracy;
 };
 
-// Per-row results -> scalars. One block, in double: the order is fixed and the sum of many rows loses
-// nothing.
+// Reduces per-row results to scalars. grid: one block, so that the order is fixed; in double, so that the sum
+// of many rows does not lose digits.
 __global__ void __launch_bounds__(kReduceThreads) reduce_rows(const Reduction p) {
   __shared__ double scratch[32];
-  double loss = 0.0, z_loss = 0.0, hits = 0.0, live = 0.0;
+  double loss = 0.0, z_loss = 0.0, correct = 0.0, valid = 0.0;
   for (int64_t row = threadIdx.x; row < p.rows; row += kReduceThreads) {
     if (p.loss != nullptr) loss += p.row_loss[row];
     if (p.z_loss != nullptr) z_loss += p.row_z_loss[row];
     if (p.accuracy != nullptr) {
       const int64_t y = p.targets[row];
       if (y != p.targets.ignore_index) {
-        live += 1.0;
-        hits += p.predicted[row] == y;
+        valid += 1.0;
+        correct += p.predicted[row] == y;
       }
     }
   }
@@ -130,14 +130,14 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_rows(const Reduction p)
     if (threadIdx.x == 0) *p.z_loss = static_cast<float>(z_loss / *p.denominator);
   }
   if (p.accuracy != nullptr) {
-    hits = block_sum(hits, scratch);
-    live = block_sum(live, scratch);
-    if (threadIdx.x == 0) *p.accuracy = static_cast<float>(hits / live);
+    correct = block_sum(correct, scratch);
+    valid = block_sum(valid, scratch);
+    if (threadIdx.x == 0) *p.accuracy = static_cast<float>(correct / valid);
   }
 }
 
 struct Backward {
-  const float* grad_loss;  // one, or one per row
+  const float* grad_loss;  // one value, or one per row with per_row
   bool per_row;
   const float* lse;
   const float* denominator;
@@ -145,7 +145,7 @@ struct Backward {
   int64_t out_stride;
 };
 
-// The gradient of rows whose lse is known.
+// The gradient of rows from their saved lse: one read of the logits, one write. grid: rows x tiles.
 template <typename T, bool kExtras, bool kAligned>
 __global__ void __launch_bounds__(kBackwardThreads)
     backward_from_lse(const Problem p, const Backward b, int tiles) {
@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kBackwardThreads)
       p, b.out, b.out_stride, tiles, [&](int64_t index, const T* logits, int64_t y) {
         const float lse = b.lse[index];
         const Row row = read_row<kExtras>(p, logits, index, y);
-        const float share = row.token_weight * b.grad_loss[b.per_row ? index : 0] / *b.denominator;
-        return gradient_weights(p, row, lse, share, lse, 1.0f);
+        const float upstream = row.token_weight * b.grad_loss[b.per_row ? index : 0] / *b.denominator;
+        return gradient_coefficients(p, row, lse, upstream, lse, 1.0f);
       });
 }
 

@@ -1,5 +1,5 @@
-// What fused_linear_ce shares with cross_entropy: its options as device pointers, and the launches around the
-// rows.
+// Host code that cross_entropy and fused_linear_ce share: options as device pointers, results, and the
+// launches before, on and after the rows.
 #pragma once
 
 #include <climits>
@@ -11,7 +11,7 @@
 
 namespace liger {
 
-// The options of one call, converted to what the kernels read; it owns the converted tensors.
+// The options of one call as kernel parameters. It owns the converted tensors.
 struct CrossEntropyOptions {
   Tensor target;
   std::optional<Tensor> class_weight, token_weight, weight_sum;
@@ -20,14 +20,15 @@ struct CrossEntropyOptions {
   CrossEntropyOptions(const Tensor& target, const std::optional<Tensor>& ce_weight,
                       const std::optional<Tensor>& token_weight, int64_t vocab, int64_t ignore_index,
                       double label_smoothing, double lse_square_scale, std::optional<double> softcap);
-  // The problem of the rows from this one on.
+  // The problem of the rows from `row` on.
   ce::Problem at_row(int64_t row) const;
 };
 
-// Writes the denominator of the loss (scalar, float32), if it is wanted, and the sum of class weights, if one
-// is needed. Checks the targets first under LIGER_CHECK_TARGETS=1.
-void prepare_cross_entropy(const char* op, CrossEntropyOptions& options, const std::optional<Tensor>& given,
-                           bool mean, const std::optional<Tensor>& denominator);
+// Writes the denominator of the loss (scalar, float32) if a tensor for it is given, and the sum of the class
+// weights if options.weight_sum exists. Checks the targets first under LIGER_CHECK_TARGETS=1.
+void prepare_cross_entropy(const char* op, CrossEntropyOptions& options,
+                           const std::optional<Tensor>& given_denominator, bool mean,
+                           const std::optional<Tensor>& denominator);
 
 // The optional outputs that a call requests.
 struct CrossEntropyOutputs {
@@ -46,7 +47,7 @@ struct CrossEntropyResults {
   }
   // Sets the result pointers of a problem that starts at this row, and the extras that they need.
   void attach(ce::Problem& problem, int64_t first_row) const;
-  // After the last row.
+  // Reduces the per-row results. Called after the launches of all rows.
   void reduce(const char* op, const CrossEntropyOptions& options, const Tensor& denominator) const;
 
  private:
@@ -54,16 +55,16 @@ struct CrossEntropyResults {
   CrossEntropyOutputs outputs_;
 };
 
-// Loss and metrics of problem.rows rows; with write_gradient also their gradient, over the logits where
-// problem.gradient is null.
+// Loss and metrics of problem.rows rows. With write_gradient also the gradient, which overwrites the logits
+// if problem.gradient is null.
 void launch_rows(const char* op, ce::Problem problem, ScalarType dtype, bool write_gradient, int device,
                  cudaStream_t stream);
 
-// Of logits whose gradient overwrites them: classes that do not lie side by side were gathered into a copy,
-// whose gradient goes back.
+// Completes an in-place gradient. If row_input() had to copy the logits, the kernels wrote the gradient to
+// that copy (rows.tensor), which this copies back.
 void write_back(const Tensor& logits, const RowInput& rows);
 
-// Blocks of a row in the elementwise backward kernels.
+// Blocks per row of the elementwise backward kernels.
 template <typename T>
 unsigned backward_tiles(const char* op, const ce::Problem& p) {
   const int64_t tiles = ceil_div(p.vocab, int64_t{ce::kBackwardThreads} * ce::kBackwardVectors * kVec<T>);
@@ -71,9 +72,9 @@ unsigned backward_tiles(const char* op, const ce::Problem& p) {
   return static_cast<unsigned>(tiles);
 }
 
-// Whether the logits and the gradient of every row are equally far from a 16-byte boundary.
+// True if the logits and the gradient of every row are equally far from a 16-byte boundary.
 template <typename T>
-bool rows_aligned_alike(const ce::Problem& p, const void* out, int64_t out_stride) {
+bool rows_same_alignment(const ce::Problem& p, const void* out, int64_t out_stride) {
   const auto position = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16; };
   return position(p.logits) == position(out) &&
          (p.row_stride - out_stride) % static_cast<int64_t>(kVec<T>) == 0;

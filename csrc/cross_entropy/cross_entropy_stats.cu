@@ -12,9 +12,9 @@
 namespace liger {
 namespace {
 
-CrossEntropyOptions options_of(const char* op, const Tensor& logits, const Tensor& target,
-                               const std::optional<Tensor>& ce_weight, int64_t ignore_index,
-                               std::optional<double> softcap, bool per_class) {
+CrossEntropyOptions stats_options(const char* op, const Tensor& logits, const Tensor& target,
+                                  const std::optional<Tensor>& ce_weight, int64_t ignore_index,
+                                  std::optional<double> softcap, bool per_class) {
   check_cross_entropy(op, logits, target, ce_weight, std::nullopt, std::nullopt, 0.0, softcap, "sum");
   require_cuda_dtype(op, "logits", logits);
   CrossEntropyOptions options(target, per_class ? ce_weight : std::nullopt, std::nullopt, logits.size(1),
@@ -39,7 +39,7 @@ Tensor cross_entropy_stats(const Tensor& logits, const Tensor& target, const std
                            bool return_class_sum) {
   constexpr const char* op = "cross_entropy_stats";
   CrossEntropyOptions options =
-      options_of(op, logits, target, ce_weight, ignore_index, softcap, return_class_sum);
+      stats_options(op, logits, target, ce_weight, ignore_index, softcap, return_class_sum);
   const DeviceGuard guard(logits.get_device_index());
   const int64_t rows = logits.size(0);
   require(rows <= INT_MAX, op, ": ", rows, " rows are more than one launch can take");
@@ -57,7 +57,8 @@ Tensor cross_entropy_stats(const Tensor& logits, const Tensor& target, const std
   return stats;
 }
 
-// A value per row, side by side; kept by the caller until the launch.
+// Checks a vector with one float per row and makes it contiguous. The caller must hold the result until the
+// launch.
 Tensor row_values(const char* op, const char* name, const Tensor& values, const Tensor& logits) {
   const int64_t rows = logits.size(0);
   require(values.dim() == 1 && values.size(0) == rows && values.scalar_type() == ScalarType::Float, op, ": ",
@@ -68,87 +69,87 @@ Tensor row_values(const char* op, const char* name, const Tensor& values, const 
 }
 
 template <typename T, bool kExtras>
-void launch_backward(const char* op, const ce::Problem& p, const ce::Coefficients& c, cudaStream_t stream) {
-  const bool aligned = rows_aligned_alike<T>(p, c.out, c.out_stride);
+void launch_backward(const char* op, const ce::Problem& p, const ce::StatsBackward& b, cudaStream_t stream) {
+  const bool aligned = rows_same_alignment<T>(p, b.out, b.out_stride);
   const unsigned tiles = backward_tiles<T>(op, p);
   const auto kernel = aligned ? ce::backward_from_coefficients<T, kExtras, true>
                               : ce::backward_from_coefficients<T, kExtras, false>;
-  kernel<<<static_cast<unsigned>(p.rows) * tiles, ce::kBackwardThreads, 0, stream>>>(p, c,
+  kernel<<<static_cast<unsigned>(p.rows) * tiles, ce::kBackwardThreads, 0, stream>>>(p, b,
                                                                                      static_cast<int>(tiles));
   check_launch(op);
 }
 
 // Writes the gradient to out, which may be the logits themselves.
 void backward_into(const char* op, void* out, int64_t out_stride, const RowInput& logits,
-                   CrossEntropyOptions& options, const Tensor& reference, const Tensor& of_exp,
-                   const Tensor& of_target, const std::optional<Tensor>& of_class,
-                   const std::optional<Tensor>& of_log, int64_t vocab_start) {
+                   CrossEntropyOptions& options, const Tensor& reference, const Tensor& coef_exp,
+                   const Tensor& coef_target, const std::optional<Tensor>& coef_class,
+                   const std::optional<Tensor>& coef_log, int64_t vocab_start) {
   const Tensor& like = logits.tensor;
   const int64_t rows = like.size(0);
-  const Tensor references = row_values(op, "reference", reference, like);
-  const Tensor of_exps = row_values(op, "of_exp", of_exp, like);
-  const Tensor of_targets = row_values(op, "of_target", of_target, like);
-  std::optional<Tensor> of_classes, of_logs;
-  if (of_class) of_classes = row_values(op, "of_class", *of_class, like);
-  if (of_log) of_logs = row_values(op, "of_log", *of_log, like);
+  const Tensor contiguous_reference = row_values(op, "reference", reference, like);
+  const Tensor contiguous_exp = row_values(op, "coef_exp", coef_exp, like);
+  const Tensor contiguous_target = row_values(op, "coef_target", coef_target, like);
+  std::optional<Tensor> contiguous_class, contiguous_log;
+  if (coef_class) contiguous_class = row_values(op, "coef_class", *coef_class, like);
+  if (coef_log) contiguous_log = row_values(op, "coef_log", *coef_log, like);
   if (rows == 0) return;
   options.problem.logits = logits.data();
   options.problem.row_stride = logits.rows.stride;
-  if (of_log) options.problem.extras |= ce::kLogs;
+  if (coef_log) options.problem.extras |= ce::kCoefLog;
   const auto floats = [](const Tensor& t) { return static_cast<const float*>(t.const_data_ptr()); };
-  const ce::Coefficients coefficients{vocab_start,
-                                      floats(references),
-                                      floats(of_exps),
-                                      floats(of_targets),
-                                      of_classes ? floats(*of_classes) : nullptr,
-                                      of_logs ? floats(*of_logs) : nullptr,
-                                      out,
-                                      out_stride};
+  const ce::StatsBackward backward{vocab_start,
+                                   floats(contiguous_reference),
+                                   floats(contiguous_exp),
+                                   floats(contiguous_target),
+                                   contiguous_class ? floats(*contiguous_class) : nullptr,
+                                   contiguous_log ? floats(*contiguous_log) : nullptr,
+                                   out,
+                                   out_stride};
   dispatch_dtype(like.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = options.problem.extras == 0 ? launch_backward<T, false> : launch_backward<T, true>;
-    launch(op, options.problem, coefficients, current_stream(like));
+    launch(op, options.problem, backward, current_stream(like));
   });
 }
 
 Tensor cross_entropy_stats_backward(const Tensor& logits, const Tensor& target, const Tensor& reference,
-                                    const Tensor& of_exp, const Tensor& of_target,
-                                    const std::optional<Tensor>& of_class,
+                                    const Tensor& coef_exp, const Tensor& coef_target,
+                                    const std::optional<Tensor>& coef_class,
                                     const std::optional<Tensor>& ce_weight, int64_t vocab_start,
                                     int64_t ignore_index, std::optional<double> softcap,
-                                    const std::optional<Tensor>& of_log) {
+                                    const std::optional<Tensor>& coef_log) {
   constexpr const char* op = "cross_entropy_stats_backward";
   CrossEntropyOptions options =
-      options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
+      stats_options(op, logits, target, ce_weight, ignore_index, softcap, coef_class.has_value());
   const DeviceGuard guard(logits.get_device_index());
   RowOutput out = row_output(new_like(logits));
-  backward_into(op, out.data(), out.rows.stride, row_input(logits), options, reference, of_exp, of_target,
-                of_class, of_log, vocab_start);
+  backward_into(op, out.data(), out.rows.stride, row_input(logits), options, reference, coef_exp, coef_target,
+                coef_class, coef_log, vocab_start);
   out.finish();
   return out.result;
 }
 
 void cross_entropy_stats_backward_(const Tensor& logits, const Tensor& target, const Tensor& reference,
-                                   const Tensor& of_exp, const Tensor& of_target,
-                                   const std::optional<Tensor>& of_class,
+                                   const Tensor& coef_exp, const Tensor& coef_target,
+                                   const std::optional<Tensor>& coef_class,
                                    const std::optional<Tensor>& ce_weight, int64_t vocab_start,
                                    int64_t ignore_index, std::optional<double> softcap,
-                                   const std::optional<Tensor>& of_log) {
+                                   const std::optional<Tensor>& coef_log) {
   constexpr const char* op = "cross_entropy_stats_backward_";
   CrossEntropyOptions options =
-      options_of(op, logits, target, ce_weight, ignore_index, softcap, of_class.has_value());
+      stats_options(op, logits, target, ce_weight, ignore_index, softcap, coef_class.has_value());
   const DeviceGuard guard(logits.get_device_index());
   check_written(op, {{"logits", logits}},
                 {{"target", target},
                  {"reference", reference},
-                 {"of_exp", of_exp},
-                 {"of_target", of_target},
-                 {"of_class", of_class},
+                 {"coef_exp", coef_exp},
+                 {"coef_target", coef_target},
+                 {"coef_class", coef_class},
                  {"ce_weight", ce_weight},
-                 {"of_log", of_log}});
+                 {"coef_log", coef_log}});
   const RowInput rows = row_input(logits);
-  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, options, reference, of_exp,
-                of_target, of_class, of_log, vocab_start);
+  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, options, reference, coef_exp,
+                coef_target, coef_class, coef_log, vocab_start);
   write_back(logits, rows);
 }
 

@@ -1,5 +1,5 @@
-// Rows of logits that are some of the classes: what a loss over all of them needs to know, and the gradient
-// once it is known.
+// Cross entropy over a vocabulary shard, the classes [vocab_start, vocab_start + vocab): the statistics of
+// each row that a loss over all classes needs, and the gradient from the coefficients that the loss computes.
 #pragma once
 
 #include "cross_entropy/rows.cuh"
@@ -7,7 +7,7 @@
 
 namespace liger::ce {
 
-// The column of a class, or -1 where it is not among those that the rows hold.
+// The column of a class, or -1 if it is not in this shard.
 __device__ __forceinline__ int column_of(int64_t y, int64_t vocab_start, int vocab) {
   const int64_t column = y - vocab_start;
   return column >= 0 && column < vocab ? static_cast<int>(column) : -1;
@@ -18,16 +18,16 @@ struct StatsOutput {
   float* max;
   float* sum;
   float* target;
-  float* class_sum;  // null: not wanted
+  float* class_sum;  // null: not requested
 };
 
-// grid: rows. Any number of threads that is a multiple of 32.
+// One read of the logits. grid: rows. Block size: any multiple of 32 up to kMaxThreads.
 template <typename T, bool kExtras>
 __global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, const StatsOutput o) {
   __shared__ Stats<kExtras> slots[kMaxThreads / 32];
   const int64_t index = blockIdx.x;
   const int64_t y = p.targets[index];
-  Stats<kExtras> stats = no_stats<kExtras>();
+  Stats<kExtras> stats = empty_stats<kExtras>();
   float z_target[1] = {0.0f};
   if (y == p.targets.ignore_index) {
     stats.max = 0.0f;
@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, c
     const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
     const int column = column_of(y, o.vocab_start, p.vocab);
     if (column >= 0) {
-      widen<kExtras>(Vec<T, 1>{logits[column]}, column, p, z_target);
-      cap<kExtras, T>(p, z_target);
+      unpack_logits<kExtras>(Vec<T, 1>{logits[column]}, column, p, z_target);
+      apply_softcap<kExtras, T>(p, z_target);
     }
     stats = streamed_stats<T, kExtras>(p, logits, align_row(logits, p.vocab));
     merge_block(stats, slots);
@@ -47,34 +47,35 @@ __global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, c
   o.sum[index] = stats.sum;
   o.target[index] = z_target[0];
   if constexpr (kExtras) {
-    if (o.class_sum != nullptr) o.class_sum[index] = stats.weighted;
+    if (o.class_sum != nullptr) o.class_sum[index] = stats.weighted_sum;
   }
 }
 
-// One value per row each, as cross_entropy_stats_backward of csrc/library.cpp defines them.
-struct Coefficients {
+// One value per row each; csrc/library.cpp defines them with the schema of cross_entropy_stats_backward.
+struct StatsBackward {
   int64_t vocab_start;
   const float* reference;
-  const float* of_exp;
-  const float* of_target;
-  const float* of_class;  // may be null
-  const float* of_log;    // with kLogs
+  const float* coef_exp;
+  const float* coef_target;
+  const float* coef_class;  // may be null
+  const float* coef_log;    // null without kCoefLog
   void* out;
   int64_t out_stride;
 };
 
+// grid: rows x tiles, as write_tile().
 template <typename T, bool kExtras, bool kAligned>
 __global__ void __launch_bounds__(kBackwardThreads)
-    backward_from_coefficients(const Problem p, const Coefficients c, int tiles) {
-  write_tile<T, kExtras, kAligned>(p, c.out, c.out_stride, tiles,
-                                   [&](int64_t index, const T* /*logits*/, int64_t y) {
-                                     return Gradient{reference_of(c.reference[index]),
-                                                     c.of_exp[index],
-                                                     c.of_target[index],
-                                                     c.of_class != nullptr ? c.of_class[index] : 0.0f,
-                                                     column_of(y, c.vocab_start, p.vocab),
-                                                     c.of_log != nullptr ? c.of_log[index] : 0.0f};
-                                   });
+    backward_from_coefficients(const Problem p, const StatsBackward b, int tiles) {
+  write_tile<T, kExtras, kAligned>(
+      p, b.out, b.out_stride, tiles, [&](int64_t index, const T* /*logits*/, int64_t y) {
+        return GradientCoefficients{reference_of(b.reference[index]),
+                                    b.coef_exp[index],
+                                    b.coef_target[index],
+                                    b.coef_class != nullptr ? b.coef_class[index] : 0.0f,
+                                    column_of(y, b.vocab_start, p.vocab),
+                                    b.coef_log != nullptr ? b.coef_log[index] : 0.0f};
+      });
 }
 
 }  // namespace liger::ce

@@ -1,5 +1,5 @@
-// Cross entropy as its kernels see it: the problem of a call, the aligned parts of a row, and logits as
-// numbers.
+// The kernel parameters of cross entropy, loads and stores at any alignment, and the conversion of stored
+// logits to floats with bias and softcap.
 #pragma once
 
 #include "device/aligned_row.cuh"
@@ -9,9 +9,9 @@
 
 namespace liger::ce {
 
-// What a row needs beyond maximum, sum and target. Kernels compiled without extras serve every call that has
-// none.
-enum Extra : unsigned { kSoftcap = 1, kBias = 2, kSmoothing = 4, kArgmax = 8, kEntropy = 16, kLogs = 32 };
+// Features of a call beyond maximum, sum and target. Kernels with kExtras == false serve the calls without
+// any of them; kernels with kExtras == true test the bits at run time.
+enum Extra : unsigned { kSoftcap = 1, kBias = 2, kSmoothing = 4, kArgmax = 8, kEntropy = 16, kCoefLog = 32 };
 
 struct Targets {
   const void* data;
@@ -23,12 +23,12 @@ struct Targets {
   }
 };
 
-// One call, or one chunk of it. Optional pointers are null; those of per-row results are null where not asked
-// for.
+// One call, or one chunk of its rows. An absent optional input is null, and so is a per-row result that the
+// caller did not request.
 struct Problem {
   const void* logits;  // rows x vocab
   int64_t row_stride;
-  void* gradient;  // rows x vocab, perhaps the logits themselves
+  void* gradient;  // rows x vocab, may be the logits themselves
   int64_t gradient_stride;
   int64_t rows;
   int vocab;
@@ -50,34 +50,36 @@ struct Problem {
   int64_t* predicted;
 };
 
-// --- numbers -----------------------------------------------------------------------------------------------
+// --- numerics ----------------------------------------------------------------------------------------------
 
-// Two-byte logits carry 3 digits: an absolute error of 1e-7 in tanh is far below their rounding.
+// tanh with an absolute error of about 1e-7 for half types, which is far below their rounding; tanhf for
+// float32.
 template <typename T>
-__device__ __forceinline__ float tanh_for(float x) {
+__device__ __forceinline__ float softcap_tanh(float x) {
   return 1.0f - __fdividef(2.0f, exp2_fast(2.0f * kLog2e * x) + 1.0f);
 }
 template <>
-__device__ __forceinline__ float tanh_for<float>(float x) {
+__device__ __forceinline__ float softcap_tanh<float>(float x) {
   return tanhf(x);
 }
 
-// exp(z - reference). The difference is taken first, so that it is exact where it matters: near the largest
-// logit.
+// exp(z - reference). Subtracting before scaling keeps the difference exact for the logits that matter, those
+// near the maximum.
 __device__ __forceinline__ float exp_from(float z, float reference) {
   return exp2_fast((z - reference) * kLog2e);
 }
 
-// What the sums refer to; 0 for a row without a finite logit, so that nothing is inf - inf.
+// The value that is subtracted from the logits before exp: the maximum, or 0 while that is -inf, because
+// -inf - -inf would be nan.
 __device__ __forceinline__ float reference_of(float max) {
   return max == -INFINITY ? 0.0f : max;
 }
 
-// --- the aligned middle of a row, and its edges ------------------------------------------------------------
+// --- alignment, bias and softcap ---------------------------------------------------------------------------
 
-// N neighbours as floats, through 16-byte loads where the address allows.
+// Loads N consecutive elements as floats, with 16-byte loads if the address is aligned.
 template <typename T, int N>
-__device__ __forceinline__ void load_anywhere(const T* p, float (&out)[N]) {
+__device__ __forceinline__ void load_unaligned(const T* p, float (&out)[N]) {
   constexpr int kBytes = N * sizeof(T);
   if constexpr (kBytes % 16 == 0) {
     if (reinterpret_cast<uintptr_t>(p) % 16 == 0) {
@@ -89,8 +91,8 @@ __device__ __forceinline__ void load_anywhere(const T* p, float (&out)[N]) {
   for (int i = 0; i < N; ++i) out[i] = to_float(p[i]);
 }
 
-// Whether vectors of two rows start at 16-byte boundaries together.
-__device__ __forceinline__ bool aligned_alike(const void* a, const void* b) {
+// True if two rows are equally far from a 16-byte boundary.
+__device__ __forceinline__ bool same_alignment(const void* a, const void* b) {
   return (reinterpret_cast<uintptr_t>(a) - reinterpret_cast<uintptr_t>(b)) % 16 == 0;
 }
 
@@ -100,14 +102,15 @@ __device__ __forceinline__ void store_elements(T* p, const Vec<T, N>& x) {
   for (int i = 0; i < N; ++i) p[i] = x.v[i];
 }
 
-// Logits as stored -> with their bias, before the softcap.
+// Converts stored logits to floats and adds their bias; the softcap comes after it.
 template <bool kExtras, typename T, int N>
-__device__ __forceinline__ void widen(const Vec<T, N>& raw, int column, const Problem& p, float (&x)[N]) {
+__device__ __forceinline__ void unpack_logits(const Vec<T, N>& raw, int column, const Problem& p,
+                                              float (&x)[N]) {
   unpack(raw, x);
   if constexpr (kExtras) {
     if (p.extras & kBias) {
       float bias[N];
-      load_anywhere<T, N>(static_cast<const T*>(p.bias) + column, bias);
+      load_unaligned<T, N>(static_cast<const T*>(p.bias) + column, bias);
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] += bias[i];
     }
@@ -115,18 +118,18 @@ __device__ __forceinline__ void widen(const Vec<T, N>& raw, int column, const Pr
 }
 
 template <bool kExtras, typename T, int N>
-__device__ __forceinline__ void cap(const Problem& p, float (&x)[N]) {
+__device__ __forceinline__ void apply_softcap(const Problem& p, float (&x)[N]) {
   if constexpr (kExtras) {
     if (p.extras & kSoftcap) {
       const float inverse = 1.0f / p.softcap;
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = p.softcap * tanh_for<T>(x[i] * inverse);
+      for (int i = 0; i < N; ++i) x[i] = p.softcap * softcap_tanh<T>(x[i] * inverse);
     }
   }
 }
 
-// Pairwise: shorter chains for the scheduler, and less rounding. By recursion: a loop over widths would keep
-// more than 8 values in local memory.
+// A pairwise tree has shorter dependency chains and rounds less than a serial sum. It is recursive because
+// the compiler puts more than 8 values into local memory if a loop halves the width.
 template <typename Op, int N>
 __device__ __forceinline__ float reduce_pairwise(const float (&x)[N]) {
   if constexpr (N == 1) {

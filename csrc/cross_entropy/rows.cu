@@ -1,4 +1,5 @@
-// The launches of the row kernels of cross_entropy and fused_linear_ce.
+// Chooses and launches the row kernel of cross_entropy and fused_linear_ce: streamed, shared-memory or
+// persistent rows.
 #include <algorithm>
 #include <climits>
 
@@ -12,30 +13,30 @@
 namespace liger {
 namespace {
 
-// How a row is spread over shared memory by rows_resident, or blocks == 0 where it is not.
-struct Residence {
+// How rows_smem splits a row over a cluster. blocks == 0: no cluster size holds the row.
+struct ClusterRowPlan {
   int blocks, slice_vectors, threads;
 };
 
-// What a block of rows_resident keeps for itself, rounded up.
-constexpr int kOwnSharedMemory = 4 << 10;
-// From here on, in bytes of a row, rows_persistent is faster (docs/performance/cross_entropy.md).
-constexpr int64_t kPersistent = 128 << 10;
+// Upper bound of the static shared memory of rows_smem.
+constexpr int kStaticSharedMemory = 4 << 10;
+// Bytes of a row from which on rows_persistent is faster (docs/performance/cross_entropy.md).
+constexpr int64_t kMinPersistentBytes = 128 << 10;
 
-// Three blocks on an SM, so that one computes while the others load and store; fewer only where
-// the row is too long for that, or where two keep whole rows: blocks of a cluster wait for each other. Each
-// block takes 1 KB of an SM beside what it can use.
-Residence residence(int64_t row_vectors, int shared_memory_optin, int max_threads) {
-  struct Choice {
-    int resident, most_blocks;
+// Candidates in order of preference. Three blocks per SM: one computes while the others load and store. Two
+// blocks with a whole row each come before clusters, because the blocks of a cluster wait for each other. The
+// driver reserves 1 KB of shared memory per resident block.
+ClusterRowPlan plan_cluster_rows(int64_t row_vectors, int shared_memory_optin, int max_threads) {
+  struct Candidate {
+    int blocks_per_sm, max_blocks;
   };
-  for (const Choice choice : {Choice{3, 1}, Choice{2, 1}, Choice{3, ce::kMaxCluster},
-                              Choice{2, ce::kMaxCluster}, Choice{1, ce::kMaxCluster}}) {
-    const int available = (shared_memory_optin + 1024) / choice.resident - 1024 - kOwnSharedMemory;
-    for (int blocks = 1; blocks <= choice.most_blocks; ++blocks) {
+  for (const Candidate candidate : {Candidate{3, 1}, Candidate{2, 1}, Candidate{3, ce::kMaxCluster},
+                                    Candidate{2, ce::kMaxCluster}, Candidate{1, ce::kMaxCluster}}) {
+    const int available = (shared_memory_optin + 1024) / candidate.blocks_per_sm - 1024 - kStaticSharedMemory;
+    for (int blocks = 1; blocks <= candidate.max_blocks; ++blocks) {
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * 16 > available) continue;
-      // Four vectors for a thread.
+      // About four vectors per thread.
       const int64_t threads = std::clamp<int64_t>(ceil_div(slice, 4 * 32) * 32, 32, max_threads);
       return {blocks, static_cast<int>(slice), static_cast<int>(threads)};
     }
@@ -43,7 +44,7 @@ Residence residence(int64_t row_vectors, int shared_memory_optin, int max_thread
   return {0, 0, 0};
 }
 
-// False where no cluster holds a row.
+// Returns false if no cluster size holds a row.
 template <typename T>
 bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors,
                        const DeviceAttributes& device, cudaStream_t stream) {
@@ -54,9 +55,9 @@ bool launch_persistent(const char* op, const ce::Problem& p, int64_t row_vectors
 }
 
 template <typename T, bool kExtras>
-void launch_resident(const char* op, const ce::Problem& p, const Residence& r, cudaStream_t stream) {
+void launch_smem(const char* op, const ce::Problem& p, const ClusterRowPlan& r, cudaStream_t stream) {
   require(p.rows * r.blocks <= INT_MAX, op, ": ", p.rows, " rows are more than one launch can take");
-  const auto kernel = ce::rows_resident<T, kExtras>;
+  const auto kernel = ce::rows_smem<T, kExtras>;
   check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
   cudaLaunchAttribute cluster{};
   cudaLaunchConfig_t config = cluster_config(r.blocks, r.threads, r.slice_vectors * 16, stream, cluster);
@@ -70,15 +71,16 @@ void launch_rows_as(const char* op, const ce::Problem& p, int device, cudaStream
   const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
   if (p.gradient != nullptr && attributes.code.architecture >= 90) {
     if constexpr (!kExtras) {
-      if (row_vectors * 16 >= kPersistent && launch_persistent<T>(op, p, row_vectors, attributes, stream)) {
+      if (row_vectors * 16 >= kMinPersistentBytes &&
+          launch_persistent<T>(op, p, row_vectors, attributes, stream)) {
         return;
       }
     }
-    // As many threads as the registers of three blocks allow.
-    const Residence r =
-        residence(row_vectors, attributes.shared_memory_per_block_optin, kExtras ? 320 : ce::kMaxThreads);
+    // The block size limit leaves registers for three blocks per SM.
+    const ClusterRowPlan r = plan_cluster_rows(row_vectors, attributes.shared_memory_per_block_optin,
+                                               kExtras ? 320 : ce::kMaxThreads);
     if (r.blocks > 0) {
-      launch_resident<T, kExtras>(op, p, r, stream);
+      launch_smem<T, kExtras>(op, p, r, stream);
       return;
     }
   }

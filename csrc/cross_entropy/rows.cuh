@@ -1,12 +1,15 @@
-// Rows of logits -> loss, metrics and the gradient, over the logits or elsewhere. Three kernels compute the
-// same:
+// Rows of logits -> loss, metrics and the gradient, which may overwrite the logits. Softmax probabilities and
+// float copies of the logits are never materialised. Three kernels compute the same results:
 //
-//   rows_streamed     one block for each row: statistics in one read, the gradient in a second. Any device,
-//                     any size.
-//   rows_resident     sm_90 and later: a block, or a cluster of blocks, for each row, which it keeps in
-//   shared
-//                     memory, so that statistics and gradient take one read and one write of memory together.
-//   rows_persistent   the same for long rows, by blocks that stay: cross_entropy_persistent.cuh
+//   rows_streamed     any device, any row length: one block per row reads the row twice, once for the online
+//                     softmax and once for the gradient
+//   rows_smem         sm_90+: one block or one cluster per row stages the row in shared memory; one read and
+//                     one write of global memory
+//   rows_persistent   sm_90+: the same for long rows, by persistent blocks or clusters
+//                     (cross_entropy/rows_persistent.cuh)
+//
+// Rows may start at any address: 16-byte loads between the edge elements. Stores of the gradient are 16 bytes
+// wide if its row is equally far from a 16-byte boundary as the logits, else single elements.
 #pragma once
 
 #include "cross_entropy/rule.cuh"
@@ -15,10 +18,10 @@
 namespace liger::ce {
 
 inline constexpr int kMaxThreads = 512;
-inline constexpr int kMaxCluster = 8;  // the largest that every device with clusters promises
-inline constexpr int kStages = 4;      // pieces of a resident row whose arrival is awaited one by one
+inline constexpr int kMaxCluster = 8;  // the portable cluster size
+inline constexpr int kStages = 4;      // of rows_smem: bulk copies of a row with one mbarrier each
 
-// The part of a row of zeros that is this block's, of so many blocks.
+// Block `rank` of `blocks` writes its part of a row of zeros.
 template <typename T, bool kStreaming = false>
 __device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blocks) {
   const AlignedRow aligned = align_row(row, vocab);
@@ -35,15 +38,15 @@ __device__ __forceinline__ void write_zeros(T* row, int vocab, int rank, int blo
   if (rank == 0 && threadIdx.x < aligned.edges()) row[aligned.edge_column(threadIdx.x, vocab)] = zeros.v[0];
 }
 
-// Merges what warps have left in `slots`; every thread gets the same bits.
+// Merges the partial statistics in `slots`; every thread gets the same bits.
 template <bool kExtras>
 __device__ __forceinline__ void merge_slots(Stats<kExtras>& s, const Stats<kExtras>* slots, int count) {
-  s = no_stats<kExtras>();
+  s = empty_stats<kExtras>();
   for (int i = threadIdx.x % 32; i < count; i += 32) merge(s, slots[i]);
   merge_warp(s);
 }
 
-// Merges the statistics of all threads of a block. slots: shared memory, one for each warp.
+// Merges the statistics of all threads of a block. slots: one per warp, in shared memory.
 template <bool kExtras>
 __device__ __forceinline__ void merge_block(Stats<kExtras>& s, Stats<kExtras>* slots) {
   merge_warp(s);
@@ -53,11 +56,12 @@ __device__ __forceinline__ void merge_block(Stats<kExtras>& s, Stats<kExtras>* s
 }
 
 #if __CUDA_ARCH__ >= 900
-// The same of the blocks of a row. slots: one for each warp of these, at the same place in each block, all of
-// which have started. Another row may use them after the merge of a row between: whoever is past that one
-// knows that all threads have read these.
+// Merges the statistics of all blocks of a cluster, each of which must have started. slots: one per warp of
+// the cluster, at the same offset in the shared memory of each block. The next merge needs other slots,
+// because a block may still read these.
 template <bool kExtras>
-__device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slots, int rank, int blocks) {
+__device__ __forceinline__ void merge_cluster(Stats<kExtras>& s, Stats<kExtras>* slots, int rank,
+                                              int blocks) {
   if (blocks == 1) {
     merge_block(s, slots);
     return;
@@ -69,14 +73,15 @@ __device__ __forceinline__ void merge_row(Stats<kExtras>& s, Stats<kExtras>* slo
 }
 #endif
 
-// The statistics of this thread's share of a row that a whole block reads; merge_block follows.
+// The statistics of the vectors and edge elements that this thread reads of a row; merge_block() reduces them
+// over the block.
 template <typename T, bool kExtras>
 __device__ __forceinline__ Stats<kExtras> streamed_stats(const Problem& p, const T* logits,
                                                          const AlignedRow& aligned) {
   constexpr int N = kVec<T>, kUnroll = 4;
   const T* body = logits + aligned.head;
   const int step = blockDim.x;
-  Stats<kExtras> stats = no_stats<kExtras>();
+  Stats<kExtras> stats = empty_stats<kExtras>();
   int v = threadIdx.x;
   for (; v + (kUnroll - 1) * step < aligned.vectors; v += kUnroll * step) {
     Vec<T, N> raw[kUnroll];
@@ -101,7 +106,7 @@ __device__ __forceinline__ Stats<kExtras> streamed_stats(const Problem& p, const
   return stats;
 }
 
-// grid: rows. Any number of threads that is a multiple of 32.
+// grid: rows. Block size: any multiple of 32 up to kMaxThreads.
 template <typename T, bool kExtras>
 __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   constexpr int N = kVec<T>;
@@ -119,20 +124,21 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   }
 
   const Row row = read_row<kExtras>(p, logits, index, y);
-  const float share = write_gradient ? row.token_weight / *p.denominator : 0.0f;
+  const float upstream = write_gradient ? row.token_weight / *p.denominator : 0.0f;
   const int step = blockDim.x;
   Stats<kExtras> stats = streamed_stats<T, kExtras>(p, logits, aligned);
   merge_block(stats, slots);
   if (threadIdx.x == 0) write_results(p, row, stats);
   if (!write_gradient) return;
 
-  const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
-  const bool aligned = aligned_alike(logits, out);
+  const GradientCoefficients g =
+      gradient_coefficients(p, row, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
+  const bool out_aligned = same_alignment(logits, out);
 #pragma unroll 2
   for (int v = threadIdx.x; v < aligned.vectors; v += step) {
     const int column = aligned.head + v * N;
     const Vec<T, N> d = gradient<kExtras>(load<T, N>(logits + column), column, p, g);
-    aligned ? store(out + column, d) : store_elements(out + column, d);
+    out_aligned ? store(out + column, d) : store_elements(out + column, d);
   }
   if (threadIdx.x < aligned.edges()) {
     const int column = aligned.edge_column(threadIdx.x, p.vocab);
@@ -140,10 +146,10 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   }
 }
 
-// grid: rows x blocks, the blocks of a row being a cluster. Block `rank` keeps vectors [rank, rank + 1) x
-// slice. Any number of threads that is a multiple of 32. Dynamic shared memory: slice vectors.
+// grid: rows x blocks; the blocks of a row are one cluster. Block `rank` stages the vectors [rank, rank + 1)
+// x slice. Block size: any multiple of 32 up to kMaxThreads. Dynamic shared memory: `slice` vectors.
 template <typename T, bool kExtras>
-__global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, int slice, int blocks) {
+__global__ void __launch_bounds__(kMaxThreads) rows_smem(const Problem p, int slice, int blocks) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char shared_row[];
@@ -166,7 +172,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
   const int first_column = aligned.head + begin * N;
   const int step = blockDim.x;
   const int stage = ((slice + kStages - 1) / kStages + step - 1) / step * step;
-  const T* kept = reinterpret_cast<const T*>(shared_row);
+  const T* smem_row = reinterpret_cast<const T*>(shared_row);
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) mbarrier_init(&arrived[i]);
@@ -180,35 +186,36 @@ __global__ void __launch_bounds__(kMaxThreads) rows_resident(const Problem p, in
     }
   }
   const Row row = read_row<kExtras>(p, logits, index, y);
-  const float share = row.token_weight / *p.denominator;
+  const float upstream = row.token_weight / *p.denominator;
   const bool has_edge = rank == 0 && threadIdx.x < aligned.edges();
   const int edge_column = has_edge ? aligned.edge_column(threadIdx.x, p.vocab) : -1;
   Vec<T, 1> edge = {};
   if (edge_column >= 0) edge.v[0] = logits[edge_column];
-  __syncthreads();  // the barriers are initialised
+  __syncthreads();  // makes the initialised mbarriers visible to all threads
 
-  Stats<kExtras> stats = no_stats<kExtras>();
+  Stats<kExtras> stats = empty_stats<kExtras>();
   for (int i = 0; i < kStages && i * stage < count; ++i) {
     mbarrier_wait(&arrived[i], 0);
     const int stop = min(count, (i + 1) * stage);
 #pragma unroll 2
     for (int v = i * stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
-      accumulate(stats, load<T, N>(kept + v * N), first_column + v * N, p);
+      accumulate(stats, load<T, N>(smem_row + v * N), first_column + v * N, p);
     }
   }
   if (edge_column >= 0) accumulate(stats, edge, edge_column, p);
   __syncwarp();
-  if (blocks > 1) cluster_wait();  // for the start of every block
-  merge_row(stats, slots, rank, blocks);
+  if (blocks > 1) cluster_wait();  // every block has started: its slots may be written
+  merge_cluster(stats, slots, rank, blocks);
   if (rank == 0 && threadIdx.x == 0) write_results(p, row, stats);
 
-  const Gradient g = gradient_weights(p, row, stats.max + logf(stats.sum), share, stats.max, stats.sum);
-  const bool aligned = aligned_alike(logits, out);
+  const GradientCoefficients g =
+      gradient_coefficients(p, row, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
+  const bool out_aligned = same_alignment(logits, out);
 #pragma unroll 2
   for (int v = threadIdx.x; v < count; v += step) {
     const int column = first_column + v * N;
-    const Vec<T, N> d = gradient<kExtras>(load<T, N>(kept + v * N), column, p, g);
-    aligned ? store(out + column, d) : store_elements(out + column, d);
+    const Vec<T, N> d = gradient<kExtras>(load<T, N>(smem_row + v * N), column, p, g);
+    out_aligned ? store(out + column, d) : store_elements(out + column, d);
   }
   if (edge_column >= 0) out[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];
 #endif

@@ -1,13 +1,12 @@
-// Rows of logits -> loss and gradient in one read and one write of memory (sm_90 and later), by blocks that
-// stay on the device: for rows of which an SM keeps only one, or a part of one. Without extras,
-// with which it is slower than rows_resident.
+// rows_smem for long rows, by persistent blocks (sm_90 and later): loss and gradient with one read and one
+// write of global memory. It has no extras, with which rows_smem is faster.
 //
-// A block, or a cluster of blocks where one cannot hold a row, takes row after row. The row lies in shared
-// memory in pieces; a warp has a part of its own in every piece, with a barrier. It alone reads that part for
-// the statistics, turns it into the gradient, stores that, and has the same part of the next row come to its
-// place. So the copies of a row run beside the gradient of the row before, without a warp that only copies,
-// and the warps wait for each other once per row, for its statistics. The first warp of a block merges these
-// and tells the others what the gradient is made of.
+// A block, or a cluster if one block cannot hold a row, loops over rows. A row is staged in shared memory
+// (device/persistent_rows.cuh). Each warp waits for its own part of a stage and adds it to the statistics.
+// After the cluster reduction it computes the gradient of that part, stores it, and starts the bulk copy of
+// the same part of the next row. So loads overlap with the gradient of the row before without a producer
+// warp, and warps wait for each other only in the cluster reduction. There the first warp of each block
+// merges the statistics and broadcasts the coefficients of the gradient.
 #pragma once
 
 #include "cross_entropy/rows.cuh"
@@ -30,15 +29,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
                                                slices.warp);
 
   Vec<T, 1> edge = {};
-  RowInputs<T> inputs = {};  // of the first thread
-  const auto load_rest = [&](const Slice<T>& s, int64_t row, int64_t y) {
+  RowInputs<T> inputs = {};  // set in the first thread of the block
+  const auto load_registers = [&](const Slice<T>& s, int64_t row, int64_t y) {
     if (threadIdx.x == 0) inputs = read_inputs(p, s.row, row, y);
     const int column = s.edge_column(rank, p.vocab);
     if (column >= 0) edge.v[0] = s.row[column];
   };
   const auto load_all = [&](const Slice<T>& s, int64_t row, int64_t y) {
     slices.load_row(s, {s.row});
-    load_rest(s, row, y);
+    load_registers(s, row, y);
   };
   const auto slice_of = [&](int64_t row, int64_t y) {
     return Slice<T>(static_cast<const T*>(p.logits) + row * p.row_stride, p.vocab, plan, rank,
@@ -59,38 +58,39 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     const int64_t y_after = target_of(row + 2 * row_step);
     T* const out = static_cast<T*>(p.gradient) + row * p.gradient_stride;
     if (now.valid) {
-      Stats<kExtras> stats = no_stats<kExtras>();
+      Stats<kExtras> stats = empty_stats<kExtras>();
       slices.first_pass(now, [&](auto count, const T* part, int column) {
         Vec<T, N> raw[count];
 #pragma unroll
         for (int u = 0; u < count; ++u) raw[u] = load<T, N>(part + u * 32 * N);
         accumulate_all(stats, raw, column, 32 * N, p);
       });
-      const int at_edge = now.edge_column(rank, p.vocab);
-      if (at_edge >= 0) accumulate(stats, edge, at_edge, p);
+      const int edge_column = now.edge_column(rank, p.vocab);
+      if (edge_column >= 0) accumulate(stats, edge, edge_column, p);
       merge_warp(stats);
-      Row facts = {};
+      Row row_data = {};
       if (slices.warp == 0) {
-        facts = row_of<kExtras>(p, inputs, row);
-        // Waits for the logit at the target, in the place of which another block may have the gradient once
-        // they have met.
-        facts.z_target = __shfl_sync(0xffffffffu, facts.z_target, 0);
+        row_data = make_row<kExtras>(p, inputs, row);
+        // The shuffle waits for the load of the target's logit. If the gradient overwrites the logits,
+        // another block may overwrite that one as soon as the reduction is complete.
+        row_data.z_target = __shfl_sync(0xffffffffu, row_data.z_target, 0);
       }
-      const Gradient g =
-          cluster_reduce.template reduce<2>(stats, [&](const Stats<kExtras>* of_warps, int count) {
-            merge_slots(stats, of_warps, count);
-            return gradient_weights(p, facts, stats.max + logf(stats.sum), facts.token_weight / denominator,
-                                    stats.max, stats.sum);
+      const GradientCoefficients g =
+          cluster_reduce.template reduce<2>(stats, [&](const Stats<kExtras>* partials, int count) {
+            merge_slots(stats, partials, count);
+            return gradient_coefficients(p, row_data, stats.max + logf(stats.sum),
+                                         row_data.token_weight / denominator, stats.max, stats.sum);
           });
-      if (rank == 0 && threadIdx.x == 0) write_results(p, facts, stats);
-      if (at_edge >= 0) out[at_edge] = gradient<kExtras>(edge, at_edge, p, g).v[0];
-      if (next.valid) load_rest(next, row + row_step, y_next);
-      const bool out_aligned = aligned_alike(now.row, out);
+      if (rank == 0 && threadIdx.x == 0) write_results(p, row_data, stats);
+      if (edge_column >= 0) out[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];
+      if (next.valid) load_registers(next, row + row_step, y_next);
+      const bool out_aligned = same_alignment(now.row, out);
       slices.last_pass(now, next, {next.row}, [&](auto count, const T* part, int column) {
-        // Of the whole warp; a negative difference is a large one.
-        const bool plain = out_aligned && static_cast<unsigned>(g.target - column + slices.lane * N) >=
-                                              static_cast<unsigned>(count * 32 * N);
-        if (plain) {
+        // The same in all lanes: true if the target is not in the columns of this warp. As unsigned, a
+        // negative difference is large.
+        const bool fast_path = out_aligned && static_cast<unsigned>(g.target - column + slices.lane * N) >=
+                                                  static_cast<unsigned>(count * 32 * N);
+        if (fast_path) {
           Vec<T, N> raw[count];
 #pragma unroll
           for (int u = 0; u < count; ++u) raw[u] = load<T, N>(part + u * 32 * N);

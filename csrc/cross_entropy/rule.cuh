@@ -1,5 +1,6 @@
-// The row rule of cross entropy (docs/cross_entropy.md): running statistics of a row, what follows from them,
-// and the gradient of a vector of logits. Shared by every kernel that looks at logits.
+// The row rule of cross entropy (docs/cross_entropy.md), which all row kernels apply:
+// online-softmax statistics of a row, the results and gradient coefficients computed from them, and the
+// gradient of a vector of logits.
 #pragma once
 
 #include "cross_entropy/problem.cuh"
@@ -8,7 +9,8 @@ namespace liger::ce {
 
 // --- statistics of a row -----------------------------------------------------------------------------------
 
-// Plain data, since it lives in shared memory too: start from no_stats().
+// An aggregate without initialisers, because shared memory holds it too; empty_stats() is the identity of
+// merge().
 template <bool kExtras>
 struct Stats {
   float max;
@@ -18,16 +20,16 @@ template <>
 struct Stats<true> {
   float max;
   float sum;
-  float spread;    // of exp(z - max) * (z - max)
-  float weighted;  // of class_weight * z
-  float best;      // largest logit before the softcap, and the first column that has it
-  int best_column;
+  float entropy_sum;   // of exp(z - max) * (z - max)
+  float weighted_sum;  // of class_weight * z
+  float best;          // the largest logit before the softcap
+  int best_column;     // the first column with that logit
 };
 
 inline constexpr int kNoColumn = 0x7fffffff;
 
 template <bool kExtras>
-__device__ __forceinline__ Stats<kExtras> no_stats() {
+__device__ __forceinline__ Stats<kExtras> empty_stats() {
   if constexpr (kExtras) {
     return {-INFINITY, 0.0f, 0.0f, 0.0f, -INFINITY, kNoColumn};
   } else {
@@ -35,12 +37,13 @@ __device__ __forceinline__ Stats<kExtras> no_stats() {
   }
 }
 
-// Lets the sums refer to a larger maximum. A thread that has seen nothing but -inf has sum 0 (or nan, to be
-// kept).
+// Rescales the sums to a maximum that is at least s.max. If all logits so far were -inf, the sum is 0, or nan
+// after a nan logit, and the factor of 1 preserves both.
 template <bool kExtras>
-__device__ __forceinline__ void raise(Stats<kExtras>& s, float max) {
+__device__ __forceinline__ void rescale(Stats<kExtras>& s, float max) {
   const float scale = s.max == -INFINITY ? 1.0f : exp_from(s.max, max);
-  if constexpr (kExtras) s.spread = s.sum == 0.0f ? 0.0f : (s.spread + (s.max - max) * s.sum) * scale;
+  if constexpr (kExtras)
+    s.entropy_sum = s.sum == 0.0f ? 0.0f : (s.entropy_sum + (s.max - max) * s.sum) * scale;
   s.sum *= scale;
   s.max = max;
 }
@@ -49,21 +52,22 @@ template <bool kExtras, typename T, int N>
 __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& raw, int column,
                                            const Problem& p) {
   float z[N];
-  widen<kExtras>(raw, column, p, z);
+  unpack_logits<kExtras>(raw, column, p, z);
   if constexpr (kExtras) {
     if (p.extras & kArgmax) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        // Vectors come in rising order; an edge, seen last, may precede them.
+        // Vectors are read in ascending order. Edge elements (N == 1) are read last but may have smaller
+        // columns.
         const bool earlier = N == 1 && z[i] == s.best && column < s.best_column;
         if (z[i] > s.best || earlier) s.best = z[i], s.best_column = column + i;
       }
     }
   }
-  cap<kExtras, T>(p, z);
+  apply_softcap<kExtras, T>(p, z);
 
   const float largest = reduce_pairwise<Max>(z);
-  if (largest > s.max) raise(s, largest);
+  if (largest > s.max) rescale(s, largest);
   const float reference = reference_of(s.max);
   float e[N];
 #pragma unroll
@@ -72,20 +76,20 @@ __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& r
   if constexpr (kExtras) {
     if (p.extras & kEntropy) {
 #pragma unroll
-      for (int i = 0; i < N; ++i) s.spread += e[i] == 0.0f ? 0.0f : e[i] * (z[i] - s.max);
+      for (int i = 0; i < N; ++i) s.entropy_sum += e[i] == 0.0f ? 0.0f : e[i] * (z[i] - s.max);
     }
     if (p.extras & kSmoothing) {
       float w[N];
-      if (p.class_weight != nullptr) load_anywhere<float, N>(p.class_weight + column, w);
+      if (p.class_weight != nullptr) load_unaligned<float, N>(p.class_weight + column, w);
 #pragma unroll
-      for (int i = 0; i < N; ++i) s.weighted += p.class_weight != nullptr ? w[i] * z[i] : z[i];
+      for (int i = 0; i < N; ++i) s.weighted_sum += p.class_weight != nullptr ? w[i] * z[i] : z[i];
     }
   }
   s.sum += reduce_pairwise<Sum>(e);
 }
 
-// accumulate() of several vectors, the columns of which are column_step apart. Without extras it is one step:
-// one comparison with the maximum for all of them.
+// accumulate() for U vectors whose columns are column_step apart. Without extras all of them are compared
+// with the running maximum at once.
 template <bool kExtras, typename T, int N, int U>
 __device__ __forceinline__ void accumulate_all(Stats<kExtras>& s, const Vec<T, N> (&raw)[U], int column,
                                                int column_step, const Problem& p) {
@@ -102,7 +106,7 @@ __device__ __forceinline__ void accumulate_all(Stats<kExtras>& s, const Vec<T, N
       for (int i = 0; i < N; ++i) z[u * N + i] = part[i];
     }
     const float largest = reduce_pairwise<Max>(z);
-    if (largest > s.max) raise(s, largest);
+    if (largest > s.max) rescale(s, largest);
     const float reference = reference_of(s.max);
 #pragma unroll
     for (int i = 0; i < U * N; ++i) z[i] = exp_from(z[i], reference);
@@ -113,12 +117,12 @@ __device__ __forceinline__ void accumulate_all(Stats<kExtras>& s, const Vec<T, N
 template <bool kExtras>
 __device__ __forceinline__ void merge(Stats<kExtras>& a, Stats<kExtras> b) {
   const float max = fmaxf(a.max, b.max);
-  raise(a, max);
-  raise(b, max);
+  rescale(a, max);
+  rescale(b, max);
   a.sum += b.sum;
   if constexpr (kExtras) {
-    a.spread += b.spread;
-    a.weighted += b.weighted;
+    a.entropy_sum += b.entropy_sum;
+    a.weighted_sum += b.weighted_sum;
     if (b.best > a.best || (b.best == a.best && b.best_column < a.best_column)) {
       a.best = b.best;
       a.best_column = b.best_column;
@@ -126,23 +130,24 @@ __device__ __forceinline__ void merge(Stats<kExtras>& a, Stats<kExtras> b) {
   }
 }
 
-// Every lane gets the same bits: maximum and addition commute.
+// Every lane gets the same bits, because maximum and addition are commutative.
 template <bool kExtras>
 __device__ __forceinline__ void merge_warp(Stats<kExtras>& s) {
-  raise(s, warp_reduce<Max>(s.max));
+  rescale(s, warp_reduce<Max>(s.max));
   s.sum = warp_reduce<Sum>(s.sum);
   if constexpr (kExtras) {
-    s.spread = warp_reduce<Sum>(s.spread);
-    s.weighted = warp_reduce<Sum>(s.weighted);
+    s.entropy_sum = warp_reduce<Sum>(s.entropy_sum);
+    s.weighted_sum = warp_reduce<Sum>(s.weighted_sum);
     const float best = warp_reduce<Max>(s.best);
     s.best_column = __reduce_min_sync(0xffffffffu, s.best == best ? s.best_column : kNoColumn);
     s.best = best;
   }
 }
 
-// --- what follows from the statistics ----------------------------------------------------------------------
+// --- results and gradient ----------------------------------------------------------------------------------
 
-// What a row needs from memory beside its logits, as it was read: nothing waits for it before row_of().
+// The scalars that a row loads. They are not converted yet, so no instruction waits for the loads before
+// make_row().
 template <typename T>
 struct RowInputs {
   int64_t target;
@@ -164,21 +169,21 @@ __device__ __forceinline__ RowInputs<T> read_inputs(const Problem& p, const T* l
 
 struct Row {
   int64_t index;
-  int target;          // -1 for one that is no class
-  float class_weight;  // of the target; nan for one that is no class, and so is all that follows from it
+  int target;          // -1 if it is outside [0, vocab)
+  float class_weight;  // of the target; nan if that is outside [0, vocab), which makes loss and gradient nan
   float token_weight;
   float z_target;
 };
 
 template <bool kExtras, typename T>
-__device__ __forceinline__ Row row_of(const Problem& p, const RowInputs<T>& in, int64_t index) {
+__device__ __forceinline__ Row make_row(const Problem& p, const RowInputs<T>& in, int64_t index) {
   Row row = {index, -1, NAN, in.token_weight, NAN};
   if (in.target >= 0 && in.target < p.vocab) {
     row.target = static_cast<int>(in.target);
     row.class_weight = in.class_weight;
     float z[1];
-    widen<kExtras>(Vec<T, 1>{in.logit}, row.target, p, z);
-    cap<kExtras, T>(p, z);
+    unpack_logits<kExtras>(Vec<T, 1>{in.logit}, row.target, p, z);
+    apply_softcap<kExtras, T>(p, z);
     row.z_target = z[0];
   }
   return row;
@@ -186,70 +191,72 @@ __device__ __forceinline__ Row row_of(const Problem& p, const RowInputs<T>& in, 
 
 template <bool kExtras, typename T>
 __device__ __forceinline__ Row read_row(const Problem& p, const T* logits, int64_t index, int64_t y) {
-  return row_of<kExtras>(p, read_inputs(p, logits, index, y), index);
+  return make_row<kExtras>(p, read_inputs(p, logits, index, y), index);
 }
 
 __device__ __forceinline__ float class_weight_sum(const Problem& p) {
   return p.class_weight != nullptr ? *p.weight_sum : static_cast<float>(p.vocab);
 }
 
-// The gradient of one row: probability * exp(z[v] - reference) - smooth * w[v] - hard * [v == target]
-struct Gradient {
-  float reference, probability, hard, smooth;
+// The gradient of one row, with e = exp(z[v] - reference), before the derivative of the softcap:
+//   e * (coef_exp + coef_log * (z[v] - reference)) - coef_class * w[v] - coef_target * [v == target]
+struct GradientCoefficients {
+  float reference, coef_exp, coef_target, coef_class;
   int target;
-  float log = 0.0f;  // with kLogs: of each probability times its logarithm
+  float coef_log = 0.0f;  // read only with kCoefLog
 };
 
-// A class without probability adds nothing, whatever its logarithm is multiplied by.
-inline constexpr float kLeastLog = -1e30f;
+// A lower bound of z - reference: a class of probability 0 would have 0 * -inf, which is nan.
+inline constexpr float kMinLog = -1e30f;
 
-// share: the row's part of the upstream gradient, its token weight included. The probabilities of the row are
-// exp(z - reference) / sum, which may be put as the maximum and its sum, or as lse and 1.
-__device__ __forceinline__ Gradient gradient_weights(const Problem& p, const Row& row, float lse, float share,
-                                                     float reference, float sum) {
-  Gradient g;
+// upstream: the gradient of the row's loss, times its token weight. The probabilities of the row are
+// exp(z - reference) / sum: callers pass the maximum and the sum that belongs to it, or lse and 1.
+__device__ __forceinline__ GradientCoefficients gradient_coefficients(const Problem& p, const Row& row,
+                                                                      float lse, float upstream,
+                                                                      float reference, float sum) {
+  GradientCoefficients g;
   g.reference = reference_of(reference);
   g.target = row.target;
-  g.hard = share * (1.0f - p.label_smoothing) * row.class_weight;
-  g.smooth = 0.0f;
-  float total = g.hard;
+  g.coef_target = upstream * (1.0f - p.label_smoothing) * row.class_weight;
+  g.coef_class = 0.0f;
+  float total = g.coef_target;
   if (p.label_smoothing != 0.0f) {
-    g.smooth = share * (p.label_smoothing / static_cast<float>(p.vocab));
-    total += g.smooth * class_weight_sum(p);
+    g.coef_class = upstream * (p.label_smoothing / static_cast<float>(p.vocab));
+    total += g.coef_class * class_weight_sum(p);
   }
-  if (p.lse_square_scale != 0.0f) total += share * 2.0f * p.lse_square_scale * row.class_weight * lse;
-  g.probability = total / sum;
+  if (p.lse_square_scale != 0.0f) total += upstream * 2.0f * p.lse_square_scale * row.class_weight * lse;
+  g.coef_exp = total / sum;
   return g;
 }
 
-// kTarget: whether the target may be among these classes.
+// kTarget: false if the target is not among these columns.
 template <bool kExtras, bool kTarget = true, typename T, int N>
 __device__ __forceinline__ Vec<T, N> gradient(const Vec<T, N>& raw, int column, const Problem& p,
-                                              const Gradient& g) {
+                                              const GradientCoefficients& g) {
   float z[N], d[N];
-  widen<kExtras>(raw, column, p, z);
-  cap<kExtras, T>(p, z);
+  unpack_logits<kExtras>(raw, column, p, z);
+  apply_softcap<kExtras, T>(p, z);
 #pragma unroll
-  for (int i = 0; i < N; ++i) d[i] = g.probability * exp_from(z[i], g.reference);
+  for (int i = 0; i < N; ++i) d[i] = g.coef_exp * exp_from(z[i], g.reference);
   if constexpr (kExtras) {
-    if (p.extras & kLogs) {
+    if (p.extras & kCoefLog) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const float log = fmaxf(z[i] - g.reference, kLeastLog);
-        d[i] = exp_from(z[i], g.reference) * fmaf(g.log, log, g.probability);
+        const float log = fmaxf(z[i] - g.reference, kMinLog);
+        d[i] = exp_from(z[i], g.reference) * fmaf(g.coef_log, log, g.coef_exp);
       }
     }
     if (p.extras & kSmoothing) {
       float w[N];
-      if (p.class_weight != nullptr) load_anywhere<float, N>(p.class_weight + column, w);
+      if (p.class_weight != nullptr) load_unaligned<float, N>(p.class_weight + column, w);
 #pragma unroll
-      for (int i = 0; i < N; ++i) d[i] -= p.class_weight != nullptr ? g.smooth * w[i] : g.smooth;
+      for (int i = 0; i < N; ++i) d[i] -= p.class_weight != nullptr ? g.coef_class * w[i] : g.coef_class;
     }
   }
   const unsigned at = static_cast<unsigned>(g.target - column);
   if (kTarget && at < N) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) d[i] -= at == static_cast<unsigned>(i) ? g.hard : 0.0f;
+    for (int i = 0; i < N; ++i) d[i] -= at == static_cast<unsigned>(i) ? g.coef_target : 0.0f;
   }
   if constexpr (kExtras) {
     if (p.extras & kSoftcap) {
@@ -280,7 +287,7 @@ __device__ __forceinline__ void write_results(const Problem& p, const Row& row, 
   if (p.label_smoothing != 1.0f) loss -= (1.0f - p.label_smoothing) * row.class_weight * logprob;
   if constexpr (kExtras) {
     if (p.extras & kSmoothing) {
-      loss += p.label_smoothing / static_cast<float>(p.vocab) * (class_weight_sum(p) * lse - s.weighted);
+      loss += p.label_smoothing / static_cast<float>(p.vocab) * (class_weight_sum(p) * lse - s.weighted_sum);
     }
   }
   float z_loss = 0.0f;
@@ -293,7 +300,7 @@ __device__ __forceinline__ void write_results(const Problem& p, const Row& row, 
   if (p.lse != nullptr) p.lse[i] = lse;
   if (p.logprobs != nullptr) p.logprobs[i] = logprob;
   if constexpr (kExtras) {
-    if (p.entropy != nullptr) p.entropy[i] = log_of_sum - s.spread / s.sum;
+    if (p.entropy != nullptr) p.entropy[i] = log_of_sum - s.entropy_sum / s.sum;
     if (p.predicted != nullptr) p.predicted[i] = s.best_column == kNoColumn ? 0 : s.best_column;
   }
 }

@@ -1,4 +1,5 @@
-// The elementwise gradient of rows whose statistics are known.
+// The elementwise gradient of rows whose statistics are already computed: one read of the logits and one
+// write of the gradient.
 #pragma once
 
 #include "cross_entropy/rule.cuh"
@@ -8,14 +9,18 @@ namespace liger::ce {
 inline constexpr int kBackwardThreads = 256;
 inline constexpr int kBackwardVectors = 4;  // per thread
 
-// A tile of a row. grid: rows x tiles. kAligned: the logits and the gradient of a row
-// are equally far from a 16-byte boundary; otherwise single elements are moved. In place is fine: one thread
-// reads and writes an element, but for the logit at the target, which does not enter the gradient of others.
+// Writes one tile of a row; zeros if the row is ignored. grid: rows x tiles, blocks of kBackwardThreads.
+// kAligned: the logits and the gradient of each row are equally far from a 16-byte boundary; otherwise loads
+// and stores move single elements.
 //
-// weights: (row, its logits, its target) -> Gradient, for rows that are not ignored.
-template <typename T, bool kExtras, bool kAligned, typename Weights>
+// The gradient may overwrite the logits: the thread that writes an element is the one that read it. Only the
+// logit at the target is read by other threads too, and the value they get does not enter their gradient.
+//
+// coefficients(row, logits of the row, target of the row) returns GradientCoefficients; called for valid
+// rows.
+template <typename T, bool kExtras, bool kAligned, typename Coefficients>
 __device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t out_stride, int tiles,
-                                           Weights weights) {
+                                           Coefficients coefficients) {
   constexpr int N = kAligned ? kVec<T> : 1;
   const int64_t index = blockIdx.x / tiles;
   const int tile = blockIdx.x % tiles;
@@ -33,8 +38,8 @@ __device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t
     const int v = begin + u * kBackwardThreads;
     if (v < aligned.vectors && !ignored) raw[u] = load<T, N>(logits + aligned.head + v * N);
   }
-  Gradient g = {};
-  if (!ignored) g = weights(index, logits, y);
+  GradientCoefficients g = {};
+  if (!ignored) g = coefficients(index, logits, y);
   Vec<T, N> zeros;
 #pragma unroll
   for (int i = 0; i < N; ++i) zeros.v[i] = from_float<T>(0.0f);

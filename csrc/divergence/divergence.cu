@@ -12,12 +12,12 @@
 namespace liger {
 namespace {
 
-// Weights or gradients of rows, or one for all of them, which is read where it lies.
-Tensor values_of_rows(const Tensor& values) {
+// Makes weights or gradients of rows contiguous. One value for all rows (stride 0) is used without a copy.
+Tensor row_values(const Tensor& values) {
   return values.dim() == 0 || values.stride(0) == 0 ? values : torch::stable::contiguous(values);
 }
 
-// The arguments of a call as the kernels read them; it owns what had to be copied.
+// The arguments of a call as kernel parameters. It owns the tensors that had to be copied.
 struct Call {
   RowInput student, teacher;
   std::optional<Tensor> target, row_weight;
@@ -28,7 +28,7 @@ struct Call {
        int64_t ignore_index)
       : student(std::move(student_rows)), teacher(row_input(teacher_logits)) {
     if (target_) target = torch::stable::contiguous(*target_);
-    if (row_weight_) row_weight = values_of_rows(*row_weight_);
+    if (row_weight_) row_weight = row_values(*row_weight_);
     problem.student = student.data();
     problem.teacher = teacher.data();
     problem.student_stride = student.rows.stride;
@@ -88,14 +88,14 @@ void launch_forward(const char* op, const Call& call, const divergence::Results&
   });
 }
 
-// The gradient may go over the student's rows themselves, if it is of their dtype.
+// The gradient may overwrite the student's rows if it has their dtype.
 void launch_backward(const char* op, const Call& call, const divergence::Results& r,
                      ScalarType gradient_dtype, const std::string& divergence) {
   const divergence::Problem& p = call.problem;
   const Tensor& like = call.student.tensor;
-  dispatch_gradient(like.scalar_type(), gradient_dtype, [&](auto tag, auto of_gradient) {
+  dispatch_gradient(like.scalar_type(), gradient_dtype, [&](auto tag, auto gradient_tag) {
     using T = typename decltype(tag)::type;
-    using G = typename decltype(of_gradient)::type;
+    using G = typename decltype(gradient_tag)::type;
     const bool aligned = aligned_with_student<T>(p, p.teacher, p.teacher_stride) &&
                          aligned_with_student<T, G>(p, r.gradient, r.gradient_stride);
     dispatch_divergence(divergence, [&](auto rule) {
@@ -108,16 +108,16 @@ void launch_backward(const char* op, const Call& call, const divergence::Results
   });
 }
 
-// Where a gradient goes; nowhere without data.
-struct Place {
+// The memory of the gradient. Without data no gradient is computed.
+struct GradientOutput {
   void* data = nullptr;
   int64_t stride = 0;
   ScalarType dtype = ScalarType::Float;
 };
 
-// Losses and stats of all rows, and their gradient where that has a place.
+// Losses and stats of all rows, and their gradient if `gradient` has data.
 void run_rows(const char* op, const Call& call, divergence::Results r, const std::string& divergence,
-              const Place& gradient) {
+              const GradientOutput& gradient) {
   if (call.problem.rows == 0) return;
   const Tensor& like = call.student.tensor;
   r.gradient = gradient.data;
@@ -131,17 +131,17 @@ void run_rows(const char* op, const Call& call, divergence::Results r, const std
   if (gradient.data != nullptr) launch_backward(op, call, r, gradient.dtype, divergence);
 }
 
-// Over the student's own rows, which were taken as rows_to_overwrite() gives them.
-Place over_student(const Call& call) {
+// The gradient overwrites the student's rows.
+GradientOutput student_in_place(const Call& call) {
   const Tensor& rows = call.student.tensor;
   return {rows.mutable_data_ptr(), call.student.rows.stride, rows.scalar_type()};
 }
 
-Place at(const RowOutput& output) {
+GradientOutput gradient_output(const RowOutput& output) {
   return {output.data(), output.rows.stride, output.written.scalar_type()};
 }
 
-// The sum of count values. grid: one block.
+// Sums `count` values in a fixed order. grid: one block.
 __global__ void __launch_bounds__(divergence::kMaxThreads)
     sum_all(const float* values, int64_t count, float* total) {
   __shared__ float scratch[32];
@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(divergence::kMaxThreads)
   if (threadIdx.x == 0) *total = sum;
 }
 
-// The losses of rows as an op returns them.
-Tensor reduced(const char* op, const Tensor& losses, bool per_row) {
+// Per-row losses, or their sum, as an op returns them.
+Tensor reduce_losses(const char* op, const Tensor& losses, bool per_row) {
   if (per_row) return losses;
   const Tensor total = empty({}, ScalarType::Float, losses);
   sum_all<<<1, divergence::kMaxThreads, 0, current_stream(losses)>>>(
@@ -178,13 +178,13 @@ std::tuple<Tensor, Tensor, Tensor> divergence_forward(const Tensor& student, con
                   ignore_index);
   if (!need_grad) {
     run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence, {});
-    return {reduced(op, losses, per_row), stats, no_tensor(student.scalar_type(), student)};
+    return {reduce_losses(op, losses, per_row), stats, no_tensor(student.scalar_type(), student)};
   }
   RowOutput gradient = row_output(torch::stable::empty_like(student));
   run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
-           at(gradient));
+           gradient_output(gradient));
   gradient.finish();
-  return {reduced(op, losses, per_row), stats, gradient.result};
+  return {reduce_losses(op, losses, per_row), stats, gradient.result};
 }
 
 Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const std::optional<Tensor>& target,
@@ -202,9 +202,9 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
   const Call call(row_input(student), teacher, target, row_weight, beta, temperature, log_probs,
                   ignore_index);
   run_rows(op, call, call.results(static_cast<float*>(losses.mutable_data_ptr()), stats), divergence,
-           over_student(call));
+           student_in_place(call));
   write_back(student, call.student);
-  return reduced(op, losses, per_row);
+  return reduce_losses(op, losses, per_row);
 }
 
 std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const Tensor& teacher,
@@ -228,7 +228,7 @@ std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const T
   divergence::Results results = call.results(static_cast<float*>(losses.mutable_data_ptr()), stats);
   if (cross_entropy != 0.0) results.hard = static_cast<float*>(hard.mutable_data_ptr());
   RowOutput out = row_output(gradient, true);
-  run_rows(op, call, results, divergence, at(out));
+  run_rows(op, call, results, divergence, gradient_output(out));
   out.finish();
   return {losses, hard};
 }
@@ -259,8 +259,8 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
   const DeviceGuard guard(student.get_device_index());
   RowOutput out = row_output(torch::stable::empty_like(student));
   const Call call(row_input(student), teacher, target, grad_loss, beta, temperature, log_probs, ignore_index);
-  const Tensor known = torch::stable::contiguous(stats);
-  divergence::Results r = call.results(nullptr, known);
+  const Tensor contiguous_stats = torch::stable::contiguous(stats);
+  divergence::Results r = call.results(nullptr, contiguous_stats);
   r.gradient = out.data();
   r.gradient_stride = out.rows.stride;
   if (call.problem.rows > 0) launch_backward(op, call, r, out.written.scalar_type(), divergence);

@@ -1,6 +1,10 @@
-// The divergence of two rows of logits, and its gradient in the first. One block for each row: two reads of
-// both rows for the loss (one for the largest logits and their sums, one for the terms), one for the
-// gradient. On any device, for rows of any size; divergence_persistent.cuh takes one read for all three.
+// The divergence of two rows of logits, and its gradient with respect to the first, the student's.
+// Probabilities are never materialised. These kernels run on any device and for rows of any length, with one
+// block per row: the loss reads both rows twice (once for the online softmax, once for the terms), the
+// gradient reads them once more. divergence/rows_persistent.cuh needs one read for all of that.
+//
+// Rows may start at any address. Accesses are 16 bytes wide if student, teacher and gradient are aligned
+// alike, else single elements.
 #pragma once
 
 #include "cross_entropy/problem.cuh"
@@ -11,13 +15,13 @@ namespace liger::divergence {
 
 inline constexpr int kMaxThreads = 512;
 
-// One class: p of the teacher, q of the student, and d = log(p / q).
+// One class: the probabilities p of the teacher and q of the student, and d = log(p / q).
 struct Class {
   float d, p, q;
 };
 
-// A divergence is the sum of value() over the classes; slope() is the derivative of a term in log_q. A class
-// without probability adds nothing, whatever its logarithm.
+// A divergence is the sum of value() over the classes; slope() is the derivative of a term with respect to
+// log(q). A class of probability 0 adds 0, where 0 * d might be nan.
 struct ForwardKl {
   static __device__ __forceinline__ float value(const Class& c, float) {
     return c.p > 0.0f ? c.p * c.d : 0.0f;
@@ -34,10 +38,11 @@ struct ReverseKl {
 
 // beta * KL(p || m) + (1 - beta) * KL(q || m) with m = beta * p + (1 - beta) * q
 struct Jsd {
-  // log(p / m) and log(q / m), by the ratio of the smaller to the larger one: exact for p near q, and finite.
+  // Returns log(p / m) and log(q / m). Only the ratio of the smaller to the larger probability enters expm1f,
+  // so the result is finite, and accurate for p near q.
   static __device__ __forceinline__ float2 against_mixture(const Class& c, float beta) {
-    const float of_larger = -log1pf((c.d > 0.0f ? 1.0f - beta : beta) * expm1f(-fabsf(c.d)));
-    return c.d > 0.0f ? make_float2(of_larger, of_larger - c.d) : make_float2(of_larger + c.d, of_larger);
+    const float log_larger = -log1pf((c.d > 0.0f ? 1.0f - beta : beta) * expm1f(-fabsf(c.d)));
+    return c.d > 0.0f ? make_float2(log_larger, log_larger - c.d) : make_float2(log_larger + c.d, log_larger);
   }
   static __device__ __forceinline__ float value(const Class& c, float beta) {
     const float2 logs = against_mixture(c, beta);
@@ -61,16 +66,16 @@ struct Problem {
   int64_t student_stride, teacher_stride;
   int64_t rows;
   int vocab;
-  ce::Targets targets;  // data is null where there are none
+  ce::Targets targets;  // data is null without targets
   float beta, inverse_temperature;
   float exp2_scale;  // log2(e) / temperature
   bool log_probs;
-  // Times the gradient of the cross entropy of the target that of a row gets; not 0 at temperature 1 alone,
-  // where that is softmax - onehot of the same softmax.
+  // The factor of the cross entropy of the target, whose gradient is added to that of the divergence. It is 0
+  // unless the temperature is 1, where both gradients contain the same softmax.
   float cross_entropy;
 };
 
-// One value per row, or the same for all, with a stride of 0; null for 1.
+// One value per row, or one for all rows (stride 0). Without data every weight is 1.
 struct RowWeights {
   const float* data;
   int64_t stride;
@@ -79,13 +84,13 @@ struct RowWeights {
   }
 };
 
-// What a launch writes.
+// The outputs of a launch, and the weights that it multiplies them by.
 struct Results {
-  float* loss;   // (rows), times their weights
+  float* loss;   // (rows), weighted
   float* stats;  // (5, rows), as csrc/library.cpp defines them
-  float* hard;   // (rows), cross_entropy times that of the target, times their weights; null: not wanted
+  float* hard;   // (rows), Problem::cross_entropy times the cross entropy, weighted; null: not requested
   RowWeights weights;
-  void* gradient;  // rows x vocab, of the sum of the losses; perhaps the student's logits
+  void* gradient;  // rows x vocab, of the sum of the losses; may be the student's logits
   int64_t gradient_stride;
 };
 
@@ -93,31 +98,32 @@ __device__ __forceinline__ bool ignored(const Problem& p, int64_t row) {
   return p.targets.data != nullptr && p.targets[row] == p.targets.ignore_index;
 }
 
-// Whether the target is a class. One that is none, and not ignored, makes the cross entropy of its row and
-// the gradient nan.
+// True if the target is in [0, vocab). Any other target that is not ignored makes the cross entropy of its
+// row and the gradient nan.
 __device__ __forceinline__ bool is_class(const Problem& p, int64_t target) {
   return target >= 0 && target < p.vocab;
 }
 
-// What makes a logit a log-probability: (z - max) / temperature - log_sum. The difference is taken first, so
-// that what all logits have in common is lost to no rounding.
-struct Normaliser {
+// The log-probability of a logit: (z - max) / temperature - log_sum. Subtracting first removes an offset that
+// all logits share before anything is rounded.
+struct LogSoftmax {
   float max, log_sum, inverse_temperature;
   __device__ __forceinline__ float operator()(float z) const {
     return (z - max) * inverse_temperature - log_sum;
   }
 };
 
-__device__ __forceinline__ Class class_at(float student, float teacher, const Normaliser& of_student,
-                                          const Normaliser& of_teacher) {
-  // Of two logits that are near each other the difference is exact, that of their rounded logarithms is not.
-  const float apart = (teacher - student) - (of_teacher.max - of_student.max);
-  const float d = apart * of_student.inverse_temperature - (of_teacher.log_sum - of_student.log_sum);
-  return {d, __expf(of_teacher(teacher)), __expf(of_student(student))};
+__device__ __forceinline__ Class class_at(float student, float teacher, const LogSoftmax& log_q,
+                                          const LogSoftmax& log_p) {
+  // The difference of two close logits is exact; the difference of their rounded log-probabilities is not.
+  const float difference = (teacher - student) - (log_p.max - log_q.max);
+  const float d = difference * log_q.inverse_temperature - (log_p.log_sum - log_q.log_sum);
+  return {d, __expf(log_p(teacher)), __expf(log_q(student))};
 }
 
-// A thread's share of a row: its largest logit, and the sum of exp((z - largest) / temperature).
-struct LogSum {
+// Online softmax over the logits that one thread reads: their maximum and the sum of
+// exp((z - max) / temperature).
+struct LogSumExp {
   float max = -INFINITY, sum = 0.0f;
 
   template <int N>
@@ -130,8 +136,8 @@ struct LogSum {
     max = high;
   }
 
-  // Of the whole block.
-  __device__ __forceinline__ Normaliser merged(float inverse_temperature, float* scratch) const {
+  // Reduces over the block; every thread gets the result.
+  __device__ __forceinline__ LogSoftmax reduce_block(float inverse_temperature, float* scratch) const {
     const float high = block_reduce<Max>(max, scratch);
     const float reference = ce::reference_of(high);
     const float total = block_reduce<Sum>(sum * __expf((max - reference) * inverse_temperature), scratch);
@@ -139,11 +145,12 @@ struct LogSum {
   }
 };
 
-// body(column, student, teacher) for this thread's share of two rows, in vectors where both rows are equally
-// far from a 16-byte boundary (kAligned), with single elements at their ends. Unsigned, since what lies past
-// the last of 2^31 - 1 columns is no int.
+// Calls body(column, student, teacher) for the part of two rows that this thread reads: vectors if both rows
+// are equally far from a 16-byte boundary (kAligned), and single edge elements. The indices are unsigned,
+// because an index past the last of 2^31 - 1 columns does not fit into an int.
 template <typename T, bool kAligned, typename Body>
-__device__ __forceinline__ void over_rows(const T* student, const T* teacher, int vocab, const Body& body) {
+__device__ __forceinline__ void for_each_vector(const T* student, const T* teacher, int vocab,
+                                                const Body& body) {
   constexpr int N = kAligned ? kVec<T> : 1, kUnroll = 2;
   const AlignedRow aligned = kAligned ? align_row(student, vocab) : AlignedRow{0, vocab, 0};
   const unsigned step = blockDim.x, vectors = static_cast<unsigned>(aligned.vectors);
@@ -177,16 +184,15 @@ __device__ __forceinline__ const T* row_at(const void* data, int64_t stride, int
 }
 
 __device__ __forceinline__ void write_results(const Problem& p, const Results& r, int64_t row, float loss,
-                                              const Normaliser& of_student, const Normaliser& of_teacher,
-                                              float slope) {
+                                              const LogSoftmax& log_q, const LogSoftmax& log_p, float slope) {
   r.loss[row] = loss;
-  const float columns[] = {of_student.max, of_student.log_sum, of_teacher.max, of_teacher.log_sum, slope};
+  const float columns[] = {log_q.max, log_q.log_sum, log_p.max, log_p.log_sum, slope};
 #pragma unroll
   for (int i = 0; i < 5; ++i) r.stats[i * p.rows + row] = columns[i];
 }
 
-// The student's logit at the target of a row that has cross entropy: nan where the target is no class, 0 in
-// ignored rows.
+// The student's logit at the target: nan if the target is outside [0, vocab), 0 in ignored rows. Needs
+// targets.
 template <typename T>
 __device__ __forceinline__ float target_logit(const Problem& p, int64_t row, bool ignored) {
   if (ignored) return 0.0f;
@@ -194,35 +200,37 @@ __device__ __forceinline__ float target_logit(const Problem& p, int64_t row, boo
   return is_class(p, target) ? to_float(row_at<T>(p.student, p.student_stride, row)[target]) : NAN;
 }
 
-// Of a row with that logit at its target; of an ignored one all numbers are 0.
-__device__ __forceinline__ float hard_loss(const Problem& p, float weight, const Normaliser& of_student,
+// The weighted cross entropy of a row. logit: the student's at the target. In an ignored row log_q and logit
+// are 0, and so is the loss.
+__device__ __forceinline__ float hard_loss(const Problem& p, float weight, const LogSoftmax& log_q,
                                            float logit) {
-  return weight * p.cross_entropy * (of_student.log_sum - (logit - of_student.max));
+  return weight * p.cross_entropy * (log_q.log_sum - (logit - log_q.max));
 }
 
-// grid: rows. Any number of threads that is a multiple of 32. Writes losses and stats.
+// Writes losses and stats. grid: rows. Block size: any multiple of 32 up to kMaxThreads. kAligned: the rows
+// of student and teacher are equally far from a 16-byte boundary.
 template <typename T, typename Rule, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, const Results r) {
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   float value = 0.0f, slope = 0.0f;
-  Normaliser of_student{0.0f, 0.0f, p.inverse_temperature}, of_teacher = of_student;
+  LogSoftmax log_q{0.0f, 0.0f, p.inverse_temperature}, log_p = log_q;
   if (!ignored(p, row)) {
     const T* student = row_at<T>(p.student, p.student_stride, row);
     const T* teacher = row_at<T>(p.teacher, p.teacher_stride, row);
     if (!p.log_probs) {
-      LogSum of_s, of_t;
-      over_rows<T, kAligned>(student, teacher, p.vocab, [&](int, const auto& s, const auto& t) {
-        of_s.add(s, p.inverse_temperature);
-        of_t.add(t, p.inverse_temperature);
+      LogSumExp student_sum, teacher_sum;
+      for_each_vector<T, kAligned>(student, teacher, p.vocab, [&](int, const auto& s, const auto& t) {
+        student_sum.add(s, p.inverse_temperature);
+        teacher_sum.add(t, p.inverse_temperature);
       });
-      of_student = of_s.merged(p.inverse_temperature, scratch);
-      of_teacher = of_t.merged(p.inverse_temperature, scratch);
+      log_q = student_sum.reduce_block(p.inverse_temperature, scratch);
+      log_p = teacher_sum.reduce_block(p.inverse_temperature, scratch);
     }
-    over_rows<T, kAligned>(student, teacher, p.vocab, [&](int, const auto& s, const auto& t) {
+    for_each_vector<T, kAligned>(student, teacher, p.vocab, [&](int, const auto& s, const auto& t) {
 #pragma unroll
       for (int i = 0; i < sizeof(s) / sizeof(float); ++i) {
-        const Class c = class_at(s[i], t[i], of_student, of_teacher);
+        const Class c = class_at(s[i], t[i], log_q, log_p);
         value += Rule::value(c, p.beta);
         slope += Rule::slope(c, p.beta);
       }
@@ -232,17 +240,18 @@ __global__ void __launch_bounds__(kMaxThreads) forward(const Problem p, const Re
   }
   if (threadIdx.x == 0) {
     const float weight = r.weights[row];
-    write_results(p, r, row, weight * value, of_student, of_teacher, slope);
+    write_results(p, r, row, weight * value, log_q, log_p, slope);
     if (r.hard != nullptr) {
       const float logit = target_logit<T>(p, row, ignored(p, row));
-      r.hard[row] = hard_loss(p, weight, of_student, logit);
+      r.hard[row] = hard_loss(p, weight, log_q, logit);
     }
   }
 }
 
-// grid: rows. Writes the gradient, in its own dtype G, from stats; over the student's logits, of the same
-// dtype, is fine: one thread reads and writes an element. kAligned: the rows of all three are equally far, in
-// elements, from a multiple of kVec<T> elements.
+// Writes the gradient, of dtype G, from stats. grid: rows. Block size as for forward(). If G is T, the
+// gradient may overwrite the student's logits: the thread that writes an element is the one that read it.
+// kAligned: the rows of student, teacher and gradient are equally far, in elements, from a multiple of
+// kVec<T> elements.
 template <typename T, typename G, typename Rule, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const Results r) {
   const int64_t row = blockIdx.x;
@@ -253,24 +262,24 @@ __global__ void __launch_bounds__(kMaxThreads) backward(const Problem p, const R
     return;
   }
   const auto stat = [&](int i) { return r.stats[i * p.rows + row]; };
-  const Normaliser of_student{stat(0), stat(1), p.inverse_temperature};
-  const Normaliser of_teacher{stat(2), stat(3), p.inverse_temperature};
+  const LogSoftmax log_q{stat(0), stat(1), p.inverse_temperature};
+  const LogSoftmax log_p{stat(2), stat(3), p.inverse_temperature};
   const int64_t target = p.cross_entropy == 0.0f ? -1 : p.targets[row];
   const float hard = p.cross_entropy == 0.0f || is_class(p, target) ? p.cross_entropy : NAN;
   const float slope = stat(4) - hard, upstream = r.weights[row] * p.inverse_temperature;
-  over_rows<T, kAligned>(row_at<T>(p.student, p.student_stride, row),
-                         row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
-                         [&](int column, const auto& s, const auto& t) {
-                           constexpr int N = sizeof(s) / sizeof(float);
-                           float grad[N];
+  for_each_vector<T, kAligned>(row_at<T>(p.student, p.student_stride, row),
+                               row_at<T>(p.teacher, p.teacher_stride, row), p.vocab,
+                               [&](int column, const auto& s, const auto& t) {
+                                 constexpr int N = sizeof(s) / sizeof(float);
+                                 float grad[N];
 #pragma unroll
-                           for (int i = 0; i < N; ++i) {
-                             const Class c = class_at(s[i], t[i], of_student, of_teacher);
-                             const float taken = column + i == target ? hard : 0.0f;
-                             grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope - taken);
-                           }
-                           store(out + column, pack<G>(grad));
-                         });
+                                 for (int i = 0; i < N; ++i) {
+                                   const Class c = class_at(s[i], t[i], log_q, log_p);
+                                   const float one_hot = column + i == target ? hard : 0.0f;
+                                   grad[i] = upstream * (Rule::slope(c, p.beta) - c.q * slope - one_hot);
+                                 }
+                                 store(out + column, pack<G>(grad));
+                               });
 }
 
 }  // namespace liger::divergence

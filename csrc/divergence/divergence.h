@@ -1,4 +1,4 @@
-// What the launches of the divergence kernels share.
+// Dispatch and alignment tests for the launches of the divergence kernels.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace liger {
 
-// Calls body(Rule{}) with the rule of that name, which was checked.
+// Calls body(Rule{}) with the rule of that name. The name has been checked before.
 template <typename Body>
 void dispatch_divergence(const std::string& name, Body&& body) {
   if (name == "forward_kl") {
@@ -24,8 +24,8 @@ void dispatch_divergence(const std::string& name, Body&& body) {
   }
 }
 
-// Whether rows of U at these strides are all as far, in elements, from a multiple of kVec<T> elements as
-// those of the student, which are of T: then vectors of so many elements are aligned in both.
+// True if every row of `other` (of dtype U) is as far, in elements, from a multiple of kVec<T> elements as
+// the row of the student (of dtype T). Then vectors of kVec<T> elements are aligned in both.
 template <typename T, typename U = T>
 bool aligned_with_student(const divergence::Problem& p, const void* other, int64_t stride) {
   constexpr int64_t kElements = kVec<T>;
@@ -36,21 +36,21 @@ bool aligned_with_student(const divergence::Problem& p, const void* other, int64
          (p.student_stride - stride) % kElements == 0;
 }
 
-// Calls body(TypeTag<T>{}, TypeTag<G>{}) with the type of the logits and that of their gradient: the same, or
-// a half type for float32 logits, as was checked.
+// Calls body(TypeTag<T>{}, TypeTag<G>{}) with the dtypes of the logits and of their gradient, which have been
+// checked before: the same, or any of the three for the gradient of float32 logits.
 template <typename Body>
 void dispatch_gradient(ScalarType logits, ScalarType gradient, Body&& body) {
   dispatch_dtype(logits, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (std::is_same_v<T, float>) {
-      dispatch_dtype(gradient, [&](auto of_gradient) { body(tag, of_gradient); });
+      dispatch_dtype(gradient, [&](auto gradient_tag) { body(tag, gradient_tag); });
     } else {
       body(tag, tag);
     }
   });
 }
 
-// Loss and gradient in one read of the rows. False, without a launch, where the device, the rows or the
+// Loss and gradient in one read of the rows. Returns false without a launch if the device, the rows or the
 // options do not allow it.
 bool launch_divergence_persistent(const char* op, const std::string& divergence,
                                   const divergence::Problem& problem, const divergence::Results& results,

@@ -1,14 +1,15 @@
-// The row rule of divergences where rows stay in shared memory: what passes over them add, and the gradient
-// of a vector of logits.
+// The row rule of divergences for rows staged in shared memory: the sums that passes over two rows
+// accumulate, and the gradient of a vector of logits.
 //
-// Arithmetic is what is scarce (docs/performance/divergence.md): exponentials are powers of 2 of
-// fma(z, scale, -reference), in which any reference does, so that it may be rounded, and they are normalised
-// by factors of whole rows. With y the exponents so made, e = 2^y and E their sums:
+// Arithmetic limits these kernels (docs/performance/divergence.md). So exponentials are powers of 2 of
+// y = fma(z, scale, -reference), and a factor per row normalises them. The reference may be rounded, because
+// any value near the maximum serves. With e = 2^y and E the sum of e over a row:
 //
 //   KL(p, q)   sum(p * log2(p / q)) = sum(e_p * (y_p - y_q)) / E_p - log2(E_p / E_q): one pass over the rows
-//   tvd        a second pass, since its terms need the sums of both, which keeps the student's exponentials,
-//              with the sign of q - p, in the place of the logits
-//   jsd        a second pass, which keeps the logarithms of the mixture in the place of the teacher's logits
+//   tvd        a second pass, because its terms need both sums; it overwrites the logits in shared memory
+//              with the student's exponentials, which get the sign of q - p
+//   jsd        a second pass, which overwrites the teacher's logits in shared memory with the logarithms of
+//              the mixture
 #pragma once
 
 #include "device/cluster.cuh"
@@ -18,17 +19,18 @@ namespace liger::divergence {
 
 inline constexpr float kLn2 = 0.6931471805599453f;
 
-// Whose probabilities weight the differences of the exponents that the first pass adds.
-enum class Cross { kNone, kOfStudent, kOfTeacher };
+// The cross term that the first pass sums: differences of exponents, weighted by the exponentials of one row.
+enum class CrossTerm { kNone, kStudentWeights, kTeacherWeights };
 
-// Of two rows, or of parts of them: largest logits, sums of 2^(z * scale - reference(largest)), and the sum
-// of e * (y - y of the other row). Plain data, since it lives in shared memory too.
+// Statistics of two rows or of parts of them: maxima of the logits, sums of 2^(z * scale - reference(max,
+// scale)), and the sum of e * (y - y of the other row). An aggregate without initialisers, because shared
+// memory holds it too.
 struct alignas(16) PairStats {
-  float student_max, student_sum, teacher_max, teacher_sum, cross;
+  float student_max, student_sum, teacher_max, teacher_sum, cross_sum;
 };
 
-// Of the second pass.
-struct Sums {
+// The sums of the second pass.
+struct TermSums {
   float value, slope;
 };
 
@@ -44,21 +46,22 @@ __device__ __forceinline__ float reference(float max, float scale) {
   return ce::reference_of(max) * scale;
 }
 
-// Lets the sums refer to larger maxima. What has seen nothing but -inf has a sum of 0 (or nan, to be kept).
-template <Cross kCross>
-__device__ __forceinline__ void raise(PairStats& s, float student_max, float teacher_max, float scale) {
-  const float student_by = reference(student_max, scale) - reference(s.student_max, scale);
-  const float teacher_by = reference(teacher_max, scale) - reference(s.teacher_max, scale);
-  const float student_factor = s.student_max == -INFINITY ? 1.0f : exp2_fast(-student_by);
-  const float teacher_factor = s.teacher_max == -INFINITY ? 1.0f : exp2_fast(-teacher_by);
-  // A weight that has become 0 adds nothing, whatever it was multiplied by.
-  if constexpr (kCross == Cross::kOfStudent) {
-    const float moved = (s.cross + (teacher_by - student_by) * s.student_sum) * student_factor;
-    s.cross = s.student_sum * student_factor == 0.0f ? 0.0f : moved;
+// Rescales the sums to maxima that are at least the current ones. If all logits so far were -inf, the sum is
+// 0, or nan after a nan logit, and the factor of 1 preserves both.
+template <CrossTerm kCross>
+__device__ __forceinline__ void rescale(PairStats& s, float student_max, float teacher_max, float scale) {
+  const float student_shift = reference(student_max, scale) - reference(s.student_max, scale);
+  const float teacher_shift = reference(teacher_max, scale) - reference(s.teacher_max, scale);
+  const float student_factor = s.student_max == -INFINITY ? 1.0f : exp2_fast(-student_shift);
+  const float teacher_factor = s.teacher_max == -INFINITY ? 1.0f : exp2_fast(-teacher_shift);
+  // If the sum of the weights underflows to 0, the cross sum is 0 as well, where 0 * inf would be nan.
+  if constexpr (kCross == CrossTerm::kStudentWeights) {
+    const float shifted = (s.cross_sum + (teacher_shift - student_shift) * s.student_sum) * student_factor;
+    s.cross_sum = s.student_sum * student_factor == 0.0f ? 0.0f : shifted;
   }
-  if constexpr (kCross == Cross::kOfTeacher) {
-    const float moved = (s.cross + (student_by - teacher_by) * s.teacher_sum) * teacher_factor;
-    s.cross = s.teacher_sum * teacher_factor == 0.0f ? 0.0f : moved;
+  if constexpr (kCross == CrossTerm::kTeacherWeights) {
+    const float shifted = (s.cross_sum + (student_shift - teacher_shift) * s.teacher_sum) * teacher_factor;
+    s.cross_sum = s.teacher_sum * teacher_factor == 0.0f ? 0.0f : shifted;
   }
   s.student_sum *= student_factor;
   s.teacher_sum *= teacher_factor;
@@ -66,58 +69,58 @@ __device__ __forceinline__ void raise(PairStats& s, float student_max, float tea
   s.teacher_max = teacher_max;
 }
 
-template <Cross kCross>
+template <CrossTerm kCross>
 __device__ __forceinline__ void merge(PairStats& a, PairStats b, float scale) {
   const float student_max = fmaxf(a.student_max, b.student_max);
   const float teacher_max = fmaxf(a.teacher_max, b.teacher_max);
-  raise<kCross>(a, student_max, teacher_max, scale);
-  raise<kCross>(b, student_max, teacher_max, scale);
+  rescale<kCross>(a, student_max, teacher_max, scale);
+  rescale<kCross>(b, student_max, teacher_max, scale);
   a.student_sum += b.student_sum;
   a.teacher_sum += b.teacher_sum;
-  a.cross += b.cross;
+  a.cross_sum += b.cross_sum;
 }
 
-// The largest of a warp, of which none is nan: as integers of the same order, by one instruction where an
-// exchange between lanes takes five steps.
-__device__ __forceinline__ float warp_largest(float x) {
+// Maximum over a warp; no value may be nan. As integers of the same order the floats need one redux
+// instruction instead of five shuffles.
+__device__ __forceinline__ float warp_max(float x) {
   const auto ordered = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
   return __int_as_float(ordered(__reduce_max_sync(0xffffffffu, ordered(__float_as_int(x)))));
 }
 
-// Every lane gets the same bits: maximum and addition commute.
-template <Cross kCross>
+// Every lane gets the same bits, because maximum and addition are commutative.
+template <CrossTerm kCross>
 __device__ __forceinline__ void merge_warp(PairStats& s, float scale) {
-  raise<kCross>(s, warp_largest(s.student_max), warp_largest(s.teacher_max), scale);
+  rescale<kCross>(s, warp_max(s.student_max), warp_max(s.teacher_max), scale);
   s.student_sum = warp_reduce<Sum>(s.student_sum);
   s.teacher_sum = warp_reduce<Sum>(s.teacher_sum);
-  if constexpr (kCross != Cross::kNone) s.cross = warp_reduce<Sum>(s.cross);
+  if constexpr (kCross != CrossTerm::kNone) s.cross_sum = warp_reduce<Sum>(s.cross_sum);
 }
 
-__device__ __forceinline__ PairStats no_stats() {
+__device__ __forceinline__ PairStats empty_stats() {
   return {-INFINITY, 0.0f, -INFINITY, 0.0f, 0.0f};
 }
 
-template <Cross kCross>
+template <CrossTerm kCross>
 __device__ __forceinline__ PairStats merge_slots(const PairStats* slots, int count, float scale) {
   const int lane = threadIdx.x % 32;
-  PairStats s = lane < count ? slots[lane] : no_stats();
+  PairStats s = lane < count ? slots[lane] : empty_stats();
   for (int i = lane + 32; i < count; i += 32) merge<kCross>(s, slots[i], scale);
   merge_warp<kCross>(s, scale);
   return s;
 }
 
-__device__ __forceinline__ Sums merge_warp(const Sums& s) {
+__device__ __forceinline__ TermSums merge_warp(const TermSums& s) {
   return {warp_reduce<Sum>(s.value), warp_reduce<Sum>(s.slope)};
 }
-__device__ __forceinline__ Sums merge_slots(const Sums* slots, int count) {
-  Sums s = {0.0f, 0.0f};
+__device__ __forceinline__ TermSums merge_slots(const TermSums* slots, int count) {
+  TermSums s = {0.0f, 0.0f};
   for (int i = threadIdx.x % 32; i < count; i += 32) s.value += slots[i].value, s.slope += slots[i].slope;
   return merge_warp(s);
 }
 
-// Half types two at a time, without a conversion.
+// The maximum of a vector. Half types are compared in pairs, without conversion to float.
 template <typename T, int N>
-__device__ __forceinline__ float largest(const Vec<T, N>& x) {
+__device__ __forceinline__ float vector_max(const Vec<T, N>& x) {
   float z[N];
   if constexpr (kPaired<T, N> && N > 2) {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -140,117 +143,123 @@ __device__ __forceinline__ void exponents(float (&z)[N], float scale, float from
   for (int i = 0; i < N; ++i) z[i] = fmaf(z[i], scale, -from);
 }
 
-// A thread's share of the statistics.
-template <Cross kCross>
-struct Running {
-  PairStats stats = no_stats();
-  float student_from = 0.0f, teacher_from = 0.0f;  // their references
+// Online statistics of the vectors that one thread reads.
+template <CrossTerm kCross>
+struct OnlineStats {
+  PairStats stats = empty_stats();
+  float student_reference = 0.0f, teacher_reference = 0.0f;  // of the current maxima
 
-  // Of several vectors, in one step: one comparison with the maxima for all of them.
+  // Adds M vectors of each row at once, so that the maxima are compared only once.
   template <typename T, int N, int M>
   __device__ __forceinline__ void add(const Vec<T, N> (&student)[M], const Vec<T, N> (&teacher)[M],
                                       float scale) {
-    float student_high = largest(student[0]), teacher_high = largest(teacher[0]);
+    float student_high = vector_max(student[0]), teacher_high = vector_max(teacher[0]);
 #pragma unroll
     for (int m = 1; m < M; ++m) {
-      student_high = fmaxf(student_high, largest(student[m]));
-      teacher_high = fmaxf(teacher_high, largest(teacher[m]));
+      student_high = fmaxf(student_high, vector_max(student[m]));
+      teacher_high = fmaxf(teacher_high, vector_max(teacher[m]));
     }
     if (student_high > stats.student_max || teacher_high > stats.teacher_max) {
-      raise<kCross>(stats, fmaxf(stats.student_max, student_high), fmaxf(stats.teacher_max, teacher_high),
-                    scale);
-      student_from = reference(stats.student_max, scale);
-      teacher_from = reference(stats.teacher_max, scale);
+      rescale<kCross>(stats, fmaxf(stats.student_max, student_high), fmaxf(stats.teacher_max, teacher_high),
+                      scale);
+      student_reference = reference(stats.student_max, scale);
+      teacher_reference = reference(stats.teacher_max, scale);
     }
 #pragma unroll
     for (int m = 0; m < M; ++m) {
-      float s[N], t[N], of_s[N], of_t[N];
+      float s[N], t[N], exp_s[N], exp_t[N];
       unpack(student[m], s);
       unpack(teacher[m], t);
-      exponents(s, scale, student_from);
-      exponents(t, scale, teacher_from);
+      exponents(s, scale, student_reference);
+      exponents(t, scale, teacher_reference);
 #pragma unroll
-      for (int i = 0; i < N; ++i) of_s[i] = exp2_fast(s[i]), of_t[i] = exp2_fast(t[i]);
+      for (int i = 0; i < N; ++i) exp_s[i] = exp2_fast(s[i]), exp_t[i] = exp2_fast(t[i]);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if constexpr (kCross == Cross::kOfStudent) {
-          if (of_s[i] != 0.0f) stats.cross = fmaf(of_s[i], s[i] - t[i], stats.cross);
+        if constexpr (kCross == CrossTerm::kStudentWeights) {
+          if (exp_s[i] != 0.0f) stats.cross_sum = fmaf(exp_s[i], s[i] - t[i], stats.cross_sum);
         }
-        if constexpr (kCross == Cross::kOfTeacher) {
-          if (of_t[i] != 0.0f) stats.cross = fmaf(of_t[i], t[i] - s[i], stats.cross);
+        if constexpr (kCross == CrossTerm::kTeacherWeights) {
+          if (exp_t[i] != 0.0f) stats.cross_sum = fmaf(exp_t[i], t[i] - s[i], stats.cross_sum);
         }
       }
-      stats.student_sum += ce::reduce_pairwise<Sum>(of_s);
-      stats.teacher_sum += ce::reduce_pairwise<Sum>(of_t);
+      stats.student_sum += ce::reduce_pairwise<Sum>(exp_s);
+      stats.teacher_sum += ce::reduce_pairwise<Sum>(exp_t);
     }
   }
 };
 
-// What all threads know of a row after the first pass.
-struct alignas(16) Known {
+// Constants of a row that every thread has after the first pass.
+struct alignas(16) RowConstants {
   float scale;
-  float student_from, teacher_from;      // references of the exponents
-  float student_factor, teacher_factor;  // what makes exponentials probabilities
-  float log_ratio;                       // log2 of (sum of the student / sum of the teacher)
-  float cross;
-  float equal;  // the student's less the teacher's logit where both probabilities are the same
+  float student_reference, teacher_reference;  // references of the exponents
+  float student_factor, teacher_factor;        // exponential -> probability
+  float log_ratio;                             // log2(student's sum / teacher's sum)
+  float cross_sum;
+  float equal_gap;  // student's minus teacher's logit of a class with p == q
 
-  // Sets *of_student and *of_teacher, whose sums refer to the largest logits themselves.
-  __device__ __forceinline__ Known(const PairStats& s, const Problem& p, Normaliser* of_student,
-                                   Normaliser* of_teacher)
+  // Also sets *log_q and *log_p.
+  __device__ __forceinline__ RowConstants(const PairStats& s, const Problem& p, LogSoftmax* log_q,
+                                          LogSoftmax* log_p)
       : scale(p.exp2_scale),
-        student_from(reference(s.student_max, scale)),
-        teacher_from(reference(s.teacher_max, scale)),
+        student_reference(reference(s.student_max, scale)),
+        teacher_reference(reference(s.teacher_max, scale)),
         student_factor(1.0f / s.student_sum),
         teacher_factor(1.0f / s.teacher_sum),
-        cross(s.cross) {
+        cross_sum(s.cross_sum) {
     const float student_log = log2f(s.student_sum), teacher_log = log2f(s.teacher_sum);
     log_ratio = student_log - teacher_log;
-    // Less what was lost when the reference was rounded.
-    const float student_exact = student_log - fmaf(ce::reference_of(s.student_max), scale, -student_from);
-    const float teacher_exact = teacher_log - fmaf(ce::reference_of(s.teacher_max), scale, -teacher_from);
-    equal = (s.student_max - s.teacher_max) + (student_exact - teacher_exact) / scale;
-    *of_student = {s.student_max, student_exact * kLn2, p.inverse_temperature};
-    *of_teacher = {s.teacher_max, teacher_exact * kLn2, p.inverse_temperature};
+    // The sums above are relative to the rounded references; these logarithms are relative to the maxima.
+    const float log_student_sum =
+        student_log - fmaf(ce::reference_of(s.student_max), scale, -student_reference);
+    const float log_teacher_sum =
+        teacher_log - fmaf(ce::reference_of(s.teacher_max), scale, -teacher_reference);
+    equal_gap = (s.student_max - s.teacher_max) + (log_student_sum - log_teacher_sum) / scale;
+    *log_q = {s.student_max, log_student_sum * kLn2, p.inverse_temperature};
+    *log_p = {s.teacher_max, log_teacher_sum * kLn2, p.inverse_temperature};
   }
 };
 
-// What follows for a row: its loss, the sum of s (docs/divergence.md), and the coefficients of its gradient.
-struct Outcome {
+// The result of a row: its loss, the sum of s (docs/divergence.md), and the coefficients of its gradient.
+struct RowResult {
   float loss, slope;
   float a, b, c;
 };
 
-// What terms() leaves for the gradient, in float32.
-enum class Keeps { kNothing, kForStudent, kForTeacher };
+// The logits in shared memory that the second pass overwrites with float32 values of terms() for the
+// gradient.
+enum class Overwrite { kNothing, kStudent, kTeacher };
 
-// How a divergence is computed by passes over rows that stay:
-//   kCross    what the first pass adds beside the sums
-//   kTerms    whether a second pass adds terms()
-//   kKeeps    what terms() replaces by what the gradient needs instead: nothing, both tensors' logits by what
-//             becomes of s, or those of the teacher by what becomes of t
-//   outcome   from what the passes have added; weight is that of the row, over the temperature
-//   add       so many exponentials of the student to the gradient of each class
-//   gradient  of a vector of logits, or of what was kept; it is left in s
+// The passes of a divergence over two rows in shared memory:
+//   kCross              the cross term of the first pass
+//   kTerms              true if there is a second pass, which calls terms()
+//   kOverwrite          the logits that terms() overwrites: kNothing; kStudent, with signed exponentials (two
+//                       copies of half types hold their floats); kTeacher, with logarithms of the mixture
+//   result()            the row result from the sums; weight: that of the row, over the temperature
+//   add_exponentials()  adds a multiple of the student's exponentials to the gradient
+//   gradient()          s and t, logits or values of terms() -> the gradient in s
 template <typename Rule>
 struct Passes;
 
 template <>
 struct Passes<ForwardKl> {
-  static constexpr Cross kCross = Cross::kOfTeacher;
+  static constexpr CrossTerm kCross = CrossTerm::kTeacherWeights;
   static constexpr bool kTerms = false;
-  static constexpr Keeps kKeeps = Keeps::kNothing;
+  static constexpr Overwrite kOverwrite = Overwrite::kNothing;
 
-  static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums&, float, float weight) {
-    return {kLn2 * (k.cross * k.teacher_factor + k.log_ratio), -1.0f, weight * k.student_factor,
+  static __device__ __forceinline__ RowResult result(const RowConstants& k, const TermSums&, float,
+                                                     float weight) {
+    return {kLn2 * (k.cross_sum * k.teacher_factor + k.log_ratio), -1.0f, weight * k.student_factor,
             -weight * k.teacher_factor, 0.0f};
   }
-  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.a += exponentials; }
+  static __device__ __forceinline__ void add_exponentials(RowResult& o, float coefficient) {
+    o.a += coefficient;
+  }
   template <int N>
-  static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const Known& k,
-                                                  const Outcome& o) {
-    exponents(s, k.scale, k.student_from);
-    exponents(t, k.scale, k.teacher_from);
+  static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const RowConstants& k,
+                                                  const RowResult& o) {
+    exponents(s, k.scale, k.student_reference);
+    exponents(t, k.scale, k.teacher_reference);
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = fmaf(o.a, exp2_fast(s[i]), o.b * exp2_fast(t[i]));
   }
@@ -258,60 +267,66 @@ struct Passes<ForwardKl> {
 
 template <>
 struct Passes<ReverseKl> {
-  static constexpr Cross kCross = Cross::kOfStudent;
+  static constexpr CrossTerm kCross = CrossTerm::kStudentWeights;
   static constexpr bool kTerms = false;
-  static constexpr Keeps kKeeps = Keeps::kNothing;
+  static constexpr Overwrite kOverwrite = Overwrite::kNothing;
 
-  // q * (log(q / p) - loss), in which the logarithms of the sums cancel.
-  static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums&, float, float weight) {
-    const float mean = k.cross * k.student_factor, loss = kLn2 * (mean - k.log_ratio);
+  // The gradient is q * (log(q / p) - loss); in this difference the logarithms of the sums cancel.
+  static __device__ __forceinline__ RowResult result(const RowConstants& k, const TermSums&, float,
+                                                     float weight) {
+    const float mean = k.cross_sum * k.student_factor, loss = kLn2 * (mean - k.log_ratio);
     return {loss, loss + 1.0f, weight * k.student_factor * kLn2, mean, 0.0f};
   }
-  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
+  static __device__ __forceinline__ void add_exponentials(RowResult& o, float coefficient) {
+    o.c += coefficient;
+  }
   template <int N>
-  static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const Known& k,
-                                                  const Outcome& o) {
-    exponents(s, k.scale, k.student_from);
-    exponents(t, k.scale, k.teacher_from);
+  static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const RowConstants& k,
+                                                  const RowResult& o) {
+    exponents(s, k.scale, k.student_reference);
+    exponents(t, k.scale, k.teacher_reference);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_s = exp2_fast(s[i]);
-      s[i] = of_s == 0.0f ? 0.0f : of_s * fmaf(o.a, (s[i] - t[i]) - o.b, o.c);
+      const float exp_s = exp2_fast(s[i]);
+      s[i] = exp_s == 0.0f ? 0.0f : exp_s * fmaf(o.a, (s[i] - t[i]) - o.b, o.c);
     }
   }
 };
 
 template <>
 struct Passes<Tvd> {
-  static constexpr Cross kCross = Cross::kNone;
+  static constexpr CrossTerm kCross = CrossTerm::kNone;
   static constexpr bool kTerms = true;
-  static constexpr Keeps kKeeps = Keeps::kForStudent;
+  static constexpr Overwrite kOverwrite = Overwrite::kStudent;
 
-  // The logits tell which probability is larger. Where both are the same either sign is as good.
+  // The difference of the logits determines which probability is larger. If p == q, both signs are correct.
   template <int N>
-  static __device__ __forceinline__ void terms(float (&s)[N], const float (&t)[N], const Known& k, float,
-                                               Sums& sums) {
+  static __device__ __forceinline__ void terms(float (&s)[N], const float (&t)[N], const RowConstants& k,
+                                               float, TermSums& sums) {
     const float ratio = k.teacher_factor / k.student_factor;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
-      const float of_t = exp2_fast(fmaf(t[i], k.scale, -k.teacher_from));
-      const float with_sign = copysignf(of_s, (s[i] - t[i]) - k.equal);
-      sums.value += fabsf(fmaf(-ratio, of_t, of_s));
-      sums.slope += with_sign;
-      s[i] = with_sign;
+      const float exp_s = exp2_fast(fmaf(s[i], k.scale, -k.student_reference));
+      const float exp_t = exp2_fast(fmaf(t[i], k.scale, -k.teacher_reference));
+      const float signed_exp = copysignf(exp_s, (s[i] - t[i]) - k.equal_gap);
+      sums.value += fabsf(fmaf(-ratio, exp_t, exp_s));
+      sums.slope += signed_exp;
+      s[i] = signed_exp;
     }
   }
-  // Rows without any difference have no gradient.
-  static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums& sums, float, float weight) {
+  // A row with p == q in every class has the gradient 0.
+  static __device__ __forceinline__ RowResult result(const RowConstants& k, const TermSums& sums, float,
+                                                     float weight) {
     const float half = sums.value == 0.0f ? 0.0f : 0.5f, slope = half * k.student_factor * sums.slope;
     const float factor = weight * k.student_factor;
     return {0.5f * k.student_factor * sums.value, slope, factor * half, 0.0f, -factor * slope};
   }
-  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
+  static __device__ __forceinline__ void add_exponentials(RowResult& o, float coefficient) {
+    o.c += coefficient;
+  }
   template <int N>
-  static __device__ __forceinline__ void gradient(float (&s)[N], const float (&)[N], const Known&,
-                                                  const Outcome& o) {
+  static __device__ __forceinline__ void gradient(float (&s)[N], const float (&)[N], const RowConstants&,
+                                                  const RowResult& o) {
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = fmaf(o.c, fabsf(s[i]), o.a * s[i]);
   }
@@ -319,44 +334,46 @@ struct Passes<Tvd> {
 
 template <>
 struct Passes<Jsd> {
-  static constexpr Cross kCross = Cross::kNone;
+  static constexpr CrossTerm kCross = CrossTerm::kNone;
   static constexpr bool kTerms = true;
-  static constexpr Keeps kKeeps = Keeps::kForTeacher;
-  // Exponents are no smaller, so that p / q is finite; 2^-100 of the largest probability adds nothing.
-  static constexpr float kLeast = -100.0f;
+  static constexpr Overwrite kOverwrite = Overwrite::kTeacher;
+  // Lower bound of the exponents, so that p / q is finite. 2^-100 of the largest probability changes no sum.
+  static constexpr float kMinExponent = -100.0f;
 
   // With r = p / q and l = log2(m / q) = log2(beta * r + 1 - beta) a term is q * (beta * r * (log2(r) - l) -
-  // (1 - beta) * l), in bits. l is kept.
+  // (1 - beta) * l), in bits. l overwrites t.
   template <int N>
-  static __device__ __forceinline__ void terms(float (&s)[N], float (&t)[N], const Known& k, float beta,
-                                               Sums& sums) {
+  static __device__ __forceinline__ void terms(float (&s)[N], float (&t)[N], const RowConstants& k,
+                                               float beta, TermSums& sums) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_student = fmaxf(fmaf(s[i], k.scale, -k.student_from), kLeast);
-      const float of_teacher = fmaxf(fmaf(t[i], k.scale, -k.teacher_from), kLeast);
-      const float log_r = (of_teacher - of_student) + k.log_ratio;
-      const float share = beta * exp2_fast(log_r), mixture = share + (1.0f - beta);
-      const float l = log2_fast(mixture), e = exp2_fast(of_student);
-      sums.value = fmaf(e, fmaf(share, log_r, -mixture * l), sums.value);
+      const float student_exponent = fmaxf(fmaf(s[i], k.scale, -k.student_reference), kMinExponent);
+      const float teacher_exponent = fmaxf(fmaf(t[i], k.scale, -k.teacher_reference), kMinExponent);
+      const float log_r = (teacher_exponent - student_exponent) + k.log_ratio;
+      const float weighted_ratio = beta * exp2_fast(log_r), mixture = weighted_ratio + (1.0f - beta);
+      const float l = log2_fast(mixture), e = exp2_fast(student_exponent);
+      sums.value = fmaf(e, fmaf(weighted_ratio, log_r, -mixture * l), sums.value);
       sums.slope = fmaf(e, l, sums.slope);
       t[i] = l;
     }
   }
   // s = -(1 - beta) * q * l / log2(e)
-  static __device__ __forceinline__ Outcome outcome(const Known& k, const Sums& sums, float beta,
-                                                    float weight) {
+  static __device__ __forceinline__ RowResult result(const RowConstants& k, const TermSums& sums, float beta,
+                                                     float weight) {
     const float mean = k.student_factor * sums.slope, factor = -(1.0f - beta) * kLn2;
     const float coefficient = weight * factor * k.student_factor;
     return {kLn2 * k.student_factor * sums.value, factor * mean, coefficient, 0.0f, -coefficient * mean};
   }
-  static __device__ __forceinline__ void add(Outcome& o, float exponentials) { o.c += exponentials; }
+  static __device__ __forceinline__ void add_exponentials(RowResult& o, float coefficient) {
+    o.c += coefficient;
+  }
   template <int N>
-  static __device__ __forceinline__ void gradient(float (&s)[N], float (&l)[N], const Known& k,
-                                                  const Outcome& o) {
+  static __device__ __forceinline__ void gradient(float (&s)[N], float (&l)[N], const RowConstants& k,
+                                                  const RowResult& o) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float of_s = exp2_fast(fmaf(s[i], k.scale, -k.student_from));
-      s[i] = of_s * fmaf(o.a, l[i], o.c);
+      const float exp_s = exp2_fast(fmaf(s[i], k.scale, -k.student_reference));
+      s[i] = exp_s * fmaf(o.a, l[i], o.c);
     }
   }
 };

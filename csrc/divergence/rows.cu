@@ -1,4 +1,4 @@
-// The launches of divergences whose rows stay in shared memory.
+// Launches the persistent kernels of divergences.
 #include "device/integers.h"
 #include "divergence/divergence.h"
 #include "divergence/rows_persistent.cuh"
@@ -7,8 +7,8 @@
 namespace liger {
 namespace {
 
-// Bytes of a row of both tensors from which on it pays that they stay.
-constexpr int64_t kPersistent = 16 << 10;
+// Bytes of a row of student and teacher together from which on the persistent kernel is faster.
+constexpr int64_t kMinPersistentBytes = 16 << 10;
 
 }  // namespace
 
@@ -18,23 +18,24 @@ bool launch_divergence_persistent(const char* op, const std::string& divergence,
   const DeviceAttributes& device = device_attributes(device_index);
   if (device.code.architecture < 90 || p.log_probs) return false;
   bool launched = false;
-  dispatch_gradient(dtype, gradient_dtype, [&](auto tag, auto of_gradient) {
+  dispatch_gradient(dtype, gradient_dtype, [&](auto tag, auto gradient_tag) {
     using T = typename decltype(tag)::type;
-    using G = typename decltype(of_gradient)::type;
+    using G = typename decltype(gradient_tag)::type;
     const int64_t row_vectors = ceil_div(p.vocab, kVec<T>);
-    if (2 * row_vectors * 16 < kPersistent || !aligned_with_student<T>(p, p.teacher, p.teacher_stride))
+    if (2 * row_vectors * 16 < kMinPersistentBytes ||
+        !aligned_with_student<T>(p, p.teacher, p.teacher_stride))
       return;
     dispatch_divergence(divergence, [&](auto rule) {
       using Rule = decltype(rule);
-      constexpr int kCopies = divergence::kept_vectors<T, Rule>();
-      // So many blocks on an SM, each with a row of its own, or a part of one.
-      using Three = PersistentShape<256, 2, divergence::PairStats, kCopies, 3>;
-      using Two = PersistentShape<256, 4, divergence::PairStats, kCopies, 2>;
-      using One = PersistentShape<512, 4, divergence::PairStats, kCopies, 1>;
+      constexpr int kCopies = divergence::smem_copies<T, Rule>();
+      // Blocks per SM. Each has its own pair of rows, or a slice of both.
+      using ThreeBlocks = PersistentShape<256, 2, divergence::PairStats, kCopies, 3>;
+      using TwoBlocks = PersistentShape<256, 4, divergence::PairStats, kCopies, 2>;
+      using OneBlock = PersistentShape<512, 4, divergence::PairStats, kCopies, 1>;
       PersistentLaunch<divergence::Problem, divergence::Results> launch(op, row_vectors, device);
-      launch.template add_candidate<Three>(divergence::rows_persistent<T, G, Rule, Three>);
-      launch.template add_candidate<Two>(divergence::rows_persistent<T, G, Rule, Two>);
-      launch.template add_candidate<One>(divergence::rows_persistent<T, G, Rule, One>);
+      launch.template add_candidate<ThreeBlocks>(divergence::rows_persistent<T, G, Rule, ThreeBlocks>);
+      launch.template add_candidate<TwoBlocks>(divergence::rows_persistent<T, G, Rule, TwoBlocks>);
+      launch.template add_candidate<OneBlock>(divergence::rows_persistent<T, G, Rule, OneBlock>);
       launched = launch.run(p.rows, stream, p, r);
     });
   });

@@ -14,94 +14,97 @@
 namespace liger {
 namespace {
 
-// How the rows of all operands lie.
-enum class Alignment { kWhole, kAlike, kAny };  // whole vectors, those but for both ends, single elements
+// The common alignment of the rows of all operands. kVectors: rows consist of whole 16-byte vectors. kPeel:
+// rows start equally far from a 16-byte boundary, so only the elements at both ends are no part of common
+// vectors. kElements: operands share no vectors.
+enum class Alignment { kVectors, kPeel, kElements };
 
-Alignment alignment_of(const Softmax& p, int64_t element_size) {
+Alignment common_alignment(const Softmax& p, int64_t element_size) {
   const int64_t vector = 16 / element_size;
   Extent extent = p.extent;
-  if (use_vectors(extent, element_size, {p.x, p.grad_y, as_input(p.out)})) return Alignment::kWhole;
+  if (use_vectors(extent, element_size, {p.x, p.grad_y, as_input(p.out)})) return Alignment::kVectors;
   for (const InputRows& other : {p.grad_y, as_input(p.out)}) {
     if (other.data == nullptr) continue;
-    const intptr_t apart = reinterpret_cast<intptr_t>(p.x.data) - reinterpret_cast<intptr_t>(other.data);
-    if (apart % 16 != 0 || (p.extent.rows > 1 && (p.x.stride - other.stride) % vector != 0))
-      return Alignment::kAny;
+    const intptr_t distance = reinterpret_cast<intptr_t>(p.x.data) - reinterpret_cast<intptr_t>(other.data);
+    if (distance % 16 != 0 || (p.extent.rows > 1 && (p.x.stride - other.stride) % vector != 0))
+      return Alignment::kElements;
   }
-  return Alignment::kAlike;
+  return Alignment::kPeel;
 }
 
-// What a block of softmax_smem_kernel has in shared memory beside its row, rounded up.
-constexpr int kOwnSharedMemory = 1 << 10;
+// Upper bound of the static shared memory of softmax_smem_kernel.
+constexpr int kStaticSharedMemory = 1 << 10;
 
-// Rows that leave room for a second block on an SM; false for longer ones. Each block takes 1 KB
-// of an SM beside what it can use.
+// Launches softmax_smem_kernel; returns false if shared memory has no room for two blocks per SM. The driver
+// reserves 1 KB of shared memory per resident block.
 template <typename T, typename Rule>
-bool launch_kept(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
+bool launch_smem(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
   const int64_t vectors = p.extent.columns / kVec<T>;
   const int64_t bytes = vectors * 16 * Rule::kTensors;
-  if (bytes > (device.shared_memory_per_block_optin + 1024) / 2 - 1024 - kOwnSharedMemory) return false;
+  if (bytes > (device.shared_memory_per_block_optin + 1024) / 2 - 1024 - kStaticSharedMemory) return false;
   const auto kernel = softmax_smem_kernel<T, Rule>;
   check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
-  // Four vectors for a thread.
+  // About four vectors per thread.
   const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, kSmemThreads);
   kernel<<<static_cast<unsigned>(p.extent.rows), static_cast<unsigned>(threads), static_cast<size_t>(bytes),
            stream>>>(p, static_cast<int>(vectors));
   return true;
 }
 
-// False for rows that no cluster keeps.
+// Returns false if no cluster size holds a row.
 template <typename T, typename Rule>
 bool launch_persistent(const char* op, const Softmax& p, const DeviceAttributes& device,
                        cudaStream_t stream) {
-  constexpr int kTensors = Rule::kTensors, kVectors = 4 / kTensors;
-  using Two = PersistentShape<256, kVectors, typename Rule::Stats, kTensors, 2>;
-  using One = PersistentShape<512, kVectors, typename Rule::Stats, kTensors, 1>;
+  constexpr int kTensors = Rule::kTensors, kLaneVectors = 4 / kTensors;
+  using TwoBlocks = PersistentShape<256, kLaneVectors, typename Rule::Stats, kTensors, 2>;
+  using OneBlock = PersistentShape<512, kLaneVectors, typename Rule::Stats, kTensors, 1>;
   const auto launch = [&](auto shape) {
     using Shape = decltype(shape);
     PersistentLaunch<Softmax> launch(op, p.extent.columns / kVec<T>, device);
     launch.template add_candidate<Shape>(softmax_persistent_kernel<T, Rule, Shape>);
     return launch.run(p.extent.rows, stream, p);
   };
-  // Of one tensor two blocks on an SM are faster even where they leave more of these without work.
-  return (kTensors == 1 && launch(Two{})) || launch(One{});
+  // In the forward, with one tensor, two blocks per SM are faster even at a lower SM utilisation.
+  return (kTensors == 1 && launch(TwoBlocks{})) || launch(OneBlock{});
 }
 
+// Launches a kernel that stages rows in shared memory; returns false if neither holds a row.
 template <typename T, typename Rule>
-bool launch_shared(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
-  return launch_kept<T, Rule>(op, p, device, stream) || launch_persistent<T, Rule>(op, p, device, stream);
+bool launch_staged(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
+  return launch_smem<T, Rule>(op, p, device, stream) || launch_persistent<T, Rule>(op, p, device, stream);
 }
 
 template <typename T>
 void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
   constexpr int N = kVec<T>;
-  constexpr int64_t kMostShort = kShortItems * kHeldThreads;
-  // Beyond, too few blocks with their rows in registers fit an SM.
-  const int64_t most_short = device.code.architecture >= 90 ? kMostShort / 2 : kMostShort;
-  const Alignment alignment = alignment_of(p, sizeof(T));
-  if (alignment == Alignment::kWhole && touched_vectors<T, N, false>(p) <= most_short) {
+  constexpr int64_t kMaxShortVectors = kShortVectors * kRegisterThreads;
+  // Longer rows in registers leave too few blocks per SM; from sm_90 on shared memory is faster for them.
+  const int64_t max_short_vectors = device.code.architecture >= 90 ? kMaxShortVectors / 2 : kMaxShortVectors;
+  const Alignment alignment = common_alignment(p, sizeof(T));
+  if (alignment == Alignment::kVectors && max_row_vectors<T, N, false>(p) <= max_short_vectors) {
     launch_softmax_short<T, N, false>(p, stream);
     return;
   }
-  if (alignment == Alignment::kAlike && touched_vectors<T, N, true>(p) <= most_short) {
+  if (alignment == Alignment::kPeel && max_row_vectors<T, N, true>(p) <= max_short_vectors) {
     launch_softmax_short<T, N, true>(p, stream);
     return;
   }
-  if (alignment != Alignment::kAny && device.code.architecture >= 90) {
+  if (alignment != Alignment::kElements && device.code.architecture >= 90) {
     const bool launched = p.grad_y.data == nullptr
-                              ? launch_shared<T, SoftmaxForward<T>>(op, p, device, stream)
-                              : launch_shared<T, SoftmaxBackward<T>>(op, p, device, stream);
+                              ? launch_staged<T, SoftmaxForward<T>>(op, p, device, stream)
+                              : launch_staged<T, SoftmaxBackward<T>>(op, p, device, stream);
     if (launched) return;
   }
-  if (alignment == Alignment::kWhole) {
+  if (alignment == Alignment::kVectors) {
     launch_softmax_long<T, N>(p, stream);
-  } else if (p.extent.columns <= kMostShort) {
+  } else if (p.extent.columns <= kMaxShortVectors) {
     launch_softmax_short<T, 1, false>(p, stream);
   } else {
     launch_softmax_long<T, 1>(p, stream);
   }
 }
 
-// x is y in the backward.
+// The forward without grad_y; the backward with it, in which x is y.
 Tensor run(const char* op, const char* name, const Tensor& x, const std::optional<Tensor>& grad_y) {
   check_rowwise(op, name, x, grad_y);
   require_cuda_dtype(op, name, x);

@@ -1,4 +1,5 @@
-// What the threads of a row of softmax, and of its gradient, find out about it, and how that is merged.
+// Row statistics of softmax (online maximum and sum) and of its gradient (a dot product), and their reduction
+// over a warp, a block or a set of slots. Every merge runs in a fixed order, so results are deterministic.
 #pragma once
 
 #include "device/exp2.cuh"
@@ -12,21 +13,21 @@ __device__ __forceinline__ float softmax_exp(float x) {
   return sizeof(T) == 4 ? expf(x) : exp2_fast(x * kLog2e);
 }
 
-// The largest value so far, and the sum of exp(value - max). As long as there was nothing but -inf, it is 0.
+// Online softmax: the running maximum and the sum of exp(value - max), which is 0 while all values were -inf.
 template <typename T>
 struct alignas(8) SoftmaxStats {
   float max = -INFINITY, sum = 0.0f;
 
-  // So that nothing is inf - inf.
+  // The shift of the exponentials; finite, because -inf - -inf would be nan.
   __device__ __forceinline__ float reference() const { return max == -INFINITY ? 0.0f : max; }
-  // Rare after the first vectors.
-  __device__ __forceinline__ void raise(float next) {
+  // Rescales the sum to a larger maximum. The maximum rarely changes after the first vectors.
+  __device__ __forceinline__ void rescale(float next) {
     if (next == max) return;
     const float before = max;
     max = next;
     sum *= softmax_exp<T>(before - reference());
   }
-  // Vectors of x at once: one comparison with the maximum for all of them.
+  // Adds U vectors at once, so that the running maximum is compared only once.
   template <int N, int U>
   __device__ __forceinline__ void add(const Vec<T, N> (&x)[U]) {
     float next = max, values[N];
@@ -36,7 +37,7 @@ struct alignas(8) SoftmaxStats {
 #pragma unroll
       for (int i = 0; i < N; ++i) next = fmaxf(next, values[i]);
     }
-    raise(next);
+    rescale(next);
     const float shift = reference();
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -47,17 +48,17 @@ struct alignas(8) SoftmaxStats {
   }
   __device__ __forceinline__ void merge(SoftmaxStats other) {
     const float next = fmaxf(max, other.max);
-    raise(next);
-    other.raise(next);
+    rescale(next);
+    other.rescale(next);
     sum += other.sum;
   }
   __device__ __forceinline__ void merge_warp() {
-    raise(warp_reduce<Max>(max));
+    rescale(warp_reduce<Max>(max));
     sum = warp_reduce<Sum>(sum);
   }
 };
 
-// The sum of grad_y * y.
+// The sum of grad_y * y of a row.
 struct DotProduct {
   float sum = 0.0f;
 
@@ -75,7 +76,7 @@ __device__ __forceinline__ float dot_product(const Vec<T, N>& a, const Vec<T, N>
   return sum;
 }
 
-// y becomes grad_x.
+// Overwrites y with grad_x = y * (grad_y - dot).
 template <typename T, int N>
 __device__ __forceinline__ void softmax_grad(const Vec<T, N>& grad_y, Vec<T, N>& y, float dot) {
   float g[N], values[N];
@@ -86,6 +87,7 @@ __device__ __forceinline__ void softmax_grad(const Vec<T, N>& grad_y, Vec<T, N>&
   y = pack<T, N>(values);
 }
 
+// Merges `count` slots; every lane gets the result.
 template <typename Stats>
 __device__ __forceinline__ void merge_slots(Stats& stats, const Stats* slots, int count) {
   stats = {};
@@ -93,7 +95,8 @@ __device__ __forceinline__ void merge_slots(Stats& stats, const Stats* slots, in
   stats.merge_warp();
 }
 
-// Merges what the threads of a block have. slots: one for each warp, in shared memory.
+// Merges the statistics of all threads of a block; every thread gets the result. slots: one per warp, in
+// shared memory.
 template <typename Stats>
 __device__ __forceinline__ void merge_block(Stats& stats, Stats* slots) {
   stats.merge_warp();

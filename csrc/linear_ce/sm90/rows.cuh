@@ -131,14 +131,14 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   float sum = 0.0f;
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads) sum += p.sums[int64_t{row} * p.columns + i];
   sum = block_reduce<Sum>(sum, scratch);
-  ce::Stats<kMetrics> stats = ce::no_stats<kMetrics>();
+  ce::Stats<kMetrics> stats = ce::empty_stats<kMetrics>();
   stats.max = reference;
   stats.sum = sum;
   if constexpr (kMetrics) {
     float spread = 0.0f;
     for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
       spread += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
-    stats.spread = block_reduce<Sum>(spread, scratch) / kLog2e;
+    stats.entropy_sum = block_reduce<Sum>(spread, scratch) / kLog2e;
     stats.best_column = column_of_key(p.metrics.best_keys[row]);
   }
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
@@ -154,18 +154,18 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
 
   const float share =
       p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
-  const ce::Gradient g =
-      ce::gradient_weights(p.problem, r, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+  const ce::GradientCoefficients g =
+      ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), share, stats.max, stats.sum);
   if (threadIdx.x == 0) {
-    p.scale[row] = g.probability;
+    p.scale[row] = g.coef_exp;
     OneHot one_hot = {0.0f, -1};
-    if (r.target >= 0 && g.hard != 0.0f) {
+    if (r.target >= 0 && g.coef_target != 0.0f) {
       if (p.first_row.is_first(r.index, r.target)) {
-        one_hot = {g.hard, r.target};
-        p.first_row.set(r.target, g.hard);
+        one_hot = {g.coef_target, r.target};
+        p.first_row.set(r.target, g.coef_target);
       } else {
         const float exact = ce::exp_from(z_target, stats.max);
-        *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.hard / g.probability);
+        *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.coef_target / g.coef_exp);
       }
     }
     p.one_hot[row] = one_hot;
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
     for (int j = 0; j < 4; ++j) {
       uint32_t& word = (&v.x)[j];
       const float2 f = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
-      word = pack_bf16(f.x * g.probability, f.y * g.probability);
+      word = pack_bf16(f.x * g.coef_exp, f.y * g.coef_exp);
     }
     x[i] = v;
   }

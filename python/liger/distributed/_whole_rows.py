@@ -64,13 +64,13 @@ class Rows:
         if self.smoothing:
             cost = rule.class_weight_sum * lse - merged.class_sum
         self.results.fill_from(rows, lse, merged.logp, cost)
-        of_p, of_target, of_class = gradient_weights(rule, rows, lse)
+        coef_exp, coef_target, coef_class = gradient_weights(rule, rows, lse)
         upstream = row_upstream(rule, rows, 1.0 / self.denominator)
         return (
             merged.reference,
-            of_p * upstream / merged.total,
-            of_target * upstream,
-            of_class * upstream if self.smoothing else None,
+            coef_exp * upstream / merged.total,
+            coef_target * upstream,
+            coef_class * upstream if self.smoothing else None,
         )
 
     def write_gradient(self, rows, logits, coefficients):

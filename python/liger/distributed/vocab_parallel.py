@@ -258,10 +258,10 @@ def _backward(ctx, grad_loss, *_grad_others):
     grad_logits = None
     if grad_loss is not None:
         logits, target, ce_weight, (reference, *scaled) = ctx.saved_tensors
-        of_exp, of_target, of_class = (*(c * grad_loss for c in scaled), None)[:3]
+        coef_exp, coef_target, coef_class = (*(c * grad_loss for c in scaled), None)[:3]
         grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
-            logits, target, reference, of_exp, of_target, of_class,
-            None if of_class is None else ce_weight, *ctx.where, None,
+            logits, target, reference, coef_exp, coef_target, coef_class,
+            None if coef_class is None else ce_weight, *ctx.where, None,
         )  # fmt: skip
     return grad_logits, *(None,) * 14
 

@@ -3,11 +3,13 @@
 With the classes spread over several tensors, or devices, the statistics of the parts give the log-sum-exp of the whole,
 and one coefficient per row each then gives the gradient of every part:
 
-    exp(l) * (of_exp + of_log * l) - of_target * [v is the target] - of_class * ce_weight[v],    l = z[v] - reference
+    exp(l) * (coef_exp + coef_log * l) - coef_target * [v is the target] - coef_class * ce_weight[v]
 
-With ``reference = lse`` and ``of_exp = of_target = c`` that is ``c * (softmax - onehot)``: the gradient of every loss
-that looks at logits through the log-probability of the target alone. With ``of_log`` it also has the gradient of every
-loss of their entropy: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
+where ``l = z[v] - reference``.
+
+With ``reference = lse`` and ``coef_exp = coef_target = c`` that is ``c * (softmax - onehot)``: the gradient of every
+loss that looks at logits through the log-probability of the target alone. With ``coef_log`` it also has the gradient
+of every loss of their entropy: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
 """
 
 import torch
@@ -65,27 +67,33 @@ def cross_entropy_stats_torch(
 
 
 def _write_gradient(
-    op, out, logits, target, reference, of_exp, of_target, of_class, ce_weight, vocab_start, ignore_index, softcap,
-    of_log,
+    op, out, logits, target, reference, coef_exp, coef_target, coef_class, ce_weight, vocab_start, ignore_index,
+    softcap, coef_log,
 ):  # fmt: skip
     _check(op, logits, target, ce_weight, softcap)
     check_row_values(
-        op, logits, reference=reference, of_exp=of_exp, of_target=of_target, of_class=of_class, of_log=of_log
+        op,
+        logits,
+        reference=reference,
+        coef_exp=coef_exp,
+        coef_target=coef_target,
+        coef_class=coef_class,
+        coef_log=coef_log,
     )
     column, present = _columns(target, vocab_start, logits.shape[1])
-    of_target = torch.where(present, of_target, 0.0).unsqueeze(1)
+    coef_target = torch.where(present, coef_target, 0.0).unsqueeze(1)
     reference = torch.where(reference == -torch.inf, 0.0, reference).unsqueeze(1)
     ignored = (target == ignore_index).unsqueeze(1)
     for block in row_blocks(logits):
         z = _capped(logits[block], softcap)
-        grad, factor = z - reference[block], of_exp[block].unsqueeze(1)
-        if of_log is not None:
-            factor = grad.clamp(min=_LEAST_LOG).mul_(of_log[block].unsqueeze(1)).add_(factor)
+        grad, factor = z - reference[block], coef_exp[block].unsqueeze(1)
+        if coef_log is not None:
+            factor = grad.clamp(min=_LEAST_LOG).mul_(coef_log[block].unsqueeze(1)).add_(factor)
         grad.exp_().mul_(factor)
-        if of_class is not None:
-            per_class = of_class[block].unsqueeze(1)
+        if coef_class is not None:
+            per_class = coef_class[block].unsqueeze(1)
             grad.sub_(per_class if ce_weight is None else per_class * ce_weight.to(z.dtype))
-        grad.scatter_(1, column[block], grad.gather(1, column[block]) - of_target[block])
+        grad.scatter_(1, column[block], grad.gather(1, column[block]) - coef_target[block])
         if softcap is not None:
             grad.mul_(1.0 - (z / softcap).square_())
         out[block] = grad.masked_fill_(ignored[block], 0.0)
@@ -143,9 +151,9 @@ def _setup(ctx, inputs, output):
 @differentiable_once("cross_entropy_stats")
 def _backward(ctx, grad_stats):
     logits, target, ce_weight, stats = ctx.saved_tensors
-    of_class = -grad_stats[3] if ctx.class_sum else None
+    coef_class = -grad_stats[3] if ctx.class_sum else None
     grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
-        logits, target, stats[0], grad_stats[1], -grad_stats[2], of_class, ce_weight, *ctx.options, None
+        logits, target, stats[0], grad_stats[1], -grad_stats[2], coef_class, ce_weight, *ctx.options, None
     )
     return grad_logits, *(None,) * 6
 

@@ -89,9 +89,9 @@ class Targets(NamedTuple):
         )
         return largest, total.log()
 
-    def coefficients(self, reference, of_exp, of_target):
+    def coefficients(self, reference, coef_exp, coef_target):
         """What follows the logits in the arguments of the gradient ops of cross entropy."""
-        return self.target, reference, of_exp, of_target, None, None, 0, self.ignore_index, None, None
+        return self.target, reference, coef_exp, coef_target, None, None, 0, self.ignore_index, None, None
 
 
 class RowWeights(NamedTuple):
