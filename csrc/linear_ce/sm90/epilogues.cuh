@@ -220,7 +220,7 @@ struct ExpEpilogue {
       write_tile_results<Max>(tile_sums, max, tile, row, lane);
       return;
     }
-    float from[2], sum[2] = {0.0f, 0.0f}, spread[2] = {0.0f, 0.0f};
+    float from[2], sum[2] = {0.0f, 0.0f}, entropy_sum[2] = {0.0f, 0.0f};
     float best[2] = {-INFINITY, -INFINITY};
     int best_column[2] = {0, 0};  // relative to the first column of this lane
 #pragma unroll
@@ -247,7 +247,7 @@ struct ExpEpilogue {
           x = exp2_fast(y);
           sum[h] += x;
           // 0 * -inf cannot occur: without a bias, logits are infinite only if operands are.
-          if constexpr (kMetrics) spread[h] = fmaf(x, y, spread[h]);
+          if constexpr (kMetrics) entropy_sum[h] = fmaf(x, y, entropy_sum[h]);
         }
       }
       if (!write) continue;
@@ -260,7 +260,7 @@ struct ExpEpilogue {
     }
     write_tile_results<Sum>(tile_sums, sum, tile, row, lane);
     if constexpr (kMetrics) {
-      write_tile_results<Sum>(metrics.entropy_sums, spread, tile, row, lane);
+      write_tile_results<Sum>(metrics.entropy_sums, entropy_sum, tile, row, lane);
       update_best_keys(best, best_column, tile, row, lane);
     }
     const bool too_large = !(sum[0] < kMaxRowSum) || !(sum[1] < kMaxRowSum);

@@ -135,10 +135,10 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   stats.max = reference;
   stats.sum = sum;
   if constexpr (kMetrics) {
-    float spread = 0.0f;
+    float entropy_sum = 0.0f;
     for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
-      spread += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
-    stats.entropy_sum = block_reduce<Sum>(spread, scratch) / kLog2e;
+      entropy_sum += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
+    stats.entropy_sum = block_reduce<Sum>(entropy_sum, scratch) / kLog2e;
     stats.best_column = column_of_key(p.metrics.best_keys[row]);
   }
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
@@ -152,10 +152,10 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   if (threadIdx.x == 0) ce::write_results(p.problem, r, stats);
   if (!p.gradient) return;
 
-  const float share =
+  const float upstream =
       p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
   const ce::GradientCoefficients g =
-      ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), share, stats.max, stats.sum);
+      ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
   if (threadIdx.x == 0) {
     p.scale[row] = g.coef_exp;
     OneHot one_hot = {0.0f, -1};
