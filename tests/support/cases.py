@@ -24,7 +24,7 @@ def compiled(op):
         yield torch.device("cuda")
 
 
-def soil():
+def poison_memory():
     """Leaves not-a-numbers in the memory of the device that comes next: what is read before it is written shows."""
     for mib in (1, 4, 32, 128):
         torch.full((mib << 18,), torch.nan, device="cuda")

@@ -22,7 +22,7 @@ from liger import _load
 
 pytestmark = pytest.mark.packaging
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # As TORCH_TARGET_VERSION in cmake/LigerTorch.cmake says.
 OLDEST_TORCH = (2, 10)
 LIBRARIES = [

@@ -11,7 +11,7 @@ from liger import cli
 from liger.benchmarks import OPS, environment, goals, harness, report, suite, verdict
 from liger.benchmarks.harness import Options
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # --- verdict ------------------------------------------------------------------------------------------------------
 

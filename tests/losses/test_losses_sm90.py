@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from cases import soil
+from cases import poison_memory
 from losses_cases import leaf
 from sm90_engine import assert_observed
 from test_losses_op import EVERY, call
@@ -67,7 +67,7 @@ def call_at_level(module, hidden, weight, target):
 
 def run(module, hidden, weight, target, function=call_at_level):
     leaves = leaf(hidden), leaf(weight)
-    soil()
+    poison_memory()
     loss = function(module, *leaves, target)
     return [loss.detach(), *torch.autograd.grad(loss * 0.5, leaves)]
 

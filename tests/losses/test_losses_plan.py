@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from test_cli import LiveBytes
+from live_bytes import LiveBytes
 
 from liger.losses import _chunks
 from liger.ops._linear_chunks import Head

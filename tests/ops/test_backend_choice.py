@@ -115,7 +115,7 @@ def test_cuda_needs_code_for_every_device(cuda_machine, monkeypatch):
 
 
 def test_the_measured_table_names_ops_backends_and_its_page():
-    page = Path(__file__).parents[1] / "docs" / "performance" / "dispatch.md"
+    page = Path(__file__).parents[2] / "docs" / "performance" / "dispatch.md"
     text = page.read_text()
     for capability, ops in backend.FASTER.items():
         assert capability >= backend.MIN_CAPABILITY and "{}.{}".format(*capability) in text

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import soil
+from cases import poison_memory
 from cross_entropy_reference import random_layer, reference
 from torch.nn.functional import linear
 
@@ -86,7 +86,7 @@ def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=F
         # The gradients of losses per row come from a second pass, over their sum.
         shape.plan(False, False, observed)
         shape.plan(*trained)
-    soil()
+    poison_memory()
     x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
     output = liger.fused_linear_ce(
         x, weight, target,

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
-EXAMPLE = Path(__file__).parents[1] / "examples" / "preference.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "preference.py"
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto", "orpo", "simpo"])
