@@ -9,6 +9,8 @@ from cases import DTYPES, assert_as_exact_as_torch, check_op, strided_like
 
 import liger
 
+# One and several blocks of 128 threads with a 16-byte vector each; columns of no whole vectors (129, 20001)
+# or of none in half types only (4100).
 SHAPES = [(8,), (1, 1), (5, 64), (2, 3, 129), (7, 1000), (3, 4100), (300, 256), (2, 2, 2, 6), (1, 20001)]
 # family -> (public functions' options, activation in plain torch)
 FAMILIES = {

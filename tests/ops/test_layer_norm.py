@@ -7,6 +7,8 @@ from cases import DTYPES, check_op, strided_like
 import liger
 
 PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
+# Rows within a warp; odd sizes, without 16-byte vectors; rows of one block, 2 to 8 vectors a thread; longer ones.
+# More rows than SMs: of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
 SHAPES = [
     (5, 64),
     (2, 3, 129),

@@ -6,6 +6,8 @@ from cases import DTYPES, check_op, strided_like
 
 import liger
 
+# One and several blocks of 128 threads with a 16-byte vector each; sizes of no whole vectors (1, 2 x 3 x 129)
+# or of none in half types only (3 x 4100); no elements.
 SHAPES = [(8,), (1, 1), (5, 64), (2, 3, 129), (7, 1000), (3, 4100), (2, 2, 2, 6), (0, 16), (3, 0)]
 
 

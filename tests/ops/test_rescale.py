@@ -6,6 +6,7 @@ from cases import DTYPES, strided_like
 
 import liger  # noqa: F401  (registers the ops)
 
+# No dimension; no elements; sizes of no whole 16-byte vectors, for one block (of 1024 elements) and several.
 SHAPES = [(), (1,), (7,), (0, 4), (4, 0), (3, 1001), (2, 3, 65), (130, 129)]
 
 
