@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama
 
-from liger.benchmarks import bench_model
+from liger_bench import bench_model
 
 TINY = replace(bench_model.SELF_TEST, shapes=((1, 8),), rounds=3)
 

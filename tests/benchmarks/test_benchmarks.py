@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from liger import cli
-from liger.benchmarks import (
+from liger_bench import (
     OPS,
     bench_fused_linear_ce,
     harness,
@@ -15,8 +15,8 @@ from liger.benchmarks import (
     report,
     verdict,
 )
-from liger.benchmarks.candidates import Candidate, ours, providers, selected
-from liger.benchmarks.harness import (
+from liger_bench.candidates import Candidate, ours, providers, selected
+from liger_bench.harness import (
     Contest,
     Options,
     Provider,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from liger import cli
-from liger.benchmarks import OPS, environment, goals, harness, report, suite, verdict
-from liger.benchmarks.harness import Options
+from liger.cli import bench
+from liger_bench import OPS, environment, goals, harness, report, suite, verdict
+from liger_bench.harness import Options
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,13 +183,66 @@ def test_results_that_cannot_be_read_are_refused(text, words, tmp_path, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_results_go_to_the_checkout_or_to_the_current_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a/b/liger/benchmarks/environment.py"))
+def test_results_go_to_the_checkout(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert environment.results_folder() == Path("bench-output")
-    assert environment.environment(Options("cpu"))["modified"] is None
-    monkeypatch.chdir(ROOT)
-    assert environment.results_folder() == ROOT / "benchmarks/results"
+    assert environment.RESULTS == ROOT / "benchmarks/results"
+
+
+def test_a_copy_without_history_has_no_commit(monkeypatch, tmp_path):
+    monkeypatch.delenv("LIGER_COMMIT", raising=False)
+    monkeypatch.setattr(environment, "CHECKOUT", tmp_path)
+    facts = environment.environment(Options("cpu"))
+    assert facts["commit"] is None and facts["modified"] is None
+
+
+# --- where the suite is ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """liger as it is installed from a wheel, and a current folder without a checkout."""
+    monkeypatch.delenv(bench.VARIABLE, raising=False)
+    monkeypatch.setattr(bench.liger, "__file__", str(tmp_path / "lib/site-packages/liger/__init__.py"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def suite_in(folder):
+    (folder / "liger_bench").mkdir(parents=True)
+    (folder / "liger_bench/cli.py").touch()
+    return folder
+
+
+def test_without_a_checkout_it_says_how_to_get_the_suite(installed, capsys):
+    assert cli.main(["bench", "--self-test"]) == 2
+    said = capsys.readouterr().err
+    assert "Clone the repository" in said and "LIGER_BENCHMARKS=" in said
+
+
+def test_the_variable_comes_first_and_excludes_other_folders(installed, monkeypatch, capsys):
+    suite_in(installed / "benchmarks")
+    other = suite_in(installed / "other")
+    monkeypatch.setenv(bench.VARIABLE, str(other))
+    assert bench.suite_folder() == other
+    monkeypatch.setenv(bench.VARIABLE, str(installed))
+    assert cli.main(["bench"]) == 2
+    assert f"no benchmark suite in {installed}, which LIGER_BENCHMARKS names" in capsys.readouterr().err
+
+
+def test_then_the_checkout_of_the_current_folder(installed, monkeypatch):
+    (installed / "docs").mkdir()
+    suite = suite_in(installed / "benchmarks")
+    monkeypatch.chdir(installed / "docs")
+    assert bench.suite_folder() == suite
+
+
+def test_then_the_checkout_of_an_editable_install(installed, monkeypatch):
+    suite = suite_in(installed / "checkout/benchmarks")
+    monkeypatch.setattr(bench.liger, "__file__", str(installed / "checkout/python/liger/__init__.py"))
+    assert bench.suite_folder() == suite
+
+
+# --- how it starts --------------------------------------------------------------------------------------------------
 
 
 def test_run_py_is_the_command():
@@ -198,8 +252,6 @@ def test_run_py_is_the_command():
 
 
 def test_importing_liger_does_not_import_the_suite():
-    code = (
-        "import sys, liger, liger.cli; print(*[m for m in sys.modules if m.startswith('liger.benchmarks.')])"
-    )
+    code = "import sys, liger, liger.cli; print(*[m for m in sys.modules if m.startswith('liger_bench')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -9,7 +9,7 @@ import sys
 import torch
 
 from . import OPS
-from .environment import environment, results_folder
+from .environment import RESULTS, environment
 from .goals import reached
 from .harness import Row
 from .measure import MIB, Cpu, Gpu, measure_all
@@ -33,7 +33,7 @@ def rows_of(ops, options):
     """The rows of these ops. Making them takes no memory: inputs come when a row is measured."""
     rows = [ceiling_row(options)]
     for op in ops:
-        rows += importlib.import_module(f"liger.benchmarks.bench_{op}").rows(options)
+        rows += importlib.import_module(f"{__package__}.bench_{op}").rows(options)
     return rows
 
 
@@ -73,7 +73,7 @@ def run(ops, options, path=None, plots=None):
     """
     facts = environment(options)
     name = re.sub(r"[^\w.]+", "-", f"{facts['date'][:16].replace(':', '')}-{facts['device']}-{facts['size']}")
-    path = path or results_folder() / f"{name}.json"
+    path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"schema": SCHEMA, "environment": facts, "rows": [], "verdict": [], "goals": []}
 

@@ -19,18 +19,9 @@ PEERS = {
 }
 
 
-def checkout():
-    """The folder of the sources: where an editable install comes from, or the current one; None if neither is."""
-    for folder in (Path(__file__).resolve().parents[3], Path.cwd()):
-        if (folder / "csrc" / "library.cpp").is_file():
-            return folder
-    return None
-
-
-def results_folder():
-    """Where results go unless told otherwise."""
-    sources = checkout()
-    return Path("bench-output") if sources is None else sources / "benchmarks" / "results"
+CHECKOUT = Path(__file__).resolve().parents[2]
+# Where results go unless told otherwise.
+RESULTS = CHECKOUT / "benchmarks" / "results"
 
 
 def _output(*command, folder=None):
@@ -55,10 +46,11 @@ def environment(options):
     """Names and values, those that do not apply being None."""
     gpu = options.device == "cuda"
     # A copy without its history is told which commit it is.
-    commit, modified, sources = os.environ.get("LIGER_COMMIT"), None, checkout()
-    if not commit and sources is not None:
-        commit = _output("git", "rev-parse", "HEAD", folder=sources)
-        modified = bool(_output("git", "status", "--porcelain", "--untracked-files=no", folder=sources))
+    commit, modified = os.environ.get("LIGER_COMMIT"), None
+    if not commit:
+        commit = _output("git", "rev-parse", "HEAD", folder=CHECKOUT)
+        changes = _output("git", "status", "--porcelain", "--untracked-files=no", folder=CHECKOUT)
+        modified = None if changes is None else bool(changes)
     query = ("--id=0", "--query-gpu=driver_version", "--format=csv,noheader")
     driver = _output("nvidia-smi", *query) if gpu else None
     return {

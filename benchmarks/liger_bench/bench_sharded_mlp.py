@@ -1,7 +1,7 @@
 """One gated MLP under FSDP2 or ZeRO-3 on all GPUs of a host, whole and tiled: time and peak memory against length.
 
-    torchrun --nproc-per-node 2 -m liger.benchmarks.bench_sharded_mlp fsdp2
-    torchrun --nproc-per-node 2 -m liger.benchmarks.bench_sharded_mlp zero3
+    PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_sharded_mlp fsdp2
+    PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_sharded_mlp zero3
 
 Each rank has one sequence. A round is one forward and backward of every contestant, in another order each time; a time
 is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest rank beyond its shard
@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..nn import SwiGLUMLP, TiledSwiGLUMLP
+from liger.nn import SwiGLUMLP, TiledSwiGLUMLP
+
 from .environment import environment
 from .harness import Options
 from .measure import MIB, PROVIDER_ERRORS, WRONG
