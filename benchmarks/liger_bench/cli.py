@@ -61,6 +61,12 @@ def _parser():
         help="measure nothing: report and plots of a result file",
     )
     parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="STEM",
+        help="measure nothing: STEM-<op>.png and STEM-overview.png of the newest whole runs in benchmarks/results",
+    )
+    parser.add_argument(
         "--self-test",
         action="store_true",
         help="tiny sizes on the CPU, torch backend: tests the suite itself",
@@ -76,7 +82,12 @@ def _complaint(arguments):
             return f"unknown {kind} {', '.join(unknown)}, expected some of {', '.join(known)}"
     if arguments.source is not None and not arguments.source.is_file():
         return f"no such file: {arguments.source}"
-    if arguments.source is None and not arguments.self_test and not torch.cuda.is_available():
+    if (
+        arguments.source is None
+        and arguments.pictures is None
+        and not arguments.self_test
+        and not torch.cuda.is_available()
+    ):
         return "no CUDA device; --self-test runs tiny sizes on the CPU"
     return None
 
@@ -91,9 +102,12 @@ def main(argv=None):
     from . import suite
     from .harness import Options
 
-    if arguments.source is not None:
+    if arguments.source is not None or arguments.pictures is not None:
         try:
-            suite.redraw(arguments.source, arguments.plots)
+            if arguments.source is not None:
+                suite.redraw(arguments.source, arguments.plots)
+            if arguments.pictures is not None:
+                suite.illustrate(arguments.pictures)
         except ValueError as error:
             print(f"liger bench: {error}", file=sys.stderr)
             return 2

@@ -1,9 +1,10 @@
-"""One picture per op: time and peak memory of every provider at the size that users meet, the whole pass.
+"""One picture per op: how long does its whole pass take with every provider, and how much memory?
 
-The other sizes are in the tables of the report.
+A picture shows the size that users meet; the other sizes are in the tables of the report.
 """
 
-from .verdict import time_of
+from .chart import Bar, Group, draw
+from .verdict import SAME_MEMORY_MIB, judge, time_of
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart; black is for ceilings. By the beginning of a
 # provider's name, the longest that fits.
@@ -17,6 +18,10 @@ COLORS = {
     "cut-cross-entropy": "#C9BC1A",
     "torch": "#777777",
 }
+# Ops whose rows are losses of their own. Their picture has a group of bars per loss: ours, liger-kernel, eager torch.
+SEVERAL = ("preference",)
+LABELS = {"dpo": "DPO", "orpo": "ORPO", "simpo": "SimPO", "kto": "KTO", "grpo": "GRPO", "jsd": "JSD + CE"}
+COMPARED = {"liger[cuda]": "liger-ops", "liger-kernel": "liger-kernel", "torch eager": "torch eager"}
 
 
 def color(name):
@@ -31,68 +36,91 @@ def shown(records):
     return (whole or of_device)[0]
 
 
-def speed(record):
-    """(label of the axis, {provider: value}) of a row."""
-    measured = {n: p for n, p in record["providers"].items() if p["status"] in ("ok", "wrong")}
-    if record["kind"] == "host":
-        return "host time, us (lower is better)", {name: time_of(p) for name, p in measured.items()}
-    if record["nbytes"]:
-        rates = {name: record["nbytes"] / time_of(p) / 1e9 for name, p in measured.items()}
-        return "TB/s (higher is better)", rates
-    ceiling = next((name for name in record["ceilings"] if name in measured), None)
-    if ceiling is None:
-        return "device time, ms (lower is better)", {name: time_of(p) for name, p in measured.items()}
-    ratios = {name: p["ratios"][ceiling] for name, p in measured.items()}
-    return f"time, multiple of {ceiling} (lower is better)", ratios
+def is_line(provider):
+    """Whether a ceiling is drawn as a line: it does less than the work, so its memory compares with nothing."""
+    return provider["group"] == "ceiling" and not provider.get("peak_mib")
 
 
-def memory(record):
-    """As ``speed``, of the peak memory of the providers that are no ceiling."""
-    peaks = {
-        name: p["peak_mib"]
-        for name, p in record["providers"].items()
-        if p["status"] in ("ok", "wrong") and p["group"] != "ceiling" and p.get("peak_mib") is not None
-    }
-    return "peak memory beyond the inputs, MiB (lower is better)", peaks
+def _dominated(name, measured):
+    """Whether a variant of ours, such as "liger[cuda] small", has another one of its backend that is as fast and as
+    small. The plain form is always shown."""
+    backend = name.partition("]")[0]
+    if measured[name]["group"] != "ours" or name == backend + "]":
+        return False
+    mine = time_of(measured[name]), measured[name].get("peak_mib") or 0.0
+    others = [
+        (time_of(p), p.get("peak_mib") or 0.0)
+        for n, p in measured.items()
+        if n != name and n.startswith(backend) and p["group"] == "ours"
+    ]
+    return any(time <= mine[0] and mib <= mine[1] for time, mib in others)
 
 
-def _text(value):
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _measured(record):
+    return {n: p for n, p in record["providers"].items() if p["status"] in ("ok", "wrong")}
 
 
-def _draw_bars(axes, label, values, names):
-    bars = axes.barh(names, [values.get(name, 0.0) for name in names], color=[color(name) for name in names])
-    texts = [_text(values[name]) if name in values else "" for name in names]
-    axes.bar_label(bars, texts, padding=2, fontsize=8)
-    axes.margins(x=0.2)
-    axes.set_xlabel(label, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
+def group_of(record, label, names=None):
+    """The bars of a record: of these providers, {name: series}, in this order; or of all, the fastest first."""
+    measured = _measured(record)
+    ceiling = next((n for n in record["ceilings"] if n in measured and is_line(measured[n])), None)
+    if names is None:
+        kept = [n for n, p in measured.items() if not is_line(p) and not _dominated(n, measured)]
+        kept.sort(key=lambda n: time_of(measured[n]))
+        names = {n: n if measured[n]["status"] == "ok" else f"{n} (wrong result)" for n in kept}
+    bars = [
+        Bar(series, color(name), time_of(measured[name]), measured[name].get("peak_mib"))
+        for name, series in names.items()
+        if name in measured
+    ]
+    return Group(label, bars, ceiling, ceiling and time_of(measured[ceiling]))
 
 
-def _figure(record):
-    from matplotlib.figure import Figure
+def message(record):
+    """What the picture says: speed and memory of ours beside liger-kernel, or the question where there is no answer."""
+    contests = [c for c in record["contests"] if c["baseline"].startswith("liger-kernel")]
+    line = judge(record, contests[0]) if contests else None
+    if line is None:
+        return f"{record['work']}: how long, and how much memory?"
+    text = f"{record['work']}: {line['speedup']:.2f}x the speed of {line['baseline']}"
+    if line["no_more_memory"] is None:
+        return text
+    more = line["ours_mib"] - line["baseline_mib"]
+    if abs(more) <= SAME_MEMORY_MIB:
+        return f"{text}, the same memory"
+    amount = f"{abs(more):.0f} MiB" if abs(more) < 1024 else f"{abs(more) / 1024:.1f} GiB"
+    return f"{text}, {amount} {'more' if more > 0 else 'less'}"
 
-    (speed_label, rates), (memory_label, peaks) = speed(record), memory(record)
-    times = {name: time_of(record["providers"][name]) for name in rates}
-    names = sorted(times, key=times.get)
-    figure = Figure(figsize=(9, 1.6 + 0.24 * len(names)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    left.invert_yaxis()
-    _draw_bars(left, speed_label, rates, names)
-    _draw_bars(right, memory_label, peaks, names)
-    return figure
+
+def source(*facts):
+    """Device, dtype and commits of runs, for the line below the title."""
+    commits = dict.fromkeys((f["commit"] or "unknown commit")[:7] for f in facts)
+    dtype = facts[0]["dtype"].removeprefix("torch.")
+    return f"{facts[0]['device']}, {dtype}, {', '.join(commits)}"
+
+
+def picture(op, records, facts):
+    """The figure of an op."""
+    time = "host time, us" if shown(records)["kind"] == "host" else "device time, ms"
+    if op in SEVERAL and len(records) > 1:
+        groups = [
+            group_of(record, LABELS.get(record["work"], record["work"]), COMPARED) for record in records
+        ]
+        groups = [group for group in groups if group.bars]
+        if groups:
+            sizes = records[0]["name"].partition(" ")[2]
+            title = "A loss and its gradients: how long, and how much memory?"
+            return draw(groups, title, f"{sizes}, {source(facts)}", time)
+    record = shown(records)
+    return draw([group_of(record, None)], message(record), f"{record['name']}, {source(facts)}", time)
 
 
 def plot(result, stem):
     """One PNG per op beside ``stem``, a path without suffix; returns the paths."""
     paths = []
     for op in dict.fromkeys(record["op"] for record in result["rows"] if record["contests"]):
-        record = shown([record for record in result["rows"] if record["op"] == op])
-        figure = _figure(record)
-        facts = result["environment"]
-        commit = (facts["commit"] or "unknown commit")[:12]
-        figure.suptitle(f"{record['name']}\n{facts['device']}, {facts['dtype']}, {commit}", fontsize=10)
+        records = [record for record in result["rows"] if record["op"] == op]
+        figure = picture(op, records, result["environment"])
         paths.append(stem.with_name(f"{stem.name}-{op}.png"))
         figure.savefig(paths[-1], dpi=110)
     return paths

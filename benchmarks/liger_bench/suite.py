@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from . import OPS
+from . import OPS, overview
 from .environment import RESULTS, environment
 from .goals import reached
 from .harness import Row
@@ -64,6 +64,12 @@ def redraw(path, plots=None):
     path.with_suffix(".md").write_text(markdown(result))
     _say(f"written: {path.with_suffix('.md')}")
     _write_plots(result, path, plots)
+
+
+def illustrate(stem):
+    """``<stem>-<op>.png`` and ``<stem>-overview.png`` of the newest whole runs in benchmarks/results."""
+    for picture in overview.write(stem):
+        _say(f"written: {picture}")
 
 
 def run(ops, options, path=None, plots=None):
