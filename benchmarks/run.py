@@ -2,6 +2,6 @@
 
 import sys
 
-from liger.cli import main
+from liger_bench.cli import main
 
-sys.exit(main(["bench", *sys.argv[1:]]))
+sys.exit(main())

@@ -23,5 +23,5 @@ if not liger.__file__.startswith(folder) or built[0] != arch:
 PYTHON
 "$python" -m liger.cli info
 "$python" -m pytest -k "cuda-cuda or loaded_code" "$@" \
-  tests/test_loaded_code.py tests/test_softmax.py tests/test_cross_entropy.py tests/test_group_norm.py \
-  tests/test_rms_norm.py tests/test_layer_norm.py tests/test_divergence.py tests/test_fused_linear_ce.py
+  tests/packaging/test_loaded_code.py \
+  tests/ops/test_{softmax,cross_entropy,group_norm,rms_norm,layer_norm,divergence,fused_linear_ce}.py

@@ -4,8 +4,8 @@
 
 --each runs every piece of work in a process of its own, a few at a time, and names those with a finding. --work runs
 the named ones alone, in one process, without the tools where none is named: an op of torch.ops.liger or a key of
-SIZES. Arguments of the ops are those of tests/samples.py; SIZES are what those are too small for. Only kernels of liger
-are checked. Ends with 1 where a tool found something, and with 2 where it cannot run.
+SIZES. Arguments of the ops are those of tests/support/samples.py; SIZES are what those are too small for. Only
+kernels of liger are checked. Ends with 1 where a tool found something, and with 2 where it cannot run.
 """
 
 import argparse
@@ -161,7 +161,7 @@ def names():
 
 
 def work(chosen):
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     import torch
 
     import liger

@@ -1,22 +1,29 @@
 """The ``liger`` command: one file per subcommand.
 
-Each has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit code.
+Each has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit code. bench has
+``main(argv)`` instead: its arguments are those of the suite that it starts.
 """
 
 import argparse
+import sys
 
 from . import bench, demo, info, plan
 
 COMMANDS = {
     "info": (info, "versions, devices, what was built, and which backend serves each op"),
     "plan": (plan, "how fused_linear_ce cuts a batch into chunks, and the memory that takes"),
-    "bench": (bench, "time, memory and host time of every op beside its peers, on this machine's GPU"),
     "demo": (demo, "train a Llama with and without liger on this machine and compare"),
 }
 
 
+BENCH = "time, memory and host time of every op beside its peers, on this machine's GPU (in a checkout)"
+
+
 def main(argv=None):
     """Runs ``liger`` with the given arguments (default: those of the process); returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:
+        return bench.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="liger", description="Memory-saving training ops for large language models."
     )
@@ -30,5 +37,6 @@ def main(argv=None):
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
         )
+    subparsers.add_parser("bench", help=BENCH, add_help=False)
     arguments = parser.parse_args(argv)
     return COMMANDS[arguments.command][0].run(arguments)

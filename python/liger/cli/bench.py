@@ -1,102 +1,57 @@
-"""Every op beside its peers: forward, backward and both, peak memory, host time, on the GPU of this machine.
+"""``liger bench``: starts the benchmark suite, which is in benchmarks/ of a checkout and not in the wheel.
 
-Each row is measured in one process, in turns, from cold caches, beside the ceiling that the machine sets it. The peers
-that are installed take part: liger-kernel, QuACK, cut-cross-entropy, what torch has. The report says which of the
-project's targets were met. It goes to the terminal and, with the figures as JSON and a picture per op, to
-benchmarks/results of a checkout, else to bench-output.
-Exit code: 0, 1 if one of our own kernels failed or gave wrong results, 2 for a wrong argument or without a GPU.
+The suite has the arguments and exit codes; 2 if there is no suite.
 """
 
-import argparse
+import importlib
+import os
 import sys
 from pathlib import Path
 
-import torch
+import liger
 
-from ..backend import BACKENDS
-from ..benchmarks import OPS
-
-
-def _names(text):
-    return tuple(name for name in text.split(",") if name)
+VARIABLE = "LIGER_BENCHMARKS"
 
 
-def add_arguments(parser):
-    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    parser.add_argument(
-        "--sweep",
-        action="store_true",
-        help="other sizes, one growing at a time: hidden size and tokens 4096 to 16384, vocabulary 40960 to 163840",
+def _holds_suite(folder):
+    return (folder / "liger_bench" / "cli.py").is_file()
+
+
+def suite_folder():
+    """The folder that holds the suite, or None.
+
+    Where LIGER_BENCHMARKS is set, only that folder counts. Else the first of these that holds the suite: benchmarks/ of
+    the current folder or of one above it, benchmarks/ of the checkout that an editable install runs from.
+    """
+    if given := os.environ.get(VARIABLE):
+        folders = [Path(given).resolve()]
+    else:
+        here = Path.cwd()
+        sources = Path(liger.__file__).resolve().parents[2]
+        folders = [folder / "benchmarks" for folder in (here, *here.parents, sources)]
+    return next((folder for folder in folders if _holds_suite(folder)), None)
+
+
+def _how_to_get_it():
+    given = os.environ.get(VARIABLE)
+    reason = (
+        f"no benchmark suite in {given}, which {VARIABLE} names"
+        if given
+        else "the benchmark suite is not part of the installed package"
     )
-    parser.add_argument(
-        "--backends",
-        type=_names,
-        default=("cuda", "triton"),
-        help="backends of liger to measure (cuda,triton; and torch, which joins small rows in any case)",
-    )
-    parser.add_argument(
-        "--peers",
-        type=_names,
-        help="only peers whose names begin so: liger-kernel,quack,cut-cross-entropy,torch (default: all); none",
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile as a further peer (slow to start)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="result file; the others get its name")
-    parser.add_argument(
-        "--plots",
-        action=argparse.BooleanOptionalAction,
-        help="one PNG per op beside the result file (default: where matplotlib is installed)",
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: report and plots of a result file",
-    )
-    parser.add_argument(
-        "--self-test",
-        action="store_true",
-        help="tiny sizes on the CPU, torch backend: tests the suite itself",
+    return (
+        f"liger bench: {reason}. Clone the repository of liger-ops, and in its folder type\n\n"
+        "    liger bench\n\n"
+        f"From any other folder: {VARIABLE}=/path/to/the/clone/benchmarks liger bench"
     )
 
 
-def _complaint(arguments):
-    """What is wrong with the arguments, or None."""
-    for kind, given, known in (("op", arguments.ops, OPS), ("backend", arguments.backends, BACKENDS)):
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            return f"unknown {kind} {', '.join(unknown)}, expected some of {', '.join(known)}"
-    if arguments.source is not None and not arguments.source.is_file():
-        return f"no such file: {arguments.source}"
-    if arguments.source is None and not arguments.self_test and not torch.cuda.is_available():
-        return "no CUDA device; --self-test runs tiny sizes on the CPU"
-    return None
-
-
-def run(arguments):
-    complaint = _complaint(arguments)
-    if complaint is not None:
-        print(f"liger bench: {complaint}", file=sys.stderr)
+def main(argv):
+    """Runs the suite with these arguments; returns its exit code."""
+    folder = suite_folder()
+    if folder is None:
+        print(_how_to_get_it(), file=sys.stderr)
         return 2
-    from ..benchmarks import suite
-    from ..benchmarks.harness import Options
-
-    if arguments.source is not None:
-        try:
-            suite.redraw(arguments.source, arguments.plots)
-        except ValueError as error:
-            print(f"liger bench: {error}", file=sys.stderr)
-            return 2
-        return 0
-    options = Options(
-        device="cpu" if arguments.self_test else "cuda",
-        size="self-test" if arguments.self_test else "quick" if arguments.quick else "full",
-        backends=("torch",) if arguments.self_test else arguments.backends,
-        compile=arguments.compile,
-        sweep=arguments.sweep,
-        peers=arguments.peers,
-    )
-    return suite.run(arguments.ops, options, arguments.json, arguments.plots)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module("liger_bench.cli").main(argv)

@@ -18,6 +18,7 @@ VARIABLES = {
     "LIGER_MEMORY_BUDGET": "512M",
     "LIGER_CHECK_TARGETS": "0",
     "TRITON_INTERPRET": "0",
+    "LIGER_BENCHMARKS": "benchmarks/ of a checkout (read by liger bench)",
     "LIGER_BUILD_CUDA": "auto (read when building)",
     "LIGER_CUDA_ARCHS": "80;86;89;90a;100;120 as far as nvcc knows them (read when building)",
 }

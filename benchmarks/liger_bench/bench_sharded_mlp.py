@@ -1,0 +1,290 @@
+"""One gated MLP under FSDP2 or ZeRO-3 on all GPUs of a host, whole and tiled: time and peak memory against length.
+
+    PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_sharded_mlp fsdp2
+    PYTHONPATH=benchmarks torchrun --nproc-per-node 2 -m liger_bench.bench_sharded_mlp zero3
+
+Each rank has one sequence. A round is one forward and backward of every contestant, in another order each time; a time
+is the median of the rounds on the slowest rank, a peak is what a step allocates on the greediest rank beyond its shard
+of the weights, input and upstream gradient (``absolute``: with these). Contestants get the same weights, and their
+results are compared with those of the first.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from liger.nn import SwiGLUMLP, TiledSwiGLUMLP
+
+from .environment import environment
+from .harness import Options
+from .measure import MIB, PROVIDER_ERRORS, WRONG
+
+LENGTHS = (2048, 8192, 32768, 131072)
+SHARDS = 4
+
+
+class PlainMLP(SwiGLUMLP):
+    """What model code writes."""
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _config(hidden, intermediate):
+    return SimpleNamespace(
+        hidden_size=hidden, intermediate_size=intermediate, hidden_act="silu", mlp_bias=False
+    )
+
+
+def contestants(hidden, intermediate):
+    """name -> function that makes the MLP; the first is the regular one."""
+    config = _config(hidden, intermediate)
+    made = {
+        "regular": lambda: PlainMLP(hidden, intermediate),
+        "liger": lambda: SwiGLUMLP(hidden, intermediate),
+        f"liger tiled, {SHARDS} shards": lambda: TiledSwiGLUMLP(config, num_shards=SHARDS),
+        "liger tiled": lambda: TiledSwiGLUMLP(config),
+    }
+    if importlib.util.find_spec("liger_kernel") is not None:
+        from liger_kernel.transformers.tiled_mlp import LigerTiledSwiGLUMLP
+
+        made[f"liger-kernel tiled, {SHARDS} shards"] = lambda: LigerTiledSwiGLUMLP(config, num_shards=SHARDS)
+    return made
+
+
+# --- frameworks ---------------------------------------------------------------------------------------------------
+
+
+class Fsdp2:
+    def __init__(self, mlp):
+        from torch.distributed.fsdp import fully_shard
+
+        self.module = fully_shard(mlp)
+
+    def step(self, x, grad_y):
+        y = self.module(x)
+        y.backward(grad_y)
+        return y
+
+    def clear(self):
+        self.module.zero_grad(set_to_none=True)
+
+
+class Zero3:
+    def __init__(self, mlp):
+        import deepspeed
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+        }
+        # It has to step for gradients to start anew, but all contestants keep the same weights.
+        optimizer = torch.optim.SGD(mlp.parameters(), lr=0.0)
+        self.engine, *_ = deepspeed.initialize(model=mlp, config=config, optimizer=optimizer)
+        self.stepped = True
+
+    def step(self, x, grad_y):
+        y = self.engine(x)
+        # The engine starts from a scalar: this one has the gradient grad_y.
+        self.engine.backward(_Pairing.apply(y, grad_y))
+        self.stepped = False
+        return y
+
+    def clear(self):
+        if not self.stepped:
+            self.engine.step()
+        self.stepped = True
+
+
+class _Pairing(torch.autograd.Function):
+    """A scalar whose gradient is given, without memory of the size of y."""
+
+    @staticmethod
+    def forward(ctx, y, grad_y):
+        ctx.save_for_backward(grad_y)
+        return y.new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.saved_tensors[0], None
+
+
+FRAMEWORKS = {"fsdp2": Fsdp2, "zero3": Zero3}
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Contestant:
+    name: str
+    wrapped: object
+
+    def prepare(self, x):
+        self.wrapped.clear()
+        x.grad = None
+
+    def step(self, x, grad_y):
+        return self.wrapped.step(x, grad_y)
+
+
+def _over_ranks(values, device):
+    """The largest of each value on any rank."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def _peak(contestant, x, grad_y, device):
+    contestant.prepare(x)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    contestant.step(x, grad_y)
+    torch.cuda.synchronize()
+    (peak,) = _over_ranks([torch.cuda.max_memory_allocated() - before], device)
+    return peak / MIB
+
+
+def _error(values, expected):
+    return max(
+        ((a.double() - e.double()).norm() / e.double().norm()).item()
+        for a, e in zip(values, expected, strict=True)
+    )
+
+
+def measure_length(runners, tokens, hidden, shard_bytes, rounds, device):
+    """{contestant: {"ms", "peak_mib", "absolute_mib", "error"}} for one sequence length."""
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(1, tokens, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
+    grad_y = torch.randn_like(x)
+    results, expected, order = {}, None, []
+    for runner in runners:
+        try:
+            runner.prepare(x)
+            y = runner.step(x, grad_y).detach()
+        except PROVIDER_ERRORS as error:  # the same on every rank
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            results[runner.name] = {"status": "failed", "reason": reason}
+            continue
+        order.append(runner)
+        # Every 61st row: the whole would be as large as what is measured.
+        found = [y[:, ::61].clone(), x.grad[:, ::61].clone()]
+        expected = expected or found
+        (error,) = _over_ranks([_error(found, expected)], device)
+        del y, found
+        peak = _peak(runner, x, grad_y, device)
+        runner.prepare(x)
+        absolute = peak + (shard_bytes + x.nbytes + grad_y.nbytes) / MIB
+        results[runner.name] = {"peak_mib": peak, "absolute_mib": absolute, "error": error, "samples": []}
+    for index in range(rounds):
+        shift = index % len(order)
+        for runner in order[shift:] + order[:shift]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            runner.prepare(x)
+            dist.barrier()
+            start.record()
+            runner.step(x, grad_y)
+            end.record()
+            torch.cuda.synchronize()
+            results[runner.name]["samples"] += _over_ranks([start.elapsed_time(end)], device)
+    for runner in order:
+        result = results[runner.name]
+        result["ms"] = statistics.median(result.pop("samples"))
+        result["status"] = "ok" if result["error"] <= WRONG else "wrong"
+    return results
+
+
+def build(framework, hidden, intermediate, device):
+    runners = []
+    state = None
+    for name, make in contestants(hidden, intermediate).items():
+        with torch.device(device):
+            mlp = make().to(torch.bfloat16)
+        state = state or {key: value.clone() for key, value in mlp.state_dict().items()}
+        for value in state.values():
+            dist.broadcast(value, 0)
+        mlp.load_state_dict(state)
+        runners.append(Contestant(name, FRAMEWORKS[framework](mlp)))
+    return runners
+
+
+def markdown(facts, framework, records):
+    known = (f"{name} {value}" for name, value in facts.items() if value not in (None, False))
+    lines = [f"# A gated MLP under {framework}, {facts['ranks']} GPUs", "", "; ".join(known), ""]
+    lines += [
+        "| tokens per rank | | ms | of regular | peak MiB | of regular | with weights and inputs, MiB |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for record in records:
+        regular = record["contestants"]["regular"]
+        for name, result in record["contestants"].items():
+            if result["status"] == "failed":
+                lines.append(f"| {record['tokens']} | {name} | failed: {result['reason']} | | | | |")
+                continue
+            wrong = "" if result["status"] == "ok" else f" (WRONG, error {result['error']:.2g})"
+            lines.append(
+                f"| {record['tokens']} | {name}{wrong} | {result['ms']:.2f} | {result['ms'] / regular['ms']:.3f} "
+                f"| {result['peak_mib']:.0f} | {result['peak_mib'] / regular['peak_mib']:.2f} "
+                f"| {result['absolute_mib']:.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("framework", choices=FRAMEWORKS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="per rank")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, default=12288)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--json", type=Path, help="where the results go, as JSON, and beside it as a Markdown table"
+    )
+    arguments = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        parser.error("start it with torchrun, one process per GPU")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    runners = build(arguments.framework, arguments.hidden, arguments.intermediate, device)
+    facts = environment(Options(device="cuda", backends=("cuda",))) | {"ranks": dist.get_world_size()}
+    records = []
+    shard_bytes = 3 * arguments.hidden * arguments.intermediate * 2 // dist.get_world_size()
+    for tokens in arguments.tokens:
+        found = measure_length(runners, tokens, arguments.hidden, shard_bytes, arguments.rounds, device)
+        records.append({"tokens": tokens, "contestants": found})
+        torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        text = markdown(facts, arguments.framework, records)
+        print(text)
+        if arguments.json is not None:
+            sizes = {"hidden": arguments.hidden, "intermediate": arguments.intermediate}
+            results = {
+                "environment": facts,
+                "framework": arguments.framework,
+                "sizes": sizes,
+                "records": records,
+            }
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+            arguments.json.with_suffix(".md").write_text(text)
+    with contextlib.suppress(AssertionError):  # ZeRO may have destroyed it already
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

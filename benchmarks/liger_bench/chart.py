@@ -1,0 +1,140 @@
+"""Horizontal bars in two panels, time and peak memory, with one row of the chart per provider."""
+
+import statistics
+from dataclasses import dataclass
+
+# Bars beyond this multiple of the median are cut at the edge, so that the others keep their differences.
+OUTLIER = 4
+GREY = "#555555"
+DASHED = (0, (3, 2))
+
+
+@dataclass
+class Bar:
+    """``time`` is in the unit of the axis; ``mib`` is None where memory was not measured."""
+
+    series: str
+    color: str
+    time: float
+    mib: float | None = None
+
+
+@dataclass
+class Group:
+    """Bars with one label, or, where ``label`` is None, each with the name of its series; ``ceiling`` is a name and
+    ``ceiling_time`` its time, which is drawn as a line."""
+
+    label: str | None
+    bars: list[Bar]
+    ceiling: str | None = None
+    ceiling_time: float | None = None
+
+
+def _text(value):
+    if 0 < value < 0.01:
+        return "< 0.01"
+    return "0" if value == 0 else f"{value:#.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _limit(values):
+    """(the end of the axis, the length up to which bars are whole)"""
+    large = [value for value in values if value > max(values) / 1e4]
+    whole = OUTLIER * statistics.median(large) if large else 0.0
+    longest = max((value for value in values if value <= whole), default=1.0)
+    return 1.3 * longest or 1.0, whole
+
+
+def _panel(axes, positions, bars, values, texts, label):
+    end, whole = _limit([value for value in values if value is not None])
+    cut = False
+    for position, bar, value, text in zip(positions, bars, values, texts, strict=True):
+        if value is None:
+            continue
+        inside = value > whole
+        cut = cut or inside
+        axes.barh(position, end if inside else value, height=0.82, color=bar.color)
+        axes.annotate(
+            f"{text} »" if inside else text, (end if inside else value, position), (-3 if inside else 5, 0),
+            textcoords="offset points", va="center", ha="right" if inside else "left", fontsize=9,
+            color="white" if inside else "black", zorder=4,
+            bbox=None if inside else {"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    axes.set_xlim(0, end)
+    axes.set_xlabel(f"{label}\n(lower is better{'; » bar cut' if cut else ''})", fontsize=9)
+    axes.tick_params(labelsize=9)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _positions(groups):
+    """The rows of the bars of each group, from the top, half a row between groups."""
+    rows, row = [], 0.0
+    for group in groups:
+        rows.append([row + i for i in range(len(group.bars))])
+        row += len(group.bars) + 0.6
+    return rows
+
+
+def _name_rows(axes, groups, rows):
+    ticks, labels = [], []
+    for group, of_group in zip(groups, rows, strict=True):
+        if group.label is None:
+            ticks += of_group
+            labels += [bar.series for bar in group.bars]
+        else:
+            ticks.append(sum(of_group) / len(of_group))
+            labels.append(group.label)
+    axes.set_yticks(ticks, labels)
+    axes.set_ylim(rows[-1][-1] + 0.6, -0.6)
+
+
+def _legend(figure, groups):
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    series = {bar.series: bar.color for group in groups if group.label is not None for bar in group.bars}
+    handles = [Patch(color=color, label=name) for name, color in series.items()]
+    ceilings = dict.fromkeys(group.ceiling for group in groups if group.ceiling)
+    if ceilings:
+        handles.append(Line2D([], [], color="black", linestyle=DASHED, label=" or ".join(ceilings)))
+    if handles:
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9, frameon=False
+        )
+
+
+def draw(groups, title, source, time_label, reference=None):
+    """The figure. With ``reference``, a series, times are drawn as multiples of its time in the group; the numbers
+    beside the bars are the measured ones in any case."""
+    from matplotlib.figure import Figure
+
+    rows = _positions(groups)
+    bars = [bar for group in groups for bar in group.bars]
+    positions = [row for of_group in rows for row in of_group]
+    units = []
+    for group in groups:
+        unit = next((bar.time for bar in group.bars if bar.series == reference), 1.0)
+        units += [unit] * len(group.bars)
+    has_memory = any(bar.mib is not None for bar in bars)
+    # In GiB where most of the bars are as long.
+    divisor, name = 1.0, "MiB"
+    if has_memory and statistics.median(bar.mib or 0.0 for bar in bars) >= 1024:
+        divisor, name = 1024.0, "GiB"
+
+    figure = Figure(figsize=(9, 1.9 + 0.23 * (positions[-1] + 1)), layout="constrained")
+    panels = figure.subplots(1, 2 if has_memory else 1, sharey=True, squeeze=False)[0]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    panels[0].set_title(source, loc="left", fontsize=9, color=GREY)
+    times = [bar.time / unit for bar, unit in zip(bars, units, strict=True)]
+    _panel(panels[0], positions, bars, times, [_text(bar.time) for bar in bars], time_label)
+    for group, of_group in zip(groups, rows, strict=True):
+        if group.ceiling and reference is None:
+            x = [group.ceiling_time] * 2
+            panels[0].plot(x, [of_group[0] - 0.5, of_group[-1] + 0.5], color="black", linestyle=DASHED)
+    if has_memory:
+        sizes = [None if bar.mib is None else bar.mib / divisor for bar in bars]
+        texts = ["" if size is None else _text(size) for size in sizes]
+        _panel(panels[1], positions, bars, sizes, texts, f"peak memory beyond the inputs, {name}")
+    _name_rows(panels[0], groups, rows)
+    _legend(figure, groups if reference is None else [Group(g.label, g.bars) for g in groups])
+    return figure

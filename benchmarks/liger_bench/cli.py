@@ -1,0 +1,123 @@
+"""Every op beside its peers: forward, backward and both, peak memory, host time, on the GPU of this machine.
+
+Each row is measured in one process, in turns, from cold caches, beside the ceiling that the machine sets it. The peers
+that are installed take part: liger-kernel, QuACK, cut-cross-entropy, what torch has. The report says which of the
+project's targets were met. It goes to the terminal and, with the figures as JSON and a picture per op, to
+benchmarks/results.
+Exit code: 0, 1 if one of our own kernels failed or gave wrong results, 2 for a wrong argument or without a GPU.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from liger.backend import BACKENDS
+
+from . import OPS
+
+
+def _names(text):
+    return tuple(name for name in text.split(",") if name)
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="liger bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="other sizes, one growing at a time: hidden size and tokens 4096 to 16384, vocabulary 40960 to 163840",
+    )
+    parser.add_argument(
+        "--backends",
+        type=_names,
+        default=("cuda", "triton"),
+        help="backends of liger to measure (cuda,triton; and torch, which joins small rows in any case)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_names,
+        help="only peers whose names begin so: liger-kernel,quack,cut-cross-entropy,torch (default: all); none",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile as a further peer (slow to start)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="result file; the others get its name")
+    parser.add_argument(
+        "--plots",
+        action=argparse.BooleanOptionalAction,
+        help="one PNG per op beside the result file (default: where matplotlib is installed)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: report and plots of a result file",
+    )
+    parser.add_argument(
+        "--pictures",
+        type=Path,
+        metavar="STEM",
+        help="measure nothing: STEM-<op>.png and STEM-overview.png of the newest whole runs in benchmarks/results",
+    )
+    parser.add_argument(
+        "--self-test",
+        action="store_true",
+        help="tiny sizes on the CPU, torch backend: tests the suite itself",
+    )
+    return parser
+
+
+def _complaint(arguments):
+    """What is wrong with the arguments, or None."""
+    for kind, given, known in (("op", arguments.ops, OPS), ("backend", arguments.backends, BACKENDS)):
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            return f"unknown {kind} {', '.join(unknown)}, expected some of {', '.join(known)}"
+    if arguments.source is not None and not arguments.source.is_file():
+        return f"no such file: {arguments.source}"
+    if (
+        arguments.source is None
+        and arguments.pictures is None
+        and not arguments.self_test
+        and not torch.cuda.is_available()
+    ):
+        return "no CUDA device; --self-test runs tiny sizes on the CPU"
+    return None
+
+
+def main(argv=None):
+    """Runs the suite with the given arguments (default: those of the process); returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    complaint = _complaint(arguments)
+    if complaint is not None:
+        print(f"liger bench: {complaint}", file=sys.stderr)
+        return 2
+    from . import suite
+    from .harness import Options
+
+    if arguments.source is not None or arguments.pictures is not None:
+        try:
+            if arguments.source is not None:
+                suite.redraw(arguments.source, arguments.plots)
+            if arguments.pictures is not None:
+                suite.illustrate(arguments.pictures)
+        except ValueError as error:
+            print(f"liger bench: {error}", file=sys.stderr)
+            return 2
+        return 0
+    options = Options(
+        device="cpu" if arguments.self_test else "cuda",
+        size="self-test" if arguments.self_test else "quick" if arguments.quick else "full",
+        backends=("torch",) if arguments.self_test else arguments.backends,
+        compile=arguments.compile,
+        sweep=arguments.sweep,
+        peers=arguments.peers,
+    )
+    return suite.run(arguments.ops, options, arguments.json, arguments.plots)

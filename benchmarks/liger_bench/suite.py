@@ -1,0 +1,101 @@
+"""A run of the suite: which rows, where the results go, what is printed."""
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+
+import torch
+
+from . import OPS, overview
+from .environment import RESULTS, environment
+from .goals import reached
+from .harness import Row
+from .measure import MIB, Cpu, Gpu, measure_all
+from .plots import plot
+from .report import markdown
+from .verdict import faults, verdict
+
+SCHEMA = 2
+
+
+def ceiling_row(options):
+    """The copy speed of the device, far from the size of any cache."""
+    nbytes = options.pick(2048 * MIB, 2048 * MIB, 2 * MIB)
+    inputs = {"like": torch.empty(0, device=options.device)}
+    return Row(
+        "ceilings", f"device copy of {nbytes // 2 // MIB} MiB", lambda: inputs, [], nbytes=nbytes, contests=()
+    )
+
+
+def rows_of(ops, options):
+    """The rows of these ops. Making them takes no memory: inputs come when a row is measured."""
+    rows = [ceiling_row(options)]
+    for op in ops:
+        rows += importlib.import_module(f"{__package__}.bench_{op}").rows(options)
+    return rows
+
+
+def _conclude(result):
+    result["verdict"] = verdict(result["rows"])
+    result["goals"] = [] if result["environment"]["size"] == "self-test" else reached(result["rows"])
+
+
+def _say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write_plots(result, path, wanted):
+    """``wanted`` is None for where matplotlib is there."""
+    if wanted is None and importlib.util.find_spec("matplotlib") is None:
+        _say("no plots, because matplotlib is not installed; --from draws them elsewhere")
+    elif wanted is not False:
+        for picture in plot(result, path.with_suffix("")):
+            _say(f"written: {picture}")
+
+
+def redraw(path, plots=None):
+    """Report and plots of the results in a JSON file, written beside it once more."""
+    result = json.loads(path.read_text())
+    if result["schema"] != SCHEMA:
+        raise ValueError(f"{path}: results of schema {result['schema']}, this version reads {SCHEMA}")
+    _conclude(result)
+    path.with_suffix(".md").write_text(markdown(result))
+    _say(f"written: {path.with_suffix('.md')}")
+    _write_plots(result, path, plots)
+
+
+def illustrate(stem):
+    """``<stem>-<op>.png`` and ``<stem>-overview.png`` of the newest whole runs in benchmarks/results."""
+    for picture in overview.write(stem):
+        _say(f"written: {picture}")
+
+
+def run(ops, options, path=None, plots=None):
+    """Measures the ops (all, if none are named), writes JSON, Markdown and plots, prints the report.
+
+    Returns 0, or 1 if one of our own providers failed or gave wrong results.
+    """
+    facts = environment(options)
+    name = re.sub(r"[^\w.]+", "-", f"{facts['date'][:16].replace(':', '')}-{facts['device']}-{facts['size']}")
+    path = path or RESULTS / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"schema": SCHEMA, "environment": facts, "rows": [], "verdict": [], "goals": []}
+
+    def save(records):
+        # After every row: a run that is cut short leaves what it has measured.
+        result["rows"] = records
+        _conclude(result)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.with_suffix(".md").write_text(markdown(result))
+
+    machine = Gpu() if options.device == "cuda" else Cpu()
+    measure_all(rows_of(ops or OPS, options), machine, save)
+    print(markdown(result))
+    _say(f"written: {path} and {path.with_suffix('.md')}")
+    _write_plots(result, path, plots)
+    problems = faults(result["rows"])
+    for problem in problems:
+        _say(problem)
+    return 1 if problems else 0

@@ -1,0 +1,366 @@
+"""What holds for every loss: one op to compilers, three products or four, work for what is wanted only, bad input."""
+
+import copy
+import itertools
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from losses_cases import BUDGETS, LENGTH, VOCAB, leaf, make
+
+import liger
+from liger import losses
+from liger._core import lm_head
+from liger.losses import _op
+
+EVERY = {
+    "dpo": (losses.FusedLinearDPOLoss, {}),
+    "orpo": (losses.FusedLinearORPOLoss, {}),
+    "simpo": (losses.FusedLinearSimPOLoss, {}),
+    "kto": (losses.FusedLinearKTOLoss, {}),
+    "grpo": (losses.FusedLinearGRPOLoss, {"entropy_coef": 0.1}),
+    "gspo": (losses.FusedLinearGRPOLoss, {"importance_sampling_level": "sequence"}),
+}
+
+
+def call(module, x, w, target, bias, level=0.0, **how):
+    """The loss, with references that are functions of the target, around a level."""
+    tokens = level - 0.1 * (target.clamp_min(0) % 5).float()
+    if isinstance(module, losses.FusedLinearGRPOLoss):
+        advantages = torch.arange(target.shape[0], device=target.device) * 0.4 - 1
+        return module(x, w, target, None, advantages, bias, tokens, tokens - 0.1, **how)[0]
+    if isinstance(module, losses.FusedLinearKTOLoss):
+        labels = torch.arange(target.shape[0], device=target.device) % 2
+        return module(x, w, target, bias, labels, ref_logps=tokens, **how)[0]
+    if module.use_ref_model:
+        how["ref_logps"] = tokens
+    return module(w, x, target, bias, **how)[0]
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Rows of hidden states in each product of a head, in the order of the calls; with what was computed twice."""
+    counted = {"rows": [], "again": []}
+
+    def see(module, name, what, size):
+        real = getattr(module, name)
+
+        def seen(*arguments, **how):
+            counted[what].append(size(*arguments))
+            return real(*arguments, **how)
+
+        monkeypatch.setattr(module, name, seen)
+
+    see(lm_head, "write_linear", "rows", lambda x, *_: x.shape[0])
+    # Of the gradient of the hidden states, or of the weight.
+    see(lm_head, "product", "rows", lambda a, b, out: a.shape[b.shape[0] != VOCAB])
+    for name in ("fused_linear_logprobs_forward", "fused_linear_logprobs_backward"):
+        see(_op, name, "again", lambda *_, name=name: name)
+    return counted
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_products(name, budget, products):
+    """Where a unit of the loss fits the budget, nothing is computed twice; tokens always fit."""
+    hidden, weight, target, bias = make("cpu")
+    make_module, options = EVERY[name]
+    module = make_module(**options, memory_budget=BUDGETS[budget])
+    loss = call(module, leaf(hidden), leaf(weight), target, bias)
+    if budget == "recompute" and module.unit != "token":
+        assert products["again"] == ["fused_linear_logprobs_forward", "fused_linear_logprobs_backward"]
+        return
+    assert products["again"] == []
+    assert sum(products["rows"]) == 3 * 6 * LENGTH
+    if module.unit != "token":
+        assert set(products["rows"]) == {6 * LENGTH if budget == "whole" else 2 * LENGTH}
+    else:
+        assert (max(products["rows"]) < 6 * LENGTH) == (budget != "whole")
+    loss.backward()
+    assert sum(products["rows"]) == 3 * 6 * LENGTH
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_only_what_needs_a_gradient(name, products):
+    hidden, weight, target, bias = make("cpu")
+    make_module, options = EVERY[name]
+    module = make_module(**options)
+    loss = call(module, hidden, weight, target, bias)
+    assert not loss.requires_grad and products["again"] == ["fused_linear_logprobs_forward"]
+    both = leaf(hidden), leaf(weight)
+    expected = torch.autograd.grad(call(module, *both, target, bias), both)
+    for i in (0, 1):
+        tensors = [hidden, weight]
+        tensors[i] = leaf(tensors[i])
+        products["rows"].clear()
+        other = call(module, *tensors, target, bias)
+        assert products["rows"] == [6 * LENGTH] * 2
+        torch.testing.assert_close(torch.autograd.grad(other, tensors[i])[0], expected[i])
+        torch.testing.assert_close(other.detach(), loss)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_compiled(device, name, budget):
+    hidden, weight, target, bias = make(device)
+    make_module, options = EVERY[name]
+    module = make_module(**options, memory_budget=BUDGETS[budget])
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: call(module, *t), fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (lambda *t: call(module, *t), compiled):
+        leaves = leaf(hidden), leaf(weight)
+        loss = function(*leaves, target, bias)
+        results.append([loss.detach(), *torch.autograd.grad(loss * 3.0, leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_other_lengths_compile_nothing_anew(name):
+    make_module, options = EVERY[name]
+    module = make_module(**options)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *t: call(module, *t), fullgraph=True, backend="aot_eager", dynamic=True)
+    hidden, weight, target, bias = make("cpu", 10)
+    weight = leaf(weight)
+    for sequences, length in ((6, 5), (4, 6), (10, 3)):
+        x, y = leaf(hidden[:sequences, :length]), target[:sequences, :length].contiguous()
+        with torch._dynamo.config.patch(error_on_recompile=sequences != 6):
+            loss = compiled(x, weight, y, bias)
+        expected = call(module, x, weight, y, bias)
+        torch.testing.assert_close(loss, expected)
+        for a, b in zip(*(torch.autograd.grad(v, (x, weight)) for v in (loss, expected)), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_opcheck(device):
+    hidden, weight, target, bias = (t if i == 2 else leaf(t) for i, t in enumerate(make(device)))
+    module = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1)
+    rows = target.numel()
+    # A positive loss, for an upstream gradient of 1 in opcheck: by another the backward multiplies the gradients where
+    # they lie, and they are outputs that opcheck looks at again.
+    advantages = -torch.rand(1, rows, device=device)
+    given = [torch.rand(1, rows, device=device), target.view(1, -1) != -100, advantages]
+    for budget, observed in itertools.product(BUDGETS.values(), (False, True)):
+        arguments = (
+            hidden.detach().flatten(0, 1).requires_grad_(), weight, target.flatten(), bias, given,
+            [torch.tensor(100, device=device)], module._function, ["weight", "mask", "advantages", "tokens"], 1,
+            rows, 0.9, -100, 4.0, None, budget, True, observed, True, True, True,
+        )  # fmt: skip
+        torch.library.opcheck(
+            torch.ops.liger_losses.fused_linear_loss_forward.default,
+            arguments,
+            # Tracing differentiates every result, the gradients that were made among them. test_compiled traces.
+            test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+        )
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("name", ["dpo", "grpo with entropy"])
+def test_observed_tokens(device, name, budget):
+    hidden, weight, target, bias = make(device)
+    seen = []
+    make_loss = {
+        "dpo": lambda **options: losses.FusedLinearDPOLoss(use_ref_model=False, **options),
+        "grpo with entropy": lambda **options: losses.FusedLinearGRPOLoss(
+            beta=0.0, entropy_coef=0.1, **options
+        ),
+    }[name]
+    results = []
+    for options in ({}, {"observe": seen.append}):
+        module = make_loss(memory_budget=BUDGETS[budget], **options)
+        leaves = [leaf(hidden), leaf(weight)]
+        loss = call(module, *leaves, target, bias)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    expected = liger.fused_linear_logprobs(
+        hidden, weight, target, bias, return_entropy=True, return_argmax=True
+    )
+    ((logprobs, entropy, argmax),) = seen
+    torch.testing.assert_close(logprobs, expected.logprobs)
+    torch.testing.assert_close(entropy, expected.entropy)
+    assert torch.equal(argmax, expected.argmax) and not (logprobs.requires_grad or entropy.requires_grad)
+
+
+def test_the_second_backward_is_the_first(device):
+    hidden, weight, target, bias = make(device)
+    x, w = leaf(hidden), leaf(weight)
+    loss = call(losses.FusedLinearDPOLoss(), x, w, target, bias) * 3.0
+    first = torch.autograd.grad(loss, (x, w), retain_graph=True)
+    first = [g.clone() for g in first]
+    for a, b in zip(first, torch.autograd.grad(loss, (x, w)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_half_precision(device, name):
+    """Sums in float32: with many chunks as exact as with one."""
+    hidden, weight, target, bias = make(device, dtype=torch.bfloat16)
+    make_module, options = EVERY[name]
+    grads = []
+    for budget in (None, 2 * LENGTH * VOCAB * 2):
+        module, leaves = make_module(**options, memory_budget=budget), (leaf(hidden), leaf(weight))
+        loss = call(module, *leaves, target, bias)
+        assert loss.dtype == torch.float32
+        grads.append(torch.autograd.grad(loss, leaves))
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == torch.bfloat16
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-8 * b.abs().max().item())
+
+
+def test_autocast(device):
+    hidden, weight, target, bias = make(device)
+    x, w = leaf(hidden), leaf(weight)
+    with torch.autocast(device.type, torch.bfloat16):
+        loss = call(losses.FusedLinearDPOLoss(), x, w, target, bias)
+    half = [t.bfloat16() for t in (hidden, weight)]
+    torch.testing.assert_close(loss, call(losses.FusedLinearDPOLoss(), *half, target, bias.bfloat16()))
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(loss, (x, w)))
+
+
+class OwnPairs(losses.PreferenceLoss):
+    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+        return F.softplus(self.beta * (rejected_logps - chosen_logps))
+
+
+class OwnBatch(losses.FusedLinearLoss):
+    """Its terms depend on all sequences."""
+
+    unit = "batch"
+
+    def compute(self, logprobs, entropy, *, mask):
+        scores = (logprobs * mask).sum(-1)
+        return (scores - scores.mean()).square()
+
+    def forward(self, hidden, weight, target, bias=None):
+        batch = self.batch(hidden, target)
+        return self.run(batch, weight, bias, given={"mask": batch.live})[0]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_losses_of_ones_own(device, budget):
+    hidden, weight, target, bias = make(device)
+    mine = OwnPairs(beta=0.1, memory_budget=BUDGETS[budget])
+    same = losses.FusedLinearDPOLoss(beta=0.1, use_ref_model=False)
+    a, b = (m(weight, hidden, target.abs() % VOCAB, bias)[0] for m in (mine, same))
+    torch.testing.assert_close(a, b)
+    leaves = [leaf(hidden), leaf(weight)]
+    loss = OwnBatch(memory_budget=BUDGETS[budget])(*leaves, target, bias)
+    scores = liger.fused_linear_logprobs(*leaves, target, bias).sum(-1)
+    expected = (scores - scores.mean()).square().sum()
+    torch.testing.assert_close(loss, expected)
+    pairs = zip(torch.autograd.grad(loss, leaves), torch.autograd.grad(expected, leaves), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_are_losses_of_their_own(device):
+    hidden, weight, target, bias = make(device)
+    first = losses.FusedLinearDPOLoss(beta=0.1)
+    for other in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        other.beta = 2.0
+        a, b = call(first, hidden, weight, target, bias), call(other, hidden, weight, target, bias)
+        expected = call(losses.FusedLinearDPOLoss(beta=2.0), hidden, weight, target, bias)
+        assert a != b and torch.equal(b, expected)
+
+
+def test_the_losses_of_the_docs(device):
+    page = Path(__file__).parents[2] / "docs" / "losses.md"
+    if not page.is_file():
+        pytest.skip("not a checkout")
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    made = {"__name__": "losses_of_the_docs"}
+    for block in blocks:
+        if "class " in block:
+            exec(block, made)
+    hidden, weight, target, _ = make(device)
+    target[-1, 0] = 1
+    loss = made["MarginLoss"](beta=0.5)(weight, hidden, target)[0]
+    logprobs = liger.fused_linear_logprobs(hidden, weight, target, return_entropy=True)
+    live = target != -100
+    means = logprobs.logprobs.sum(-1) / live.sum(-1)
+    torch.testing.assert_close(loss, F.softplus(1.0 - 0.5 * (means[:3] - means[3:])).mean())
+    x, advantages = leaf(hidden), torch.linspace(-1, 1, 6, device=device)
+    loss = made["Reinforce"]()(x, weight, target, advantages)
+    y = leaf(hidden)
+    logprobs = liger.fused_linear_logprobs(y, weight, target, return_entropy=True)
+    terms = -(advantages[:, None] * logprobs.logprobs + 0.01 * logprobs.entropy)
+    expected = terms[live].sum() / live.sum()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, x)[0], torch.autograd.grad(expected, y)[0])
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+def _dpo(change=lambda x, w, t: (w, x, t), options=None, **how):
+    return lambda x, w, t: losses.FusedLinearDPOLoss(**(options or {}))(*change(x, w, t), **how)
+
+
+def _grpo(advantages=None, options=None, **how):
+    advantages = torch.zeros(6) if advantages is None else advantages
+    return lambda x, w, t: losses.FusedLinearGRPOLoss(**(options or {}))(x, w, t, None, advantages, **how)
+
+
+def _kto(*labels, options=None, **how):
+    return lambda x, w, t: losses.FusedLinearKTOLoss(**(options or {}))(x, w, t, None, *labels, **how)
+
+
+FREE = {"use_ref_model": False}
+BAD = {
+    "odd": (_dpo(lambda x, w, t: (w, x[:5], t[:5]), FREE), RuntimeError, "5 sequences, expected an even number"),
+    "no reference": (_dpo(), ValueError, "FusedLinearDPOLoss: no reference"),
+    "unwanted reference": (_dpo(options=FREE, ref_logps=torch.zeros(6)), ValueError, "use_ref_model is False"),
+    "no reference weight": (_dpo(ref_input=torch.zeros(6, LENGTH, 8)), ValueError, "without ref_weight"),
+    "reference shape": (_dpo(ref_logps=torch.zeros(5)), RuntimeError, r"ref_logps has shape \(5,\), expected \(6, 6\)"),
+    "reference grad": (_dpo(ref_logps=torch.zeros(6, requires_grad=True)), RuntimeError, "ref_logps requires grad"),
+    "reference vocabulary": (
+        _dpo(ref_input=torch.zeros(6, LENGTH, 8), ref_weight=torch.zeros(30, 8)),
+        RuntimeError, "ref_weight has 30 classes, expected 29",
+    ),
+    "target": (_dpo(lambda x, w, t: (w, x, t[:, 1:]), FREE), RuntimeError, r"target has shape \(6, 5\)"),
+    "flat": (
+        _dpo(lambda x, w, t: (w, x[0], t[0]), FREE), RuntimeError, r"expected \(sequences, length\), or cu_seqlens",
+    ),
+    "cu_seqlens": (
+        _dpo(lambda x, w, t: (w, x[0], t[0]), FREE, cu_seqlens=torch.zeros(2, 2)), RuntimeError, "cu_seqlens has shape",
+    ),
+    "mask": (_dpo(options=FREE, mask=torch.ones(6)), RuntimeError, "FusedLinearDPOLoss: mask has shape"),
+    "items": (_dpo(options=FREE, num_items_in_batch=torch.ones(2)), RuntimeError, "num_items_in_batch has shape"),
+    "loss type": (_dpo(options={"loss_type": "nope"}), ValueError, "unknown loss_type 'nope', expected one of sigmoid"),
+    "smoothing": (_dpo(options={"loss_type": "robust", "label_smoothing": 0.5}), ValueError, "label_smoothing is 0.5"),
+    "weight": (_dpo(lambda x, w, t: (w[:, 1:], x, t), FREE), RuntimeError, "FusedLinearDPOLoss: lin_weight has shape"),
+    "out of range": (_dpo(lambda x, w, t: (w, x, t + 40), FREE), RuntimeError, "DPOLoss: target at row 0"),
+    "grpo type": (_grpo(options={"loss_type": "gspo"}), ValueError, "unknown loss_type 'gspo'"),
+    "grpo level": (
+        _grpo(options={"importance_sampling_level": "word"}), ValueError, "unknown importance_sampling_level 'word'",
+    ),
+    "grpo reference": (_grpo(), ValueError, "FusedLinearGRPOLoss: no reference"),
+    "advantages": (_grpo(torch.zeros(5)), RuntimeError, r"advantages has shape \(5,\), expected \(6,\) or \(6, 6\)"),
+    "old": (
+        _grpo(old_per_token_logps=torch.zeros(6), options={"beta": 0.0}), RuntimeError, "old_per_token_logps has shape",
+    ),
+    "sampler": (_grpo(vllm_is_ratio=torch.zeros(5), options={"beta": 0.0}), RuntimeError, "vllm_is_ratio has shape"),
+    "kto type": (_kto(options={"loss_type": "bco"}), ValueError, "unknown loss_type 'bco'"),
+    "kto labels": (_kto(), ValueError, "no preference_labels"),
+    "kto label shape": (_kto(torch.ones(3)), RuntimeError, "preference_labels has shape"),
+    "kto reference": (_kto(torch.ones(6)), ValueError, "FusedLinearKTOLoss: no reference"),
+    "kto kl": (_kto(torch.ones(6), options=FREE, kl=torch.ones(2)), RuntimeError, "kl has shape"),
+    "cpo type": (
+        lambda x, w, t: losses.FusedLinearCPOLoss(loss_type="simpo"), ValueError, "unknown loss_type 'simpo'",
+    ),
+    "temperature": (_grpo(options={"temperature": 0.0}), ValueError, "FusedLinearGRPOLoss: temperature is 0"),
+    "budget": (_dpo(options={**FREE, "memory_budget": 0}), ValueError, "FusedLinearDPOLoss: memory_budget"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    function, kind, message = BAD[name]
+    hidden, weight, target, _ = make("cpu")
+    with pytest.raises(kind, match=message):
+        function(hidden.requires_grad_(), weight, target.clamp_min(0))

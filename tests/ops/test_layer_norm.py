@@ -1,0 +1,212 @@
+"""layer_norm against float64, in every backend that runs here."""
+
+import pytest
+import torch
+from cases import DTYPES, check_op, strided_like
+
+import liger
+
+PARAMETERS = [(True, True), (True, False), (False, True), (False, False)]
+# Rows within a warp; odd sizes, without 16-byte vectors; rows of one block, 2 to 8 vectors a thread; longer ones.
+# More rows than SMs: of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
+SHAPES = [
+    (5, 64),
+    (2, 3, 129),
+    (1, 3),
+    (7, 1000),
+    (3, 4100),
+    (2, 8200),
+    (1, 33000),
+    (2, 70000),
+    (300, 256),
+    (300, 2304),
+    (300, 2816),
+    (2, 2, 2, 40),
+]
+
+
+def reference(x, weight, bias, eps=1e-5):
+    """The definition: statistics in at least float32, one rounding at the end."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * weight.to(y.dtype)
+    y = y if bias is None else y + bias.to(y.dtype)
+    return y.to(x.dtype)
+
+
+def parameters(which, size, device, dtype):
+    return [torch.randn(size, device=device, dtype=dtype) if there else None for there in which]
+
+
+@pytest.mark.parametrize("which", PARAMETERS, ids=["weight+bias", "weight", "bias", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_layer_norm(device, shape, dtype, which):
+    # Around 2: a bias that were left out of the statistics would show.
+    x = torch.randn(shape, device=device, dtype=dtype) + 2
+    check_op(liger.layer_norm, reference, [x, *parameters(which, shape[-1], device, dtype)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows(device, dtype):
+    """More rows than the persistent blocks of the backward ask for the statistics of at a time."""
+    x = torch.randn(140000, 24, device=device, dtype=dtype)
+    check_op(liger.layer_norm, reference, [x, *parameters((True, True), 24, device, dtype)])
+
+
+@pytest.mark.parametrize("hidden", [48, 4096, 20000, 70000])
+def test_a_large_mean_does_not_cancel(device, hidden):
+    """With a mean of 4000 deviations the difference of squares would have no digit left in float32."""
+    x = torch.randn(3, hidden, device=device) + 4096
+    _, mean, rstd = torch.ops.liger.layer_norm(x)
+    wide = x.double()
+    torch.testing.assert_close(mean.double(), wide.mean(-1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(rstd.double(), (wide.var(-1, correction=0) + 1e-5).rsqrt(), rtol=1e-4, atol=0)
+
+
+def test_one_outlier_does_not_cancel(device):
+    x = torch.randn(4, 2048, device=device)
+    x[:, 0] = 3e4
+    check_op(liger.layer_norm, reference, [x, *parameters((True, True), 2048, device, torch.float32)])
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
+@pytest.mark.parametrize("hidden", [40, 2048, 16384])
+def test_a_row_that_starts_with_its_variance(device, dtype, hidden):
+    """Half types take differences from the first values: here those are what the variance consists of."""
+    x = torch.randn(3, hidden, device=device, dtype=dtype)
+    x[:, :8] = 3000
+    check_op(liger.layer_norm, reference, [x, *parameters((True, True), hidden, device, dtype)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [1, 8, 64, 4096, 16384])
+def test_rows_of_equal_elements(device, dtype, hidden):
+    """No element differs from the mean, and no rounding may make one differ: rstd would multiply it by 316."""
+    x, grad = (
+        torch.randint(-40, 40, (9, 1), device=device).to(dtype).expand(9, hidden) / 8 for _ in range(2)
+    )
+    weight, bias = (
+        torch.full((hidden,), 3.0, device=device, dtype=dtype),
+        torch.randn(hidden, device=device).to(dtype),
+    )
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    y = liger.layer_norm(*leaves)
+    grad_x, grad_weight, _ = torch.autograd.grad(y, leaves, grad)
+    assert torch.equal(y, bias.expand_as(y))
+    assert not grad_x.any() and not grad_weight.any()
+
+
+def test_rows_of_one_element(device):
+    """Less its mean nothing is left: y is the bias, and the gradient of x the rounding of what cancels."""
+    x, weight, bias = (torch.randn(n, device=device).requires_grad_() for n in ((6, 1), (1,), (1,)))
+    y = liger.layer_norm(x, weight, bias)
+    upstream = torch.randn_like(y)
+    y.backward(upstream)
+    assert torch.equal(y, bias.expand(6, 1))
+    assert x.grad.abs().max() <= 1e-6 * 1e-5**-0.5 * (upstream * weight).abs().max()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("make", [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)])
+def test_strided_input_and_gradient(device, make):
+    x, grad = torch.randn(2, 6, 5, 48, device=device)
+    weight, bias = torch.randn(2, 48, device=device)
+    outputs = []
+    for transform in (lambda t: t, make):
+        leaves = [
+            transform(x).detach().requires_grad_(),
+            *(p.clone().requires_grad_() for p in (weight, bias)),
+        ]
+        y = liger.layer_norm(*leaves)
+        outputs.append([y, *torch.autograd.grad(y, leaves, transform(grad))])
+    for contiguous, strided in zip(*outputs, strict=True):
+        torch.testing.assert_close(strided, contiguous, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (3, 0)], ids=str)
+def test_empty(device, shape):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    weight, bias = (torch.randn(shape[-1], device=device, requires_grad=True) for _ in range(2))
+    y = liger.layer_norm(x, weight, bias)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    for parameter in (weight, bias):
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
+def test_float32_parameters_with_low_precision_input(device, dtype):
+    x = torch.randn(9, 96, device=device, dtype=dtype)
+    weight, bias = (torch.randn(96, device=device, requires_grad=True) for _ in range(2))
+    check_op(liger.layer_norm, reference, [x, weight, bias])
+    liger.layer_norm(x, weight, bias).float().sum().backward()
+    assert weight.grad.dtype == bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("hidden", [24, 2048])
+def test_frozen_parts_get_no_gradient(device, hidden):
+    tensors = [torch.randn(4, hidden, device=device), *torch.randn(2, hidden, device=device)]
+    grad = torch.randn(4, hidden, device=device)
+    whole = [t.clone().requires_grad_() for t in tensors]
+    expected = torch.autograd.grad(liger.layer_norm(*whole), whole, grad)
+    for i in range(3):
+        some = [t.clone().requires_grad_(j == i) for j, t in enumerate(tensors)]
+        liger.layer_norm(*some).backward(grad)
+        for j, tensor in enumerate(some):
+            assert (tensor.grad is None) == (j != i)
+        torch.testing.assert_close(some[i].grad, expected[i], rtol=1e-6, atol=1e-6)
+
+
+def test_same_bits_twice_and_inputs_untouched(device):
+    leaves = [torch.randn(130, 512, device=device), *torch.randn(2, 512, device=device)]
+    leaves = [t.clone().requires_grad_() for t in leaves]
+    before, versions = [t.detach().clone() for t in leaves], [t._version for t in leaves]
+    y = liger.layer_norm(*leaves)
+    grad = torch.randn_like(y)
+    kept = grad.clone()
+    first = torch.autograd.grad(y, leaves, grad, retain_graph=True)
+    second = torch.autograd.grad(y, leaves, grad)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(grad, kept) and [t._version for t in leaves] == versions
+    for leaf, values in zip(leaves, before, strict=True):
+        assert torch.equal(leaf, values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            lambda d: (torch.randn(4, 8, device=d), torch.randn(7, device=d)),
+            "weight has shape (7,), expected (8,), the last dimension of x",
+        ),
+        (
+            lambda d: (torch.randn(4, 8, device=d), None, torch.randn(8, 1, device=d)),
+            "bias has shape (8, 1), expected (8,), the last dimension of x",
+        ),
+        (
+            lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64),),
+            "x has dtype int64, expected float16",
+        ),
+        (
+            lambda d: (torch.randn(4, 8, device=d).half(), None, torch.randn(8, device=d).bfloat16()),
+            "bias has dtype bfloat16, expected that of x, float16, or float32",
+        ),
+        (
+            lambda d: (
+                torch.randn(4, 8, device=d).half(),
+                torch.randn(8, device=d),
+                torch.randn(8, device=d).half(),
+            ),
+            "bias has dtype float16, expected that of weight, float32",
+        ),
+        (lambda d: (torch.randn((), device=d),), "x has shape (), expected at least one dimension"),
+    ],
+)
+def test_bad_input(device, arguments, words):
+    with pytest.raises(RuntimeError, match="layer_norm: ") as caught:
+        liger.layer_norm(*arguments(device))
+    assert words in str(caught.value)

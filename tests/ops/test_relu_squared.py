@@ -1,0 +1,67 @@
+"""relu_squared against float64, in every backend that runs here."""
+
+import pytest
+import torch
+from cases import DTYPES, check_op, strided_like
+
+import liger
+
+# One and several blocks of 128 threads with a 16-byte vector each; sizes of no whole vectors (1, 2 x 3 x 129)
+# or of none in half types only (3 x 4100); no elements.
+SHAPES = [(8,), (1, 1), (5, 64), (2, 3, 129), (7, 1000), (3, 4100), (2, 2, 2, 6), (0, 16), (3, 0)]
+
+
+def plain(x):
+    return torch.relu(x).square()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_float64(device, shape, dtype):
+    check_op(liger.relu_squared, plain, [torch.randn(shape, device=device, dtype=dtype) * 3])
+
+
+@pytest.mark.parametrize(
+    "move",
+    [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1), lambda t: t.mT.contiguous().mT],
+    ids=["every_second", "transposed", "columns_first"],
+)
+def test_strides(device, move):
+    x, grad = torch.randn(6, 5, 48, device=device), torch.randn(6, 5, 48, device=device)
+    results = []
+    for moved in (x.requires_grad_(), move(x.detach()).requires_grad_()):
+        y = liger.relu_squared(moved)
+        assert y.stride() == torch.empty_like(moved).stride()
+        results.append((y, *torch.autograd.grad(y, moved, grad)))
+    for contiguous, strided in zip(*results, strict=True):
+        assert torch.equal(contiguous, strided)
+
+
+def test_zero_nan_and_infinity(device):
+    x = torch.tensor([-float("inf"), -0.0, 0.0, float("inf"), float("nan")], device=device).requires_grad_()
+    y = liger.relu_squared(x)
+    y.backward(torch.ones_like(x))
+    torch.testing.assert_close(y, plain(x.detach()), equal_nan=True)
+    inf, nan = float("inf"), float("nan")
+    torch.testing.assert_close(x.grad, torch.tensor([0, 0, 0, inf, nan], device=device), equal_nan=True)
+
+
+def test_float64_gradcheck(device, backend):
+    if backend != "torch":
+        pytest.skip("float64 is served by the torch backend alone")
+    x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(liger.relu_squared, x)
+
+
+def test_bad_input(device):
+    with pytest.raises(RuntimeError, match=r"^relu_squared: x has dtype int64, expected float16"):
+        liger.relu_squared(torch.ones(3, device=device, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"^relu_squared: x has shape \(\), expected at least one"):
+        liger.relu_squared(torch.ones((), device=device))
+    x = torch.ones(3, 4, device=device)
+    with pytest.raises(RuntimeError, match=r"^relu_squared_backward: grad_y has shape \(4,\), expected that"):
+        torch.ops.liger.relu_squared_backward(x[0], x)
+    with pytest.raises(
+        RuntimeError, match=r"^relu_squared_backward: grad_y has dtype float16, expected that"
+    ):
+        torch.ops.liger.relu_squared_backward(x.half(), x)

@@ -1,0 +1,188 @@
+"""rms_norm and fused_add_rms_norm against float64, in every backend that runs here."""
+
+import pytest
+import torch
+from cases import DTYPES, check_op, strided_like
+
+import liger
+
+MODES = ["llama", "gemma", "none"]
+# Rows within a warp; odd sizes, without 16-byte vectors; rows of one block, 2 to 8 vectors a thread; longer ones.
+# More rows than SMs: of 288 16-byte vectors the backward gives a thread 2, of 352 it gives it 4.
+SHAPES = [
+    (5, 64),
+    (2, 3, 129),
+    (1, 3),
+    (7, 1000),
+    (3, 4100),
+    (2, 8200),
+    (1, 33000),
+    (300, 256),
+    (300, 2304),
+    (300, 2816),
+    (2, 2, 2, 40),
+]
+
+
+def reference(x, weight, eps, offset, mode):
+    """The definition in the dtype of its arguments, as eager code would write it."""
+    wide = x.float() if mode != "none" and x.dtype != torch.float64 else x
+    y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if mode == "llama":
+        y = y.to(x.dtype)
+    if weight is not None:
+        y = y * (weight.to(y.dtype) + offset)
+    return y.to(x.dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rms_norm(device, shape, dtype, mode):
+    x = torch.randn(shape, device=device, dtype=dtype)
+    weight = torch.randn(shape[-1], device=device, dtype=dtype)
+    offset = 1.0 if mode == "gemma" else 0.0
+    check_op(
+        lambda x, w: liger.rms_norm(x, w, 1e-5, offset, mode),
+        lambda x, w: reference(x, w, 1e-5, offset, mode),
+        [x, weight],
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows(device, dtype):
+    """More rows than the persistent blocks of the backward ask for the rstd of at a time."""
+    x, weight = (
+        torch.randn(140000, 24, device=device, dtype=dtype),
+        torch.randn(24, device=device, dtype=dtype),
+    )
+    check_op(
+        lambda x, w: liger.rms_norm(x, w, 1e-5), lambda x, w: reference(x, w, 1e-5, 0.0, "llama"), [x, weight]
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_without_weight(device, dtype):
+    x = torch.randn(6, 200, device=device, dtype=dtype)
+    check_op(lambda x: liger.rms_norm(x), lambda x: reference(x, None, 1e-6, 0.0, "llama"), [x])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 129), (300, 256), (3, 4100)], ids=str)
+def test_fused_add_rms_norm(device, shape, dtype, mode):
+    x, residual = torch.randn(2, *shape, device=device, dtype=dtype)
+    weight = torch.randn(shape[-1], device=device, dtype=dtype)
+
+    def plain(x, r, w):
+        s = x + r
+        return reference(s, w, 1e-6, 0.5, mode), s
+
+    check_op(lambda x, r, w: liger.fused_add_rms_norm(x, r, w, 1e-6, 0.5, mode), plain, [x, residual, weight])
+
+
+def test_fused_add_with_one_output_used(device):
+    x, residual = torch.randn(2, 4, 32, device=device)
+    weight = torch.randn(32, device=device)
+    for index in (0, 1):
+        leaves = [t.clone().requires_grad_() for t in (x, residual, weight)]
+        out = liger.fused_add_rms_norm(*leaves)[index].square().sum()
+        grads = torch.autograd.grad(out, leaves, allow_unused=True)
+        plain = [t.clone().requires_grad_() for t in (x, residual, weight)]
+        s = plain[0] + plain[1]
+        expected = (reference(s, plain[2], 1e-6, 0.0, "llama"), s)[index].square().sum()
+        for got, want in zip(grads, torch.autograd.grad(expected, plain, allow_unused=True), strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [strided_like, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)])
+def test_strided_input_and_gradient(device, make):
+    x = torch.randn(6, 5, 48, device=device)
+    weight, grad = torch.randn(48, device=device), torch.randn(6, 5, 48, device=device)
+    outputs = []
+    for transform in (lambda t: t, make):
+        leaf, w = transform(x).detach().requires_grad_(), weight.clone().requires_grad_()
+        y = liger.rms_norm(leaf, w)
+        outputs.append([y, *torch.autograd.grad(y, [leaf, w], transform(grad))])
+    for contiguous, strided in zip(*outputs, strict=True):
+        torch.testing.assert_close(strided, contiguous, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (3, 0)], ids=str)
+def test_empty(device, shape):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    weight = torch.randn(shape[-1], device=device, requires_grad=True)
+    y = liger.rms_norm(x, weight)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
+def test_float32_weight_with_low_precision_input(device, dtype):
+    x = torch.randn(9, 96, device=device, dtype=dtype)
+    weight = torch.randn(96, device=device)
+    y = liger.rms_norm(x, weight.requires_grad_())
+    assert y.dtype == dtype
+    y.float().sum().backward()
+    assert weight.grad.dtype == torch.float32
+
+
+def test_frozen_parts_get_no_gradient(device):
+    x, weight = torch.randn(4, 24, device=device), torch.randn(24, device=device)
+    liger.rms_norm(x, weight.requires_grad_()).sum().backward()
+    assert weight.grad is not None and x.grad is None
+    x, weight = x.clone().requires_grad_(), weight.detach()
+    liger.rms_norm(x, weight).sum().backward()
+    assert x.grad is not None and weight.grad is None
+
+
+def test_same_bits_twice_and_inputs_untouched(device):
+    x = torch.randn(130, 512, device=device, requires_grad=True)
+    weight = torch.randn(512, device=device, requires_grad=True)
+    before, versions = (x.detach().clone(), weight.detach().clone()), (x._version, weight._version)
+    y = liger.rms_norm(x, weight)
+    grad = torch.randn_like(y)
+    kept = grad.clone()
+    first = torch.autograd.grad(y, [x, weight], grad, retain_graph=True)
+    second = torch.autograd.grad(y, [x, weight], grad)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(x, before[0]) and torch.equal(weight, before[1]) and torch.equal(grad, kept)
+    assert (x._version, weight._version) == versions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            lambda d: (torch.randn(4, 8, device=d), torch.randn(7, device=d)),
+            "weight has shape (7,), expected (8,)",
+        ),
+        (
+            lambda d: (torch.ones(4, 8, device=d, dtype=torch.int64), None),
+            "x has dtype int64, expected float16",
+        ),
+        (
+            lambda d: (torch.randn(4, 8, device=d).half(), torch.randn(8, device=d).bfloat16()),
+            "weight has dtype bfloat16, expected that of x, float16, or float32",
+        ),
+        (lambda d: (torch.randn((), device=d), None), "x has shape (), expected at least one dimension"),
+        (
+            lambda d: (torch.randn(4, 8, device=d), None, 1e-6, 0.0, "qwen"),
+            "casting_mode is 'qwen', expected 'llama', 'gemma' or 'none'",
+        ),
+    ],
+)
+def test_bad_input(device, arguments, words):
+    with pytest.raises(RuntimeError, match="rms_norm: ") as caught:
+        liger.rms_norm(*arguments(device))
+    assert words in str(caught.value)
+
+
+@pytest.mark.gpu
+def test_weight_on_another_device(device):
+    with pytest.raises(RuntimeError, match="weight is on cpu, expected the device of x, cuda:0"):
+        torch.ops.liger.rms_norm(torch.randn(2, 8, device="cuda"), torch.randn(8), 1e-6)

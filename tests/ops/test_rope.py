@@ -1,0 +1,354 @@
+"""rope against float64, in every backend that runs here."""
+
+import pytest
+import torch
+from cases import DTYPES, assert_as_exact_as_torch, check_op, strided_like
+
+import liger
+
+# batch, heads of q, heads of k, tokens, head_dim, rotary_dim. A thread rotates two heads: odd numbers leave one over.
+# 16-byte vectors need a rotary_dim of whole pairs of them, 16 elements in half types: 24, 6, 4 and 2 go one by one.
+# head_dim > rotary_dim has entries that are only copied.
+SHAPES = [
+    (2, 4, 4, 7, 64, 64),
+    (1, 8, 2, 9, 128, 128),
+    (2, 6, 1, 5, 80, 32),
+    (3, 3, 2, 4, 6, 6),
+    (1, 2, 1, 9, 6, 2),
+    (2, 5, 3, 1, 96, 24),
+    (1, 1, 1, 12, 256, 64),
+    (1, 2, 2, 3, 7, 4),
+]
+TABLES = {
+    "shared": lambda batch, tokens, rotary: (tokens, rotary),
+    "one": lambda batch, tokens, rotary: (1, tokens, rotary),
+    "per_sequence": lambda batch, tokens, rotary: (batch, tokens, rotary),
+}
+
+
+def reference(q, k, cos, sin, interleaved=False):
+    """Hugging Face's formula in the dtype of q, with partial rotary and interleaved pairs."""
+    rotary = cos.shape[-1]
+    cos, sin = (t.to(q.dtype).unsqueeze(1) if t.dim() == 3 else t.to(q.dtype) for t in (cos, sin))
+
+    def rotate(x):
+        x, rest = x[..., :rotary], x[..., rotary:]
+        if interleaved:
+            turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+        else:
+            turned = torch.cat((-x[..., rotary // 2 :], x[..., : rotary // 2]), -1)
+        return torch.cat((x * cos + turned * sin, rest), -1)
+
+    return rotate(q), rotate(k)
+
+
+def make(device, shape=(2, 4, 2, 5, 16, 16), dtype=torch.float32, table="shared", table_dtype=torch.float32):
+    """q, k, cos, sin. The tables are random, so that the two halves of a row differ."""
+    batch, q_heads, k_heads, tokens, head_dim, rotary = shape
+    q = torch.randn(batch, q_heads, tokens, head_dim, device=device, dtype=dtype)
+    k = torch.randn(batch, k_heads, tokens, head_dim, device=device, dtype=dtype)
+    cos, sin = torch.randn(2, *TABLES[table](batch, tokens, rotary), device=device).to(table_dtype)
+    return q, k, cos, sin
+
+
+def leaves(*tensors):
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rope(device, shape, dtype, table, interleaved):
+    q, k, cos, sin = make(device, shape, dtype, table)
+    check_op(
+        lambda q, k: liger.rope(q, k, cos, sin, interleaved=interleaved),
+        lambda q, k: reference(q, k, cos, sin, interleaved),
+        [q, k],
+    )
+
+
+@pytest.mark.parametrize("table_dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtype_of_tables(device, dtype, table_dtype):
+    q, k, cos, sin = make(device, (2, 3, 1, 9, 32, 32), dtype, "per_sequence", table_dtype)
+    check_op(lambda q, k: liger.rope(q, k, cos, sin), lambda q, k: reference(q, k, cos, sin), [q, k])
+
+
+@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != torch.float32], ids=str)
+def test_float32_tables_are_not_rounded(device, dtype):
+    q, k, cos, sin = make(device, dtype=dtype)
+    outputs = liger.rope(q, k, cos, sin)
+    for output, exact in zip(outputs, reference(q.float(), k.float(), cos, sin), strict=True):
+        assert_as_exact_as_torch(output, exact.to(dtype), exact)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_transposed_views_keep_their_strides(device, interleaved):
+    q, k, cos, sin = make(device, (2, 4, 2, 5, 16, 8), table="per_sequence")
+    plain = liger.rope(q, k, cos, sin, interleaved=interleaved)
+    views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k)]
+    outputs = liger.rope(*views, cos, sin, interleaved=interleaved)
+    for output, view, expected in zip(outputs, views, plain, strict=True):
+        assert torch.equal(output, expected)
+        assert output.stride() == view.stride()
+
+
+def test_heads_in_the_third_dimension(device):
+    q, k, cos, sin = make(device, (2, 4, 2, 5, 16, 8), table="per_sequence")
+    heads_second = leaves(q, k)
+    heads_third = leaves(q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous())
+    expected = liger.rope(*heads_second, cos, sin)
+    outputs = liger.rope(*heads_third, cos, sin, unsqueeze_dim=2)
+    grads = [torch.randn_like(t) for t in outputs]
+    got = torch.autograd.grad(outputs, heads_third, grads)
+    want = torch.autograd.grad(expected, heads_second, [g.transpose(1, 2) for g in grads])
+    for output, leaf, other in zip((*outputs, *got), 2 * heads_third, (*expected, *want), strict=True):
+        assert torch.equal(output.transpose(1, 2), other)
+        assert output.shape == leaf.shape and output.stride() == leaf.stride()
+
+
+def _slices_of_merged_projection(q, k):
+    """q and k as views into one (B, T, (Hq + Hk) * D) tensor."""
+    batch, heads, tokens, head_dim = q.shape
+    merged = torch.cat([t.transpose(1, 2).reshape(batch, tokens, -1) for t in (q, k)], -1)
+    parts = merged.split([heads * head_dim, k.shape[1] * head_dim], -1)
+    return [part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in parts]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        _slices_of_merged_projection,
+        lambda q, k: [strided_like(t) for t in (q, k)],
+        lambda q, k: [t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for t in (q, k)],
+        lambda q, k: [q.transpose(1, 2).contiguous().transpose(1, 2), k],
+    ],
+    ids=["merged", "every_second", "reversed", "only_q"],
+)
+@pytest.mark.parametrize("table", TABLES)
+def test_strided_inputs_and_gradients(device, layout, table):
+    q, k, cos, sin = make(device, (2, 4, 2, 5, 16, 8), table=table)
+    grads = torch.randn_like(q), torch.randn_like(k)
+    results = []
+    for move in (lambda q, k: (q, k), layout):
+        inputs = leaves(*move(q, k))
+        outputs = liger.rope(*inputs, strided_like(cos), strided_like(sin))
+        for output, source in zip(outputs, inputs, strict=True):
+            assert output.stride() == torch.empty_like(source).stride()
+        results.append([*outputs, *torch.autograd.grad(outputs, inputs, move(*grads))])
+    for contiguous, strided in zip(*results, strict=True):
+        assert torch.equal(contiguous, strided)
+
+
+def test_expanded_gradient_and_tables(device):
+    q, k, cos, sin = make(device)
+    expanded = [t.expand(2, *t.shape) for t in (cos, sin)]
+    plain, ours = leaves(q, k), leaves(q, k)
+    sum(t.sum() for t in reference(*plain, cos, sin)).backward()
+    sum(t.sum() for t in liger.rope(*ours, *expanded)).backward()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 2, 1, 3, 8, 8), (2, 2, 1, 0, 8, 8), (2, 2, 0, 3, 8, 4), (2, 0, 1, 3, 8, 4), (2, 2, 1, 3, 0, 0)],
+    ids=str,
+)
+def test_empty(device, shape):
+    q, k, cos, sin = make(device, shape)
+    inputs = leaves(q, k)
+    outputs = liger.rope(*inputs, cos, sin)
+    sum(t.sum() for t in outputs).backward()
+    for output, leaf, expected in zip(outputs, inputs, reference(q, k, cos, sin), strict=True):
+        assert output.shape == leaf.grad.shape == leaf.shape
+        torch.testing.assert_close(output, expected)
+
+
+def test_no_rotary_entries_copies(device):
+    q, k, cos, sin = make(device, (2, 4, 2, 5, 16, 0))
+    for output, source in zip(liger.rope(q, k, cos, sin), (q, k), strict=True):
+        assert torch.equal(output, source) and output.data_ptr() != source.data_ptr()
+
+
+@pytest.mark.parametrize("used", [0, 1], ids=["q", "k"])
+def test_one_output_used(device, used):
+    q, k, cos, sin = make(device)
+    inputs, plain = leaves(q, k), leaves(q, k)
+    grads = torch.autograd.grad(liger.rope(*inputs, cos, sin)[used].square().sum(), inputs, allow_unused=True)
+    (expected,) = torch.autograd.grad(reference(*plain, cos, sin)[used].square().sum(), plain[used])
+    assert grads[1 - used] is None
+    torch.testing.assert_close(grads[used], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [0, 1], ids=["q", "k"])
+def test_frozen_side_gets_no_gradient(device, frozen):
+    q, k, cos, sin = make(device)
+    inputs, plain = [q, k], leaves(q, k)
+    inputs[1 - frozen].requires_grad_()
+    sum(t.square().sum() for t in liger.rope(*inputs, cos, sin)).backward()
+    sum(t.square().sum() for t in reference(*plain, cos, sin)).backward()
+    assert inputs[frozen].grad is None
+    torch.testing.assert_close(inputs[1 - frozen].grad, plain[1 - frozen].grad, rtol=1e-5, atol=1e-5)
+
+
+def test_same_bits_twice_and_inputs_untouched(device):
+    q, k, cos, sin = make(device, (2, 4, 2, 9, 64, 64))
+    inputs = leaves(q, k)
+    kept = [t.detach().clone() for t in (q, k, cos, sin)]
+    outputs = liger.rope(*inputs, cos, sin)
+    grads = [torch.randn_like(t) for t in outputs]
+    kept += [g.clone() for g in grads]
+    first = torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+    second = torch.autograd.grad(outputs, inputs, grads)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    for now, before in zip((*inputs, cos, sin, *grads), kept, strict=True):
+        assert torch.equal(now, before) and now._version == 0
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_float64_gradcheck(device, backend, interleaved):
+    if backend != "torch":
+        pytest.skip("float64 is served by the torch backend alone")
+    q, k, cos, sin = make(device, (1, 2, 1, 3, 6, 4), torch.float64, "per_sequence")
+    assert torch.autograd.gradcheck(
+        lambda q, k: liger.rope(q, k, cos, sin, interleaved=interleaved), leaves(q, k)
+    )
+
+
+def test_tables_that_require_grad(device):
+    q, k, cos, sin = make(device)
+    for tables in ((cos.clone().requires_grad_(), sin), (cos, sin.clone().requires_grad_())):
+        with pytest.raises(RuntimeError, match="rope: cos or sin requires grad"):
+            liger.rope(q, k, *tables)
+        with torch.no_grad():
+            liger.rope(q, k, *tables)
+
+
+def _tensor(*shape, dtype=torch.float32):
+    return lambda device: torch.ones(shape, device=device, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"q": _tensor(4, 5, 16)}, "q has shape (4, 5, 16), expected (batch, heads, tokens, head_dim)"),
+        ({"k": _tensor(4, 5, 16)}, "k has shape (4, 5, 16), expected (batch, heads, tokens, head_dim)"),
+        (
+            {"q": _tensor(2, 4, 5, 16, dtype=torch.int64)},
+            "q has dtype int64, expected float16, bfloat16, float32",
+        ),
+        (
+            {"k": _tensor(2, 2, 5, 16, dtype=torch.float16)},
+            "k has dtype float16, expected that of q, float32",
+        ),
+        (
+            {"k": _tensor(2, 2, 6, 16)},
+            "k has shape (2, 2, 6, 16), expected the batch, tokens and head_dim of q, (2, 4, 5, 16)",
+        ),
+        ({"sin": _tensor(5, 8)}, "sin has shape (5, 8), expected that of cos, (5, 16)"),
+        (
+            {"sin": _tensor(5, 16, dtype=torch.float16)},
+            "sin has dtype float16, expected that of cos, float32",
+        ),
+        ({"cos": _tensor(5, 16, dtype=torch.int64)}, "cos has dtype int64, expected float16"),
+        (
+            {"cos": _tensor(4, 16), "sin": _tensor(4, 16)},
+            "cos has shape (4, 16), expected (tokens, rotary_dim), (1, tokens, rotary_dim) or (batch, tokens, "
+            "rotary_dim) for q of shape (2, 4, 5, 16)",
+        ),
+        (
+            {"cos": _tensor(3, 5, 16), "sin": _tensor(3, 5, 16)},
+            "cos has shape (3, 5, 16), expected (tokens, ",
+        ),
+        (
+            {"cos": _tensor(5, 18), "sin": _tensor(5, 18)},
+            "cos has a rotary_dim of 18, expected an even number of at most head_dim, 16",
+        ),
+        ({"cos": _tensor(5, 7), "sin": _tensor(5, 7)}, "cos has a rotary_dim of 7, expected an even number"),
+    ],
+)
+def test_bad_input(device, changed, words):
+    arguments = dict(zip(("q", "k", "cos", "sin"), make(device), strict=True))
+    arguments.update({name: build(device) for name, build in changed.items()})
+    with pytest.raises(RuntimeError, match="rope: ") as caught:
+        liger.rope(**arguments)
+    assert words in str(caught.value)
+
+
+def test_bad_unsqueeze_dim(device):
+    q, k, cos, sin = make(device)
+    with pytest.raises(ValueError, match="rope: unsqueeze_dim is 3, expected 1 or 2"):
+        liger.rope(q, k, cos, sin, unsqueeze_dim=3)
+    with pytest.raises(
+        RuntimeError, match=r"q has shape \(4, 5, 16\), expected \(batch, tokens, heads, head_dim\)"
+    ):
+        liger.rope(q[0], k, cos, sin, unsqueeze_dim=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+def test_many_tokens(device, interleaved):
+    q, k, cos, sin = make(device, (3, 32, 8, 4099, 128, 128), torch.bfloat16, "per_sequence")
+    views = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k)]
+    exact = reference(*(t.double() for t in (q, k)), cos, sin, interleaved)
+    plain = reference(q, k, cos, sin, interleaved)
+    for inputs in ((q, k), views):
+        for values in zip(liger.rope(*inputs, cos, sin, interleaved=interleaved), plain, exact, strict=True):
+            assert_as_exact_as_torch(*values)
+
+
+@pytest.mark.gpu
+def test_tables_on_another_device(device):
+    q, k, cos, sin = make(device)
+    with pytest.raises(RuntimeError, match="cos is on cpu, expected the device of q, cuda:0"):
+        liger.rope(q, k, cos.cpu(), sin)
+
+
+# --- in place ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_inplace_takes_the_memory_and_gives_the_same(device, unsqueeze_dim):
+    start = [torch.randn(2, 5, heads, 8, device=device, requires_grad=True) for heads in (4, 2)]
+    cos, sin = torch.randn(2, 5, 8, device=device)
+
+    def run(inplace):
+        q, k = (t * 1 for t in start)
+        if unsqueeze_dim == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        outputs = liger.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, inplace=inplace)
+        assert [o.data_ptr() == t.data_ptr() for o, t in zip(outputs, (q, k), strict=True)] == [inplace] * 2
+        assert [o.stride() for o in outputs] == [t.stride() for t in (q, k)]
+        return [*outputs, *torch.autograd.grad([o.square().sum() for o in outputs], start)]
+
+    for got, want in zip(run(True), run(False), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_inplace_is_noticed_by_who_saved_the_old_values(device):
+    q, k = (torch.randn(1, 2, 3, 8, device=device, requires_grad=True) * 1 for _ in range(2))
+    cos, sin = torch.randn(2, 3, 8, device=device)
+    saved = q.square().sum()
+    liger.rope(q, k, cos, sin, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.backward()
+
+
+def test_inplace_over_a_leaf_raises(device):
+    q = torch.randn(1, 2, 3, 8, device=device, requires_grad=True)
+    cos, sin = torch.randn(2, 3, 8, device=device)
+    with pytest.raises(RuntimeError, match="rope: q is a leaf that requires grad"):
+        liger.rope(q, torch.randn_like(q), cos, sin, inplace=True)
+
+
+def test_inplace_leaves_shared_memory_alone(device):
+    both = torch.randn(1, 4, 3, 8, device=device)
+    kept = both.clone()
+    cos, sin = torch.randn(2, 3, 8, device=device)
+    outputs = liger.rope(both[:, :2], both[:, 2:], cos, sin, inplace=True)
+    assert torch.equal(both, kept)
+    for got, want in zip(outputs, liger.rope(both[:, :2], both[:, 2:], cos, sin), strict=True):
+        assert torch.equal(got, want)

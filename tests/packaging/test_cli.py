@@ -1,0 +1,328 @@
+"""The liger command: what info and plan say, and what demo concludes."""
+
+import importlib.util
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from live_bytes import LiveBytes
+
+import liger
+from liger import cli
+from liger._core.sm90_plan import plan_chunks_sm90
+from liger.backend import triton_interpreted
+from liger.cli import _demo_data, _demo_report, _format, demo
+from liger.cli import plan as plan_command
+from liger.cli._demo_sizes import SIZES
+from liger.cli.plan import head_memory
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
+)
+
+
+# --- info -----------------------------------------------------------------------------------------------------------
+
+
+def test_info_as_json(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "64M")
+    assert cli.main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["ops"].keys() == liger.backend_report().keys()
+    assert found["environment"]["LIGER_MEMORY_BUDGET"] == "64M"
+    assert len(found["devices"]) == torch.cuda.device_count()
+    assert found["build"]["version"] == liger.__version__
+
+
+def test_info_as_text(capsys, monkeypatch):
+    monkeypatch.delenv("LIGER_CHECK_TARGETS", raising=False)
+    assert cli.main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for op, row in liger.backend_report().items():
+        (line,) = (line for line in lines if line.split()[:1] == [op])
+        assert row["backend"] in line and row["reason"] in line
+    assert any(line.split() == ["LIGER_CHECK_TARGETS", "not", "set:", "0"] for line in lines)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or triton_interpreted(), reason="about plain torch on machines without a GPU"
+)
+def test_info_names_what_serves_an_op_without_a_gpu(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["ops"]["rms_norm"]
+    with torch.profiler.profile() as profile:
+        liger.rms_norm(torch.ones(2, 4))
+    called = {event.key for event in profile.key_averages()}
+    assert "liger::rms_norm" in called
+    assert any(key.startswith("aten::") for key in called) and row["backend"] == "torch"
+
+
+def test_info_without_the_introspection_module(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger._C", None)
+    monkeypatch.delattr(liger, "_C", raising=False)
+    assert cli.main(["info"]) == 0
+    assert "liger._C does not import" in capsys.readouterr().out
+
+
+# --- plan -----------------------------------------------------------------------------------------------------------
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("tokens", "hidden", "vocab"), [(256, 32, 4096), (16, 512, 2048)])
+def test_the_memory_without_liger_is_what_eager_needs(tokens, hidden, vocab, dtype):
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    weight = torch.randn(vocab, hidden, dtype=dtype, requires_grad=True)
+    states = torch.randn(1, tokens, hidden, dtype=dtype, requires_grad=True)
+    target = torch.randint(vocab, (1, tokens))
+    with LiveBytes(states, weight, target) as memory:
+        ForCausalLMLoss(torch.nn.functional.linear(states, weight), target, vocab).backward()
+    planned = head_memory(tokens, hidden, vocab, dtype)["peak"]
+    # What eager keeps besides are vectors of one number per token, and the two scalars of the loss.
+    assert planned <= memory.peak <= planned + 64 * tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [None, 32 << 20])
+def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget):
+    tokens, hidden, vocab = 8192, 1024, 65536
+    if budget is None:
+        monkeypatch.delenv("LIGER_MEMORY_BUDGET", raising=False)
+    else:
+        monkeypatch.setenv("LIGER_MEMORY_BUDGET", str(budget))
+    weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    states = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    target = torch.randint(vocab, (tokens,), device="cuda")
+    with liger.use_backend("cuda"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        liger.fused_linear_ce(states, weight, target).backward()
+        used = torch.cuda.max_memory_allocated() - before
+    planned = head_memory(
+        tokens, hidden, vocab, torch.bfloat16, capability=torch.cuda.get_device_capability()
+    )
+    # Beside the plan: numbers per token, and the workspace of the GEMMs.
+    assert used <= planned["peak_liger"] + (64 << 20)
+    if planned["engine"] == "sm90":
+        assert used >= planned["peak_liger"] - (1 << 20)
+
+
+def test_plan_as_json_is_the_planner(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "1G")
+    arguments = [
+        "plan",
+        "--tokens",
+        "8192",
+        "--hidden",
+        "2048",
+        "--vocab",
+        "128256",
+        "--capability",
+        "8.0",
+        "--json",
+    ]
+    assert cli.main([*arguments, "--budget", "256M"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = torch.ops.liger.plan_chunks(8192, 2048, 128256, 2, True, True, 256 << 20)
+    assert [found[key] for key in ("chunk_rows", "chunks", "logits_liger", "accumulator")] == list(plan)
+    assert found["accumulator"] == 4 * 2048 * 128256
+    assert found["peak_liger"] < found["peak"]
+    assert cli.main([*arguments, "--accum", "same"]) == 0
+    assert json.loads(capsys.readouterr().out)["accumulator"] == 0
+
+
+SIZES_90 = {"tokens": 16384, "hidden": 4096, "vocab": 128256}
+ARGUMENTS_90 = ["plan", *(f"--{name}={value}" for name, value in SIZES_90.items())]
+
+
+@pytest.mark.parametrize("budget", ["64M", "512M", "8G"])
+@pytest.mark.parametrize("accum", ["fp32", "same"])
+def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, accum):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
+    assert (
+        cli.main([*ARGUMENTS_90, "--capability=9.0", "--json", f"--accum={accum}", f"--budget={budget}"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    plan = plan_chunks_sm90(
+        *SIZES_90.values(), True, True, accum == "fp32", clusters=plan_command._clusters()
+    )
+    if not plan.chunks:
+        assert (budget, accum) == ("64M", "same") and found["engine"] == "generic"
+        return
+    assert found["engine"] == "sm90"
+    rows, k_splits = [c.rows for c in plan.chunks], plan.chunks[0].k_splits
+    panels = 128256 // 128 + plan.panel_offset
+    assert found["first_chunk_rows"] == rows[0] and found["chunks"] == len(rows)
+    assert found["chunk_rows"] == (rows[1] if len(rows) > 1 else rows[0])
+    workspace = panels * plan.workspace_panel_bytes
+    assert found["logits_liger"] + found["accumulator"] == workspace
+    assert found["accumulator"] == panels * plan.scale_bytes
+    # The gradients, the panel workspace, and no more than a copy of the first chunk's rows with its sums and splits.
+    gradients = 2 * 4096 * (16384 + 128256)
+    assert gradients + workspace < found["peak_liger"]
+    most = 8 * 128256 + rows[0] * (2 * 4096 + 4 * (501 + 4) + (4 * 4096 * k_splits if k_splits > 1 else 0))
+    assert found["peak_liger"] <= gradients + workspace + plan.panel_offset * 128 * 4096 * 2 + most
+    assert plan.rows_in_grad_weight == 4096
+
+
+@pytest.mark.parametrize(
+    "changed", [["--capability=8.0"], ["--capability=10.0"], ["--dtype=fp16"], ["--vocab=128257"]]
+)
+def test_plan_of_the_generic_engine(capsys, monkeypatch, changed):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
+    assert cli.main([*ARGUMENTS_90, "--capability=9.0", *changed]) == 0
+    assert re.search(r"\n[45] chunks of \d+ rows, by the generic engine\n", capsys.readouterr().out)
+
+
+def test_plan_for_capability_9_0_as_text(capsys, monkeypatch):
+    monkeypatch.setattr(plan_command, "_clusters", lambda: 66)
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
+    for tokens, accum, chunks in (
+        (4096, "fp32", "1 chunk of 4096 rows"),
+        (16384, "same", "6 chunks: 6144 rows, then 2048 at a time"),
+    ):
+        assert cli.main([*ARGUMENTS_90, f"--tokens={tokens}", "--capability=9.0", f"--accum={accum}"]) == 0
+        assert f"\n{chunks}, by the engine of compute capability 9.0\n" in capsys.readouterr().out
+
+
+def test_plan_is_for_the_device_at_hand(capsys, monkeypatch):
+    for capability, engine in ((None, "generic"), ((8, 0), "generic"), ((9, 0), "sm90")):
+        monkeypatch.setattr(plan_command, "_capability_at_hand", lambda c=capability: c)
+        monkeypatch.setattr(plan_command, "_clusters", lambda: 66)
+        assert cli.main([*ARGUMENTS_90, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["engine"] == engine
+
+
+@pytest.mark.parametrize("text", ["9", "90a", "9.x", "-9.0", ""])
+def test_plan_with_an_unreadable_capability(capsys, text):
+    with pytest.raises(SystemExit):
+        cli.main([*ARGUMENTS_90, f"--capability={text}"])
+    assert f"expected a compute capability such as 9.0, got '{text}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["tokens", "hidden", "vocab"])
+def test_plan_of_sizes_that_are_none(capsys, option):
+    sizes = {"tokens": "8", "hidden": "8", "vocab": "8"}
+    for text, words in (
+        ("99999999999999999999", "expected at most "),
+        ("many", "expected an integer, got 'many'"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", *(f"--{name}={size}" for name, size in (sizes | {option: text}).items())])
+        assert f"argument --{option}: {words}" in capsys.readouterr().err
+
+
+def test_plan_as_text(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
+    assert cli.main(["plan", "--tokens", "4096", "--hidden", "64", "--vocab", "1000", "--dtype", "fp32"]) == 0
+    out = capsys.readouterr().out
+    assert "4096 tokens, hidden 64, vocabulary 1000, float32, budget 512M\n1 chunk of 4096 rows" in out
+    assert re.search(r"logits +46.9 MiB +15.6 MiB\n", out)  # 12 and 4 bytes per logit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "8", "--budget", "lots"], "LIGER_MEMORY_BUDGET: expected a positive number of bytes"),
+        (["--tokens", "8", "--budget=-1M"], "LIGER_MEMORY_BUDGET: expected a positive number of bytes"),
+        (["--tokens", "-8"], "rows, hidden and vocab must not be negative"),
+    ],
+)
+def test_plan_with_bad_input(capsys, monkeypatch, arguments, words):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
+    assert cli.main(["plan", "--hidden", "64", "--vocab", "1000", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_human_bytes():
+    cases = {0: "0 bytes", 1023: "1023 bytes", 1536: "1.5 KiB", 3 << 29: "1.5 GiB", 5 << 40: "5.0 TiB"}
+    assert {count: _format.human_bytes(count) for count in cases} == cases
+
+
+# --- demo -----------------------------------------------------------------------------------------------------------
+
+
+def runs(difference, rounding):
+    plain = [9.0, 8.0, 7.0, 6.0]
+    rest = {"seconds": [5.0, 1.0, 1.0, 0.5], "peak_memory": 1000, "memory_exact": True, "parameters": 10}
+    return {
+        "unpatched": {"losses": plain, **rest},
+        "liger": {"losses": [7.0 + difference if x == 7.0 else x for x in plain], **rest, "peak_memory": 250},
+        "nudged": {"losses": [x + rounding for x in plain], **rest},
+    }
+
+
+@pytest.mark.parametrize(
+    ("difference", "rounding", "agree"),
+    [
+        (0.0, 0.0, True),
+        (0.04, 0.0101, True),
+        (-0.05, 0.01, False),
+        (1e-3, 0.0, False),
+        (math.nan, 1.0, False),
+    ],
+)
+def test_demo_judges_losses_by_what_rounding_does(difference, rounding, agree):
+    found = _demo_report.compare(runs(difference, rounding), SIZES["tiny"])
+    assert found["agree"] is agree
+    assert found["memory_ratio"] == 4
+    assert found["tokens_per_second"]["liger"] == SIZES["tiny"].tokens / 0.5
+
+
+def test_demo_text_and_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = {"size": SIZES["tiny"].as_dict(), "device": "CPU, 2 threads", "runs": runs(0.5, 0.01)}
+    results["comparison"] = _demo_report.compare(results["runs"], SIZES["tiny"])
+    text = _demo_report.text(results)
+    assert "3      7.000000    7.500000    +5.0e-01" in text
+    assert "The losses DISAGREE: largest difference 5.0e-01" in text
+    assert "4.00 x less" in text
+    _demo_report.picture(results, tmp_path / "demo.png")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_names_the_extra_when_something_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["demo", "--quick"]) == 2
+    assert 'liger demo needs transformers and tqdm: pip install "liger-ops[demo]"' in capsys.readouterr().err
+
+
+@needs_transformers
+def test_demo_refuses_too_few_steps(capsys):
+    assert cli.main(["demo", "--quick", "--steps", "1"]) == 2
+    assert "--steps is 1, expected at least 2" in capsys.readouterr().err
+
+
+@needs_transformers
+def test_demo_text_is_the_same_every_time():
+    size = replace(SIZES["tiny"], text_bytes=1 << 16, vocab=512, steps=3)
+    (batches, vocabulary), (again, _) = _demo_data.token_batches(size), _demo_data.token_batches(size)
+    assert batches.shape == (3, size.batch, size.sequence)
+    assert torch.equal(batches, again)
+    assert vocabulary <= 512 and 256 <= batches.max() < 512
+
+
+@needs_transformers
+def test_demo_reports_a_failed_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], text_bytes=1 << 16, heads=5))
+    assert cli.main(["demo", "--quick", "--output", str(tmp_path / "out")]) == 1
+    assert "the unpatched run ended with exit code 1 after 0 steps" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@needs_transformers
+def test_demo(tmp_path, capsys):
+    assert cli.main(["demo", "--quick", "--steps", "4", "--output", str(tmp_path)]) == 0
+    assert "The losses agree" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["runs"]) == set(demo.RUNS)
+    for run in results["runs"].values():
+        assert len(run["losses"]) == 4 and run["losses"][-1] < run["losses"][0]
+    assert results["comparison"]["memory_ratio"] > 1

@@ -1,0 +1,87 @@
+"""Shared pieces of the op tests: dtypes, the tolerance rule, and gradients of a function."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import liger
+from liger.backend import triton_interpreted
+
+# Triton's interpreter computes bfloat16 dots wrongly, so it is tested in the two dtypes that it has right.
+DTYPES = (
+    [torch.float32, torch.float16] if triton_interpreted() else [torch.float32, torch.float16, torch.bfloat16]
+)
+
+
+@contextmanager
+def compiled(op):
+    """The device, with the compiled kernels in use; where they do not serve the op, the test is skipped."""
+    possible, why = liger.backend.supported("cuda", op)
+    if not possible:
+        pytest.skip(why)
+    with liger.use_backend("cuda"):
+        yield torch.device("cuda")
+
+
+def poison_memory():
+    """Leaves not-a-numbers in the memory of the device that comes next: what is read before it is written shows."""
+    for mib in (1, 4, 32, 128):
+        torch.full((mib << 18,), torch.nan, device="cuda")
+
+
+def error(actual, exact):
+    """Largest absolute error, relative to the largest magnitude of the exact value."""
+    exact = exact.double()
+    if exact.numel() == 0:
+        return 0.0
+    scale = exact.abs().max().clamp_min(1e-30)
+    return ((actual.double() - exact).abs().max() / scale).item()
+
+
+def assert_as_exact_as_torch(actual, plain, exact, name="", intermediate=0.0):
+    """The error against the exact (float64) value is at most twice that of plain torch in the same dtype, plus the
+    rounding of the dtype itself: no tolerance is tuned by hand. Where the result depends on a float32 intermediate
+    whose absolute error becomes a relative one, such as the argument of an exponential, ``intermediate`` is its
+    size."""
+    assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    assert torch.isfinite(actual).all() or not torch.isfinite(exact).all(), f"{name}: not finite"
+    floor = 2 * torch.finfo(actual.dtype).eps + intermediate * torch.finfo(torch.float32).eps
+    ours, theirs = error(actual, exact), error(plain, exact)
+    assert ours <= 2 * theirs + floor, (
+        f"{name}: error {ours:.3g}, plain torch {theirs:.3g}, floor {floor:.3g}"
+    )
+
+
+def forward_backward(function, inputs, grad_outputs=None):
+    """(outputs, gradients) of ``function(*inputs)`` for random or given upstream gradients; leaves are made anew."""
+    leaves = [
+        t.detach().clone().requires_grad_(t.is_floating_point()) if t is not None else None for t in inputs
+    ]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if grad_outputs is None:
+        grad_outputs = [torch.randn_like(o) for o in outputs]
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    grads = torch.autograd.grad(
+        outputs, wanted, [g.to(o.dtype) for g, o in zip(grad_outputs, outputs, strict=True)]
+    )
+    return outputs, grads
+
+
+def check_op(function, plain, inputs, intermediate=0.0):
+    """Outputs and gradients of ``function`` against those of ``plain`` in the same dtype and in float64."""
+    upstream = [torch.randn_like(o) for o in forward_backward(function, inputs)[0]]
+    exact_inputs = [t.double() if t is not None else None for t in inputs]
+    runs = [(function, inputs), (plain, inputs), (plain, exact_inputs)]
+    (outputs, grads), *others = (forward_backward(f, arguments, upstream) for f, arguments in runs)
+    for kind, index, actual in (("output", 0, outputs), ("gradient", 1, grads)):
+        for i, values in enumerate(zip(actual, *(other[index] for other in others), strict=True)):
+            assert_as_exact_as_torch(*values, f"{kind} {i}", intermediate)
+
+
+def strided_like(tensor):
+    """The same values in a tensor that is not contiguous: every second element of a wider last dimension."""
+    wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] * 2)
+    wide[..., ::2] = tensor
+    return wide[..., ::2]

@@ -1,0 +1,78 @@
+"""Modules of liger.nn."""
+
+from dataclasses import dataclass
+
+import torch
+
+from liger import nn
+
+from .case import HIDDEN, IGNORED, VOCAB, X, add, normal, random_target, tensors
+from .ops import rotary
+from .rows import biased_head, ignored_rows, logits_inputs
+
+
+def _module(build, inputs, parameters):
+    """(call, make) of a module: ``inputs`` makes its arguments, ``parameters`` are theirs by name."""
+    module = build(device="meta")
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    assert set(shapes) == set(parameters.split()), shapes
+
+    def call(**given):
+        own = {name: given[name.replace(".", "_")] for name in shapes}
+        rest = {k: v for k, v in given.items() if k not in {name.replace(".", "_") for name in shapes}}
+        return torch.func.functional_call(module, own, tuple(rest.values()))
+
+    def make(device, dtype):
+        own = {
+            name.replace(".", "_"): normal(device, dtype, *shape, scale=0.5) for name, shape in shapes.items()
+        }
+        return inputs(device, dtype) | own
+
+    return call, make
+
+
+@dataclass
+class _Config:
+    hidden_size: int = HIDDEN
+    intermediate_size: int = 24
+    hidden_act: str = "silu"
+
+
+def _nn(name, build, inputs, parameters, differentiable, **more):
+    call, make = _module(build, inputs, parameters)
+    names = " ".join([differentiable, *(p.replace(".", "_") for p in parameters.split())])
+    add(f"nn.{name}", call, make, names, **more)
+
+
+_x = tensors(x=X)
+_PROJECTIONS = "gate_proj.weight up_proj.weight down_proj.weight"
+_nn("RMSNorm", lambda **kw: nn.RMSNorm(HIDDEN, **kw), _x, "weight", "x")
+_nn("LayerNorm", lambda **kw: nn.LayerNorm(HIDDEN, **kw), _x, "weight bias", "x")
+_nn("SwiGLUMLP", lambda **kw: nn.SwiGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")
+_nn("GEGLUMLP", lambda **kw: nn.GEGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")
+_nn("TiledSwiGLUMLP", lambda **kw: nn.TiledSwiGLUMLP(_Config(), num_shards=2, **kw), _x, _PROJECTIONS, "x")
+_nn(
+    "TiledGEGLUMLP",
+    lambda **kw: nn.TiledGEGLUMLP(_Config(hidden_act="gelu_pytorch_tanh"), num_shards=2, **kw),
+    _x,
+    _PROJECTIONS,
+    "x",
+)
+_nn(
+    "LMHeadLoss",
+    lambda **kw: nn.LMHeadLoss(HIDDEN, VOCAB, **kw),
+    lambda device, dtype: {"hidden": normal(device, dtype, 7, HIDDEN), "target": random_target(device, 7)},
+    "weight",
+    "hidden",
+    ignored=lambda given: {"hidden": given["target"] == IGNORED},
+    loss=True,
+)
+add("nn.ApplyRotaryEmb", lambda q, k, cos, sin: nn.ApplyRotaryEmb()(q, k, cos, sin), rotary, "q k")
+add(
+    "nn.CrossEntropyLoss", lambda **given: nn.CrossEntropyLoss()(**given), logits_inputs, "logits",
+    ignored=ignored_rows("logits", "token_weight"), loss=True,
+)  # fmt: skip
+add(
+    "nn.FusedLinearCrossEntropyLoss", lambda **given: nn.FusedLinearCrossEntropyLoss()(**given), biased_head,
+    "input weight bias", ignored=ignored_rows("input"), loss=True,
+)  # fmt: skip

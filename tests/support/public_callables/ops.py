@@ -1,0 +1,93 @@
+"""Ops of one tensor, elementwise ops, rotary embeddings and tiled functions."""
+
+import torch
+
+import liger
+
+from .case import HIDDEN, X, add, normal, tensors, with_options
+
+add("rms_norm", liger.rms_norm, tensors(x=X, weight=(HIDDEN,)), "x weight")
+add(
+    "fused_add_rms_norm",
+    liger.fused_add_rms_norm,
+    tensors(x=X, residual=X, weight=(HIDDEN,)),
+    "x residual weight",
+)
+add("layer_norm", liger.layer_norm, tensors(x=X, weight=(HIDDEN,), bias=(HIDDEN,)), "x weight bias")
+add(
+    "group_norm",
+    liger.group_norm,
+    with_options(tensors(x=(2, HIDDEN, 5), weight=(HIDDEN,), bias=(HIDDEN,)), num_groups=4),
+    "x weight bias",
+)
+add("softmax", liger.softmax, tensors(x=X), "x")
+add("relu_squared", liger.relu_squared, tensors(x=X), "x")
+add("swiglu", liger.swiglu, tensors(gate=X, up=X), "gate up")
+add(
+    "swiglu inplace",
+    lambda gate, up: liger.swiglu(gate * 1, up * 1, inplace=True),
+    tensors(gate=X, up=X),
+    "gate up",
+    public="swiglu",
+)
+add(
+    "swiglu_packed inplace",
+    lambda gate_up: liger.swiglu_packed(gate_up * 1, inplace=True),
+    tensors(gate_up=X),
+    "gate_up",
+    public="swiglu_packed",
+)
+add("swiglu_packed", liger.swiglu_packed, tensors(gate_up=X), "gate_up")
+add("geglu", liger.geglu, tensors(gate=X, up=X), "gate up")
+add(
+    "geglu tanh",
+    liger.geglu,
+    with_options(tensors(gate=X, up=X), approximate="tanh"),
+    "gate up",
+    public="geglu",
+)
+add("geglu_packed", liger.geglu_packed, tensors(gate_up=X), "gate_up")
+
+
+def rotary(device, dtype):
+    q, k = normal(device, dtype, 2, 4, 3, HIDDEN), normal(device, dtype, 2, 2, 3, HIDDEN)
+    angle = torch.rand(2, 3, HIDDEN // 2, dtype=torch.float64).repeat(1, 1, 2)
+    return {"q": q, "k": k, "cos": angle.cos().to(device, dtype), "sin": angle.sin().to(device, dtype)}
+
+
+def _mrope(device, dtype):
+    made = rotary(device, dtype)
+    tables = {name: made[name].unsqueeze(0).repeat(3, 1, 1, 1) for name in ("cos", "sin")}
+    return made | tables | {"mrope_section": [2, 3, 3]}
+
+
+def _complex_rope(device, dtype):
+    angle = torch.rand(3, HIDDEN // 2, dtype=torch.float64)
+    table = torch.polar(torch.ones_like(angle), angle)
+    wide = torch.complex128 if dtype == torch.float64 else torch.complex64
+    q, k = normal(device, dtype, 2, 3, 4, HIDDEN), normal(device, dtype, 2, 3, 2, HIDDEN)
+    return {"q": q, "k": k, "freqs_cis": table.to(device, wide)}
+
+
+add("rope", liger.rope, rotary, "q k")
+# In place, what is given up may not be a leaf.
+add(
+    "rope inplace",
+    lambda q, k, cos, sin: liger.rope(q * 1, k * 1, cos, sin, inplace=True),
+    rotary,
+    "q k",
+    public="rope",
+)
+add("mrope", liger.mrope, _mrope, "q k")
+add("complex_rope", liger.complex_rope, _complex_rope, "q k")
+
+MLP = {"x": X, "gate_weight": (24, HIDDEN), "up_weight": (24, HIDDEN), "down_weight": (HIDDEN, 24)}
+add("tiled_mlp", liger.tiled_mlp, with_options(tensors(**MLP), num_shards=2), " ".join(MLP))
+
+
+def _tiled(x, weight, num_shards):
+    return liger.tiled(lambda part: torch.nn.functional.silu(part @ weight.t()), x,
+                       num_shards=num_shards, parameters=(weight,))  # fmt: skip
+
+
+add("tiled", _tiled, with_options(tensors(x=X, weight=(7, HIDDEN)), num_shards=2), "x weight")

@@ -1,0 +1,168 @@
+"""What the tests of the engine for compute capability 9.0 share: shapes that it takes, and what results are held to."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import poison_memory
+from cross_entropy_reference import random_layer, reference
+from torch.nn.functional import linear
+
+import liger
+
+MIB = 1 << 20
+BFLOAT16 = torch.bfloat16
+# A summed loss, relative; results of single rows, relative to the largest; a gradient, as the norm of its error
+# relative to its own: each is rounded to bfloat16 from two factors that were.
+LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
+OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
+
+
+def clusters():
+    """Pairs of blocks that run at a time; without a device, those of an H200."""
+    if not torch.cuda.is_available():
+        return 66
+    return torch.cuda.get_device_properties().multi_processor_count // 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    rows: int
+    hidden: int
+    vocab: int
+    budget: int = 512 * MIB
+    accum_dtype: torch.dtype | None = None
+
+    def plan(self, need_grad_input=True, need_grad_weight=True, with_metrics=False):
+        """(rows of the chunks, split-K of the chunks, rows in the weight gradient, scale_bytes) if the engine
+        runs, which is asserted."""
+        _, rows, k_splits, in_grad_weight, _, scale_bytes, _ = torch.ops.liger.plan_chunks_sm90(
+            self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
+            self.accum_dtype != BFLOAT16, self.budget, clusters(), with_metrics,
+        )  # fmt: skip
+        assert rows, f"the generic engine would run: {self}"
+        return rows, k_splits, in_grad_weight, scale_bytes
+
+    def layer(self, device, ignored=0.25, scale=1.0):
+        """input and weight whose logits have a standard deviation of about 2 * scale, and a target."""
+        x, weight, _, _ = random_layer(self.rows, self.hidden, self.vocab, device)
+        target = torch.randint(self.vocab, (self.rows,), device=device)
+        order = torch.randperm(self.rows, device=device)
+        target[order[: round(ignored * self.rows)]] = -100
+        return (scale * x).to(BFLOAT16), weight.to(BFLOAT16), target
+
+
+BESIDE = Shape(900, 512, 4224)
+SUMS = Shape(1900, 256, 1152, MIB)
+SUMS_BF16 = Shape(5000, 256, 2048, 8 * MIB, BFLOAT16)
+PARTS = Shape(256, 256, 16384)
+PARTS_OF_CHUNKS = Shape(900, 256, 8192, 8 * MIB)
+KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one chunk", "sums", "bf16 allowed"])
+SHAPES = {
+    "in the weight gradient": Shape(500, 512, 2048),
+    "beside it": BESIDE,
+    "sums": SUMS,
+    "sums, larger": Shape(3000, 768, 8192, 8 * MIB),
+    "sums, more panels": Shape(2500, 512, 4224, 4 * MIB),
+    "bf16 allowed": SUMS_BF16,
+    "parts": PARTS,
+    "parts of chunks": PARTS_OF_CHUNKS,
+    "fewest rows": Shape(256, 256, 256),
+    "one row more": Shape(257, 256, 256),
+    "some rows more": Shape(300, 256, 256, MIB),
+    "one panel": Shape(300, 256, 128),
+}
+
+
+# --- comparing ----------------------------------------------------------------------------------------------------
+
+
+def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=False, **chosen):
+    """(output, gradients in float64) by this engine, or by the generic one."""
+    summed = chosen.get("reduction", "mean") != "none"
+    observed = not OBSERVED.keys().isdisjoint(chosen)
+    if summed or not any(trained):
+        shape.plan(*trained, observed)
+    else:
+        # The gradients of losses per row come from a second pass, over their sum.
+        shape.plan(False, False, observed)
+        shape.plan(*trained)
+    poison_memory()
+    x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
+    output = liger.fused_linear_ce(
+        x, weight, target,
+        # This engine takes no bias: one of zeros changes nothing else.
+        weight.new_zeros(shape.vocab) if generic else None,
+        memory_budget=shape.budget, accum_dtype=shape.accum_dtype, return_logprobs=True, return_z_loss=True, **chosen,
+    )  # fmt: skip
+    leaves = [t for t in (x, weight) if t.requires_grad]
+    return output, list(torch.autograd.grad(output.loss, leaves, upstream)) if leaves else []
+
+
+def exact(x, weight, target, trained=(True, True), upstream=None, **chosen):
+    """The same by the formulas, in float64."""
+    x, weight = (
+        t.detach().double().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True)
+    )
+    values = reference(linear(x, weight), target, **chosen)
+    leaves = [t for t in (x, weight) if t.requires_grad]
+    if upstream is not None:
+        upstream = upstream.double()
+    return values, torch.autograd.grad(values["loss"], leaves, upstream) if leaves else ()
+
+
+def assert_close_to_exact(actual, expected, tolerance, name):
+    error = (actual.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    assert error <= tolerance, f"{name}: error {error.item():.3g}, allowed {tolerance:.3g}"
+
+
+def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, **chosen):
+    """Results against float64, and each element of a gradient against the worst that the generic engine has."""
+    per_row = chosen.get("reduction") == "none"
+    upstream = torch.rand(shape.rows, device=x.device) if per_row else None
+    arguments = shape, x, weight, target, trained, upstream
+    output, grads = run(*arguments, **chosen)
+    _, generic_grads = run(*arguments, generic=True, **chosen)
+    values, exact_grads = exact(*arguments[1:], **chosen)
+
+    for name in ("loss", "z_loss"):
+        assert_close_to_exact(
+            getattr(output, name), values[name].detach(), ROWS if per_row else loss_tolerance, name
+        )
+    assert_close_to_exact(output.logprobs, values["logprobs"].detach(), ROWS, "logprobs")
+    ignored = target == chosen.get("ignore_index", -100)
+    assert not output.logprobs[ignored].any()
+
+    names = [name for name, want in zip(("input", "weight"), trained, strict=True) if want]
+    for name, actual, theirs, expected in zip(names, grads, generic_grads, exact_grads, strict=True):
+        assert actual.dtype == BFLOAT16 and actual.isfinite().all(), name
+        error = actual.double() - expected
+        relative = (error.norm() / expected.norm()).item()
+        assert relative <= GRADIENT, f"gradient of {name}: error {relative:.3g}, allowed {GRADIENT:.3g}"
+        allowed = (
+            2 * (theirs.double() - expected).abs().max() + torch.finfo(BFLOAT16).eps / 2 * expected.abs()
+        )
+        assert (error.abs() <= allowed).all(), f"gradient of {name}: an element is worse than any by cuBLAS"
+        if name == "input":
+            assert not actual[ignored].any()
+
+
+def assert_observed(x, weight, target, entropy, predicted, temperature=1.0):
+    """Entropies and most probable classes against float64: as exact as the logits, sums of products in float32."""
+    logits = linear(x.double(), weight.double()) / temperature
+    error = ROWS * logits.abs().max().item()
+    live = target != -100
+    assert (entropy[~live] == 0).all() and (predicted[~live] == -1).all()
+    logp = logits.log_softmax(-1)
+    expected = -(logp.exp() * logp).sum(-1)
+    torch.testing.assert_close(entropy[live].double(), expected[live], rtol=0, atol=error)
+    assert ((predicted >= 0) & (predicted < weight.shape[0]))[live].all()
+    below = logits.max(-1).values - logits.gather(1, predicted.clamp_min(0).unsqueeze(1)).squeeze(1)
+    assert (below[live] <= error).all()
+
+
+def assert_same_bits(runs):
+    for results in zip(*([*output, *grads] for output, grads in runs), strict=True):
+        first, *others = results
+        for other in others:
+            assert (first is None and other is None) or torch.equal(first, other)
