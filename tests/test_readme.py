@@ -13,8 +13,8 @@ import pytest
 from liger import cli
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-README = PAGES[0].read_text()
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "csrc/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = (ROOT / "README.md").read_text()
 # A word that begins with one of these folders is a path. An sdist lacks the first two.
 FOLDERS = [
     *(".ci", ".github", "benchmarks", "cmake", "csrc", "docs", "examples", "python", "scripts", "tests"),
@@ -94,7 +94,7 @@ def paths_named(text):
     for words in map(str.split, [*spans, *blocks(text, "bash")]):
         for word in words:
             path = re.sub(r"(::.*|:\d+)$", "", word.strip("\"'(),;")).rstrip("/")
-            if re.search(r"[<>$=]|\.\.\.|^https?:", path):
+            if path in SUFFIXES or re.search(r"[<>$=]|\.\.\.|^https?:", path):
                 continue
             top, slash, _ = path.partition("/")
             if slash and top in FOLDERS:
