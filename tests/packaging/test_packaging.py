@@ -90,9 +90,10 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
     tops = {name.partition("/")[0] for name in names}
     assert tops == {
         *("CMakeLists.txt", "LICENSE", "Makefile", "PKG-INFO", "README.md", "pyproject.toml"),
+        *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
         *("benchmarks", "cmake", "csrc", "docs", "python", "scripts", "tests", "triton_kernels"),
         *(["examples"] if any((ROOT / "examples").glob("*")) else []),
-        *(".clang-format", ".gitignore"),
+        *(".clang-format", ".gitignore", ".pre-commit-config.yaml"),
     }
     assert not [name for name in names if re.search(r"\.(so|o|whl|pyc|gz)$|__pycache__", name)]
     assert {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.c*")} <= set(names)
@@ -147,6 +148,23 @@ def test_build_requirements_are_met_here_and_agree():
         r"TORCH_TARGET_VERSION=0x(\w{2})(\w{2})", (ROOT / "cmake/LigerTorch.cmake").read_text()
     )
     assert tuple(int(part, 16) for part in target.groups()) == OLDEST_TORCH
+
+
+def test_one_version_everywhere():
+    places = {
+        "pyproject.toml": r'^version = "(.+)"$',
+        "python/liger/__init__.py": r'^__version__ = "(.+)"$',
+        "CITATION.cff": r"^version: (.+)$",
+    }
+    found = {path: re.search(pattern, (ROOT / path).read_text(), re.M)[1] for path, pattern in places.items()}
+    assert len(set(found.values())) == 1, found
+
+
+def test_commit_hooks_have_the_versions_of_the_test_extra():
+    hooks, extras = ((ROOT / name).read_text() for name in (".pre-commit-config.yaml", "pyproject.toml"))
+    for tool in ("ruff", "clang-format"):
+        (wanted,) = re.findall(rf'"{tool}==([\d.]+)"', extras)
+        assert set(re.findall(rf'"{tool}==([\d.]+)"', hooks)) == {wanted}, tool
 
 
 # --- installing -----------------------------------------------------------------------------------------------------

@@ -1,18 +1,27 @@
 """What README.md and docs/ show: the Python runs, the commands exist, the links lead somewhere."""
 
 import importlib.util
+import itertools
+import os
 import re
 import runpy
 import shlex
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
 from liger import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-README = PAGES[0].read_text()
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "csrc/README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = (ROOT / "README.md").read_text()
+# A word that begins with one of these folders is a path. An sdist lacks the first two.
+FOLDERS = [
+    *(".ci", ".github", "benchmarks", "cmake", "csrc", "docs", "examples", "python", "scripts", "tests"),
+    "triton_kernels",
+]
+SUFFIXES = (".py", ".sh", ".cpp", ".cu", ".cuh", ".h", ".md", ".cmake", ".toml", ".yaml", ".yml", ".cff")
+GENERATED = ("build", "dist", "demo-output", "__pycache__")
 
 
 def blocks(text, language):
@@ -54,6 +63,60 @@ def test_make_targets_exist():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def is_source(folder):
+    """Whether a folder is part of the repository: .gitignore leaves out the others."""
+    return folder in FOLDERS or not (folder.startswith(".") or folder in GENERATED)
+
+
+def files_of_the_repository():
+    """Paths relative to ROOT."""
+    for folder, folders, files in os.walk(ROOT):
+        folders[:] = filter(is_source, folders)
+        yield from (PurePosixPath(folder, file).relative_to(ROOT) for file in files)
+
+
+FILES = sorted(files_of_the_repository())
+
+
+def alternatives(path):
+    """``a/{b,c}.py`` as ``["a/b.py", "a/c.py"]``."""
+    parts = [p[1:-1].split(",") if p.startswith("{") else [p] for p in re.split(r"(\{[^{}]*\})", path)]
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+def paths_named(text):
+    """Words in backticks and in blocks of commands that look like a path of the repository; of a file name without a
+    folder, only one that stands in backticks alone: arguments of commands may be files of the reader."""
+    paragraphs = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S).split("\n\n")
+    spans = itertools.chain.from_iterable(re.findall(r"`([^`]+)`", paragraph) for paragraph in paragraphs)
+    for words in map(str.split, [*spans, *blocks(text, "bash")]):
+        for word in words:
+            path = re.sub(r"(::.*|:\d+)$", "", word.strip("\"'(),;")).rstrip("/")
+            if path in SUFFIXES or re.search(r"[<>$=]|\.\.\.|^https?:", path):
+                continue
+            top, slash, _ = path.partition("/")
+            if slash and top in FOLDERS:
+                if (ROOT / top).exists():
+                    yield path
+            elif path.endswith(SUFFIXES) and (slash or len(words) == 1) and not path.startswith(("/", "~")):
+                yield path
+
+
+def exists(path, page):
+    """Whether a path, from ROOT, from the page or as the last parts of a file's, leads to something."""
+    for start in (ROOT, page.parent):
+        if any(start.glob(path)):
+            return True
+    return any(file.match(path) for file in FILES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_exist(page):
+    """Globs and ``{a,b}`` are allowed; names in angle brackets are skipped; a bare file name is in any folder."""
+    named = itertools.chain.from_iterable(map(alternatives, paths_named(page.read_text())))
+    assert not sorted({path for path in named if not exists(path, page)})
 
 
 def test_environment_variables_are_documented():
