@@ -1,4 +1,4 @@
-// liger._C: what this build contains, and the chunk planner. Introspection only: no op depends on it.
+// liger._C: build information and the chunk planner, for introspection only. No op depends on it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -41,9 +41,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("rows"), py::arg("hidden"), py::arg("vocab"), py::arg("element_size") = 2,
       py::arg("need_grad_weight") = true, py::arg("exact_accumulation") = true,
       py::arg("memory_budget") = py::none(),
-      "How fused_linear_ce cuts `rows` rows into chunks within `memory_budget` bytes (None: "
-      "LIGER_MEMORY_BUDGET, else "
-      "512 MiB). Returns a dict of chunk_rows, chunks, logits_bytes and accumulator_bytes. Raises ValueError "
-      "on "
-      "negative sizes or a budget that is not positive.");
+      "How fused_linear_ce splits `rows` rows into chunks within `memory_budget` bytes (None: "
+      "LIGER_MEMORY_BUDGET, else 512 MiB). Returns a dict of chunk_rows, chunks, logits_bytes and "
+      "accumulator_bytes. Raises ValueError on negative sizes or a budget that is not positive.");
 }

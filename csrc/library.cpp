@@ -1,9 +1,9 @@
 // Every schema of torch.ops.liger, one line each.
 //
-// Kernels register themselves beside their code: CUDA in csrc/<family>/<op>.cu, Triton in triton_kernels/<op>.py,
-// plain torch, fakes and autograd in python/liger/ops/<op>.py; the planners' ops in linear_ce/planner_ops.cpp. An
-// output that was not asked for is returned as an empty tensor, so that every op has a fixed number of
-// results.
+// Implementations are registered elsewhere: CUDA in csrc/<family>/<op>.cu, Triton in triton_kernels/<op>.py,
+// plain torch, fakes and autograd in python/liger/ops/<op>.py, the ops of the planners in
+// linear_ce/planner_ops.cpp. An output that is not requested is returned as an empty tensor, so every op has
+// a fixed number of results.
 #include <torch/csrc/stable/library.h>
 
 #include "host/checks.h"
@@ -35,7 +35,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False) -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
   m.def("swiglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up) -> ()");
-  // The product goes where grad_out was
+  // In place; the product overwrites grad_out
   m.def("swiglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up) -> ()");
 
   // gate_up (..., 2I), gate first
@@ -65,19 +65,19 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // logits (N, V), target (N,). The gradient is that of the summed (or averaged) loss; with reduction "none"
   // it is that of sum(loss).
   m.def("cross_entropy_forward(Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy, Tensor lse, Tensor used_denominator, Tensor grad_logits)");
-  // The same with the gradient in the place of the logits
+  // The same in place: the gradient overwrites the logits
   m.def("cross_entropy_forward_(Tensor(a!) logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy)");
   m.def("cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
   m.def("cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor lse, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ()");
 
-  // What a loss needs of logits (N, V) that are some of the classes: those from vocab_start on. target (N,)
-  // counts all classes. stats (3 or 4, N): the largest logit m, sum(exp(z - m)), the target's logit or 0
-  // where it is not among them and, with return_class_sum, sum(ce_weight * z). Rows that are ignored have 0,
-  // 1, 0, 0.
+  // Row statistics of a vocabulary shard: logits (N, V) of the V classes from vocab_start on; target (N,) is
+  // an index into all classes. stats (3 or 4, N): the maximum logit m, sum(exp(z - m)), the logit of the
+  // target, or 0 if the shard does not have it, and with return_class_sum sum(ce_weight * z). Ignored rows
+  // have 0, 1, 0, 0.
   m.def("cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, bool return_class_sum) -> Tensor");
-  // e * (coef_exp + coef_log * (z[v] - reference)) - coef_target * [v + vocab_start == target] - coef_class *
-  // ce_weight[v] with e = exp(z[v] - reference), all but ce_weight (V,) with one value per row, times the
-  // derivative of the softcap; 0 in rows that are ignored
+  // The gradient of logits z (N, V): e * (coef_exp + coef_log * (z[v] - reference)) - coef_target * [v +
+  // vocab_start == target] - coef_class * ce_weight[v] with e = exp(z[v] - reference), times the derivative of
+  // the softcap; 0 in ignored rows. ce_weight is (V,), all other coefficients are (N,).
   m.def("cross_entropy_stats_backward(Tensor logits, Tensor target, Tensor reference, Tensor coef_exp, Tensor coef_target, Tensor? coef_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? coef_log) -> Tensor");
   m.def("cross_entropy_stats_backward_(Tensor(a!) logits, Tensor target, Tensor reference, Tensor coef_exp, Tensor coef_target, Tensor? coef_class, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, Tensor? coef_log) -> ()");
 
@@ -88,48 +88,48 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // grad_loss.
   m.def("fused_linear_ce_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
-  // The divergence of the distributions of student and teacher logits (..., V): the loss alone, composite
+  // student and teacher logits (..., V): the divergence of their distributions, the loss alone, composite
   // over divergence_forward
   m.def("kl_div(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? denominator=None, bool reverse=False, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str reduction=\"mean\") -> Tensor");
   m.def("jsd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? denominator=None, float beta=0.5, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str reduction=\"mean\") -> Tensor");
   m.def("tvd(Tensor student, Tensor teacher, Tensor? target=None, Tensor? token_weight=None, Tensor? denominator=None, float temperature=1.0, bool log_probs=False, int ignore_index=-100, str reduction=\"mean\") -> Tensor");
   // student and teacher (N, V), target (N,), row_weight (N,) or () for all rows, float32, divergence
-  // "forward_kl", "reverse_kl", "jsd" or "tvd". loss: sum(row_weight * loss of the row), or each of them (N,)
-  // with per_row. stats (5, N): the largest logit and log(sum(exp((z - largest) / temperature))) of the
-  // student, the same of the teacher, and what the softmax of the student takes from the gradient; zeros in
-  // rows whose target is ignore_index. grad_student: the gradient of the sum.
+  // "forward_kl", "reverse_kl", "jsd" or "tvd". loss: sum(row_weight * loss of the row), or with per_row the
+  // terms (N,). stats (5, N): the maximum logit m and log(sum(exp((z - m) / temperature))) of the student,
+  // the same of the teacher, and the sum that the softmax backward of the student subtracts; zeros in rows
+  // whose target is ignore_index. grad_student: the gradient of the sum.
   m.def("divergence_forward(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row, bool need_grad) -> (Tensor loss, Tensor stats, Tensor grad_student)");
-  // The same with the gradient in the place of the student's logits
+  // The same in place: the gradient overwrites the logits of the student
   m.def("divergence_forward_(Tensor(a!) student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, bool log_probs, int ignore_index, bool per_row) -> Tensor");
-  // The loss of each row (N,), and the gradient of their sum with cross_entropy times the cross entropy of
-  // the target, at temperature 1; hard_loss (N,): that, times row_weight, empty where cross_entropy is 0.
-  // gradient may be float16 or bfloat16 where student is float32: rounded once
+  // loss (N,) = row_weight * divergence of the row; hard_loss (N,) = row_weight * cross_entropy * cross
+  // entropy of the target at temperature 1, empty if cross_entropy is 0. Writes the gradient of the sum of
+  // both to `gradient`, which may be float16 or bfloat16 if student is float32: it is rounded once
   m.def("divergence_ce_forward_(Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, float cross_entropy, int ignore_index, Tensor(a!) gradient) -> (Tensor loss, Tensor hard_loss)");
-  // The gradient of sum(grad_loss * loss of the row) in the student, grad_loss (N,) or ()
+  // The gradient of sum(grad_loss * loss of the row) with respect to the student, grad_loss (N,) or ()
   m.def("divergence_backward(Tensor grad_loss, Tensor student, Tensor teacher, Tensor? target, Tensor stats, str divergence, float beta, float temperature, bool log_probs, int ignore_index) -> Tensor");
 
-  // input (..., H) and weight (V, H) of the student; teacher (..., Ht) with teacher_weight (V, Ht), or its
-  // logits (..., V) without: composite over fused_linear_divergence_forward
+  // input (..., H) and weight (V, H) of the student; teacher: hidden states (..., Ht) with teacher_weight (V,
+  // Ht), or logits (..., V) without. Composite over fused_linear_divergence_forward
   m.def("fused_linear_kl_div(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? denominator=None, bool reverse=False, float temperature=1.0, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
   m.def("fused_linear_jsd(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight=None, Tensor? target=None, Tensor? bias=None, Tensor? teacher_bias=None, Tensor? token_weight=None, Tensor? denominator=None, float beta=0.5, float temperature=1.0, int ignore_index=-100, str reduction=\"mean\", ScalarType? accum_dtype=None, int? memory_budget=None) -> Tensor");
-  // input (N, H), row_weight (N,) or (): loss is the sum of soft_loss and hard_loss, or of each row with
-  // per_row. Those (N,) are the two terms of a row: row_weight and soft times its divergence from the
-  // teacher, row_weight and hard times the cross entropy of its target; empty where soft or hard is 0.
-  // Divergences are those of divergence_forward, "cosine" (1 minus that of the logits), and of a teacher that
-  // is given as log-probabilities (N, k) of the classes teacher_indices, "topk_tail" (all others are one
-  // class) and "topk" (renormalised). The gradients are those of the sum.
+  // input (N, H), row_weight (N,) or (). soft_loss (N,) = row_weight * soft * divergence from the teacher,
+  // empty if soft is 0; hard_loss (N,) = row_weight * hard * cross entropy of the target, empty if hard is 0.
+  // loss: the sum of both over all rows, or with per_row of each row. divergence: those of
+  // divergence_forward, "cosine" (1 minus the cosine similarity of the logits), or for a teacher given as
+  // log-probabilities (N, k) of the classes teacher_indices "topk_tail" (all other classes are one class) and
+  // "topk" (renormalised). The gradients are those of the sum.
   m.def("fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta, float temperature, float soft, float hard, int ignore_index, bool per_row, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor loss, Tensor soft_loss, Tensor hard_loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
-  // input (N, H), target (N,): log-probabilities of the targets under softmax((input @ weight.T + bias) /
-  // temperature), with the softcap before the temperature; those of ignored rows are 0
+  // input (N, H), target (N,): log-probabilities of the targets under softmax(softcap(input @ weight.T +
+  // bias) / temperature); 0 in ignored rows
   m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
   m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward
   m.def("tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", int? num_shards=None, int? memory_budget=None) -> Tensor");
-  // kept: gate and up side by side of the first tokens, as many as the plan keeps and, without keep, none;
-  // where one shard keeps those of two weights, gate, and up in kept_up. They belong to the backward: one
-  // that does not keep the graph works in their memory, and frees it.
+  // kept: saved activations for the backward, gate and up side by side, of the leading tokens that the plan
+  // saves (with keep = False of none). If there is one shard and two weights, kept has gate and kept_up has
+  // up. A backward that does not retain the graph uses their memory as workspace and frees it.
   m.def("tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget, bool keep) -> (Tensor y, Tensor kept, Tensor kept_up)");
   m.def("tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor kept_up, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards, int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight, bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool need_grad_down_bias) -> (Tensor grad_x, Tensor grad_gate_weight, Tensor grad_up_weight, Tensor grad_down_weight, Tensor grad_gate_bias, Tensor grad_up_bias, Tensor grad_down_bias)");
 
@@ -137,7 +137,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("rescale(Tensor x, Tensor factor) -> Tensor");
   m.def("rescale_(Tensor(a!) x, Tensor factor) -> ()");
 
-  // Argument checks, callable by the Python backends so that every backend raises the same words.
+  // Argument checks for the Python backends, so that every backend raises the same message
   m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
   m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
@@ -154,10 +154,10 @@ STABLE_TORCH_LIBRARY(liger, m) {
 
   m.def("check_written(str op, str[] names, Tensor[] tensors, int written) -> ()");
 
-  // LIGER_MEMORY_BUDGET in bytes, else 512 MiB
+  // LIGER_MEMORY_BUDGET in bytes; 512 MiB if it is not set
   m.def("default_memory_budget() -> int");
-  // [chunk_rows, chunks, logits_bytes, accumulator_bytes]: how fused_linear_ce cuts its rows; see
-  // csrc/linear_ce/planner.h
+  // How fused_linear_ce splits its rows into chunks: [chunk_rows, chunks, logits_bytes, accumulator_bytes].
+  // See csrc/linear_ce/planner.h
   m.def("plan_chunks(int rows, int hidden, int vocab, int element_size, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None) -> int[]");
   // The same with the place of every chunk, for the valid_rows rows that are not ignored (None: no row is);
   // see ChunkLayout in csrc/linear_ce/planner.h
@@ -175,7 +175,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
 namespace liger {
 namespace {
 
-// Not overloaded, so that it has an address of its own.
+// check_written is overloaded; TORCH_BOX needs the address of one function.
 void check_written_of_python(const std::string& op, const std::vector<std::string>& names,
                              const std::vector<Tensor>& tensors, int64_t written) {
   check_written(op, names, tensors, written);

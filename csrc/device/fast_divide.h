@@ -1,5 +1,5 @@
-// Division by a number that is known at launch, as a multiplication: integer division costs a GPU thread
-// dozens of instructions.
+// Division by a launch-time constant through a multiplication and a shift: an integer division takes dozens
+// of instructions on a GPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +8,8 @@
 
 namespace liger {
 
-// Quotients of numbers below 2^31. With 2^shift the first power of two that is not below the divisor d and
-// magic = 2^32 * (2^shift - d) / d + 1, n / d is (n + floor(n * magic / 2^32)) / 2^shift
+// Quotients n / d for n below 2^31. 2^shift is the smallest power of two that is at least d, and magic =
+// floor(2^32 * (2^shift - d) / d) + 1. Then n / d = floor((n + floor(n * magic / 2^32)) / 2^shift)
 // (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994).
 struct FastDivide {
   uint32_t divisor = 1, magic = 1, shift = 0;

@@ -1,3 +1,4 @@
+// constexpr integer arithmetic for host and device code.
 #pragma once
 
 #include <type_traits>

@@ -14,7 +14,8 @@ struct Max {
   static __device__ __forceinline__ float identity() { return -INFINITY; }
 };
 
-// Width: lanes that share a result, a power of two up to 32. Every lane gets the result.
+// Width: consecutive lanes that are reduced together, a power of two up to 32. Every lane gets the result.
+// All lanes of the warp must call it.
 template <typename Op, int Width = 32>
 __device__ __forceinline__ float warp_reduce(float x) {
 #pragma unroll
@@ -23,8 +24,8 @@ __device__ __forceinline__ float warp_reduce(float x) {
   return x;
 }
 
-// Every thread gets the result. scratch: 32 floats of shared memory; the barrier at the start guards the
-// readers of an earlier reduction in the same scratch.
+// Every thread gets the result. scratch: 32 floats of shared memory; the
+// first barrier guards the reads of an earlier reduction in the same scratch.
 template <typename Op>
 __device__ __forceinline__ float block_reduce(float x, float* scratch) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;

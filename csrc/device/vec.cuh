@@ -1,4 +1,4 @@
-// 128-bit vectors of float16, bfloat16 and float32, and their conversion to float.
+// Vectorised memory accesses (16 bytes) of float16, bfloat16 and float32, and conversion to and from float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -9,7 +9,7 @@
 
 namespace liger {
 
-// Elements of T that fill one 16-byte access.
+// Elements of T per 16-byte access.
 template <typename T>
 inline constexpr int kVec = 16 / sizeof(T);
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ float to_float<__half>(__half x) {
 }
 template <>
 __device__ __forceinline__ float to_float<__nv_bfloat16>(__nv_bfloat16 x) {
-  // A shift, which the compiler sees through; the conversion instruction of sm_90 is opaque to it and costs
+  // The compiler can optimise a shift. The conversion instruction of sm_90 is opaque to it and costs
   // registers.
   return __uint_as_float(uint32_t{__bfloat16_as_ushort(x)} << 16);
 }
@@ -48,14 +48,14 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// x rounded to T and back: what a tensor of dtype T would have kept of it.
+// x rounded to T and converted back to float.
 template <typename T>
 __device__ __forceinline__ float round_to(float x) {
   return to_float(from_float<T>(x));
 }
 
-// Conversions of a whole vector. Pairs of half types are handled as 32-bit words: seen as single elements,
-// each would take a register of its own for as long as the vector lives.
+// Conversions of a whole vector. Half types are handled in pairs, as 32-bit words: as single elements each
+// would occupy a register for the lifetime of the vector.
 template <typename T, int N>
 inline constexpr bool kPaired = sizeof(T) == 2 && N % 2 == 0;
 
@@ -110,21 +110,21 @@ __device__ __forceinline__ void store(T* p, const Vec<T, N>& x) {
   *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
-// Data that no later block reads again: keep it from evicting what they do.
+// Load with an evict-first hint, for data that no later block reads.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_streaming(const T* p) {
   static_assert(sizeof(Vec<T, N>) == 16);
   const int4 raw = __ldcs(reinterpret_cast<const int4*>(p));
   return *reinterpret_cast<const Vec<T, N>*>(&raw);
 }
-// The same for what is written. It stays one access, where the compiler takes a store() in a large kernel
-// apart.
+// Store with an evict-first hint. It is always one access, while the compiler may split store() in a large
+// kernel.
 template <typename T, int N>
 __device__ __forceinline__ void store_streaming(T* p, const Vec<T, N>& x) {
   static_assert(sizeof(Vec<T, N>) == 16);
   __stcs(reinterpret_cast<int4*>(p), *reinterpret_cast<const int4*>(&x));
 }
-// store() to global memory as one access, for kernels where it would be taken apart, into as much as single
+// store() to global memory as one access, for kernels in which the compiler splits store(), down to single
 // elements.
 template <typename T, int N>
 __device__ __forceinline__ void store_whole(T* p, const Vec<T, N>& x) {
@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_whole(T* p, const Vec<T, N>& x) {
     store(p, x);
   }
 }
-// N consecutive elements as floats, in 16-byte accesses where N fills them.
+// Loads N consecutive elements as floats, in accesses of up to 16 bytes.
 template <int N, typename T>
 __device__ __forceinline__ void load_floats(const T* p, float (&out)[N]) {
   constexpr int kWidth = N < kVec<T> ? N : kVec<T>;
@@ -157,7 +157,8 @@ __device__ __forceinline__ void store_floats(float* p, const float (&x)[N]) {
   }
 }
 
-// Global to shared memory without passing through registers (cp.async needs 4, 8 or 16 bytes).
+// Asynchronous copy from global to shared memory, which bypasses registers (cp.async). Below 4 bytes, which
+// cp.async does not support, a synchronous copy.
 template <typename T, int N>
 __device__ __forceinline__ void copy_async(Vec<T, N>* shared, const T* global) {
   constexpr int kBytes = sizeof(Vec<T, N>);
@@ -175,7 +176,7 @@ __device__ __forceinline__ void copy_async(Vec<T, N>* shared, const T* global) {
 __device__ __forceinline__ void commit_async() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
-// Waits until at most `pending` (0 to 3) of this thread's committed groups are still under way.
+// Waits until at most `pending` (0 to 3) of this thread's committed copy groups are in flight.
 __device__ __forceinline__ void wait_async(int pending) {
   switch (pending) {
     case 0:

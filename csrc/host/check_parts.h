@@ -1,4 +1,4 @@
-// What the checks of every op are made of.
+// Elementary checks that the checks of the ops share.
 #pragma once
 
 #include "host/checks.h"

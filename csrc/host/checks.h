@@ -1,5 +1,5 @@
-// Argument checks shared by every backend: the CUDA kernels call them directly, the Triton and torch backends
-// through the liger::check_* ops, so that one mistake has one message. They look at metadata only, never at
+// Argument checks shared by every backend, so that all raise the same message: the CUDA ops call them
+// directly, the Triton and torch backends through the liger::check_* ops. They read metadata only, never
 // data.
 #pragma once
 
@@ -19,8 +19,8 @@ namespace liger {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// std::runtime_error becomes RuntimeError in Python with exactly these words; STD_TORCH_CHECK would add file
-// and line.
+// Throws std::runtime_error, which becomes a RuntimeError with the same message in Python; STD_TORCH_CHECK
+// would add file and line.
 template <typename... Parts>
 inline void require(bool condition, const Parts&... parts) {
   if (__builtin_expect(!condition, 0)) {
@@ -45,10 +45,10 @@ void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups
                       const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                       double eps = 0.0);
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved);
-// A tensor called `name`, and in a backward the gradient of a result of its shape and dtype.
+// x is called `name` in messages. grad_y, of a backward, must have its shape and dtype.
 void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,
                    const std::optional<Tensor>& grad_y);
-void check_approximate(const std::string& op, const std::string& approximate);  // of GELU
+void check_approximate(const std::string& op, const std::string& approximate);  // the option of GELU
 void check_gated(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
                  const std::optional<Tensor>& grad_out);
 void check_tiled_mlp(const Tensor& x, const Tensor& gate_weight, const std::optional<Tensor>& up_weight,
@@ -70,8 +70,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
                       const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
                       const std::string& divergence, double beta, double temperature, bool log_probs);
-// Of the op that writes the gradient of a divergence and cross entropy to `gradient`, which may be of a half
-// type where the student is float32.
+// For the op that writes the gradient of a divergence and a cross entropy to `gradient`, which may have a
+// half type if the student is float32.
 void check_divergence_gradient(const std::string& op, const Tensor& student,
                                const std::optional<Tensor>& target, double temperature, double cross_entropy,
                                const Tensor& gradient);
@@ -84,12 +84,12 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
                                    double beta, double temperature, double soft, double hard,
                                    std::optional<ScalarType> accum_dtype,
                                    std::optional<int64_t> memory_budget);
-// For an op that writes the first `written` of these tensors: an element of those may not have the place of
-// another one, nor of one of the other tensors. All are on one device.
+// For an op that writes the first `written` tensors: no element of these may share memory with another
+// element of the same tensor, nor with one of another tensor. All tensors are on one device.
 void check_written(const std::string& op, const std::vector<std::string>& names,
                    const std::vector<Tensor>& tensors, int64_t written);
-using Named = std::pair<const char*, std::optional<Tensor>>;
-void check_written(const std::string& op, std::initializer_list<Named> written,
-                   std::initializer_list<Named> read);
+using NamedTensor = std::pair<const char*, std::optional<Tensor>>;
+void check_written(const std::string& op, std::initializer_list<NamedTensor> written,
+                   std::initializer_list<NamedTensor> read);
 
 }  // namespace liger

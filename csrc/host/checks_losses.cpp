@@ -211,7 +211,7 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
     check_same_device(op, name, *tensor, "input", input);
   };
   check_like_input("weight", weight);
-  // Logits are taken in the dtype that they have.
+  // The dtype of teacher logits is independent of that of input.
   if (teacher_weight) {
     check_like_input("teacher", teacher);
   } else if (!topk) {

@@ -6,19 +6,20 @@
 namespace liger {
 namespace {
 
-// Along a dimension of two tensors.
+// One dimension: the stride and the size of a tensor, and the size of another one with the same stride.
 struct Step {
   int64_t stride, size, other_size;
 };
 
-// Elements from the first to the last one, both included.
-int64_t align_row(const Tensor& tensor) {
+// The number of elements from the lowest to the highest address, gaps included.
+int64_t memory_extent(const Tensor& tensor) {
   int64_t span = 1;
   for (int64_t d = 0; d < tensor.dim(); ++d) span += (tensor.size(d) - 1) * tensor.stride(d);
   return span;
 }
 
-// Whether every stride passes over all that smaller ones reach; else elements may have one place.
+// False if every stride is at least the extent of all dimensions with smaller strides, so that no two
+// elements have one address.
 bool overlaps_itself(const Tensor& tensor) {
   std::vector<Step> steps;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -33,8 +34,8 @@ bool overlaps_itself(const Tensor& tensor) {
   return false;
 }
 
-// Whether two tensors interleave like parts of a larger one, such as the halves of its last dimension: `low`
-// begins `distance` elements before `high`.
+// True if two tensors interleave without overlap, as slices of a larger one do: the halves of its last
+// dimension, for example. `low` begins `distance` elements before `high`.
 bool interleave(const Tensor& low, const Tensor& high, int64_t distance) {
   if (low.dim() != high.dim()) return false;
   std::vector<Step> steps;
@@ -45,7 +46,8 @@ bool interleave(const Tensor& low, const Tensor& high, int64_t distance) {
       steps.push_back({moves ? low.stride(d) : high.stride(d), low.size(d), high.size(d)});
   }
   std::sort(steps.begin(), steps.end(), [](const Step& a, const Step& b) { return a.stride < b.stride; });
-  // Small steps stay in the part of each; every larger one passes over both parts.
+  // The dimensions with strides up to `distance` must end before `high` begins; every larger stride must be
+  // at least the extent of both tensors.
   int64_t span = 1, other_span = 1;
   size_t i = 0;
   for (; i < steps.size() && steps[i].stride <= distance; ++i) {
@@ -63,7 +65,7 @@ bool interleave(const Tensor& low, const Tensor& high, int64_t distance) {
 
 bool overlap(const Tensor& a, const Tensor& b) {
   const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.const_data_ptr()); };
-  const auto end = [&](const Tensor& t) { return begin(t) + align_row(t) * t.element_size(); };
+  const auto end = [&](const Tensor& t) { return begin(t) + memory_extent(t) * t.element_size(); };
   const Tensor& low = begin(a) <= begin(b) ? a : b;
   const Tensor& high = begin(a) <= begin(b) ? b : a;
   if (end(low) <= begin(high)) return false;
@@ -98,11 +100,11 @@ void check_written(const std::string& op, const std::vector<std::string>& names,
   }
 }
 
-void check_written(const std::string& op, std::initializer_list<Named> written,
-                   std::initializer_list<Named> read) {
+void check_written(const std::string& op, std::initializer_list<NamedTensor> written,
+                   std::initializer_list<NamedTensor> read) {
   std::vector<std::string> names;
   std::vector<Tensor> tensors;
-  const auto add = [&](std::initializer_list<Named> arguments) {
+  const auto add = [&](std::initializer_list<NamedTensor> arguments) {
     for (const auto& [name, tensor] : arguments) {
       if (!tensor) continue;
       names.emplace_back(name);

@@ -22,7 +22,7 @@ int query(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
     return active * device.sm_count;
   }
   if (blocks > kPortableCluster) {
-    // A device without such clusters reports an error, which is cleared.
+    // A device without non-portable cluster sizes returns an error, which must not reach the next launch.
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
         cudaOccupancyMaxActiveClusters(&active, kernel, &config) != cudaSuccess) {
       cudaGetLastError();
@@ -30,7 +30,7 @@ int query(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
     }
     return active;
   }
-  // Less than sm_count / blocks where the SMs of a GPC are not a multiple of the cluster size.
+  // Less than sm_count / blocks if the number of SMs in a GPC is not a multiple of the cluster size.
   check_cuda(cudaOccupancyMaxActiveClusters(&active, kernel, &config), op);
   return active;
 }
@@ -39,15 +39,15 @@ int query(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
 
 int max_active_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
                         const DeviceAttributes& device) {
-  // The attributes of a device are at one address for as long as the process lives.
+  // The address of the attributes identifies the device: they live as long as the process.
   using Key = std::tuple<const void*, const DeviceAttributes*, unsigned, unsigned, size_t>;
   static std::mutex mutex;
-  static std::map<Key, int> known;
+  static std::map<Key, int> cache;
   const Key key{kernel, &device, config.attrs->val.clusterDim.x, config.blockDim.x, config.dynamicSmemBytes};
   const std::lock_guard lock(mutex);
-  const auto found = known.find(key);
-  if (found != known.end()) return found->second;
-  return known.emplace(key, query(op, kernel, config, device)).first->second;
+  const auto found = cache.find(key);
+  if (found != cache.end()) return found->second;
+  return cache.emplace(key, query(op, kernel, config, device)).first->second;
 }
 
 }  // namespace liger

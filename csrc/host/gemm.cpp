@@ -12,8 +12,8 @@
 namespace liger {
 namespace {
 
-// The few declarations of cublas_v2.h that are needed: PyTorch has loaded the library, so neither its headers
-// nor a link dependency are, and one binary serves every major version.
+// The declarations of cublas_v2.h in use. The cuBLAS that PyTorch has loaded is resolved at run time, so the
+// build needs no headers and no link dependency, and one binary works with every major version.
 using Handle = void*;
 constexpr int kSuccess = 0;
 constexpr int kNormal = 0, kTranspose = 1;                 // cublasOperation_t
@@ -33,8 +33,8 @@ const Cublas& cublas() {
   static const Cublas functions = [] {
     void* library = RTLD_DEFAULT;
     if (dlsym(library, "cublasGemmEx") == nullptr) {
-      // Loaded, but not into the global scope: RTLD_NOLOAD finds the copy that PyTorch uses and never another
-      // one.
+      // The library is loaded, but not in the global scope. RTLD_NOLOAD returns the copy that PyTorch uses
+      // and never loads another one.
       for (const char* name : {"libcublas.so.13", "libcublas.so.12"}) {
         library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
         if (library != nullptr) break;
@@ -74,7 +74,7 @@ int data_type(const char* op, ScalarType dtype) {
 
 Gemm::Gemm(const char* op, cudaStream_t stream) : op_(op), stream_(stream), handle_(nullptr), math_mode_(0) {
   {
-    // The first handle of a thread is made here, with memory of the device.
+    // The first call of a thread creates its handle, which allocates device memory.
     const RelaxedCapture relaxed;
     TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle_));
   }
@@ -98,13 +98,13 @@ void Gemm::operator()(int64_t m, int64_t n, int64_t k, const Matrix& a, const Ma
     }
     return;
   }
-  // A product that is split along k would otherwise add its parts in the 16 bits of its result. Where the
-  // result has 32, the restriction protects nothing and costs a better algorithm.
+  // Without the restriction a split-K GEMM may reduce its partial sums in the 16 bits of c. If c is float32,
+  // the restriction has no benefit and excludes faster algorithms.
   const int restriction = c.dtype == ScalarType::Float ? 0 : kDisallowReducedPrecisionReduction;
   require(cublas().set_math_mode(handle_, math_mode_ | restriction) == kSuccess, op_,
           ": cublasSetMathMode failed");
   const float alpha = 1.0f;
-  // cuBLAS is column-major: it sees every matrix transposed, so it is asked for c^T = b^T a^T.
+  // cuBLAS is column-major, which transposes every matrix: the call computes c^T = b^T a^T.
   const int status = cublas().gemm_ex(
       handle_, b.transposed ? kTranspose : kNormal, a.transposed ? kTranspose : kNormal, static_cast<int>(n),
       static_cast<int>(m), static_cast<int>(k), &alpha, b.data, data_type(op_, b.dtype),

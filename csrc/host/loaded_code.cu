@@ -7,9 +7,9 @@ namespace {
 
 constexpr int kThreadsSm90a = 64;
 
-// All sources are compiled for the same architectures, so what the device runs of this kernel it runs of
-// every kernel. The attributes name the architecture, but not its features: those are told by the bound on
-// the threads.
+// All sources are compiled for the same architectures, so the driver loads the same image of this kernel as
+// of every other one. cudaFuncAttributes has the architecture of the image, but not its arch-specific
+// features: the launch bound encodes those.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __global__ void __launch_bounds__(kThreadsSm90a) marker() {}
 #else

@@ -13,7 +13,7 @@ struct Readback::Pool {
   std::map<int, std::vector<Slot>> free;  // by device
 };
 
-// Never destroyed: at exit the driver may be gone before static objects are.
+// Never destroyed: at exit the driver may be unloaded before static objects are destroyed.
 Readback::Pool& Readback::pool() {
   static Pool* const pool = new Pool;
   return *pool;
@@ -46,7 +46,7 @@ Readback::Readback(int device, const char* op) : device_(device), op_(op) {
 
 Readback::~Readback() {
   if (pending_) {
-    // An error is on its way up. The kernel may still write, so the memory is nobody else's yet.
+    // An exception is unwinding. The kernel may still write: the memory returns to the pool only after it.
     const RelaxedCapture relaxed;
     cudaEventSynchronize(slot_.done);
   }

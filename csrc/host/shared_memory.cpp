@@ -11,14 +11,14 @@ namespace {
 
 cudaError_t allow(const void* kernel, int device, Carveout carveout) {
   const RelaxedCapture relaxed;
-  cudaFuncAttributes own{};
-  int most = 0;
-  cudaError_t status = cudaFuncGetAttributes(&own, kernel);
+  cudaFuncAttributes attributes{};
+  int max_shared = 0;
+  cudaError_t status = cudaFuncGetAttributes(&attributes, kernel);
   if (status == cudaSuccess)
-    status = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    status = cudaDeviceGetAttribute(&max_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (status == cudaSuccess)
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  most - static_cast<int>(own.sharedSizeBytes));
+                                  max_shared - static_cast<int>(attributes.sharedSizeBytes));
   if (status == cudaSuccess && carveout == Carveout::kShared)
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                   cudaSharedmemCarveoutMaxShared);

@@ -9,9 +9,9 @@ using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*
                             const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                             CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// Of the driver, which is not linked: the library loads where there is none.
+// Resolved at run time: the driver is not linked, so the library loads on machines without it.
 Encode encode_function() {
-  static const Encode found = [] {
+  static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result{};
 #if CUDART_VERSION >= 12050
@@ -21,10 +21,10 @@ Encode encode_function() {
     const cudaError_t status =
         cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
 #endif
-    const bool is_there = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return is_there ? reinterpret_cast<Encode>(function) : nullptr;
+    const bool available = status == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return available ? reinterpret_cast<Encode>(function) : nullptr;
   }();
-  return found;
+  return encode;
 }
 
 }  // namespace

@@ -9,8 +9,9 @@
 namespace liger {
 namespace {
 
-// What only a kernel that ran can have caused. The context is lost then, and every later call says so.
-bool is_of_a_kernel(cudaError_t status) {
+// Errors that only a running kernel causes. They are sticky: the context is lost, and every later call of the
+// process returns the same error.
+bool is_kernel_fault(cudaError_t status) {
   switch (status) {
     case cudaErrorIllegalAddress:
     case cudaErrorMisalignedAddress:
@@ -32,11 +33,11 @@ bool is_of_a_kernel(cudaError_t status) {
 
 void check_cuda(cudaError_t status, const char* op) {
   if (__builtin_expect(status == cudaSuccess, 1)) return;
-  // Taken from the runtime, or the next launch would report it again as its own.
+  // Clears the error, which the check of the next launch would report again.
   cudaGetLastError();
   const std::string error = std::string(cudaGetErrorName(status)) + ": " + cudaGetErrorString(status);
   require(
-      !is_of_a_kernel(status), op, " found that an earlier kernel of this process had failed: ", error,
+      !is_kernel_fault(status), op, " found that an earlier kernel of this process had failed: ", error,
       ". Kernels run asynchronously, and this one may be of any library: CUDA_LAUNCH_BLOCKING=1 tells which");
   require(false, op, ": ", error);
 }
@@ -44,9 +45,9 @@ void check_cuda(cudaError_t status, const char* op) {
 const DeviceAttributes& device_attributes(int device) {
   constexpr int kMaxDevices = 128;
   static DeviceAttributes attributes[kMaxDevices];
-  static std::once_flag known[kMaxDevices];
+  static std::once_flag initialised[kMaxDevices];
   require(device >= 0 && device < kMaxDevices, "liger: device index ", device, " is out of range");
-  std::call_once(known[device], [device] {
+  std::call_once(initialised[device], [device] {
     const DeviceGuard guard(device);
     const RelaxedCapture relaxed;
     DeviceAttributes& a = attributes[device];
@@ -65,10 +66,10 @@ Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dims,
                      const Tensor& like) {
   int32_t device = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  AtenTensorHandle made = nullptr;
+  AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides, static_cast<int32_t>(dtype), device,
-                                                  like.get_device_index(), &made));
-  return Tensor(made);
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
 }
 
 }  // namespace
