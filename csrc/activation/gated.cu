@@ -42,7 +42,7 @@ Gated gated_rows(const Tensor& tensor, int64_t columns) {
 
 Tensor gated(GatedOp op, const Tensor& gate, const Tensor& up) {
   check(op.name, gate, up, std::nullopt);
-  const DeviceGuard guard(gate.get_device_index());
+  const OpGuard guard(op.name, gate.get_device_index());
   Tensor product = new_like(gate);
   if (gate.numel() == 0) return product;
   if (one_long_row(gate, up)) {
@@ -99,7 +99,7 @@ void backward(const GatedOp& op, const Tensor& grad_out, const Tensor& gate, con
 std::tuple<Tensor, Tensor, Tensor> gated_backward(GatedOp op, const Tensor& grad_out, const Tensor& gate,
                                                   const Tensor& up, bool emit_product) {
   check(op.name, gate, up, grad_out);
-  const DeviceGuard guard(gate.get_device_index());
+  const OpGuard guard(op.name, gate.get_device_index());
   Tensor grad_gate = new_like(gate), grad_up = new_like(up);
   std::optional<Tensor> product;
   if (emit_product) product = new_like(gate);
@@ -110,20 +110,20 @@ std::tuple<Tensor, Tensor, Tensor> gated_backward(GatedOp op, const Tensor& grad
 void gated_backward_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up) {
   check(op.name, gate, up, grad_out);
   check_written(op.name, {{"gate", gate}, {"up", up}}, {{"grad_out", grad_out}});
-  const DeviceGuard guard(gate.get_device_index());
+  const OpGuard guard(op.name, gate.get_device_index());
   backward(op, grad_out, gate, up, gate, up, std::nullopt);
 }
 
 void gated_backward_product_(GatedOp op, const Tensor& grad_out, const Tensor& gate, const Tensor& up) {
   check(op.name, gate, up, grad_out);
   check_written(op.name, {{"grad_out", grad_out}, {"gate", gate}, {"up", up}}, {});
-  const DeviceGuard guard(gate.get_device_index());
+  const OpGuard guard(op.name, gate.get_device_index());
   backward(op, grad_out, gate, up, gate, up, grad_out);
 }
 
 Tensor gated_packed(GatedOp op, const Tensor& gate_up) {
   check(op.name, gate_up, std::nullopt, std::nullopt);
-  const DeviceGuard guard(gate_up.get_device_index());
+  const OpGuard guard(op.name, gate_up.get_device_index());
   Tensor product = product_like(gate_up);
   if (product.numel() == 0) return product;
   const RowInput rows = row_input(gate_up, true);
@@ -155,7 +155,7 @@ void packed_backward(const GatedOp& op, const Tensor& grad_out, const Tensor& ga
 std::tuple<Tensor, Tensor> gated_packed_backward(GatedOp op, const Tensor& grad_out, const Tensor& gate_up,
                                                  bool emit_product) {
   check(op.name, gate_up, std::nullopt, grad_out);
-  const DeviceGuard guard(gate_up.get_device_index());
+  const OpGuard guard(op.name, gate_up.get_device_index());
   Tensor grad_gate_up = new_like(gate_up);
   std::optional<Tensor> product;
   if (emit_product) product = product_like(gate_up);
@@ -166,7 +166,7 @@ std::tuple<Tensor, Tensor> gated_packed_backward(GatedOp op, const Tensor& grad_
 void gated_packed_backward_(GatedOp op, const Tensor& grad_out, const Tensor& gate_up) {
   check(op.name, gate_up, std::nullopt, grad_out);
   check_written(op.name, {{"gate_up", gate_up}}, {{"grad_out", grad_out}});
-  const DeviceGuard guard(gate_up.get_device_index());
+  const OpGuard guard(op.name, gate_up.get_device_index());
   packed_backward(op, grad_out, gate_up, gate_up, std::nullopt);
 }
 

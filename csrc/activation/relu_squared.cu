@@ -22,7 +22,7 @@ void launch(const char* op, ReluSquared p, const Tensor& x) {
 Tensor run(const char* op, const Tensor& x, const std::optional<Tensor>& grad_y) {
   check_rowwise(op, "x", x, grad_y);
   require_cuda_dtype(op, "x", x);
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   Tensor out = new_like(x);
   if (x.numel() == 0) return out;
   ReluSquared p{};

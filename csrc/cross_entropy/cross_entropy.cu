@@ -225,7 +225,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
                       reduction);
   require_cuda_dtype(kOp, "logits", logits);
-  const DeviceGuard guard(logits.get_device_index());
+  const OpGuard guard("cross_entropy_forward", logits.get_device_index());
   CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
                               lse_square_scale, softcap);
   const CrossEntropyResults results(
@@ -256,7 +256,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
   check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
                       reduction);
   require_cuda_dtype(kOp, "logits", logits);
-  const DeviceGuard guard(logits.get_device_index());
+  const OpGuard guard("cross_entropy_forward_", logits.get_device_index());
   CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
                               lse_square_scale, softcap);
   const CrossEntropyResults results(
@@ -326,7 +326,7 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
   check_cross_entropy(op, logits, target, ce_weight, token_weight, std::nullopt, label_smoothing, softcap,
                       "none");
   require_cuda_dtype(op, "logits", logits);
-  const DeviceGuard guard(logits.get_device_index());
+  const OpGuard guard(op, logits.get_device_index());
   RowOutput out = row_output(new_like(logits));
   backward_into(op, out.data(), out.rows.stride, row_input(logits), grad_loss, target, lse, used_denominator,
                 ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap);
@@ -343,7 +343,7 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
   check_cross_entropy(op, logits, target, ce_weight, token_weight, std::nullopt, label_smoothing, softcap,
                       "none");
   require_cuda_dtype(op, "logits", logits);
-  const DeviceGuard guard(logits.get_device_index());
+  const OpGuard guard(op, logits.get_device_index());
   check_written(op, {{"logits", logits}},
                 {{"grad_loss", grad_loss},
                  {"target", target},

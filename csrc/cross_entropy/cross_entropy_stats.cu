@@ -40,7 +40,7 @@ Tensor cross_entropy_stats(const Tensor& logits, const Tensor& target, const std
   constexpr const char* op = "cross_entropy_stats";
   CrossEntropyOptions options =
       stats_options(op, logits, target, ce_weight, ignore_index, softcap, return_class_sum);
-  const DeviceGuard guard(logits.get_device_index());
+  const OpGuard guard(op, logits.get_device_index());
   const int64_t rows = logits.size(0);
   require(rows <= INT_MAX, op, ": ", rows, " rows are more than one launch can take");
   const Tensor stats = empty({return_class_sum ? 4 : 3, rows}, ScalarType::Float, logits);
@@ -121,7 +121,7 @@ Tensor cross_entropy_stats_backward(const Tensor& logits, const Tensor& target, 
   constexpr const char* op = "cross_entropy_stats_backward";
   CrossEntropyOptions options =
       stats_options(op, logits, target, ce_weight, ignore_index, softcap, coef_class.has_value());
-  const DeviceGuard guard(logits.get_device_index());
+  const OpGuard guard(op, logits.get_device_index());
   RowOutput out = row_output(new_like(logits));
   backward_into(op, out.data(), out.rows.stride, row_input(logits), options, reference, coef_exp, coef_target,
                 coef_class, coef_log, vocab_start);
@@ -138,7 +138,7 @@ void cross_entropy_stats_backward_(const Tensor& logits, const Tensor& target, c
   constexpr const char* op = "cross_entropy_stats_backward_";
   CrossEntropyOptions options =
       stats_options(op, logits, target, ce_weight, ignore_index, softcap, coef_class.has_value());
-  const DeviceGuard guard(logits.get_device_index());
+  const OpGuard guard(op, logits.get_device_index());
   check_written(op, {{"logits", logits}},
                 {{"target", target},
                  {"reference", reference},

@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor> divergence_forward(const Tensor& student, con
                                                       int64_t ignore_index, bool per_row, bool need_grad) {
   constexpr const char* op = "divergence_forward";
   check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs);
-  const DeviceGuard guard(student.get_device_index());
+  const OpGuard guard(op, student.get_device_index());
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
@@ -193,7 +193,7 @@ Tensor divergence_forward_(const Tensor& student, const Tensor& teacher, const s
                            bool per_row) {
   constexpr const char* op = "divergence_forward_";
   check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs);
-  const DeviceGuard guard(student.get_device_index());
+  const OpGuard guard(op, student.get_device_index());
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
@@ -218,7 +218,7 @@ std::tuple<Tensor, Tensor> divergence_ce_forward_(const Tensor& student, const T
   check_divergence_gradient(op, student, target, temperature, cross_entropy, gradient);
   check_written(op, {{"gradient", gradient}},
                 {{"student", student}, {"teacher", teacher}, {"target", target}, {"row_weight", row_weight}});
-  const DeviceGuard guard(student.get_device_index());
+  const OpGuard guard(op, student.get_device_index());
   const int64_t rows = student.size(0);
   const Tensor losses = empty({rows}, ScalarType::Float, student);
   const Tensor stats = empty({5, rows}, ScalarType::Float, student);
@@ -256,7 +256,7 @@ Tensor divergence_backward(const Tensor& grad_loss, const Tensor& student, const
   constexpr const char* op = "divergence_backward";
   check(op, student, teacher, target, std::nullopt, divergence, beta, temperature, log_probs);
   check_for_backward(op, student, grad_loss, stats);
-  const DeviceGuard guard(student.get_device_index());
+  const OpGuard guard(op, student.get_device_index());
   RowOutput out = row_output(torch::stable::empty_like(student));
   const Call call(row_input(student), teacher, target, grad_loss, beta, temperature, log_probs, ignore_index);
   const Tensor contiguous_stats = torch::stable::contiguous(stats);

@@ -13,10 +13,21 @@
 #include "device/rows.cuh"
 #include "host/checks.h"
 #include "host/loaded_code.h"
+#include "host/nvtx.h"
 
 namespace liger {
 
 using torch::stable::accelerator::DeviceGuard;
+
+// For the duration of an op: its device is the current one, and it has an NVTX range.
+class OpGuard {
+ public:
+  OpGuard(const char* op, int device) : range_(op), device_(device) {}
+
+ private:
+  NvtxRange range_;
+  DeviceGuard device_;
+};
 
 inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;

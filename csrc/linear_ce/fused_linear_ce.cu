@@ -24,7 +24,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                         softcap, reduction, accum_dtype, memory_budget);
   require_cuda_dtype(kOp, "input", input);
   const int device = input.get_device_index();
-  const DeviceGuard guard(device);
+  const OpGuard guard("fused_linear_ce_forward", device);
 
   CrossEntropyOptions options(target, ce_weight, token_weight, weight.size(0), ignore_index, label_smoothing,
                               lse_square_scale, softcap);

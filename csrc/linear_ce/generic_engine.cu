@@ -212,6 +212,7 @@ class GenericEngine {
 
   // The logits GEMM of the first rows, which hides the time until the host knows the number of valid rows.
   void prefetch() {
+    const NvtxRange range("prefetch logits");
     if (layout_.prefetch_rows == 0 || rows_ > INT_MAX || is_capturing(stream_, kOp)) return;
     valid_.emplace(call_.options, call_.device, stream_);
     prefetched_ = layout_.prefetch_rows;
@@ -224,6 +225,7 @@ class GenericEngine {
   }
 
   void run_chunk(const Chunk& chunk) {
+    const NvtxRange range("chunk");
     const bool first = chunk.first == 0, last = chunk.first + chunk.rows == layout_.rows;
     const Matrix z = logits_of(chunk);
     const Matrix x = valid_ ? gather(chunk.first, chunk.rows) : from_row(matrix(x_), chunk.first);

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "device/integers.h"
+#include "host/log.h"
 
 namespace liger {
 namespace {
@@ -51,7 +52,7 @@ int64_t logits_row_bytes(int64_t vocab, int64_t element_size) {
   return round_up(vocab * element_size, 16);
 }
 
-ChunkPlan plan_chunks(const ChunkProblem& p) {
+void check_chunk_problem(const ChunkProblem& p) {
   if (p.rows < 0 || p.hidden < 0 || p.vocab < 0 || p.element_size <= 0) {
     throw std::runtime_error(
         "plan_chunks: rows, hidden and vocab must not be negative, got rows=" + std::to_string(p.rows) +
@@ -61,6 +62,11 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
     throw std::runtime_error("memory_budget: expected a positive number of bytes, got " +
                              std::to_string(p.memory_budget));
   }
+}
+
+namespace {
+
+ChunkPlan cut_rows(const ChunkProblem& p) {
   if (p.rows == 0 || p.vocab == 0) return {0, 0, 0, 0};
 
   const int64_t row_bytes = logits_row_bytes(p.vocab, p.element_size);
@@ -83,6 +89,21 @@ ChunkPlan plan_chunks(const ChunkProblem& p) {
   }
   chunk = equal_chunks(p.rows, chunk);
   return {chunk, ceil_div(p.rows, chunk), chunk * row_bytes, accumulator};
+}
+
+}  // namespace
+
+ChunkPlan plan_chunks(const ChunkProblem& p) {
+  check_chunk_problem(p);
+  const ChunkPlan plan = cut_rows(p);
+  if (logs_plans()) {
+    log_plan("plan of the generic engine for " + std::to_string(p.rows) + " rows x " +
+             std::to_string(p.hidden) + " hidden x " + std::to_string(p.vocab) +
+             " classes: " + std::to_string(plan.chunks) + " chunks of " + std::to_string(plan.chunk_rows) +
+             " rows, " + std::to_string(plan.logits_bytes) + " bytes of logits, " +
+             std::to_string(plan.accumulator_bytes) + " bytes of float32 accumulator");
+  }
+  return plan;
 }
 
 ChunkLayout lay_out_chunks(const ChunkProblem& p, bool need_grad_input, int64_t valid_rows,

@@ -32,6 +32,8 @@ struct ChunkProblem {
 int64_t logits_row_bytes(int64_t vocab, int64_t element_size);
 
 // Throws std::runtime_error on negative sizes or a budget that is not positive.
+void check_chunk_problem(const ChunkProblem& problem);
+// Throws as check_chunk_problem().
 ChunkPlan plan_chunks(const ChunkProblem& problem);
 
 enum class LogitsIn : int64_t { kOwnMemory, kGradWeight, kGradInput };

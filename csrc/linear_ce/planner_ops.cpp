@@ -56,8 +56,7 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
                     bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
                     bool with_metrics, int64_t group_rows) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
-  // Throws where the sizes or the budget make no sense.
-  plan_chunks({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
+  check_chunk_problem({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
   require_at_least("plan_chunks_sm90", "clusters", clusters, 1);
   require_at_least("plan_chunks_sm90", "group_rows", group_rows, 1);
   const std::optional<LinearCePlan> plan =
@@ -84,7 +83,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t> plan_linear_bac
     int64_t aux_rows, std::optional<int64_t> memory_budget, int64_t clusters, int64_t group_rows,
     bool aux_in_grad_weight) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
-  plan_chunks({rows, hidden, vocab, 2, need_grad_weight, true, budget});
+  check_chunk_problem({rows, hidden, vocab, 2, need_grad_weight, true, budget});
   require_at_least("plan_linear_backward_sm90", "clusters", clusters, 1);
   require_at_least("plan_linear_backward_sm90", "aux_rows", aux_rows, 0);
   require_at_least("plan_linear_backward_sm90", "group_rows", group_rows, 1);

@@ -112,7 +112,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
   constexpr const char* op = "group_norm";
   check_group_norm(op, x, num_groups, weight, bias, eps);
   require_cuda_dtype(op, "x", x);
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   const Sizes sizes = sizes_of(x, num_groups);
   RowOutput y = contiguous_output(new_like(x));
   Tensor mean = empty({sizes.samples, num_groups}, ScalarType::Float, x);
@@ -176,7 +176,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   require_row_statistic(op, "rstd", rstd, x, sizes.rows());
   need_grad_weight = need_grad_weight && weight;
   need_grad_bias = need_grad_bias && bias;
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   RowOutput grad_x = contiguous_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   Tensor grad_bias = parameter_grad(bias, need_grad_bias, x);

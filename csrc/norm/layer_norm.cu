@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   constexpr const char* op = "layer_norm";
   check_layer_norm(op, x, weight, bias, eps);
   require_cuda_dtype(op, "x", x);
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   RowOutput y = row_output(new_like(x));
   Tensor mean = empty(leading_shape(x), ScalarType::Float, x);
   Tensor rstd = empty(leading_shape(x), ScalarType::Float, x);
@@ -72,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
   require_row_statistic(op, "rstd", rstd, x, leading_size(x));
   need_grad_weight = need_grad_weight && weight;
   need_grad_bias = need_grad_bias && bias;
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   Tensor grad_bias = parameter_grad(bias, need_grad_bias, x);

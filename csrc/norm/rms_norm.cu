@@ -26,7 +26,7 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
                 const std::string& casting_mode) {
   check_rms_norm(op, x, residual, weight, casting_mode, eps, offset);
   require_cuda_dtype(op, "x", x);
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   RowOutput y = row_output(new_like(x));
   RowOutput sum = residual ? row_output(new_like(x)) : y;
   Forward out{y.result, sum.result, empty(leading_shape(x), ScalarType::Float, x)};
@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
   if (grad_residual) require_like(op, "grad_new_residual", *grad_residual, "x", x);
   require_row_statistic(op, "rstd", rstd, x, leading_size(x));
   need_grad_weight = need_grad_weight && weight;
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   if (x.numel() == 0) {

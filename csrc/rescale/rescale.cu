@@ -51,7 +51,7 @@ void scale(const char* op, const Tensor& in, const Tensor& out, const Tensor& fa
 
 Tensor rescale(const Tensor& x, const Tensor& factor) {
   check("rescale", x, factor);
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard("rescale", x.get_device_index());
   Tensor out = new_like(x);
   if (x.numel() == 0) return out;
   if (is_dense(x)) {
@@ -68,7 +68,7 @@ void rescale_(Tensor x, const Tensor& factor) {
   check("rescale_", x, factor);
   check_written("rescale_", {{"x", x}}, {{"factor", factor}});
   if (x.numel() == 0) return;
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard("rescale_", x.get_device_index());
   if (is_dense(x)) {
     scale("rescale_", x, x, factor);
   } else {

@@ -90,7 +90,7 @@ void check(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos, 
 std::tuple<Tensor, Tensor> out_of_place(const char* op, const Tensor& q, const Tensor& k, const Tensor& cos,
                                         const Tensor& sin, bool interleaved, bool backward) {
   check(op, q, k, cos, sin, interleaved);
-  const DeviceGuard guard(q.get_device_index());
+  const OpGuard guard(op, q.get_device_index());
   Tensor q_out = new_like(q), k_out = new_like(k);
   rotate(op, q, k, cos, sin, q_out, k_out, interleaved, backward);
   return {q_out, k_out};
@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor> rope_backward(const Tensor& grad_q_out, const Tensor&
 void rope_(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved) {
   check("rope_", q, k, cos, sin, interleaved);
   check_written("rope_", {{"q", q}, {"k", k}}, {{"cos", cos}, {"sin", sin}});
-  const DeviceGuard guard(q.get_device_index());
+  const OpGuard guard("rope_", q.get_device_index());
   rotate("rope_", q, k, cos, sin, q, k, interleaved, false);
 }
 

@@ -108,7 +108,7 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
 Tensor run(const char* op, const char* name, const Tensor& x, const std::optional<Tensor>& grad_y) {
   check_rowwise(op, name, x, grad_y);
   require_cuda_dtype(op, name, x);
-  const DeviceGuard guard(x.get_device_index());
+  const OpGuard guard(op, x.get_device_index());
   Tensor out = new_like(x);
   if (x.numel() == 0) return out;
   const RowInput x_rows = row_input(x, true);

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ._core import load
+from ._core.log import log_dispatch
 
 BACKENDS = ("cuda", "triton", "torch")
 VARIABLE = "LIGER_BACKEND"
@@ -299,6 +300,8 @@ def _apply(family, wanted):
                 for op, kernel in kernels.items():
                     for key in keys:
                         family._override.impl(op, _checking_memory(op, kernel), key, allow_override=True)
+    if (backend, reason) != (family.choice, family.reason):
+        log_dispatch(family.name, backend, reason)
     family.choice, family.reason = backend, reason
 
 

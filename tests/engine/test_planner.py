@@ -383,12 +383,27 @@ def test_negative_sizes():
         plan(-1, 64, 1000, 2, True, True, None)
 
 
-def test_the_python_module_makes_the_same_plans():
-    _C = pytest.importorskip("liger._C")
-    for problem in PROBLEMS[::97]:
-        made = _C.plan_chunks(*problem)
-        assert list(made) == ["chunk_rows", "chunks", "logits_bytes", "accumulator_bytes"]
-        assert list(made.values()) == plan(*problem)
+def errors_of(code, **variables):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()
+
+
+def test_plans_are_logged_once():
+    """LIGER_LOG=plan: each new plan on stderr."""
+    code = "import torch, liger; f = torch.ops.liger.plan_chunks"
+    code += "; [f(16384, 4096, 128256, 2, True, True) for _ in range(2)]"
+    code += "; torch.ops.liger.plan_chunks_sm90(16384, 4096, 128256, True, True, True)"
+    plans = [
+        line for line in errors_of(code, LIGER_LOG="dispatch, plan") if line.startswith("liger: plan of ")
+    ]
+    assert [line.split(" for ")[0] for line in plans] == [
+        "liger: plan of the generic engine", "liger: plan of the wgmma engine",
+    ]  # fmt: skip
+    assert "16384 rows x 4096 hidden x 128256 classes" in plans[0]
+    assert not [line for line in errors_of(code, LIGER_LOG="") if "plan of" in line]
 
 
 def test_the_plan_is_what_runs(monkeypatch):

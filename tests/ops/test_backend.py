@@ -259,3 +259,22 @@ assert torch.allclose(y, torch.ones(2, 8))
 def test_import_is_quick_and_needs_torch_alone():
     # The smallest of three: other work on the machine only ever adds.
     assert min(float(output(IMPORT)) for _ in range(3)) < 0.3
+
+
+def test_log_of_dispatch():
+    """LIGER_LOG=dispatch: each choice of a backend with its reason, on stderr."""
+    code = "import liger; liger.set_backend('torch', rms_norm='auto')"
+    environment = {**os.environ, "LIGER_LOG": "plan,dispatch", "LIGER_BACKEND": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("liger: dispatch ")]
+    assert "liger: dispatch softmax -> torch (requested; plain torch runs everywhere)" in lines
+    assert any(line.startswith("liger: dispatch rms_norm -> ") and "(auto: " in line for line in lines)
+
+
+def test_unknown_topic_of_the_log():
+    environment = {**os.environ, "LIGER_LOG": "plans"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import liger"], env=environment, capture_output=True, text=True
+    )
+    assert "ValueError: LIGER_LOG: unknown topic 'plans', expected one of dispatch, plan" in done.stderr

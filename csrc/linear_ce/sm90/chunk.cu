@@ -249,6 +249,7 @@ FirstRowOfClass Chunk::first_row_of_class() const {
 }
 
 void Chunk::exponentials() const {
+  const NvtxRange range("exponentials");
   const int hidden = static_cast<int>(batch_.hidden()), vocab = static_cast<int>(batch_.vocab());
   const Gather gather_rows{rows(),
                            batch_.row_index.index + chunk_.first,
@@ -312,6 +313,7 @@ void Chunk::logits_gemm() const {
 }
 
 void Chunk::apply_rule(bool gradient) const {
+  const NvtxRange range("apply_rule");
   const Rule rule{batch_.problem,
                   rows(),
                   batch_.row_index.index + chunk_.first,
@@ -334,6 +336,7 @@ void Chunk::apply_rule(bool gradient) const {
 }
 
 void Chunk::gradients() const {
+  const NvtxRange range("gradients");
   if (separate_rows_) grad_input_gemm();
   grad_weight_gemm();
   if (!separate_rows_) grad_input_gemm();

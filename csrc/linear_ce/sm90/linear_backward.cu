@@ -54,7 +54,7 @@ void linear_backward(const Tensor& grad_logits, const Tensor& input, const Tenso
   require(grad_logits.stride(1) == 1 && grad_logits.stride(0) % 8 == 0, kOp,
           ": TMA cannot read rows of grad_logits with stride ", grad_logits.stride(0),
           ", expected a multiple of 8");
-  const DeviceGuard guard(input.get_device_index());
+  const OpGuard guard("linear_backward", input.get_device_index());
   linear_ce::linear_backward({grad_logits, linear_ce::dense(input), linear_ce::dense(weight), k_splits, first,
                               last, input.get_device_index(), current_stream(input)},
                              written(grad_weight),

@@ -151,7 +151,7 @@ void logprobs(const Tensor& input, const Tensor& weight, const Tensor& target, i
               const Tensor& position, const Tensor& grad_weight, const Tensor& panel_workspace,
               const Tensor& rows, const Tensor& workspace, const Tensor& grad_input, const Tensor& logprobs,
               const Tensor& entropy, const Tensor& argmax) {
-  const DeviceGuard guard(input.get_device_index());
+  const OpGuard guard("fused_linear_loss logprobs", input.get_device_index());
   Step(input, weight, target, ignore_index, temperature, with_metrics, plan, index, ranges, position,
        grad_weight, panel_workspace, rows, workspace, grad_input)
       .logprobs({logprobs, entropy, argmax});
@@ -166,7 +166,7 @@ void gradients(const Tensor& neg_grad_logprobs, const Tensor& input, const Tenso
               neg_grad_logprobs.numel() == input.size(0),
           kOp, ": the gradient of the log-probabilities has shape ", shape_text(neg_grad_logprobs),
           ", expected one contiguous float32 per row");
-  const DeviceGuard guard(input.get_device_index());
+  const OpGuard guard("fused_linear_loss gradients", input.get_device_index());
   Step(input, weight, target, ignore_index, temperature, with_metrics, plan, index, ranges, position,
        grad_weight, panel_workspace, rows, workspace, grad_input)
       .gradients(neg_grad_logprobs, grad_input);
@@ -175,7 +175,7 @@ void gradients(const Tensor& neg_grad_logprobs, const Tensor& input, const Tenso
 // rows[i] = rows[position[i]], or zeros if position[i] < 0. Columns go through `memory`, as many at a time as
 // it has room for.
 void permute_rows(const Tensor& position, const Tensor& memory, const Tensor& rows) {
-  const DeviceGuard guard(rows.get_device_index());
+  const OpGuard guard("fused_linear_loss permute_rows", rows.get_device_index());
   const int64_t count = rows.size(0), hidden = rows.size(1);
   constexpr int64_t kVector = kVec<Bf16>;
   const int64_t bytes = memory.numel() * static_cast<int64_t>(memory.element_size());

@@ -1,8 +1,10 @@
 #include "linear_ce/sm90/planner.h"
 
 #include <algorithm>
+#include <string>
 
 #include "device/integers.h"
+#include "host/log.h"
 #include "linear_ce/sm90/tile.h"
 
 namespace liger {
@@ -150,7 +152,9 @@ Candidate cheapest(const LinearCeProblem& p, const CostModel& model, const Limit
 
 }  // namespace
 
-std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& p) {
+namespace {
+
+std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
   const CostModel model(p);
   LinearCePlan plan{};
@@ -184,6 +188,28 @@ std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& p) {
   for (int64_t first = best.first_rows; first < p.rows; first += best.chunk_rows) {
     plan.chunks.push_back(chunk(first, std::min(best.chunk_rows, p.rows - first)));
   }
+  return plan;
+}
+
+std::string text_of(const LinearCeProblem& p, const LinearCePlan& plan) {
+  std::string text = "plan of the wgmma engine for " + std::to_string(p.rows) + " rows x " +
+                     std::to_string(p.hidden) + " hidden x " + std::to_string(p.vocab) +
+                     " classes: chunks of";
+  for (const PlannedChunk& chunk : plan.chunks) {
+    text += " " + std::to_string(chunk.rows);
+    if (chunk.k_splits > 1) text += " (split-K " + std::to_string(chunk.k_splits) + ")";
+  }
+  const int64_t panels = p.vocab / kPanel + plan.panel_offset;
+  return text + " rows, of which " + std::to_string(plan.rows_in_grad_weight) +
+         " in the memory of the weight gradient, " + std::to_string(panels * plan.workspace_panel_bytes) +
+         " bytes of panel workspace";
+}
+
+}  // namespace
+
+std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& p) {
+  const std::optional<LinearCePlan> plan = cut_rows(p);
+  if (plan && logs_plans()) log_plan(text_of(p, *plan));
   return plan;
 }
 
@@ -297,7 +323,14 @@ std::optional<LinearBackwardPlan> plan_linear_backward_sm90(const LinearCeProble
   LinearBackwardPlanner planner(p, aux_rows);
   const std::optional<LinearBackwardPlan> equal = planner.equal_chunks();
   const bool longer = aux_in_grad_weight && aux_rows > 0 && p.need_grad_weight;
-  return equal && longer ? planner.longer_first_chunk() : equal;
+  const std::optional<LinearBackwardPlan> plan = equal && longer ? planner.longer_first_chunk() : equal;
+  if (plan && logs_plans()) {
+    log_plan("plan of linear_backward for " + std::to_string(p.rows) + " rows x " + std::to_string(p.hidden) +
+             " hidden x " + std::to_string(p.vocab) + " classes: a chunk of " +
+             std::to_string(plan->first_rows) + " rows, others of " + std::to_string(plan->chunk_rows) +
+             ", in slices of " + std::to_string(plan->slice_rows));
+  }
+  return plan;
 }
 
 }  // namespace liger

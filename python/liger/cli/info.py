@@ -17,6 +17,7 @@ VARIABLES = {
     "LIGER_BACKEND": "auto",
     "LIGER_MEMORY_BUDGET": "512M",
     "LIGER_CHECK_TARGETS": "0",
+    "LIGER_LOG": "",
     "TRITON_INTERPRET": "0",
     "LIGER_BENCHMARKS": "benchmarks/ of a checkout (read by liger bench)",
     "LIGER_BUILD_CUDA": "auto (read when building)",
