@@ -74,25 +74,30 @@ void launch_backward(const char* op, const ce::Problem& p, const ce::Backward& b
 
 }  // namespace
 
-CrossEntropyOptions::CrossEntropyOptions(const Tensor& target_, const std::optional<Tensor>& ce_weight,
-                                         const std::optional<Tensor>& token_weight_, int64_t vocab,
-                                         int64_t ignore_index, double label_smoothing,
-                                         double lse_square_scale, std::optional<double> softcap)
-    : target(torch::stable::contiguous(target_)) {
+void CrossEntropyArguments::check(const char* op, const Tensor& logits) const {
+  check_cross_entropy(op, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
+                      reduction);
+  require_cuda_dtype(op, "logits", logits);
+}
+
+CrossEntropyOptions::CrossEntropyOptions(const CrossEntropyArguments& arguments, int64_t vocab)
+    : target(torch::stable::contiguous(arguments.target)) {
   require(vocab < INT_MAX, "cross_entropy: ", vocab, " classes, expected fewer than 2^31 - 1");
-  if (ce_weight) class_weight = as_float(*ce_weight);
-  if (token_weight_) token_weight = as_float(*token_weight_);
-  if (class_weight && label_smoothing != 0.0) weight_sum = empty({}, ScalarType::Float, target);
+  const bool smoothing = arguments.label_smoothing != 0.0;
+  if (arguments.ce_weight) class_weight = as_float(*arguments.ce_weight);
+  if (arguments.token_weight) token_weight = as_float(*arguments.token_weight);
+  if (class_weight && smoothing) weight_sum = empty({}, ScalarType::Float, target);
   problem.vocab = static_cast<int>(vocab);
-  problem.targets = {target.const_data_ptr(), target.scalar_type() == ScalarType::Int, ignore_index};
+  problem.targets = {target.const_data_ptr(), target.scalar_type() == ScalarType::Int,
+                     arguments.ignore_index};
   problem.class_weight = static_cast<const float*>(data(class_weight));
   problem.token_weight = static_cast<const float*>(data(token_weight));
   problem.weight_sum = static_cast<const float*>(data(weight_sum));
-  problem.label_smoothing = static_cast<float>(label_smoothing);
-  problem.lse_square_scale = static_cast<float>(lse_square_scale);
-  problem.softcap = static_cast<float>(softcap.value_or(0.0));
-  if (softcap) problem.extras |= ce::kSoftcap;
-  if (label_smoothing != 0.0) problem.extras |= ce::kSmoothing;
+  problem.label_smoothing = static_cast<float>(arguments.label_smoothing);
+  problem.lse_square_scale = static_cast<float>(arguments.lse_square_scale);
+  problem.softcap = static_cast<float>(arguments.softcap.value_or(0.0));
+  if (arguments.softcap) problem.extras |= ce::kSoftcap;
+  if (smoothing) problem.extras |= ce::kSmoothing;
 }
 
 ce::Problem CrossEntropyOptions::at_row(int64_t row) const {
@@ -186,35 +191,49 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-struct SavedForBackward {
-  Tensor lse, used_denominator;
+// One call of cross_entropy_forward or cross_entropy_forward_, whose arguments were checked.
+class Forward {
+ public:
+  Forward(const char* op, const Tensor& logits, const CrossEntropyArguments& arguments,
+          const CrossEntropyOutputs& outputs)
+      : guard_(op, logits.get_device_index()),
+        arguments_(arguments),
+        options_(arguments, logits.size(1)),
+        results(logits, logits.size(0), arguments.reduction == "none", outputs),
+        logits(row_input(logits)),
+        lse(empty({logits.size(0)}, ScalarType::Float, logits)),
+        used_denominator(empty({}, ScalarType::Float, logits)) {}
+
+  // Fills the results, and `gradient` with the gradient of the reduced loss if it is not null. It may be the
+  // logits.
+  void run(void* gradient, int64_t gradient_stride) {
+    const Tensor& like = logits.tensor;
+    prepare_cross_entropy(kOp, options_, arguments_.denominator, arguments_.reduction == "mean",
+                          used_denominator);
+    ce::Problem problem = options_.problem;
+    problem.logits = logits.data();
+    problem.row_stride = logits.rows.stride;
+    problem.gradient = gradient;
+    problem.gradient_stride = gradient_stride;
+    problem.rows = like.size(0);
+    problem.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
+    problem.lse = at_row<float>(lse, 0);
+    results.attach(problem, 0);
+    launch_rows(kOp, problem, like.scalar_type(), gradient != nullptr, like.get_device_index(),
+                current_stream(like));
+    results.reduce(kOp, options_, used_denominator);
+  }
+
+ private:
+  const OpGuard guard_;
+  const CrossEntropyArguments& arguments_;
+  CrossEntropyOptions options_;
+
+ public:
+  const CrossEntropyResults results;
+  const RowInput logits;
+  const Tensor lse, used_denominator;
 };
-
-// Fills the results, and `gradient` with the gradient of the reduced loss if it is not null. It may be the
-// logits.
-SavedForBackward forward(const RowInput& logits, void* gradient, int64_t gradient_stride,
-                         CrossEntropyOptions& options, const std::optional<Tensor>& denominator,
-                         const std::string& reduction, const CrossEntropyResults& results) {
-  const Tensor& like = logits.tensor;
-  const int64_t rows = like.size(0);
-  const Tensor used_denominator = empty({}, ScalarType::Float, like);
-  prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
-  const Tensor lse = empty({rows}, ScalarType::Float, like);
-
-  ce::Problem problem = options.problem;
-  problem.logits = logits.data();
-  problem.row_stride = logits.rows.stride;
-  problem.gradient = gradient;
-  problem.gradient_stride = gradient_stride;
-  problem.rows = rows;
-  problem.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
-  problem.lse = at_row<float>(lse, 0);
-  results.attach(problem, 0);
-  launch_rows(kOp, problem, like.scalar_type(), gradient != nullptr, like.get_device_index(),
-              current_stream(like));
-  results.reduce(kOp, options, used_denominator);
-  return {lse, used_denominator};
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
     const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
@@ -222,29 +241,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
     const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
     bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) {
-  check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
-                      reduction);
-  require_cuda_dtype(kOp, "logits", logits);
-  const OpGuard guard("cross_entropy_forward", logits.get_device_index());
-  CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
-                              lse_square_scale, softcap);
-  const CrossEntropyResults results(
-      logits, logits.size(0), reduction == "none",
+  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
+                                        denominator,      ignore_index, label_smoothing,
+                                        lse_square_scale, softcap,      reduction};
+  arguments.check(kOp, logits);
+  Forward call(
+      "cross_entropy_forward", logits, arguments,
       {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
-  const auto pack_results = [&](const SavedForBackward& saved, const Tensor& grad_logits) {
-    return std::make_tuple(results.loss, results.z_loss, results.token_accuracy, results.predicted_tokens,
-                           results.logprobs, results.entropy, saved.lse, saved.used_denominator, grad_logits);
-  };
-  const RowInput rows = row_input(logits);
-  if (!need_grad) {
-    const SavedForBackward saved = forward(rows, nullptr, 0, options, denominator, reduction, results);
-    return pack_results(saved, no_tensor(logits.scalar_type(), logits));
+  std::optional<RowOutput> gradient;
+  if (need_grad) {
+    gradient = row_output(new_like(logits));
+    call.run(gradient->data(), gradient->rows.stride);
+    gradient->finish();
+  } else {
+    call.run(nullptr, 0);
   }
-  RowOutput gradient = row_output(new_like(logits));
-  const SavedForBackward saved =
-      forward(rows, gradient.data(), gradient.rows.stride, options, denominator, reduction, results);
-  gradient.finish();
-  return pack_results(saved, gradient.result);
+  const CrossEntropyResults& r = call.results;
+  return {r.loss,
+          r.z_loss,
+          r.token_accuracy,
+          r.predicted_tokens,
+          r.logprobs,
+          r.entropy,
+          call.lse,
+          call.used_denominator,
+          gradient ? gradient->result : no_tensor(logits.scalar_type(), logits)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward_(
@@ -253,33 +274,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward
     double label_smoothing, double lse_square_scale, std::optional<double> softcap,
     const std::string& reduction, bool return_z_loss, bool return_token_accuracy,
     bool return_predicted_tokens, bool return_logprobs, bool return_entropy) {
-  check_cross_entropy(kOp, logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap,
-                      reduction);
-  require_cuda_dtype(kOp, "logits", logits);
-  const OpGuard guard("cross_entropy_forward_", logits.get_device_index());
-  CrossEntropyOptions options(target, ce_weight, token_weight, logits.size(1), ignore_index, label_smoothing,
-                              lse_square_scale, softcap);
-  const CrossEntropyResults results(
-      logits, logits.size(0), reduction == "none",
-      {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
+  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
+                                        denominator,      ignore_index, label_smoothing,
+                                        lse_square_scale, softcap,      reduction};
+  arguments.check(kOp, logits);
   check_written(kOp, {{"logits", logits}},
                 {{"target", target},
                  {"ce_weight", ce_weight},
                  {"token_weight", token_weight},
                  {"denominator", denominator}});
-  const RowInput rows = row_input(logits);
-  forward(rows, rows.tensor.mutable_data_ptr(), rows.rows.stride, options, denominator, reduction, results);
-  write_back(logits, rows);
-  return {results.loss,     results.z_loss, results.token_accuracy, results.predicted_tokens,
-          results.logprobs, results.entropy};
+  Forward call(
+      "cross_entropy_forward_", logits, arguments,
+      {return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy});
+  call.run(call.logits.tensor.mutable_data_ptr(), call.logits.rows.stride);
+  write_back(logits, call.logits);
+  const CrossEntropyResults& r = call.results;
+  return {r.loss, r.z_loss, r.token_accuracy, r.predicted_tokens, r.logprobs, r.entropy};
 }
+
+// The backward divides by the denominator of the forward.
+const std::optional<Tensor> kNoDenominator;
+const std::string kNoReduction = "none";
 
 // Writes the gradient to out, which may be the logits themselves.
 void backward_into(const char* op, void* out, int64_t out_stride, const RowInput& logits,
-                   const Tensor& grad_loss, const Tensor& target, const Tensor& lse,
-                   const Tensor& used_denominator, const std::optional<Tensor>& ce_weight,
-                   const std::optional<Tensor>& token_weight, int64_t ignore_index, double label_smoothing,
-                   double lse_square_scale, std::optional<double> softcap) {
+                   const Tensor& grad_loss, const Tensor& lse, const Tensor& used_denominator,
+                   const CrossEntropyArguments& arguments) {
   const Tensor& like = logits.tensor;
   const int64_t rows = like.size(0), vocab = like.size(1);
   require(lse.dim() == 1 && lse.size(0) == rows && lse.scalar_type() == ScalarType::Float, op,
@@ -293,8 +313,7 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
   check_same_device(op, "lse", lse, "logits", like);
   check_same_device(op, "used_denominator", used_denominator, "logits", like);
   if (rows == 0 || vocab == 0) return;
-  CrossEntropyOptions options(target, ce_weight, token_weight, vocab, ignore_index, label_smoothing,
-                              lse_square_scale, softcap);
+  CrossEntropyOptions options(arguments, vocab);
   prepare_cross_entropy(op, options, std::nullopt, false, std::nullopt);
   const Tensor upstream = as_float(grad_loss), row_lse = torch::stable::contiguous(lse);
   ce::Problem problem = options.problem;
@@ -323,13 +342,14 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
                               double label_smoothing, double lse_square_scale,
                               std::optional<double> softcap) {
   constexpr const char* op = "cross_entropy_backward";
-  check_cross_entropy(op, logits, target, ce_weight, token_weight, std::nullopt, label_smoothing, softcap,
-                      "none");
-  require_cuda_dtype(op, "logits", logits);
+  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
+                                        kNoDenominator,   ignore_index, label_smoothing,
+                                        lse_square_scale, softcap,      kNoReduction};
+  arguments.check(op, logits);
   const OpGuard guard(op, logits.get_device_index());
   RowOutput out = row_output(new_like(logits));
-  backward_into(op, out.data(), out.rows.stride, row_input(logits), grad_loss, target, lse, used_denominator,
-                ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap);
+  backward_into(op, out.data(), out.rows.stride, row_input(logits), grad_loss, lse, used_denominator,
+                arguments);
   out.finish();
   return out.result;
 }
@@ -340,9 +360,10 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
                              const std::optional<Tensor>& token_weight, int64_t ignore_index,
                              double label_smoothing, double lse_square_scale, std::optional<double> softcap) {
   constexpr const char* op = "cross_entropy_backward_";
-  check_cross_entropy(op, logits, target, ce_weight, token_weight, std::nullopt, label_smoothing, softcap,
-                      "none");
-  require_cuda_dtype(op, "logits", logits);
+  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
+                                        kNoDenominator,   ignore_index, label_smoothing,
+                                        lse_square_scale, softcap,      kNoReduction};
+  arguments.check(op, logits);
   const OpGuard guard(op, logits.get_device_index());
   check_written(op, {{"logits", logits}},
                 {{"grad_loss", grad_loss},
@@ -352,9 +373,8 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
                  {"ce_weight", ce_weight},
                  {"token_weight", token_weight}});
   const RowInput rows = row_input(logits);
-  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, target, lse,
-                used_denominator, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
-                softcap);
+  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, lse, used_denominator,
+                arguments);
   write_back(logits, rows);
 }
 

@@ -11,15 +11,28 @@
 
 namespace liger {
 
-// The options of one call as kernel parameters. It owns the converted tensors.
+// The options of a call as the ops receive them.
+struct CrossEntropyArguments {
+  const Tensor& target;
+  const std::optional<Tensor>& ce_weight;
+  const std::optional<Tensor>& token_weight;
+  const std::optional<Tensor>& denominator;
+  int64_t ignore_index;
+  double label_smoothing, lse_square_scale;
+  std::optional<double> softcap;
+  const std::string& reduction;
+
+  // Throws if they do not fit logits (N, V) on a CUDA device.
+  void check(const char* op, const Tensor& logits) const;
+};
+
+// The options of a call as kernel parameters. It owns the converted tensors.
 struct CrossEntropyOptions {
   Tensor target;
   std::optional<Tensor> class_weight, token_weight, weight_sum;
   ce::Problem problem{};  // vocab, targets and options are set; logits and results are not
 
-  CrossEntropyOptions(const Tensor& target, const std::optional<Tensor>& ce_weight,
-                      const std::optional<Tensor>& token_weight, int64_t vocab, int64_t ignore_index,
-                      double label_smoothing, double lse_square_scale, std::optional<double> softcap);
+  CrossEntropyOptions(const CrossEntropyArguments& arguments, int64_t vocab);
   // The problem of the rows from `row` on.
   ce::Problem at_row(int64_t row) const;
 };

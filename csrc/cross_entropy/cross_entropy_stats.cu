@@ -15,10 +15,14 @@ namespace {
 CrossEntropyOptions stats_options(const char* op, const Tensor& logits, const Tensor& target,
                                   const std::optional<Tensor>& ce_weight, int64_t ignore_index,
                                   std::optional<double> softcap, bool per_class) {
-  check_cross_entropy(op, logits, target, ce_weight, std::nullopt, std::nullopt, 0.0, softcap, "sum");
-  require_cuda_dtype(op, "logits", logits);
-  CrossEntropyOptions options(target, per_class ? ce_weight : std::nullopt, std::nullopt, logits.size(1),
-                              ignore_index, 0.0, 0.0, softcap);
+  const std::optional<Tensor> none;
+  const std::string reduction = "sum";
+  const CrossEntropyArguments arguments{target, ce_weight, none,    none,     ignore_index,
+                                        0.0,    0.0,       softcap, reduction};
+  arguments.check(op, logits);
+  const CrossEntropyArguments used{
+      target, per_class ? ce_weight : none, none, none, ignore_index, 0.0, 0.0, softcap, reduction};
+  CrossEntropyOptions options(used, logits.size(1));
   options.problem.rows = logits.size(0);
   if (per_class) options.problem.extras |= ce::kSmoothing;
   return options;

@@ -26,8 +26,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   const int device = input.get_device_index();
   const OpGuard guard("fused_linear_ce_forward", device);
 
-  CrossEntropyOptions options(target, ce_weight, token_weight, weight.size(0), ignore_index, label_smoothing,
-                              lse_square_scale, softcap);
+  const CrossEntropyArguments arguments{target,           ce_weight,    token_weight,
+                                        denominator,      ignore_index, label_smoothing,
+                                        lse_square_scale, softcap,      reduction};
+  CrossEntropyOptions options(arguments, weight.size(0));
   const Tensor used_denominator = empty({}, ScalarType::Float, input);
   prepare_cross_entropy(kOp, options, denominator, reduction == "mean", used_denominator);
   const CrossEntropyResults results(
