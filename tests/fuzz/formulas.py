@@ -216,7 +216,8 @@ def sequence_scores(tokens, sequences, average):
 
 
 def log_sigmoid(x):
-    return -F.softplus(-x)
+    # Beyond its default threshold of 20 softplus drops the exponential, which float64 still sees.
+    return -F.softplus(-x, threshold=700)
 
 
 def dpo(kind, chosen, rejected, beta, smoothing, tau):
