@@ -1,5 +1,5 @@
-"""What must hold for every op of torch.ops.liger. A new op fails here until tests/support/samples.py
-has arguments for it."""
+"""What must hold for every op of torch.ops.liger. A new op fails here until it is complete: docs/contributing.md lists
+its files."""
 
 import importlib
 import importlib.util
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from public_ops import CASES as PUBLIC_OPS
 from samples import SAMPLES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -77,7 +78,9 @@ def differentiable_inputs(arguments, op=None):
 
 
 def test_every_op_has_samples():
-    assert sorted(SAMPLES) == OPS
+    missing, unknown = set(OPS) - set(SAMPLES), set(SAMPLES) - set(OPS)
+    assert not missing, f"ops without an entry in SAMPLES of tests/support/samples.py: {sorted(missing)}"
+    assert not unknown, f"entries in SAMPLES of tests/support/samples.py that are no op: {sorted(unknown)}"
 
 
 def test_the_schemas_of_the_source_are_the_ones_loaded():
@@ -93,7 +96,11 @@ def test_the_schemas_of_the_source_are_the_ones_loaded():
 
 @pytest.mark.parametrize("op", KERNELS)
 def test_every_op_belongs_to_one_family_or_needs_none(op):
-    assert len([f for f in FAMILIES.values() if op in f.torch_kernels]) == (op not in PORTABLE)
+    families = [name for name, family in FAMILIES.items() if op in family.torch_kernels]
+    assert len(families) == (op not in PORTABLE), (
+        f"{op} is in the families {families}: python/liger/ops must name it in one register_family(), "
+        "or in register_portable() alone"
+    )
 
 
 def test_families_hold_nothing_else():
@@ -226,13 +233,17 @@ def test_writing_ops_agree_with_the_functional_ones(device, op):
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_differentiable_ops_have_an_autograd_kernel(op):
     """Without one the result still claims to require grad, and the gradient is silently none."""
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "Autograd")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "Autograd"), (
+        f"{op} has no autograd formula: call differentiable() in python/liger/ops"
+    )
 
 
 @pytest.mark.parametrize("op", WRITING)
 def test_writing_ops_have_their_guards(op):
     for key in ("Autograd", "ADInplaceOrView"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", key)
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", key), (
+            f"{op} writes its arguments: call forbid_autograd() in python/liger/ops"
+        )
 
 
 @pytest.mark.parametrize("op", WRITING)
@@ -258,7 +269,24 @@ def test_writes_are_counted_for_kernels_that_do_not_count(op):
 def test_every_device_has_a_kernel(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "CPU")
     if load.CUDA_LOADED:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "CUDA")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "CUDA"), (
+            f"{op} has no CUDA kernel: STABLE_TORCH_LIBRARY_IMPL in csrc/<family>/<op>.cu registers it, "
+            "LIGER_CUDA_OPS in CMakeLists.txt builds that file"
+        )
+
+
+def test_every_cuda_source_is_built():
+    """Found without a CUDA build, in which a source that CMake does not know is silently missing."""
+    root = Path(__file__).parents[2]
+    if not (root / "csrc").is_dir():
+        pytest.skip("not a checkout")
+    lists = re.findall(
+        r"set\(LIGER_CUDA_(?:OPS|HELPERS)\n(.*?)\)", (root / "CMakeLists.txt").read_text(), re.S
+    )
+    listed = {f"{name}.cu" for names in lists for name in names.split()}
+    sources = {path.relative_to(root / "csrc").as_posix() for path in (root / "csrc").rglob("*.cu")}
+    missing = sources - listed
+    assert not missing, f"not in LIGER_CUDA_OPS or LIGER_CUDA_HELPERS of CMakeLists.txt: {sorted(missing)}"
 
 
 # --- signatures ---------------------------------------------------------------------------------------------------
@@ -317,7 +345,17 @@ def test_every_op_has_a_public_function():
         for op in OPS
         if op.endswith(("_forward", "_backward", "_stats", "_")) or op in ("rescale", *HELPERS)
     ]
-    assert set(OPS) - set(steps) <= set(liger.__all__)
+    missing = set(OPS) - set(steps) - set(liger.__all__)
+    assert not missing, f"not imported and in __all__ of python/liger/__init__.py: {sorted(missing)}"
+
+
+# Ops of two tensors of logits: test_divergence.py and test_fused_linear_divergence.py compile and script them.
+DIVERGENCES = {"kl_div", "jsd", "tvd", "fused_linear_kl_div", "fused_linear_jsd"}
+
+
+def test_every_public_op_is_compiled_and_exported():
+    missing = set(OPS) & set(liger.__all__) - set(PUBLIC_OPS) - DIVERGENCES
+    assert not missing, f"ops without an entry in CASES of tests/support/public_ops.py: {sorted(missing)}"
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -327,4 +365,7 @@ def test_every_op_takes_dtensors(op):
     from torch.distributed.tensor import DTensor
 
     entry = torch._library.simple_registry.singleton.find(f"liger::{op}")
-    assert entry.torch_dispatch_rules.find(DTensor)
+    assert entry.torch_dispatch_rules.find(DTensor), (
+        f"{op} has no DTensor rule: add an entry to RULES in python/liger/distributed/_rules.py or, for a loss, "
+        "to LOSS_RULES in _loss_rules.py there"
+    )

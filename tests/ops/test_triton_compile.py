@@ -273,7 +273,8 @@ def test_every_kernel_is_launched(monkeypatch):
         if isinstance(kernel, JITFunction) and kernel.__name__.endswith("_kernel")
     }
     launched = {kernel for module in LAUNCHES for kernel, _, _ in record(monkeypatch, module, torch.float32)}
-    assert launched == kernels
+    missing = sorted(kernel.__name__ for kernel in kernels - launched)
+    assert launched == kernels, f"no function of LAUNCHES in this file launches {missing}"
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 33])

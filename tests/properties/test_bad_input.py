@@ -63,7 +63,9 @@ def refused(call, op, argument, value):
         named = re.search(rf"(?<![a-z]){argument}(?![a-z])", message)
         assert named, f"{argument}={value!r}: {type(error).__name__}: {message}"
         return
-    raise AssertionError(f"{op} takes {argument}={value!r} and returns {result!r}")
+    negative = isinstance(value, (int, float)) and value < 0
+    hint = " (SIGNED in this file names the options that may be negative)" if negative else ""
+    raise AssertionError(f"{op} takes {argument}={value!r}{hint} and returns {result!r}")
 
 
 def wrong_tensors(tensor):

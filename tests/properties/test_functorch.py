@@ -9,6 +9,11 @@ import liger
 BATCH = 3
 
 
+def _other_values(t):
+    """Random, of the size of those of t. One element has no standard deviation."""
+    return torch.randn_like(t) * (t.std() if t.numel() > 1 else t.abs())
+
+
 def _problem(name, device):
     """(results of the differentiable arguments, total of these, the arguments)"""
     given = arguments(name, device, requires_grad=False)
@@ -63,7 +68,7 @@ def test_jacobian(name, device):
 def test_vmap(name, device):
     """Of the results, and through them of their gradients."""
     results, total, tensors = _problem(name, device)
-    samples = [tensors, *([torch.randn_like(t) * t.std() for t in tensors] for _ in range(BATCH - 1))]
+    samples = [tensors, *([_other_values(t) for t in tensors] for _ in range(BATCH - 1))]
     stacked = [torch.stack(ts) for ts in zip(*samples, strict=True)]
     expected = [results(*sample) for sample in samples]
     _assert_close(torch.vmap(results)(*stacked), [torch.stack(rs) for rs in zip(*expected, strict=True)])
@@ -75,7 +80,7 @@ def test_vmap(name, device):
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_per_sample(name, device):
     _, total, tensors = _problem(name, device)
-    samples = [tensors, *([torch.randn_like(t) * t.std() for t in tensors] for _ in range(BATCH - 1))]
+    samples = [tensors, *([_other_values(t) for t in tensors] for _ in range(BATCH - 1))]
     stacked = [torch.stack(ts) for ts in zip(*samples, strict=True)]
     every = tuple(range(len(tensors)))
     per_sample = torch.vmap(torch.func.grad(total, argnums=every))(*stacked)

@@ -7,8 +7,11 @@ from public_callables import CASES, EXEMPT, arguments, differentiable_outputs, p
 
 def test_every_public_callable_has_a_case():
     covered = {case.public for case in CASES.values()}
-    assert sorted(set(public_names()) - covered) == sorted(EXEMPT)
-    assert covered <= set(public_names())
+    missing = set(public_names()) - covered - set(EXEMPT)
+    assert not missing, f"no case in a module of tests/support/public_callables: {sorted(missing)}"
+    superfluous = set(EXEMPT) - (set(public_names()) - covered)
+    assert not superfluous, f"in EXEMPT, and with a case or not public: {sorted(superfluous)}"
+    assert covered <= set(public_names()), f"not public: {sorted(covered - set(public_names()))}"
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -179,6 +179,11 @@ def _rescale(d):
     ]
 
 
+class _Samples(dict):
+    def __missing__(self, op):
+        raise KeyError(f"{op} has no samples: add an entry to SAMPLES in tests/support/samples.py")
+
+
 SAMPLES = {
     **LOSSES,
     "rms_norm": _rms_norm,
@@ -257,3 +262,4 @@ SAMPLES = {
         (4096, 2048, 32000, False, True, 0, 1 << 24, 60, 128),
     ],
 }
+SAMPLES = _Samples(SAMPLES)
