@@ -1,12 +1,14 @@
 """The gated MLPs of Llama-like and Gemma-like models."""
 
+from typing import Any
+
 from torch import nn
 
 from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
     "hidden_size": COUNT,
     "intermediate_size": COUNT,
     "bias": FLAG,

@@ -23,7 +23,7 @@ from .._core.autograd import (
     differentiable_once,
     forbid_autograd,
     is_traced,
-    refuse_made,
+    refuse_gradient_outputs,
     wants_grad,
 )
 from .._core.dtensor import align_tokens, flatten_tokens, unflatten_tokens
@@ -88,7 +88,7 @@ def _(grad_loss, student, *rest):
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 
-def _made_in_forward(student, reduction):
+def _gradient_in_forward(student, reduction):
     """Whether the forward makes the gradient: as :func:`liger.cross_entropy` decides it."""
     wanted = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
     return wanted and not is_traced(student)
@@ -98,22 +98,22 @@ def _setup(ctx, inputs, output):
     student, teacher, target, row_weight, *ctx.options, per_row, need_grad = inputs
     refuse_gradients("divergence", teacher=teacher, row_weight=row_weight)
     # Upstream gradients of rows are for a second look at the logits; so is a graph traced without grad mode.
-    ctx.made = need_grad and not per_row
-    if ctx.made:
+    ctx.has_gradient = need_grad and not per_row
+    if ctx.has_gradient:
         ctx.save_for_backward(output[2])
     else:
         ctx.save_for_backward(student, teacher, target, row_weight, output[1])
-    # A made gradient counts as differentiable: refuse_made says why.
-    ctx.mark_non_differentiable(*(output[1:2] if ctx.made else output[1:]))
+    # A made gradient counts as differentiable: refuse_gradient_outputs says why.
+    ctx.mark_non_differentiable(*(output[1:2] if ctx.has_gradient else output[1:]))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("divergence")
 def _backward(ctx, grad_loss, *grad_others):
-    refuse_made("divergence", grad_others)
+    refuse_gradient_outputs("divergence", grad_others)
     if grad_loss is None:
         grad_student = None
-    elif not ctx.made:
+    elif not ctx.has_gradient:
         student, teacher, target, row_weight, stats = ctx.saved_tensors
         of_rows = grad_loss if row_weight is None else grad_loss * row_weight
         backward = torch.ops.liger.divergence_backward.default
@@ -205,13 +205,13 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
     return share if token_weight is None else token_weight.to(wide) * share
 
 
-def mean_of_rows(loss, rows, batch, reduction, denominator):
+def nan_if_empty(loss, rows, batch, reduction, denominator):
     """The loss, or nan where it is a mean over no rows, as of every other loss."""
     empty = {"mean": rows.shape[0] == 0, "batchmean": batch == 0}.get(reduction, False)
     return loss + torch.nan if empty and denominator is None else loss
 
 
-def of_beta(beta):
+def jsd_divergence(beta):
     """The divergence that a generalised Jensen-Shannon divergence is: at its ends it is defined as a KL."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
@@ -232,11 +232,11 @@ def _run(
     per_row = reduction == "none"
     loss = _forward_op(
         rows, teacher, target, weight, divergence, beta, temperature, log_probs, ignore_index, per_row,
-        _made_in_forward(rows, reduction),
+        _gradient_in_forward(rows, reduction),
     )[0]  # fmt: skip
     if per_row:
         return unflatten_tokens(loss, like)
-    return mean_of_rows(loss, rows, batch, reduction, denominator)
+    return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
 def _kl_div(
@@ -254,7 +254,7 @@ def _jsd_op(
     ignore_index=-100, reduction="mean",
 ):  # fmt: skip
     return _run(
-        "jsd", student, teacher, target, token_weight, denominator, of_beta(beta), beta, temperature, log_probs,
+        "jsd", student, teacher, target, token_weight, denominator, jsd_divergence(beta), beta, temperature, log_probs,
         ignore_index, reduction,
     )  # fmt: skip
 

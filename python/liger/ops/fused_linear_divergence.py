@@ -31,7 +31,7 @@ from .._core.loss_rows import denominator_tensor, refuse_gradients
 from .._core.matmul import write_linear, write_wide_linear
 from .._core.memory_budget import check_budget_variable
 from ..backend import register_portable, targets_checked
-from .divergence import DIVERGENCE_OPTIONS, flatten_pair, mean_of_rows, of_beta, row_weights
+from .divergence import DIVERGENCE_OPTIONS, flatten_pair, jsd_divergence, nan_if_empty, row_weights
 from .fused_linear_divergence_torch import Rows, RowWeights, Targets, Terms, distil_rows
 
 # --- kernel -------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def _run(
     )  # fmt: skip
     if per_row:
         return unflatten_tokens(loss, like)
-    return mean_of_rows(loss, rows, batch, reduction, denominator)
+    return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
 def _fused_linear_kl_div(
@@ -343,7 +343,7 @@ def _fused_linear_jsd(
 ):  # fmt: skip
     return _run(
         "fused_linear_jsd", input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
-        denominator, of_beta(beta), beta, temperature, ignore_index, reduction, accum_dtype, memory_budget,
+        denominator, jsd_divergence(beta), beta, temperature, ignore_index, reduction, accum_dtype, memory_budget,
     )  # fmt: skip
 
 

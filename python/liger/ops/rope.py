@@ -18,7 +18,7 @@ from .._core.arguments import (
     described,
     wrong_shape,
 )
-from .._core.autograd import check_given_up, differentiable, forbid_autograd, is_traced, own_their_memory
+from .._core.autograd import differentiable, forbid_autograd, is_traced, non_overlapping, refuse_inplace_leaf
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.vmap import to_front
@@ -163,8 +163,8 @@ def _inplace_applies(q, k):
     if is_traced(q, k):
         return False
     if torch.is_grad_enabled():
-        check_given_up("rope", ("q", "k"), (q, k))
-    return own_their_memory((q, k))
+        refuse_inplace_leaf("rope", ("q", "k"), (q, k))
+    return non_overlapping((q, k))
 
 
 # --- vmap ---------------------------------------------------------------------------------------------------------
