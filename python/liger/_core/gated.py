@@ -20,6 +20,7 @@ from .autograd import (
 from .dtypes import accumulate_dtype
 from .fakes import register_fake
 from .memory_format import laid_out_like
+from .types import Activation, Approximate
 from .vmap import to_front
 
 # --- formulas -----------------------------------------------------------------------------------------------------
@@ -47,7 +48,7 @@ def _gelu(approximate):
 _FORMULAS = {"silu": (_silu, _silu_backward), "gelu": _gelu("none"), "gelu_tanh": _gelu("tanh")}
 
 # ``approximate`` of torch.nn.functional.gelu -> name of the activation.
-GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh"}
+GELU_NAMES: dict[Approximate, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def gelu_name(op, approximate):

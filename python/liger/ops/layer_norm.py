@@ -81,7 +81,12 @@ torch.library.register_vmap(
 
 
 @arguments(late=True, eps=NOT_NEGATIVE)
-def layer_norm(x, weight=None, bias=None, eps=1e-5):
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
     """Layer normalisation over the last dimension.
 
     ``y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``, with statistics in float32.
