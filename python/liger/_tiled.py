@@ -5,6 +5,8 @@ forward, and differentiates it. Parameters are inputs of the autograd function, 
 of DDP, FSDP and ZeRO run once.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import itertools

@@ -10,6 +10,8 @@ The choice applies to CUDA tensors. The torch backend serves CPU tensors, except
 measured (docs/performance/dispatch.md). An explicit backend that cannot serve an op raises; it is never replaced.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import importlib

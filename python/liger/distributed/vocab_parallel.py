@@ -3,6 +3,8 @@
 docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal, overload
 
 import torch

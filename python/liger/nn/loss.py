@@ -1,5 +1,7 @@
 """Cross entropy of logits, of a linear layer without materialised logits, and inside the lm_head itself."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

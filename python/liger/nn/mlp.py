@@ -1,5 +1,7 @@
 """The gated MLPs of Llama-like and Gemma-like models."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Root-mean-square and layer normalisation as modules."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 

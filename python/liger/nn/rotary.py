@@ -1,5 +1,7 @@
 """Rotary position embedding as a module."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import torch

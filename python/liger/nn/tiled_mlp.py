@@ -1,5 +1,7 @@
 """Gated MLPs that process one shard of tokens at a time, with the constructors of Hugging Face's MLPs."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

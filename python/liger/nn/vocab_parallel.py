@@ -1,5 +1,7 @@
 """Cross entropy of an lm_head whose classes are sharded over the processes of a group."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Literal
 

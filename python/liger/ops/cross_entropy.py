@@ -3,6 +3,8 @@
 docs/cross_entropy.md defines every term, and says when the forward computes the gradient.
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal, overload
 
 import torch

@@ -4,6 +4,8 @@ docs/divergence.md defines every term, and says when the forward computes the gr
 row and, except for "none", a sum over rows.
 """
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import (

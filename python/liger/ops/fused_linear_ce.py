@@ -4,6 +4,8 @@ docs/cross_entropy.md defines every term. With a scalar reduction the forward co
 neither saved nor computed twice; with ``"none"`` the backward computes the logits again.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from functools import partial
 from typing import Any, Literal, overload

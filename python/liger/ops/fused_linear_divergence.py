@@ -7,6 +7,8 @@ teacher are similar; the gradient is rounded to 16 bits once. The loss can inclu
 docs/divergence.md defines every term.
 """
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import (

@@ -4,6 +4,8 @@ The backward computes the logits a second time. The losses of :mod:`liger.losses
 computes the gradient.
 """
 
+from __future__ import annotations
+
 from typing import Any, Literal, NamedTuple, overload
 
 import torch

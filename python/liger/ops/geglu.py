@@ -1,5 +1,7 @@
 """GeGLU, ``gelu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with GELU, exact or by tanh."""
 
+from __future__ import annotations
+
 import torch
 
 from .._core import gated

@@ -5,6 +5,8 @@ normalised by their mean and variance like a row of :mod:`liger.ops.layer_norm`.
 channel.
 """
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import INTEGER, NOT_NEGATIVE, arguments

@@ -4,6 +4,8 @@ With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v
 with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
 """
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import NOT_NEGATIVE, arguments

@@ -5,6 +5,8 @@ The queries are larger than the tables by the number of heads, so merging the ta
 rotation.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 

@@ -1,5 +1,7 @@
 """Squared ReLU, ``relu(x)^2`` (So et al., arXiv 2109.08668): reference kernels, fakes, autograd, API."""
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import arguments

@@ -6,6 +6,8 @@ elements i and i + R/2 (the layout of Hugging Face's rotate_half) or, interleave
 cos and sin have one value per element, so cos1 and cos2 may differ.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
 import torch

@@ -1,5 +1,7 @@
 """Softmax over the last dimension: reference kernels, fakes, autograd, API."""
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import arguments

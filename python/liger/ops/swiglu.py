@@ -1,5 +1,7 @@
 """SwiGLU, ``silu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with SiLU."""
 
+from __future__ import annotations
+
 import torch
 
 from .._core import gated

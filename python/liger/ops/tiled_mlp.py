@@ -6,6 +6,8 @@ the GEMMs sum weight gradients over shards in float32. A backward that needs les
 no such sums, runs as one shard. The GEMMs are torch's; the activation is :func:`liger.swiglu` or :func:`liger.geglu`.
 """
 
+from __future__ import annotations
+
 import math
 from functools import partial
 
