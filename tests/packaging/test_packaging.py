@@ -107,7 +107,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     sources = {f"liger/{p.relative_to(ROOT / 'python/liger')}" for p in (ROOT / "python/liger").rglob("*.py")}
     # Inside liger: a top-level triton_kernels belongs to another distribution.
     kernels = {f"liger/triton_kernels/{p.name}" for p in (ROOT / "triton_kernels").glob("*.py")}
-    assert package == sources | kernels | {f"liger/_C{suffix}", "liger/libliger_ops.so"}
+    types = {"liger/py.typed", "liger/_C.pyi"}
+    assert package == sources | kernels | types | {f"liger/_C{suffix}", "liger/libliger_ops.so"}
 
 
 def test_wheel_is_tagged_for_this_python(wheel):
