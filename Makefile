@@ -75,6 +75,7 @@ bench:
 lint:
 	$(PYTHON) -m ruff check
 	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format" --dry-run -Werror $(CXX_SOURCES)
 
 install-demo:

@@ -1,12 +1,13 @@
 """liger: memory-saving training ops for large language models.
 
-The same ops exist as ahead-of-time compiled CUDA, as Triton and as plain torch, registered as ``torch.ops.liger.*``.
+Every op of ``torch.ops.liger`` has three implementations: ahead-of-time compiled CUDA, Triton, and plain torch.
 """
 
 import importlib
+from typing import Any
 
 from . import distributed
-from ._core import load  # noqa: F401  (registers the schemas, which everything below needs)
+from ._core import load  # noqa: F401  (registers the schemas, which the modules below need)
 from ._core.cross_entropy_results import CrossEntropyOutput
 from ._core.vmap import register_loops
 from ._tiled import tiled
@@ -80,8 +81,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
-    # Looked up when first used, so that importing liger imports no more than torch.
+def __getattr__(name: str) -> Any:
+    # Imported at first use, so that ``import liger`` imports no more than torch.
     if name in ("losses", "nn", "transformers"):
         return importlib.import_module(f"liger.{name}")
     if name in ("patch", "unpatch"):

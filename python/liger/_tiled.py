@@ -1,13 +1,17 @@
-"""Any module that treats every token alone, run a shard of tokens at a time: its activations never exist for all.
+"""Runs a token-wise module on one shard of tokens at a time, so that its activations exist for one shard only.
 
-The forward saves its inputs only; the backward runs one shard after the other again, under the random numbers and the
-autocast of the forward, and takes its gradient. Parameters are inputs of the autograd function, so that each gets one
-gradient and the hooks of DDP, FSDP and ZeRO run once.
+The forward saves only its inputs. The backward reruns each shard with the random numbers and the autocast state of the
+forward, and differentiates it. Parameters are inputs of the autograd function, so each gets one gradient and the hooks
+of DDP, FSDP and ZeRO run once.
 """
+
+from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.compiler import is_compiling
@@ -18,12 +22,12 @@ from ._core.arguments import arguments as rules_of
 from ._core.autograd import differentiable_once, is_transformed
 from ._core.dtypes import accumulate_dtype
 
-# Shards of the default number have as many tokens as x has features, as in the source, but at least so many.
-_LEAST_ROWS = 1024
+# By default a shard has as many tokens as x has features, as in the source of the method, but at least so many.
+_MIN_ROWS = 1024
 
 
 def _modules_of(function):
-    """The modules whose parameters a callable uses, as far as it can be told: itself, its object, its parts."""
+    """The modules among a callable, the object of a bound method, and the function and arguments of a partial."""
     if isinstance(function, torch.nn.Module):
         return [function]
     if isinstance(function, functools.partial):
@@ -32,13 +36,14 @@ def _modules_of(function):
     return _modules_of(function.__self__) if hasattr(function, "__self__") else []
 
 
-def _parameters_of(function, given):
-    found = itertools.chain(*(module.parameters() for module in _modules_of(function)), given)
-    return list({id(p): p for p in found if p.requires_grad}.values())
+def _parameters_of(function, extra):
+    """The distinct tensors that require grad among the parameters of the modules of ``function`` and ``extra``."""
+    parameters = itertools.chain(*(module.parameters() for module in _modules_of(function)), extra)
+    return list({id(p): p for p in parameters if p.requires_grad}.values())
 
 
-class _Settings:
-    """Autocast as it is now, to be entered again."""
+class _AutocastState:
+    """The autocast settings at construction; :meth:`restored` enters them again."""
 
     def __init__(self, device_type):
         self.autocasts = [
@@ -53,7 +58,7 @@ class _Settings:
         ]
 
     @contextlib.contextmanager
-    def again(self):
+    def restored(self):
         with contextlib.ExitStack() as stack:
             for autocast in self.autocasts:
                 stack.enter_context(torch.autocast(**autocast))
@@ -61,7 +66,7 @@ class _Settings:
 
 
 class _RandomState:
-    """The state of the generators of the CPU and of one device."""
+    """The state of the random number generators of the CPU and of one device."""
 
     def __init__(self, device):
         self.device = device
@@ -74,8 +79,8 @@ class _RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
 
-class _Cut:
-    """How x and the tensors that go with its tokens are cut, and how shards are called."""
+class _Sharding:
+    """The split of x and of the other per-token tensors into shards, and the call of the function on one shard."""
 
     def __init__(self, function, x, arguments, keywords, num_shards):
         self.function, self.keywords = function, keywords
@@ -85,21 +90,21 @@ class _Cut:
         self.ones = (1,) * max(x.dim() - 2, 0)
         step = max(-(-self.rows // num_shards), 1)
         self.shards = [slice(i, min(i + step, self.rows)) for i in range(0, max(self.rows, 1), step)]
-        # Where among the arguments the tensors are; the others go to every shard as they are.
+        # Positions of the tensors that are sharded; every shard gets the other arguments whole.
         self.arguments = list(arguments)
-        self.cut = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
+        self.sharded = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
 
     def flat(self, tensor):
         return tensor.reshape(self.rows, *tensor.shape[len(self.leading) :])
 
-    def part(self, flat, shard):
+    def shard_of(self, flat, shard):
         rows = flat[shard]
         return rows.reshape((*self.ones, *rows.shape) if self.leading else rows.shape[1:])
 
     def call(self, x, tensors, shared):
-        """The output of a shard, seen as rows."""
+        """The output of a shard, as rows."""
         arguments = list(self.arguments)
-        for i, tensor in zip(self.cut, tensors, strict=True):
+        for i, tensor in zip(self.sharded, tensors, strict=True):
             arguments[i] = tensor
         output = self.function(x, *arguments, **self.keywords, **shared)
         if not isinstance(output, torch.Tensor):
@@ -112,27 +117,27 @@ class _Cut:
         return output.reshape(-1, output.shape[-1])
 
 
-def _run(cut, flats, shared, states):
-    """The output of all shards, each written to its place."""
+def _run(sharding, flats, shared, states):
+    """The output of all shards in one tensor. Appends the random state before each shard to ``states``, unless None."""
     result = None
-    for shard in cut.shards:
+    for shard in sharding.shards:
         if states is not None:
             states.append(_RandomState(flats[0].device))
-        x, *tensors = (cut.part(flat, shard) for flat in flats)
-        output = cut.call(x, tensors, shared)
-        if len(cut.shards) == 1:
+        x, *tensors = (sharding.shard_of(flat, shard) for flat in flats)
+        output = sharding.call(x, tensors, shared)
+        if len(sharding.shards) == 1:
             result = output
         else:
             if result is None:
-                result = output.new_empty(cut.rows, output.shape[-1])
+                result = output.new_empty(sharding.rows, output.shape[-1])
             result[shard] = output
         del output
-    return result.view(*cut.leading, result.shape[-1])
+    return result.view(*sharding.leading, result.shape[-1])
 
 
 def _refuse_unknown_leaves(output, known):
-    """Raises where the graph of a shard reaches a leaf that would silently get no gradient."""
-    # What is known and no leaf has a history outside the shard.
+    """Raises RuntimeError if the graph of a shard has a leaf that would silently get no gradient."""
+    # Known tensors that are no leaves have a history outside the shard: the search stops there.
     seen, stack = {t.grad_fn for t in known}, [output.grad_fn]
     known = {id(t) for t in known}
     while stack:
@@ -149,8 +154,8 @@ def _refuse_unknown_leaves(output, known):
         stack.extend(next_node for next_node, _ in node.next_functions)
 
 
-class _Sum:
-    """The sum over shards of the gradient of a tensor that every shard uses, in float32."""
+class _GradientSum:
+    """The float32 sum over shards of the gradient of a tensor that all shards use."""
 
     def __init__(self, like, single):
         self.dtype, self.single, self.total = like.dtype, single, None
@@ -170,27 +175,27 @@ class _Sum:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, cut, names, find_parameters, preserve_rng_state, *tensors):
-        ctx.cut, ctx.names, ctx.settings = cut, names, _Settings(tensors[0].device.type)
+    def forward(ctx, sharding, names, find_parameters, preserve_rng_state, *tensors):
+        ctx.sharding, ctx.names, ctx.autocast = sharding, names, _AutocastState(tensors[0].device.type)
         ctx.find_parameters, ctx.states = find_parameters, [] if preserve_rng_state else None
-        count = 1 + len(cut.cut)
-        # Not the parameters: hooks on saved tensors (checkpoint, save_on_cpu) would give back others than the module's.
+        count = 1 + len(sharding.sharded)
+        # Not the parameters: hooks on saved tensors (checkpoint, save_on_cpu) would return copies of them.
         ctx.save_for_backward(*tensors[: count + len(names)])
         shared = dict(zip(names, tensors[count : count + len(names)], strict=True))
-        result = _run(cut, [cut.flat(t) for t in tensors[:count]], shared, ctx.states)
-        if not is_compiling() and any(autocast["enabled"] for autocast in ctx.settings.autocasts):
-            # Its casts of parameters were made without grad mode. torch 2.10 would hand them to whoever uses the
-            # parameters next, without a gradient.
+        result = _run(sharding, [sharding.flat(t) for t in tensors[:count]], shared, ctx.states)
+        if not is_compiling() and any(autocast["enabled"] for autocast in ctx.autocast.autocasts):
+            # The cached casts of parameters were made without grad mode. In torch 2.10 the next user of the parameters
+            # would get these casts, and no gradient.
             torch.clear_autocast_cache()
-        places = {t.untyped_storage().data_ptr() for t in tensors}
-        return result.clone() if result.untyped_storage().data_ptr() in places else result
+        storages = {t.untyped_storage().data_ptr() for t in tensors}
+        return result.clone() if result.untyped_storage().data_ptr() in storages else result
 
     @staticmethod
-    @differentiable_once("tiled", also=lambda ctx: ctx.find_parameters())
+    @differentiable_once("tiled", dependencies=lambda ctx: ctx.find_parameters())
     def backward(ctx, grad_output):
-        cut, tensors = ctx.cut, ctx.saved_tensors
+        sharding, tensors = ctx.sharding, ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
-        count = 1 + len(cut.cut)
+        count = 1 + len(sharding.sharded)
         per_token = tensors[:count]
         shared = [t.detach().requires_grad_(n) for t, n in zip(tensors[count:], needed[count:], strict=False)]
         parameters = ctx.find_parameters()
@@ -199,76 +204,89 @@ class _Tiled(torch.autograd.Function):
             raise RuntimeError(
                 f"tiled: {len(parameters)} parameters require grad in the backward, {expected} did in the forward"
             )
-        flats = [cut.flat(t.detach()) for t in per_token]
-        grad_output = cut.flat(grad_output)
-        # Of the upstream gradient, which may be one of a batch (is_grads_batched): then so are these.
+        flats = [sharding.flat(t.detach()) for t in per_token]
+        grad_output = sharding.flat(grad_output)
+        # new_empty of the upstream gradient: if that is batched (is_grads_batched), these must be, too.
         grads = [
             grad_output.new_empty(t.shape, dtype=t.dtype, device=t.device) if n else None
             for t, n in zip(flats, needed, strict=False)
         ]
-        sums = [_Sum(t, len(cut.shards) == 1) for t in (*shared, *parameters)]
+        sums = [_GradientSum(t, len(sharding.shards) == 1) for t in (*shared, *parameters)]
         device = per_token[0].device
         forked = torch.random.fork_rng(
             [device] if device.type == "cuda" else [], enabled=ctx.states is not None
         )
         with forked:
-            for i, shard in enumerate(cut.shards):
-                parts = [
-                    cut.part(t, shard).detach().requires_grad_(n) for t, n in zip(flats, needed, strict=False)
+            for i, shard in enumerate(sharding.shards):
+                inputs = [
+                    sharding.shard_of(t, shard).detach().requires_grad_(n)
+                    for t, n in zip(flats, needed, strict=False)
                 ]
                 if ctx.states is not None:
                     ctx.states[i].restore()
-                with torch.enable_grad(), ctx.settings.again():
-                    output = cut.call(parts[0], parts[1:], dict(zip(ctx.names, shared, strict=True)))
+                with torch.enable_grad(), ctx.autocast.restored():
+                    output = sharding.call(inputs[0], inputs[1:], dict(zip(ctx.names, shared, strict=True)))
                 if i == 0:
-                    _refuse_unknown_leaves(output, (*parts, *shared, *parameters))
-                found = itertools.repeat(None)
+                    _refuse_unknown_leaves(output, (*inputs, *shared, *parameters))
+                shard_grads = itertools.repeat(None)
                 if output.requires_grad:
-                    leaves = [t for t in (*parts, *shared, *parameters) if t.requires_grad]
-                    found = iter(torch.autograd.grad(output, leaves, grad_output[shard], allow_unused=True))
+                    leaves = [t for t in (*inputs, *shared, *parameters) if t.requires_grad]
+                    shard_grads = iter(
+                        torch.autograd.grad(output, leaves, grad_output[shard], allow_unused=True)
+                    )
                 del output
                 for grad in grads:
                     if grad is not None:
-                        value = next(found)
+                        value = next(shard_grads)
                         grad[shard] = 0 if value is None else value.reshape(grad[shard].shape)
                 for total, leaf in zip(sums, (*shared, *parameters), strict=True):
                     if leaf.requires_grad:
-                        total.add(next(found))
+                        total.add(next(shard_grads))
         grads = [None if g is None else g.view(t.shape) for g, t in zip(grads, per_token, strict=True)]
         return None, None, None, None, *grads, *(total.result() for total in sums)
 
 
 @rules_of(function=FUNCTION, num_shards=INTEGER, parameters=ANYTHING, preserve_rng_state=FLAG)
-def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_state=True, **keywords):
-    """``function(x, *arguments, **keywords)`` of a function that treats every token alone, a shard of tokens at a time.
+def tiled(
+    function: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    *arguments: Any,
+    num_shards: int | None = None,
+    parameters: Iterable[torch.Tensor] = (),
+    preserve_rng_state: bool = True,
+    **keywords: Any,
+) -> torch.Tensor:
+    """``function(x, *arguments, **keywords)`` for a token-wise function, computed one shard of tokens at a time.
 
     For MLPs of any kind, experts, projections with dropout. :func:`liger.tiled_mlp` does the same for gated MLPs with
     less recomputation and no graph per shard.
 
     Args:
         function: a module, a bound method of one, a ``functools.partial`` of these, or any callable. It returns one
-            tensor with the leading shape of its first argument. What mixes tokens (attention, batch statistics) gives
-            wrong results that cannot always be told: the shape of the output is all that is checked.
-        x: (..., H). A shard has as many dimensions: of (B, T, H) it is (1, tokens, H), cut without regard to B.
-        arguments: tensors among them go with the tokens: (..., any), with the leading shape of x, cut as x is. Others
-            go to every shard as they are.
-        num_shards: of equal size, at most as many as there are tokens. None: shards of as many tokens as x has
-            features, but at least 1024.
-        parameters: further tensors that require grad and that the function uses. Parameters of modules are found;
-            what a bare function or a lambda refers to must be named here, or the backward raises.
-        preserve_rng_state: whether the backward sees the random numbers of the forward, on the CPU and the device of x.
-        keywords: go to every shard whole. Tensors among them may require grad.
+            tensor with the leading shape of its first argument. A function that mixes tokens (attention, batch
+            statistics) gives wrong results without an error: only the shape of the output is checked.
+        x: (..., H), any dtype. A shard has as many dimensions: a shard of (B, T, H) is (1, tokens, H) and may span
+            several batches.
+        arguments: tensors among them have one entry per token, (..., any) with the leading shape of x, and are sharded
+            as x is. Every shard gets the other arguments whole.
+        num_shards: number of shards of equal size, at most the number of tokens. None: as many tokens per shard as x
+            has features, but at least 1024.
+        parameters: further tensors that the function uses and that require grad. Parameters of modules are found;
+            tensors to which a plain function or a lambda refers must be listed here, or the backward raises.
+        preserve_rng_state: whether the backward reruns shards with the random numbers of the forward, on the CPU and
+            on the device of x.
+        keywords: every shard gets them whole. Tensors among them may require grad.
 
     Returns:
-        A tensor of the leading shape of x. Gradients of parameters and of tensors among the keywords are summed over
-        shards in float32 and rounded once. Works where x needs no gradient. Under ``torch.compile`` every shard is a
-        checkpoint of torch, whose gradients the compiler sums. Under the transforms of ``torch.func`` shards keep their
-        activations: nothing is saved.
+        A tensor with the leading shape of x. Gradients of parameters and of tensors among the keywords are summed over
+        shards in float32 and rounded once. x itself need not require grad. Under ``torch.compile`` every shard is a
+        ``torch.utils.checkpoint``, and the compiler sums the gradients. Under the transforms of ``torch.func`` shards
+        keep their activations, so no memory is saved.
 
     Raises:
-        RuntimeError: num_shards out of range; in the backward, a tensor that requires grad and is not known.
-        ValueError: a tensor among the arguments without the leading shape of x, an output with another one.
-        TypeError: an argument of another type, an output that is not one tensor.
+        RuntimeError: num_shards out of range; in the backward, a tensor that requires grad and is not listed.
+        ValueError: a tensor among the arguments, or an output, without the leading shape of x.
+        TypeError: an argument of another type, or an output that is not one tensor.
 
     Source: Arctic Long Sequence Training, arXiv 2506.13996.
     """
@@ -276,7 +294,7 @@ def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_
         raise RuntimeError("tiled: x has shape (), expected at least one dimension")
     rows = x.shape[:-1].numel()
     if num_shards is None:
-        num_shards = max(-(-rows // max(x.shape[-1], _LEAST_ROWS)), 1)
+        num_shards = max(-(-rows // max(x.shape[-1], _MIN_ROWS)), 1)
     if not 1 <= num_shards <= max(rows, 1):
         raise RuntimeError(
             f"tiled: num_shards is {num_shards}, expected at least 1 and at most the number of tokens, {rows}"
@@ -289,26 +307,29 @@ def tiled(function, x, *arguments, num_shards=None, parameters=(), preserve_rng_
             )
     shared = {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor)}
     others = {name: value for name, value in keywords.items() if name not in shared}
-    cut = _Cut(function, x, arguments, others, num_shards)
-    tensors = [x, *(arguments[i] for i in cut.cut)]
+    sharding = _Sharding(function, x, arguments, others, num_shards)
+    tensors = [x, *(arguments[i] for i in sharding.sharded)]
     if torch.compiler.is_compiling():
-        keep_less = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        return _joined(cut, tensors, shared, keep_less)
+        checkpointed = functools.partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+        return _traceable(sharding, tensors, shared, checkpointed)
     if is_transformed():
-        return _joined(cut, tensors, shared)
+        return _traceable(sharding, tensors, shared)
     find_parameters = functools.partial(_parameters_of, function, tuple(parameters))
     preserve_rng_state = preserve_rng_state and torch.is_grad_enabled()
-    given = (*tensors, *shared.values(), *find_parameters())
-    return _Tiled.apply(cut, tuple(shared), find_parameters, preserve_rng_state, *given)
+    inputs = (*tensors, *shared.values(), *find_parameters())
+    return _Tiled.apply(sharding, tuple(shared), find_parameters, preserve_rng_state, *inputs)
 
 
-def _joined(cut, tensors, shared, run=lambda call, *parts: call(*parts)):
-    """The shards as code that a compiler or a transform can follow, each called by ``run``."""
-    flats = [cut.flat(t) for t in tensors]
+def _traceable(sharding, tensors, shared, run=lambda call, *shards: call(*shards)):
+    """The output of all shards without an autograd function, for compilers and transforms. ``run(call, *tensors)``
+    calls one shard."""
+    flats = [sharding.flat(t) for t in tensors]
 
     def call(x, *others):
-        return cut.call(x, others, shared)
+        return sharding.call(x, others, shared)
 
-    outputs = [run(call, *(cut.part(flat, shard) for flat in flats)) for shard in cut.shards]
+    outputs = [run(call, *(sharding.shard_of(flat, shard) for flat in flats)) for shard in sharding.shards]
     result = torch.cat(outputs)
-    return result.view(*cut.leading, result.shape[-1])
+    return result.view(*sharding.leading, result.shape[-1])

@@ -1,14 +1,16 @@
-"""Which implementation serves each op: ahead-of-time CUDA, Triton, or plain torch.
+"""Choice of the backend of each op family: ahead-of-time CUDA, Triton, or plain torch.
 
 ``LIGER_BACKEND`` (read once, at import) is ``auto``, a backend, or a backend followed by exceptions::
 
     LIGER_BACKEND=triton,rms_norm=cuda
     LIGER_BACKEND=auto,fused_linear_ce=torch
 
-The choice concerns CUDA tensors. CPU tensors are always served by the torch backend, except that ``triton`` also serves
-them under ``TRITON_INTERPRET=1``. ``auto`` takes what the devices of the machine support, the faster one where that was
-measured (docs/performance/dispatch.md); an explicit backend is taken or refused, never replaced.
+The choice applies to CUDA tensors. The torch backend serves CPU tensors, except that ``triton`` also serves them under
+``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support, by measured speed where both were
+measured (docs/performance/dispatch.md). An explicit backend that cannot serve an op raises; it is never replaced.
 """
+
+from __future__ import annotations
 
 import contextlib
 import functools
@@ -18,21 +20,27 @@ import importlib.util
 import os
 import re
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ._core import load
 from ._core.log import log_dispatch
 
-BACKENDS = ("cuda", "triton", "torch")
-VARIABLE = "LIGER_BACKEND"
-# Ampere: bfloat16 and cp.async in the kernels. A binary for 8.0 also serves 8.6 to 8.9 and its PTX the later ones.
-MIN_CAPABILITY = (8, 0)
+Backend: TypeAlias = Literal["cuda", "triton", "torch"]
+Capability: TypeAlias = tuple[int, int]
+Kernels: TypeAlias = dict[str, Callable[..., Any]]
 
-# By compute capability and op, the faster of cuda and triton where both were measured. Elsewhere auto takes cuda if it
-# has a binary for the device, else triton. How to measure and decide: docs/performance/dispatch.md.
-FASTER = {
+BACKENDS: tuple[Backend, ...] = ("cuda", "triton", "torch")
+VARIABLE = "LIGER_BACKEND"
+# Ampere: the kernels use bfloat16 and cp.async. A binary for 8.0 also runs on 8.6 to 8.9, and its PTX on later ones.
+MIN_CAPABILITY: Capability = (8, 0)
+
+# The faster of cuda and triton, by compute capability and op, where both were measured. Elsewhere auto chooses cuda if
+# the build has a binary for the device, else triton. docs/performance/dispatch.md has the method.
+FASTER: dict[Capability, dict[str, Backend]] = {
     (9, 0): {
         "rms_norm": "cuda",
         "fused_add_rms_norm": "cuda",
@@ -53,33 +61,41 @@ _library = torch.library.Library("liger", "IMPL")
 
 
 class BackendUnavailable(RuntimeError):
-    """An explicitly requested backend cannot serve an op here; the message says what is missing."""
+    """Raised if an explicitly requested backend cannot serve an op on this machine; the message gives the reason."""
 
 
 @dataclass
 class Family:
-    """One public op with its backward and in-place companions: they change backend together."""
+    """A public op with its backward and in-place ops, which change backend together.
+
+    Attributes:
+        name: the public op.
+        torch_kernels: kernels of the torch backend, by op name.
+        triton_module: full name of the module whose functions of the same names are the Triton kernels.
+        choice: the backend that serves the family.
+        reason: why, in words.
+    """
 
     name: str
-    torch_kernels: dict
+    torch_kernels: Kernels
     triton_module: str
     choice: str = "auto"
     reason: str = ""
-    _override: object = field(default=None, repr=False)
+    _override: torch.library.Library | None = field(default=None, repr=False)
 
 
 FAMILIES: dict[str, Family] = {}
 
 
-# Ops whose one implementation, of other ops and torch's, serves every device: nothing to choose.
-PORTABLE = {}
+# Portable ops: one Python kernel, made of other ops, serves all devices. They have no backend to choose.
+PORTABLE: Kernels = {}
 
 
-def environment_flag(name):
-    """Whether an environment variable is 1; unset or empty it is 0.
+def environment_flag(name: str) -> bool:
+    """Whether an environment variable is 1. Unset and empty mean 0.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
+        ValueError: any other value than 0 or 1.
     """
     text = os.environ.get(name) or "0"
     if text not in ("0", "1"):
@@ -87,16 +103,20 @@ def environment_flag(name):
     return text == "1"
 
 
-def triton_interpreted():
+def triton_interpreted() -> bool:
+    """Whether TRITON_INTERPRET is 1: Triton kernels then run on CPU tensors. Raises ValueError as environment_flag."""
     return environment_flag("TRITON_INTERPRET")
 
 
-def targets_checked():
+def targets_checked() -> bool:
+    """Whether LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises ValueError as
+    environment_flag."""
     return environment_flag("LIGER_CHECK_TARGETS")
 
 
-def _checking_memory(op, kernel):
-    """A Python kernel with the check that compiled ones of ops that write have of their own: no overlapping memory."""
+def _with_overlap_check(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, preceded by a check that written arguments do not overlap other tensors. Compiled kernels check that
+    themselves."""
     arguments = getattr(torch.ops.liger, op).default._schema.arguments
     tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
     writes = [i for i in tensors if arguments[i].alias_info is not None and arguments[i].alias_info.is_write]
@@ -106,47 +126,50 @@ def _checking_memory(op, kernel):
 
     @functools.wraps(kernel)
     def checked(*args, **kwargs):
-        given = [(arguments[i].name, args[i]) for i in order if i < len(args) and args[i] is not None]
-        torch.ops.liger.check_written(op, [n for n, _ in given], [t for _, t in given], len(writes))
+        named = [(arguments[i].name, args[i]) for i in order if i < len(args) and args[i] is not None]
+        torch.ops.liger.check_written(op, [n for n, _ in named], [t for _, t in named], len(writes))
         return kernel(*args, **kwargs)
 
     return checked
 
 
-def register_family(name, torch_kernels, triton_module):
+def register_family(name: str, torch_kernels: Kernels, triton_module: str) -> None:
     """Registers the torch kernels of an op family for CPU tensors, and makes the family selectable.
 
-    ``torch_kernels`` maps op names to functions; ``triton_module`` must define functions of the same names.
+    Args:
+        name: the public op.
+        torch_kernels: functions by op name.
+        triton_module: full name of a module with functions of the same names.
     """
     for op, kernel in torch_kernels.items():
-        _library.impl(op, _checking_memory(op, kernel), "CPU")
+        _library.impl(op, _with_overlap_check(op, kernel), "CPU")
     FAMILIES[name] = Family(name, torch_kernels, triton_module)
 
 
-def register_portable(kernels):
-    """Registers Python kernels that serve CPU and CUDA tensors alike, by op name."""
+def register_portable(kernels: Kernels) -> None:
+    """Registers Python kernels, by op name, that serve both CPU and CUDA tensors."""
     for op, kernel in kernels.items():
         for key in ("CPU", "CUDA"):
-            _library.impl(op, _checking_memory(op, kernel), key)
+            _library.impl(op, _with_overlap_check(op, kernel), key)
     PORTABLE.update(kernels)
 
 
-# --- what is possible here: pure functions of the installation and the devices -----------------------------------
+# --- support: pure functions of the installation and the devices --------------------------------------------------
 
 
-# Compute capability of each visible device; empty until torch initialises CUDA, which importing must not cause.
-_capabilities = []
+# Compute capability of each visible device; empty until torch initialises CUDA, which importing must not do.
+_capabilities: list[Capability] = []
 _cuda_initialised = False
 
 
 @functools.lru_cache(None)
-def _triton_version():
+def _triton_version() -> str:
     return importlib.metadata.version("triton")
 
 
 @functools.lru_cache(None)
-def _built_architectures():
-    """What the CUDA kernels were built for, such as ``("80", "90a", "80+PTX")``; empty if liger._C does not import."""
+def _built_architectures() -> tuple[str, ...]:
+    """Architectures of the CUDA build, such as ``("80", "90a", "80+PTX")``; empty if liger._C cannot be imported."""
     try:
         from . import _C
     except ImportError:
@@ -154,11 +177,16 @@ def _built_architectures():
     return tuple(_C.build_info()["cuda_archs"].split())
 
 
-def code_for(capability, architectures):
-    """How kernels built for these architectures run on a device: ``"binary"``, ``"ptx"`` (the driver compiles them) or
-    None. A binary for X.Y serves X.Z with Z >= Y, with the suffix ``a`` only X.Y; PTX serves every later device."""
-    found = None
-    for number, suffix in (re.fullmatch(r"(\d+)(a|f|\+PTX)?", text).groups() for text in architectures):
+def code_for(capability: Capability, architectures: Sequence[str]) -> Literal["binary", "ptx"] | None:
+    """The code of a build that a device runs: ``"binary"``, ``"ptx"`` (compiled by the driver) or None.
+
+    A binary for X.Y runs on X.Z with Z >= Y; with the suffix ``a`` only on X.Y. PTX runs on every later device.
+    """
+    found: Literal["ptx"] | None = None
+    for text in architectures:
+        match = re.fullmatch(r"(\d+)(a|f|\+PTX)?", text)
+        assert match is not None, text
+        number, suffix = match.groups()
         built = divmod(int(number), 10)
         if suffix == "+PTX":
             found = found or ("ptx" if built <= capability else None)
@@ -167,29 +195,45 @@ def code_for(capability, architectures):
     return found
 
 
-def preference(name, capabilities, architectures):
-    """(backends in the order in which ``auto`` tries them, why in this order) for an op on such devices.
+def preference(
+    name: str, capabilities: Sequence[Capability], architectures: Sequence[str]
+) -> tuple[tuple[Backend, ...], str]:
+    """(backends in the order in which ``auto`` tries them, the reason for this order) for an op.
 
-    One backend serves an op on all devices of the process, so measurements that disagree decide nothing.
+    One backend serves an op on all devices of the process, so measurements count only if those of all devices agree.
     """
     if architectures:
         for capability in capabilities:
             if code_for(capability, architectures) != "binary":
                 return ("triton", "cuda", "torch"), f"no binary of the CUDA kernels for {_dotted(capability)}"
     faster = {FASTER.get(capability, {}).get(name) for capability in capabilities}
-    if len(faster) == 1 and None not in faster:
-        (first,) = faster
+    first = faster.pop() if len(faster) == 1 else None
+    if first is not None:
         order = (first, *(b for b in BACKENDS if b != first))
         return order, f"measured to be the faster one on {_dotted(capabilities[0])}"
     return BACKENDS, ""
 
 
-def _dotted(capability):
+def _dotted(capability: Capability) -> str:
     return "compute capability {}.{}".format(*capability)
 
 
-def supported(backend, family, capabilities=None):
-    """(possible, why) for one backend and op family on devices of the given capabilities (default: this machine's)."""
+def supported(
+    backend: str, family: Family | str, capabilities: Sequence[Capability] | None = None
+) -> tuple[bool, str]:
+    """Whether a backend can serve an op family.
+
+    Args:
+        backend: ``"cuda"``, ``"triton"`` or ``"torch"``.
+        family: the family; today every family of a backend is supported alike.
+        capabilities: of the devices; None: of this machine's, empty until torch initialises CUDA.
+
+    Returns:
+        (possible, the reason in words).
+
+    Raises:
+        ValueError: an unknown backend.
+    """
     capabilities = _capabilities if capabilities is None else capabilities
     old = [c for c in capabilities if c < MIN_CAPABILITY]
     if backend == "torch":
@@ -200,7 +244,7 @@ def supported(backend, family, capabilities=None):
         if old:
             return False, f"a device has {_dotted(old[0])}, the kernels need 8.0"
         built = _built_architectures()
-        through_ptx = []
+        through_ptx: list[Capability] = []
         for capability in capabilities if built else []:
             code = code_for(capability, built)
             if code is None:
@@ -210,7 +254,7 @@ def supported(backend, family, capabilities=None):
                 )
             if code == "ptx" and capability not in through_ptx:
                 through_ptx.append(capability)
-        # Slower, but right: kernels are chosen by the code that the device runs (csrc/host/loaded_code.h).
+        # PTX is slower but correct: kernels are selected by the code that the device runs (csrc/host/loaded_code.h).
         by_driver = "".join(f"; through PTX on {_dotted(capability)}" for capability in through_ptx)
         return True, load.CUDA_REASON + by_driver
     if backend == "triton":
@@ -226,12 +270,17 @@ def supported(backend, family, capabilities=None):
     raise ValueError(f"liger: unknown backend '{backend}', expected one of {', '.join(('auto', *BACKENDS))}")
 
 
-# --- choosing --------------------------------------------------------------------------------------------------
+# --- choice ----------------------------------------------------------------------------------------------------
 
 
-def parse(text):
-    """``"triton,rms_norm=cuda"`` -> ``("triton", {"rms_norm": "cuda"})``. Raises ValueError on unknown names."""
-    default, per_op = "auto", {}
+def parse(text: str) -> tuple[str, dict[str, str]]:
+    """``"triton,rms_norm=cuda"`` -> ``("triton", {"rms_norm": "cuda"})``.
+
+    Raises:
+        ValueError: an unknown backend or op name, or a default after the first entry.
+    """
+    default = "auto"
+    per_op: dict[str, str] = {}
     for index, entry in enumerate(part.strip() for part in text.split(",") if part.strip()):
         op, separator, backend = (piece.strip() for piece in entry.rpartition("="))
         if backend not in ("auto", *BACKENDS):
@@ -253,67 +302,70 @@ def parse(text):
     return default, per_op
 
 
-def _resolve(family, wanted):
-    """(backend, reason) for a wish; raises BackendUnavailable when an explicit one cannot be met."""
-    if wanted != "auto":
-        possible, why = supported(wanted, family)
+def _resolve(family: Family, requested: str) -> tuple[str, str]:
+    """(backend, reason) for ``"auto"`` or a backend. Raises BackendUnavailable if that backend cannot serve the op."""
+    if requested != "auto":
+        possible, why = supported(requested, family)
         if not possible:
-            raise BackendUnavailable(f"liger: backend '{wanted}' was requested for {family.name}, but {why}")
-        return wanted, f"requested; {why}"
+            raise BackendUnavailable(
+                f"liger: backend '{requested}' was requested for {family.name}, but {why}"
+            )
+        return requested, f"requested; {why}"
     if torch.version.cuda is None:
         return "torch", "auto: this torch has no CUDA"
-    rejected = []
+    rejected: list[str] = []
     order, why_first = preference(family.name, _capabilities, _built_architectures())
     for backend in order:
         possible, why = supported(backend, family)
         if possible:
-            why_first = [why_first] if why_first and backend == order[0] else []
-            return backend, "auto: " + "; ".join([why, *why_first, *rejected])
+            preferred = [why_first] if why_first and backend == order[0] else []
+            return backend, "auto: " + "; ".join([why, *preferred, *rejected])
         rejected.append(f"not {backend}: {why}")
     raise AssertionError("unreachable: the torch backend supports everything")
 
 
-def _kernels(family, backend):
+def _kernels(family: Family, backend: str) -> Kernels:
     if backend == "torch":
         return family.torch_kernels
     module = importlib.import_module(family.triton_module)
     return {op: getattr(module, op) for op in family.torch_kernels}
 
 
-def _apply(family, wanted):
-    backend, reason = _resolve(family, wanted)
+def _apply(family: Family, requested: str) -> None:
+    backend, reason = _resolve(family, requested)
     kernels = None if backend == "cuda" else _kernels(family, backend)
     if family._override is not None:
-        # Dropping the library restores what it had overridden: the compiled kernels.
+        # Destroying the library restores the compiled kernels that it overrides.
         family._override._destroy()
         family._override = None
     if kernels is not None:
-        # Before CUDA is initialised there are no CUDA tensors to serve.
+        # Before CUDA is initialised no CUDA tensor exists.
         keys = (["CUDA"] if _cuda_initialised else []) + (
             ["CPU"] if backend == "triton" and triton_interpreted() else []
         )
         if keys:
             family._override = torch.library.Library("liger", "IMPL")
             with warnings.catch_warnings():
-                # torch warns that a kernel is overridden, which is the purpose here.
+                # torch warns that a kernel is overridden, which is intended here.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 for op, kernel in kernels.items():
                     for key in keys:
-                        family._override.impl(op, _checking_memory(op, kernel), key, allow_override=True)
+                        family._override.impl(op, _with_overlap_check(op, kernel), key, allow_override=True)
     if (backend, reason) != (family.choice, family.reason):
         log_dispatch(family.name, backend, reason)
     family.choice, family.reason = backend, reason
 
 
-_requested = ("auto", {})
+# (default, exceptions by op), as parse() returns them.
+_requested: tuple[str, dict[str, str]] = ("auto", {})
 
 
-def _apply_all(default, per_op):
+def _apply_all(default: str, per_op: dict[str, str]) -> None:
     for name, family in FAMILIES.items():
         _apply(family, per_op.get(name, default))
 
 
-def set_backend(default="auto", **per_op):
+def set_backend(default: str = "auto", **per_op: str) -> None:
     """Chooses backends for the whole process, as ``LIGER_BACKEND`` does.
 
     Args:
@@ -322,7 +374,7 @@ def set_backend(default="auto", **per_op):
 
     Raises:
         ValueError: an unknown backend or op name.
-        BackendUnavailable: an explicit backend that cannot serve an op here; nothing has changed then.
+        BackendUnavailable: an explicit backend cannot serve an op on this machine. No backend has changed then.
     """
     global _requested
     parsed_default, parsed = parse(",".join([default, *(f"{op}={b}" for op, b in per_op.items())]))
@@ -333,10 +385,16 @@ def set_backend(default="auto", **per_op):
 
 
 @contextlib.contextmanager
-def use_backend(default="auto", **per_op):
-    """Like :func:`set_backend`, for the duration of a ``with`` block. It acts on the whole process, not on a thread.
+def use_backend(default: str = "auto", **per_op: str) -> Iterator[None]:
+    """:func:`set_backend` for the duration of a ``with`` block. It affects the whole process, not one thread.
 
-    Compiled and scripted functions follow the change without being compiled again: the ops are opaque to them.
+    Compiled and scripted functions follow the change without recompilation, because the ops are opaque to them.
+
+    Args:
+        default, per_op: as in :func:`set_backend`.
+
+    Raises:
+        ValueError, BackendUnavailable: as :func:`set_backend`.
     """
     before = _requested
     set_backend(default, **per_op)
@@ -346,22 +404,22 @@ def use_backend(default="auto", **per_op):
         set_backend(before[0], **before[1])
 
 
-def backend_report():
-    """What serves each op, and why: ``{op: {"backend": ..., "reason": ...}}``, for CUDA tensors."""
+def backend_report() -> dict[str, dict[str, str]]:
+    """The backend of each op family for CUDA tensors, and the reason: ``{op: {"backend": ..., "reason": ...}}``."""
     return {name: {"backend": f.choice, "reason": f.reason} for name, f in FAMILIES.items()}
 
 
-def _on_cuda_initialised():
+def _on_cuda_initialised() -> None:
     global _cuda_initialised
     _cuda_initialised = True
     _capabilities[:] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
     _apply_all(*_requested)
 
 
-def _initialise():
+def _initialise() -> None:
     global _requested
     _requested = parse(os.environ.get(VARIABLE, "auto"))
-    # Refused here, not when they are first looked at.
+    # Invalid values raise at import, not at first use.
     triton_interpreted()
     targets_checked()
     _apply_all(*_requested)

@@ -23,7 +23,7 @@ from losses_cases import leaf
 
 import liger
 from liger import losses
-from liger.ops import fused_linear_divergence as engine
+from liger.ops import fused_linear_divergence_kernel as engine
 
 
 @pytest.fixture(params=BUDGETS)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from cases import DTYPES, assert_as_exact_as_torch
 
 import liger
-from liger.ops import fused_linear_divergence as module
+from liger.ops import fused_linear_divergence_kernel as module
 
 FORMS = {
     "kl": (liger.fused_linear_kl_div, liger.kl_div, {}),

@@ -165,24 +165,24 @@ def test_a_group_of_one_process(tmp_path):
 
 
 def _chunks(rank, world):
-    from liger.distributed import vocab_parallel
+    from liger.distributed import _vocab_parallel_ops
 
     # Halves of a chunk take turns: from twice the rows of full speed on.
     quarters = [slice(0, 2251), slice(2251, 4502), slice(4502, 6753), slice(6753, 9001)]
-    assert vocab_parallel._chunks(9001, 4501, 2) == (quarters, 2)
-    assert vocab_parallel._chunks(6000, 3000, 2) == ([slice(0, 3000), slice(3000, 6000)], 1)
-    assert vocab_parallel._chunks(0, 0, 0) == ([], 1)
+    assert _vocab_parallel_ops._chunks(9001, 4501, 2) == (quarters, 2)
+    assert _vocab_parallel_ops._chunks(6000, 3000, 2) == ([slice(0, 3000), slice(3000, 6000)], 1)
+    assert _vocab_parallel_ops._chunks(0, 0, 0) == ([], 1)
     for dtype in (torch.float32, torch.bfloat16):
         *tensors, target = random_layer(9001, 6, 10, "cpu", dtype)
         budget = 4600 * 16 * (2 if dtype == torch.float32 else 1)
-        check(rank, world, f"two under way, {dtype}", tensors, target, memory_budget=budget)
+        check(rank, world, f"two in flight, {dtype}", tensors, target, memory_budget=budget)
     *tensors, target = random_layer(300, 6, 10, "cpu", torch.bfloat16)
     for accum_dtype in (torch.float32, torch.bfloat16):
         plan = {"memory_budget": 1600, "accum_dtype": accum_dtype}
         check(rank, world, f"summed in {accum_dtype}", tensors, target, **plan)
-    # Logits in the memory of the weight gradient, while that is summed elsewhere.
+    # Logits in the memory of the weight gradient, whose sum is a separate buffer.
     *tensors, target = random_layer(5000, 2304, 10, "cpu", torch.bfloat16)
-    check(rank, world, "hosted logits", tensors, target, memory_budget=4096)
+    check(rank, world, "logits in grad_weight", tensors, target, memory_budget=4096)
 
 
 def test_chunks(tmp_path):

@@ -107,7 +107,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     sources = {f"liger/{p.relative_to(ROOT / 'python/liger')}" for p in (ROOT / "python/liger").rglob("*.py")}
     # Inside liger: a top-level triton_kernels belongs to another distribution.
     kernels = {f"liger/triton_kernels/{p.name}" for p in (ROOT / "triton_kernels").glob("*.py")}
-    assert package == sources | kernels | {f"liger/_C{suffix}", "liger/libliger_ops.so"}
+    types = {"liger/py.typed", "liger/_C.pyi"}
+    assert package == sources | kernels | types | {f"liger/_C{suffix}", "liger/libliger_ops.so"}
 
 
 def test_wheel_is_tagged_for_this_python(wheel):
@@ -162,7 +163,7 @@ def test_one_version_everywhere():
 
 def test_commit_hooks_have_the_versions_of_the_test_extra():
     hooks, extras = ((ROOT / name).read_text() for name in (".pre-commit-config.yaml", "pyproject.toml"))
-    for tool in ("ruff", "clang-format"):
+    for tool in ("ruff", "clang-format", "mypy"):
         (wanted,) = re.findall(rf'"{tool}==([\d.]+)"', extras)
         assert set(re.findall(rf'"{tool}==([\d.]+)"', hooks)) == {wanted}, tool
 

@@ -1,8 +1,7 @@
-"""What public functions and modules ask of their arguments, before or where an op refuses them (docs/errors.md).
+"""Checks of the arguments of public functions and modules (docs/errors.md).
 
-:func:`arguments` decorates a public callable with a rule for each argument: of which Python type it must be, and in
-which range. What needs the tensors themselves (shapes, dtypes, devices) is asked by the ops, and by
-:func:`check_layer` where a public argument has another name than that of the op.
+:func:`arguments` decorates a public callable with one rule per argument: its Python type and its range. The ops check
+shapes, dtypes and devices; so does :func:`check_layer`, for public arguments that have another name than in the op.
 """
 
 import functools
@@ -11,36 +10,44 @@ import math
 import numbers
 import reprlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.overrides import is_tensor_like
 
-from .autograd import meets_only_autograd
+from .autograd import is_plain_eager_call
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 
 class Rule(NamedTuple):
-    """What an argument must be: in words, of a type (else TypeError), and in a range."""
+    """A condition on an argument.
+
+    Attributes:
+        expected: the condition in words, for error messages.
+        has_type: a value that fails it raises TypeError.
+        in_range: called only with values that have the type, hence ``Any``.
+    """
 
     expected: str
-    of_type: Callable[[object], bool]
-    in_range: Callable[[object], bool] | None = None
+    has_type: Callable[[object], bool]
+    in_range: Callable[[Any], bool] | None = None
 
 
-def _is_tensor(value):
-    # Also what stands for one in a trace, such as a torch.fx.Proxy.
+def _is_tensor(value: object) -> bool:
+    # is_tensor_like: tracers pass stand-ins for tensors, such as a torch.fx.Proxy.
     return isinstance(value, torch.Tensor) or is_tensor_like(value)
 
 
-def _is_integer(value):
+def _is_integer(value: object) -> bool:
     return isinstance(value, (int, torch.SymInt, numbers.Integral))
 
 
-def _is_number(value):
+def _is_number(value: object) -> bool:
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
 
 
-def _is_divisor(value):
+def _is_divisor(value: object) -> bool:
     return _is_number(value) or _is_tensor(value)
 
 
@@ -79,21 +86,23 @@ NUMBER_OR_TENSOR = Rule(
 )
 ANYTHING = Rule("anything", lambda v: True)
 
-# The options of everything that has a projection to classes.
-HEAD = {
+# Groups of rules are dict[str, Any]: mypy takes the values of ``**group`` for values of any parameter of arguments().
+
+# Options of every function with an lm_head.
+HEAD: dict[str, Any] = {
     "ignore_index": INTEGER,
     "temperature": POSITIVE,
     "softcap": POSITIVE,
     "accum_dtype": DTYPE,
     "memory_budget": BYTES,
 }
-# Metrics of the losses that return them when asked.
-RETURNS = {
+# Flags that add a metric to the results of a loss.
+RETURNS: dict[str, Any] = {
     f"return_{name}": FLAG
     for name in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy", "argmax")
 }
-# The options of cross entropy, fused with the projection or not.
-CE_OPTIONS = {
+# Options of cross entropy, with and without the lm_head.
+CE_OPTIONS: dict[str, Any] = {
     **HEAD,
     **RETURNS,
     "denominator": DIVISOR,
@@ -104,7 +113,7 @@ CE_OPTIONS = {
 
 
 def described(value):
-    """A value in the words of an error message."""
+    """A value as error messages print it."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)} and dtype {dtype_name(value.dtype)}"
     if isinstance(value, float):
@@ -120,7 +129,7 @@ def check(op, name, value, rule, optional=False, error=RuntimeError):
     """Raises TypeError for a value of another type, ``error`` for one out of range; None passes if ``optional``."""
     if value is None and optional:
         return
-    if not rule.of_type(value):
+    if not rule.has_type(value):
         kind = TypeError
     elif rule.in_range is not None and not rule.in_range(value):
         kind = error
@@ -130,21 +139,27 @@ def check(op, name, value, rule, optional=False, error=RuntimeError):
     raise kind(f"{op}: {name} is {described(value)}, expected {expected}")
 
 
-def arguments(*, late=False, error=RuntimeError, optional=(), **rules):
-    """Decorator of a public function or method: the rules of its arguments by name; :data:`TENSOR` where none is given.
+def arguments(
+    *,
+    late: bool = False,
+    error: type[Exception] = RuntimeError,
+    optional: tuple[str, ...] = (),
+    **rules: Rule,
+) -> Callable[[_Callable], _Callable]:
+    """Decorator of a public function or method: checks its arguments by ``rules``, :data:`TENSOR` being the default.
 
-    Rules of arguments that the function does not have are ignored, so that groups of them can be shared. An argument
-    may be None where that is its default, or where ``optional`` names it.
+    Rules without an argument of their name are ignored, so functions can share groups of rules. An argument may be
+    None if that is its default or if ``optional`` names it.
 
     Args:
-        late: the function itself refuses whatever the rules refuse, so that they are looked at only once it has raised,
-            for words that name the argument. For ops whose host time counts.
-        error: what is raised for a value out of range.
+        late: check only after the function has raised, to name the argument in the message. For ops whose host time
+            counts; the op itself must refuse everything that the rules refuse.
+        error: the exception for a value out of range.
 
-    Errors name the function, and of a method the class of its object.
+    Messages begin with the name of the function or, for a method, of the class.
     """
 
-    def decorate(function):
+    def decorate(function: _Callable) -> _Callable:
         parameters = inspect.signature(function).parameters
         of_method = next(iter(parameters)) == "self"
         by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -160,7 +175,7 @@ def arguments(*, late=False, error=RuntimeError, optional=(), **rules):
             for (name, rule, may_be_none), value in zip(in_order, args[of_method:], strict=False):
                 check(op, name, value, rule, may_be_none, error)
             for given, value in keywords.items():
-                # Python itself refuses the keywords that are not known.
+                # The call itself raises TypeError for an unknown keyword.
                 if given in known:
                     name, rule, may_be_none = known[given]
                     check(op, name, value, rule, may_be_none, error)
@@ -178,12 +193,12 @@ def arguments(*, late=False, error=RuntimeError, optional=(), **rules):
                 check_all(args, keywords)
                 raise
 
-        return explained if late else checked
+        return cast(_Callable, explained if late else checked)
 
     return decorate
 
 
-# --- what needs the tensors ---------------------------------------------------------------------------------------
+# --- shapes, dtypes and devices -----------------------------------------------------------------------------------
 
 
 def wrong_shape(op, name, tensor, expected):
@@ -212,7 +227,7 @@ def check_device(op, name, tensor, other_name, other):
 
 
 def check_like(op, name, tensor, other_name, other):
-    """Of one dtype and on one device."""
+    """Raises RuntimeError if two tensors differ in dtype or device."""
     if tensor.dtype != other.dtype:
         raise wrong_dtype(op, name, tensor, f"that of {other_name}, {dtype_name(other.dtype)}")
     check_device(op, name, tensor, other_name, other)
@@ -224,7 +239,7 @@ def check_shape(op, name, tensor, expected, of):
 
 
 def check_divisor(op, name, tensor):
-    """One element of a floating dtype or an integer."""
+    """Raises RuntimeError unless the tensor has one element, of a floating dtype or an integer."""
     if tensor.numel() != 1:
         raise wrong_shape(op, name, tensor, "one element")
     if tensor.dtype not in (torch.int64, torch.int32) and not tensor.is_floating_point():
@@ -232,7 +247,7 @@ def check_divisor(op, name, tensor):
 
 
 class LayerNames(NamedTuple):
-    """What a public function calls the tensors of a projection to classes."""
+    """The names that a public function gives to the tensors of an lm_head."""
 
     input: str = "input"
     weight: str = "weight"
@@ -241,7 +256,7 @@ class LayerNames(NamedTuple):
 
 
 def check_layer(op, names, input, weight, bias, target=None):
-    """Raises RuntimeError for tensors that make no projection to classes, in the names of a public function.
+    """Raises RuntimeError for tensors that do not form an lm_head, with the argument names of a public function.
 
     Args:
         op: the public name.
@@ -268,23 +283,23 @@ def check_layer(op, names, input, weight, bias, target=None):
 
 
 def check_classes(op, name, classes, vocab, ignore_index=None):
-    """Raises RuntimeError for the first class out of range. On a GPU, where that would mean waiting, nothing."""
+    """Raises RuntimeError for the first class out of range. CPU tensors only: on a GPU the check would synchronise."""
     if classes.device.type != "cpu":
         return
     bad = (classes < 0) | (classes >= vocab)
     if ignore_index is not None:
         bad &= classes != ignore_index
     if bad.any():
-        place = tuple(bad.nonzero()[0].tolist())
-        where = f"row {place[0]}" if len(place) == 1 else f"index {place}"
+        position = tuple(bad.nonzero()[0].tolist())
+        where = f"row {position[0]}" if len(position) == 1 else f"index {position}"
         or_ignored = "" if ignore_index is None else f" or ignore_index {ignore_index}"
         raise RuntimeError(
-            f"{op}: {name} at {where} is {int(classes[place])}, expected 0 <= {name} < {vocab}{or_ignored}"
+            f"{op}: {name} at {where} is {int(classes[position])}, expected 0 <= {name} < {vocab}{or_ignored}"
         )
 
 
 def check_given_classes(*arguments):
-    """:func:`check_classes` of a public function: not where something but autograd looks on, which has no data yet or
-    must not see them. The ops under it check again, in their own names."""
-    if meets_only_autograd(arguments[2:3]):
+    """:func:`check_classes` for plain eager calls: tracers have no data to check, and transforms must not see the
+    check. The op repeats the check with its own argument names."""
+    if is_plain_eager_call(arguments[2:3]):
         check_classes(*arguments)

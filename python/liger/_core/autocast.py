@@ -1,13 +1,13 @@
-"""Autocast for ops composed of others: operands are cast as those of torch.nn.functional.linear."""
+"""Autocast for ops that consist of other ops: operands are cast as torch.nn.functional.linear casts them."""
 
 import torch
 
 
 def autocast_operands(*tensors):
-    """The operands in the dtype of autocast, where it is on for the device of the first; None stays None."""
+    """The operands in the dtype of autocast, if it is enabled for the device of the first one. None passes through."""
     device = tensors[0].device.type
-    # Of the devices that liger serves, meta has none and raises when asked. torch.amp.is_autocast_available would know,
-    # but breaks the graphs of torch 2.11 and older.
+    # is_autocast_enabled raises for meta. torch.amp.is_autocast_available would tell, but causes graph breaks in
+    # torch 2.11 and older.
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

@@ -1,8 +1,8 @@
-"""How ops meet autograd, and small helpers shared by their autograd rules.
+"""Autograd formulas of ops, and helpers that these formulas share.
 
-A formula in Python serves every caller of an op, but the dispatcher takes longer to run it on a small tensor than the
-op itself takes. Eager calls, between which and the backend there is nothing but autograd, therefore go around it with
-the same formula (:func:`differentiable`, :func:`forbid_autograd`); everything else goes through the dispatcher.
+A formula that is registered in Python serves every caller of an op, but on a small tensor the dispatcher takes longer
+to run it than the op itself takes. Plain eager calls therefore bypass the dispatcher and run the same formula directly
+(:func:`differentiable`, :func:`forbid_autograd`); all other calls go through the dispatcher.
 docs/performance/host_time.md has the figures.
 """
 
@@ -30,30 +30,31 @@ from torch.compiler import is_compiling
 
 
 @functools.lru_cache(None)
-def _libraries(namespace):
-    """For implementations of ops of this namespace; they last as long as it does."""
+def _impl_library(namespace):
+    """The library that holds the registrations of a namespace: destroying it would remove them."""
     return torch.library.Library(namespace, "IMPL")
 
 
-# What an op takes, in the types that no one has overridden.
+# Types of arguments without ``__torch_function__`` and ``__torch_dispatch__``.
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _PLAIN = _TENSORS | {bool, int, float, str, torch.dtype}
-# The dispatch keys that every thread starts with. Modes, transforms and tracers add theirs.
-_NOTHING_ADDED = DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)
-# That of is_grads_batched, which has a vmap of its own.
-_VMAP_OF_BACKWARDS = torch._C._parse_dispatch_key("VmapMode")
+# The dispatch keys that every thread starts with. Modes, transforms and tracers add their own.
+_DEFAULT_INCLUDE_SET = DispatchKeySet(DispatchKey.BackendSelect) | DispatchKeySet(DispatchKey.ADInplaceOrView)
+# The key of is_grads_batched, which uses its own vmap.
+_BATCHED_GRAD_KEY = torch._C._parse_dispatch_key("VmapMode")
 
 
-def meets_only_autograd(args):
-    """Whether nothing but autograd would see a call of an op with these arguments before its backend does.
+def is_plain_eager_call(args):
+    """Whether autograd is the only dispatch key between a call with these arguments and the backend.
 
-    That excludes compilers, tensor subclasses, modes, transforms (vmap, grad), forward mode, tracers, and calls from
-    the inside of another op, where autograd is off. The order matters: a compiler follows the first term and no other.
+    False for compilers, tensor subclasses, modes, transforms (vmap, grad), forward mode, tracers, and calls from inside
+    another op, where autograd is off. ``is_compiling`` must come first: Dynamo evaluates it as a constant and does not
+    trace the other terms.
     """
     return (
         not is_compiling()
         and _PLAIN.issuperset(map(type, args))
-        and _dispatch_tls_local_include_set() == _NOTHING_ADDED
+        and _dispatch_tls_local_include_set() == _DEFAULT_INCLUDE_SET
         and not _len_torch_function_stack()
         and forward_ad._current_level < 0
         and not _dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
@@ -61,14 +62,13 @@ def meets_only_autograd(args):
 
 
 def differentiable(op, setup_context, backward):
-    """Registers the autograd formula of an op and returns a function.
+    """Registers the autograd formula of an op and returns a faster entry point of the op.
 
-    ``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)`` are those that
-    ``torch.library.register_autograd`` takes, except that ``backward`` returns a tuple with one entry per argument.
-    What is registered also serves the transforms of torch.func, each of which records a graph of its own, and refuses
-    forward mode.
+    ``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)`` are as in ``torch.library.register_autograd``,
+    except that ``backward`` returns a tuple with one entry per argument. The registered formula also serves the
+    transforms of torch.func, each of which records its own graph, and refuses forward mode.
 
-    The function takes all arguments of the op, by position. It is the op, with less work for the host in eager code.
+    The returned function takes all arguments of the op by position. Plain eager calls bypass the dispatcher.
     """
 
     def forward(ctx, *args):
@@ -81,7 +81,7 @@ def differentiable(op, setup_context, backward):
     record = _recorder(op, forward, backward)
 
     def call(*args):
-        if not meets_only_autograd(args):
+        if not is_plain_eager_call(args):
             return op(*args)
         if torch.is_grad_enabled() and _any_requires_grad(*args):
             return record(*args)
@@ -98,14 +98,15 @@ def _recorder(op, forward, backward):
     methods = {
         name: staticmethod(f) for name, f in (("forward", forward), ("backward", backward), ("jvp", jvp))
     }
-    # Not Function, whose apply looks for transforms first: here there are none, or the dispatcher has found them.
+    # Not torch.autograd.Function, whose apply checks for transforms again: either there are none, or the dispatcher
+    # has already handled them.
     return type(op._opname, (_SingleLevelFunction,), methods).apply
 
 
 def _register_formula(op, setup_context, backward):
-    """The kernel of an op for the dispatch key of autograd, which runs once per transform of torch.func and once below
-    them all, with the tensors of its level."""
-    # The dispatcher leaves out trailing arguments that have their defaults.
+    """Registers the Autograd kernel of an op. It runs once per transform of torch.func, with the tensors of that level,
+    and once below all transforms."""
+    # The dispatcher omits trailing arguments that are equal to their defaults.
     defaults = tuple(argument.default_value for argument in op._schema.arguments)
 
     def below(keyset, args):
@@ -114,7 +115,8 @@ def _register_formula(op, setup_context, backward):
 
     def forward(ctx, *args):
         *args, keyset = args
-        # Nodes run with both modes off; that is of their own level, and not of those of torch.func below it.
+        # A node's forward runs with grad mode and forward mode off. That applies to its own level only: the levels of
+        # torch.func below it need both modes.
         transformed = _are_functorch_transforms_active()
         with torch.set_grad_enabled(transformed), forward_ad._set_fwd_grad_enabled(transformed):
             output = below(keyset, args)
@@ -140,11 +142,11 @@ def _register_formula(op, setup_context, backward):
                 return record(*args, keyset)
         return below(keyset, args)
 
-    _libraries(op.namespace).impl(op._opname, autograd_kernel, "Autograd", with_keyset=True)
+    _impl_library(op.namespace).impl(op._opname, autograd_kernel, "Autograd", with_keyset=True)
 
 
 def _refuse_forward_mode(op, args):
-    """Raises where the derivative of a result would be taken for zero."""
+    """Raises NotImplementedError if an argument has a tangent: without a formula it would be dropped silently."""
     if forward_ad._current_level < 0:
         return
     for tensor in args:
@@ -160,13 +162,13 @@ def refuse_tangents(op):
 
 
 def wants_grad(*tensors):
-    """For each tensor, whether a gradient will be asked for: skipped work is decided before the op runs."""
+    """For each tensor, whether autograd will need its gradient. Ops skip the work of the others."""
     enabled = torch.is_grad_enabled()
     return tuple(enabled and t is not None and _requires_grad(t) for t in tensors)
 
 
 def _requires_grad(tensor):
-    """Whether a tensor requires grad, be it at a level below that of the innermost transform of torch.func."""
+    """Whether a tensor requires grad at any level of the active torch.func transforms."""
     if not is_compiling() and _are_functorch_transforms_active():
         while not tensor.requires_grad and _functorch.is_functorch_wrapped_tensor(tensor):
             tensor = _functorch.get_unwrapped(tensor)
@@ -174,25 +176,24 @@ def _requires_grad(tensor):
 
 
 def is_transformed():
-    """Whether the call is transformed: by torch.func, by forward-mode differentiation, or by a backward over a batch
-    of upstream gradients (is_grads_batched), which has a vmap of its own."""
+    """Whether torch.func, forward-mode differentiation or a backward with ``is_grads_batched`` transforms the call."""
     return (
         _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-        or _dispatch_tls_is_dispatch_key_included(_VMAP_OF_BACKWARDS)
+        or _dispatch_tls_is_dispatch_key_included(_BATCHED_GRAD_KEY)
     )
 
 
 def is_traced(*tensors):
-    """Whether something looks at these tensors that must see functional code and decides itself what is kept: a
-    compiler (torch.compile, or stand-ins of a direct AOT trace) or a transform."""
+    """Whether a compiler (torch.compile, or a direct AOT trace with tensor subclasses) or a transform processes these
+    tensors. Both need functional code and decide themselves what is saved."""
     return is_compiling() or is_transformed() or not _TENSORS.issuperset(map(type, tensors))
 
 
 def may_write_saved(ctx, *tensors):
-    """Inside a backward: whether these saved tensors die with it and may be overwritten.
+    """Inside a backward: whether these saved tensors are freed after it, so that it may overwrite them.
 
-    Never while the graph may run again (retain_graph), is differentiated itself (create_graph), or is traced.
+    False if the graph may run again (retain_graph), is differentiated itself (create_graph), or is traced.
     """
     return (
         type(ctx) is not _Differentiated
@@ -202,8 +203,8 @@ def may_write_saved(ctx, *tensors):
 
 
 class _Differentiated:
-    """The context of a backward whose result is to be differentiated, with saved tensors that were unpacked before:
-    checkpointing allows that once."""
+    """The context of a backward under ``create_graph``, with saved tensors that are already unpacked: checkpointing
+    allows only one unpacking."""
 
     def __init__(self, ctx, saved_tensors):
         self._ctx, self.saved_tensors = ctx, saved_tensors
@@ -212,18 +213,18 @@ class _Differentiated:
         return getattr(self._ctx, name)
 
 
-class _Once(torch.autograd.Function):
-    """A backward formula as a function of all that it depends on, whose own backward raises.
+class _OnceDifferentiable(torch.autograd.Function):
+    """A backward formula as an autograd node over all tensors that it depends on; the backward of this node raises.
 
-    What the formula saved has the history of the inputs; so every path from the gradients to an input or to an upstream
-    gradient leads through here.
+    The saved tensors carry the history of the inputs, so every path from the gradients to an input or to an upstream
+    gradient passes through this node.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(op, backward, ctx, saved, grads, *tensors):
-        """``tensors``: as many saved ones, then as many upstream gradients, then what else the result depends on."""
+        """``tensors``: first ``saved`` saved tensors, then ``grads`` upstream gradients, then other dependencies."""
         return backward(_Differentiated(ctx, tensors[:saved]), *tensors[saved : saved + grads])
 
     @staticmethod
@@ -243,13 +244,13 @@ def refuse_second_derivative(op):
     raise RuntimeError(f"liger: the backward of {op} is not differentiable, so {op} has no second derivative")
 
 
-def differentiable_once(op, also=None):
-    """Decorates the backward formula of an op: differentiating its results again raises, naming the op.
+def differentiable_once(op, dependencies=None):
+    """Decorates the backward formula of an op: differentiating its results again raises RuntimeError naming the op.
 
-    Backward ops have no formula of their own. Without this, ``create_graph=True`` would give gradients that look like
-    constants, and a gradient penalty would silently miss a term. For every input that gets a gradient, the formula must
-    have saved something with its history: the input, or an output that counts as differentiable. ``also(ctx)`` returns
-    tensors that the gradients depend on and that were not saved.
+    Backward ops have no formula. Without this decorator ``create_graph=True`` would return gradients without a history,
+    and a gradient penalty would silently miss a term. For every input with a gradient the formula must save a tensor
+    that carries its history: the input, or an output that is marked as differentiable. ``dependencies(ctx)`` returns
+    further tensors that the gradients depend on and that were not saved.
     """
 
     def decorate(backward):
@@ -258,32 +259,34 @@ def differentiable_once(op, also=None):
             if not torch.is_grad_enabled():
                 return backward(ctx, *grads)
             saved = ctx.saved_tensors
-            others = () if also is None else also(ctx)
-            return _Once.apply(op, backward, ctx, len(saved), len(grads), *saved, *grads, *others)
+            others = () if dependencies is None else dependencies(ctx)
+            return _OnceDifferentiable.apply(
+                op, backward, ctx, len(saved), len(grads), *saved, *grads, *others
+            )
 
         return formula
 
     return decorate
 
 
-def refuse_made(op, grads):
-    """In the backward of an op that returns gradients made by its forward: raises where those are differentiated.
+def refuse_gradient_outputs(op, grads):
+    """In the backward of an op whose forward computes the gradients: raises if these outputs are differentiated.
 
-    The first of them counts as a differentiable output: saved, it has the history that :func:`differentiable_once`
-    asks for, without a byte of the inputs.
+    The first of them is marked as a differentiable output. So the saved gradient carries the history that
+    :func:`differentiable_once` needs, and no input has to be saved.
     """
     if any(grad is not None for grad in grads):
         refuse_second_derivative(op)
 
 
 def forbid_autograd(op_name):
-    """For an op that writes its arguments, such as ``"swiglu_backward_"``: refuses autograd, counts the writes.
+    """For an op that writes its arguments, such as ``"swiglu_backward_"``: refuses autograd, raises version counters.
 
-    Autograd would take the written tensor for the one it had before and return wrong gradients, so a call in grad mode
-    with an argument that requires grad raises. Every call adds to the version counters of what it writes, whichever
-    backend serves it, so that autograd notices a later use of the old value.
+    Autograd does not know of the write and would return wrong gradients, so a call in grad mode with an argument that
+    requires grad raises RuntimeError. Every call increments the version counters of the written arguments, in every
+    backend, so autograd detects a later use of the old value.
 
-    Returns a function of all arguments of the op, by position: the op, with less work for the host in eager code.
+    Returns a function that takes all arguments of the op by position. Plain eager calls bypass the dispatcher.
     """
     op = getattr(torch.ops.liger, op_name).default
     written = [
@@ -307,12 +310,12 @@ def forbid_autograd(op_name):
         count_in(args)
         return result
 
-    library = _libraries("liger")
+    library = _impl_library("liger")
     library.impl(op_name, refuse, "Autograd", with_keyset=True)
     library.impl(op_name, count, "ADInplaceOrView", with_keyset=True)
 
     def call(*args):
-        if torch.is_grad_enabled() or not meets_only_autograd(args):
+        if torch.is_grad_enabled() or not is_plain_eager_call(args):
             return op(*args)
         with _AutoDispatchBelowADInplaceOrView():
             result = op(*args)
@@ -322,8 +325,8 @@ def forbid_autograd(op_name):
     return call
 
 
-def check_given_up(op, names, tensors):
-    """For ``inplace=True``: raises where the backward would write over a leaf, that is, a parameter."""
+def refuse_inplace_leaf(op, names, tensors):
+    """For ``inplace=True``: raises RuntimeError if the op would overwrite a leaf that requires grad (a parameter)."""
     for name, tensor in zip(names, tensors, strict=True):
         owner = tensor._base if tensor._is_view() else tensor
         if owner.is_leaf and owner.requires_grad:
@@ -332,8 +335,8 @@ def check_given_up(op, names, tensors):
             )
 
 
-def own_their_memory(tensors):
-    """Whether every element of every tensor has a place of its own, so that each can be overwritten alone."""
+def non_overlapping(tensors):
+    """Whether no two elements of these tensors share memory, so that each can be overwritten on its own."""
     storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
     if len(set(storages)) < len(storages):
         return False

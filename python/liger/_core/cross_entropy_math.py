@@ -9,7 +9,7 @@ from .dtypes import accumulate_dtype
 
 
 def check_targets(op, target, vocab, ignore_index):
-    """Raises RuntimeError for the first target out of range. CPU tensors only: it looks at data."""
+    """Raises RuntimeError for the first target out of range. CPU tensors only: on a GPU it would synchronise."""
     bad = (target != ignore_index) & ((target < 0) | (target >= vocab))
     if bad.any():
         row = int(bad.nonzero()[0])
@@ -20,7 +20,7 @@ def check_targets(op, target, vocab, ignore_index):
 
 
 def check_row_values(op, logits, **values):
-    """Raises RuntimeError for values that are neither None nor one float32 per row; of float64 logits, one float64."""
+    """Raises RuntimeError for values other than None or one float32 (float64 for float64 logits) per row."""
     shape, dtype = (logits.shape[0],), accumulate_dtype(logits.dtype)
     for name, tensor in values.items():
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype):
@@ -31,7 +31,7 @@ def check_row_values(op, logits, **values):
 
 
 class Metrics(NamedTuple):
-    """Which results beside the loss were asked for, in the order of the op schemas."""
+    """Flags of the requested metrics, in the order of the op schemas."""
 
     z_loss: bool = False
     token_accuracy: bool = False
@@ -42,14 +42,14 @@ class Metrics(NamedTuple):
 
 @dataclass
 class RowRule:
-    """One call's options, with everything that depends on the row but not on its logits."""
+    """The options of one call, and per row all values that do not depend on the logits."""
 
     wide: torch.dtype
     vocab: int
-    live: torch.Tensor  # rows that are not ignored
-    valid: torch.Tensor  # live rows whose target is a class
-    index: torch.Tensor  # the target of valid rows, else 0
-    weight: torch.Tensor  # w[y] of valid rows, else 0
+    valid: torch.Tensor  # rows that are not ignored
+    has_class: torch.Tensor  # valid rows whose target is in range
+    class_index: torch.Tensor  # the target of rows that have a class, else 0
+    weight: torch.Tensor  # class weight of the target of rows that have a class, else 0
     token_weight: torch.Tensor | None
     class_weight: torch.Tensor | None
     class_weight_sum: torch.Tensor | float
@@ -63,7 +63,7 @@ class RowRule:
             return given.to(self.wide).reshape(()).clone()
         if reduction == "mean":
             return self.weight.sum()
-        return torch.ones((), dtype=self.wide, device=self.index.device)
+        return torch.ones((), dtype=self.wide, device=self.class_index.device)
 
     def capped(self, logits):
         z = logits.to(self.wide)
@@ -71,26 +71,26 @@ class RowRule:
 
 
 class Targets(NamedTuple):
-    """What the targets alone say of their rows, as in :class:`RowRule`."""
+    """The per-row values of :class:`RowRule` that depend on the targets alone."""
 
-    live: torch.Tensor
     valid: torch.Tensor
-    index: torch.Tensor
+    has_class: torch.Tensor
+    class_index: torch.Tensor
     weight: torch.Tensor
 
 
 def read_targets(target, vocab, ignore_index, class_weight, wide):
-    live = target != ignore_index
-    valid = live & (target >= 0) & (target < vocab)
-    index = torch.where(valid, target, 0).long()
-    weight = torch.where(valid, 1.0 if class_weight is None else class_weight[index], 0.0).to(wide)
-    return Targets(live, valid, index, weight)
+    valid = target != ignore_index
+    has_class = valid & (target >= 0) & (target < vocab)
+    index = torch.where(has_class, target, 0).long()
+    weight = torch.where(has_class, 1.0 if class_weight is None else class_weight[index], 0.0).to(wide)
+    return Targets(valid, has_class, index, weight)
 
 
 def make_rule(
     op, dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap,
 ):  # fmt: skip
-    """Raises RuntimeError for a CPU target out of range."""
+    """The :class:`RowRule` of a call. Raises RuntimeError for a CPU target out of range."""
     if target.device.type == "cpu":
         check_targets(op, target, vocab, ignore_index)
     wide = accumulate_dtype(dtype)
@@ -109,36 +109,36 @@ def make_rule(
 
 
 def at_original_rows(results, metrics, reduction, index, rows):
-    """What :meth:`RowResults.reduced` gave for the rows ``index`` (int64), for all ``rows`` rows, the others being
-    ignored."""
+    """Scatters the results of :meth:`RowResults.reduced` for the rows ``index`` (int64) to all ``rows`` rows; the other
+    rows get the values of ignored rows."""
     per_row = reduction == "none"
-    wanted = (
+    has_rows = (
         per_row, per_row and metrics.z_loss, False, metrics.predicted_tokens, metrics.logprobs, metrics.entropy,
     )  # fmt: skip
 
-    def placed(values):
+    def scattered(values):
         ignored = -1 if values.dtype == torch.int64 else 0
         return values.new_full((rows,), ignored).index_copy_(0, index, values)
 
-    return tuple(placed(v) if want else v for v, want in zip(results, wanted, strict=True))
+    return tuple(scattered(v) if scatter else v for v, scatter in zip(results, has_rows, strict=True))
 
 
 class Exponentials(NamedTuple):
-    """Of rows of capped logits z, in memory that the next rows take."""
+    """Exponentials of a block of capped logits z. The next block reuses the memory of ``exp``."""
 
-    exp: torch.Tensor  # of z less the largest of its row
-    total: torch.Tensor  # their sum, per row
+    exp: torch.Tensor  # exp(z - max of the row)
+    total: torch.Tensor  # row sums of exp
 
 
 class RowResults:
-    """Per-row results of a whole call, filled a block at a time."""
+    """Per-row results of a call, filled one block of rows at a time."""
 
     def __init__(self, rule, metrics):
         self.rule, self.metrics, self._memory = rule, metrics, None
-        rows, wide = rule.index.shape[0], rule.wide
+        rows, wide = rule.class_index.shape[0], rule.wide
 
-        def buffer(wanted, dtype=wide):
-            return torch.empty(rows if wanted else 0, dtype=dtype, device=rule.index.device)
+        def buffer(needed, dtype=wide):
+            return torch.empty(rows if needed else 0, dtype=dtype, device=rule.class_index.device)
 
         self.loss, self.lse = buffer(True), buffer(True)
         self.z_loss = buffer(metrics.z_loss)
@@ -146,9 +146,9 @@ class RowResults:
         self.logprobs, self.entropy = buffer(metrics.logprobs), buffer(metrics.entropy)
 
     def fill(self, block, logits):
-        """Computes rows ``block`` from their logits; returns z and its :class:`Exponentials`."""
+        """Computes the results of rows ``block``; returns the capped logits z and their :class:`Exponentials`."""
         rule, metrics = self.rule, self.metrics
-        live = rule.live[block]
+        valid = rule.valid[block]
         z = rule.capped(logits)
         if self._memory is None:
             self._memory = torch.empty_like(z, memory_format=torch.contiguous_format)
@@ -156,7 +156,7 @@ class RowResults:
         exp = torch.sub(z, largest.unsqueeze(1), out=self._memory[: z.shape[0]]).exp_()
         total_exp = exp.sum(-1)
         lse = largest + total_exp.log()
-        logp = z.gather(1, rule.index[block].unsqueeze(1)).squeeze(1) - lse
+        logp = z.gather(1, rule.class_index[block].unsqueeze(1)).squeeze(1) - lse
         total = None
         if rule.label_smoothing != 0.0:
             cost = lse.unsqueeze(1) - z
@@ -164,13 +164,13 @@ class RowResults:
         self.fill_from(block, lse, logp, total)
         if metrics.entropy:
             entropy = torch.where(exp == 0, 0.0, exp * (lse.unsqueeze(1) - z)).sum(-1) / total_exp
-            self.entropy[block] = torch.where(live, entropy, 0.0)
+            self.entropy[block] = torch.where(valid, entropy, 0.0)
         if self.predicted.numel():
-            self.predicted[block] = torch.where(live, logits.argmax(-1), -1)
+            self.predicted[block] = torch.where(valid, logits.argmax(-1), -1)
         return z, Exponentials(exp, total_exp)
 
     def fill_with_gradient(self, block, logits, upstream, out):
-        """The same, and writes the gradient into ``out``, which may be the logits."""
+        """As :meth:`fill`, and writes the gradient to ``out``, which may be the logits."""
         z, exponentials = self.fill(block, logits)
         wide = out if out.dtype == self.rule.wide else None
         grad = row_gradient(self.rule, block, z, self.lse[block], upstream, exponentials, wide)
@@ -178,9 +178,12 @@ class RowResults:
             out.copy_(grad)
 
     def fill_from(self, block, lse, logp, total):
-        """What follows from lse, the target's log-probability and, with label smoothing, ``sum(w * (lse - z))``."""
+        """Loss, z-loss and log-probabilities of rows ``block``.
+
+        ``logp``: the log-probability of the target. ``total``: ``sum(w * (lse - z))`` if labels are smoothed.
+        """
         rule, metrics = self.rule, self.metrics
-        live, valid, weight = rule.live[block], rule.valid[block], rule.weight[block]
+        valid, has_class, weight = rule.valid[block], rule.has_class[block], rule.weight[block]
         self.lse[block] = lse
         smoothing = rule.label_smoothing
         loss = torch.zeros_like(lse)
@@ -189,12 +192,12 @@ class RowResults:
         if smoothing != 0.0:
             loss += smoothing / rule.vocab * total
 
-        def finish(values):
-            """The value of each kind of row: nan where the target is no class, 0 where the row is ignored."""
-            return torch.where(live, torch.where(valid, values, torch.nan), 0.0)
+        def masked(values):
+            """``values``, but nan where the target is out of range and 0 where the row is ignored."""
+            return torch.where(valid, torch.where(has_class, values, torch.nan), 0.0)
 
         def scaled(values):
-            return finish(values if rule.token_weight is None else rule.token_weight[block] * values)
+            return masked(values if rule.token_weight is None else rule.token_weight[block] * values)
 
         if rule.lse_square_scale != 0.0:
             z_loss = rule.lse_square_scale * weight * lse.square()
@@ -205,10 +208,11 @@ class RowResults:
             self.z_loss[block] = 0.0
         self.loss[block] = scaled(loss)
         if metrics.logprobs:
-            self.logprobs[block] = finish(logp)
+            self.logprobs[block] = masked(logp)
 
     def reduced(self, denominator, reduction):
-        """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) as the ops return them."""
+        """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) as the ops return them: metrics that were
+        not requested are empty."""
         rule, metrics = self.rule, self.metrics
 
         def reduce(values):
@@ -216,15 +220,16 @@ class RowResults:
 
         accuracy = self.loss.new_empty(0)
         if metrics.token_accuracy:
-            hits = (self.predicted == rule.index) & rule.valid
-            accuracy = hits.sum(dtype=rule.wide) / rule.live.sum(dtype=rule.wide)
+            hits = (self.predicted == rule.class_index) & rule.has_class
+            accuracy = hits.sum(dtype=rule.wide) / rule.valid.sum(dtype=rule.wide)
         predicted = self.predicted if metrics.predicted_tokens else self.predicted.new_empty(0)
         z_loss = reduce(self.z_loss) if metrics.z_loss else self.z_loss
         return reduce(self.loss), z_loss, accuracy, predicted, self.logprobs, self.entropy
 
 
 def gradient_weights(rule, block, lse):
-    """(of the probabilities, of the target), both per row, and (of the class weights) in the gradient of a row."""
+    """Coefficients in the gradient of a row: (of the probabilities, of the one-hot target), each per row, and of the
+    class weights, one number."""
     weight, smoothing = rule.weight[block], rule.label_smoothing
     hard = (1.0 - smoothing) * weight
     scale = hard + smoothing / rule.vocab * rule.class_weight_sum
@@ -234,17 +239,19 @@ def gradient_weights(rule, block, lse):
 
 
 def row_upstream(rule, block, upstream):
-    """The gradient with respect to the unweighted loss of each row; nan where the target is no class."""
+    """The gradient with respect to the unweighted loss of each row; nan where the target is out of range."""
     if rule.token_weight is not None:
         upstream = upstream * rule.token_weight[block]
-    return torch.where(rule.valid[block], upstream, torch.nan)
+    return torch.where(rule.has_class[block], upstream, torch.nan)
 
 
 def row_gradient(rule, block, z, lse, upstream, exponentials=None, out=None):
-    """d(loss)/d(logits) of rows ``block`` in the wide dtype, from their capped logits z.
+    """d(loss)/d(logits) of rows ``block`` in the accumulation dtype, from their capped logits z.
 
-    ``upstream`` holds the gradient with respect to each row's loss, or is a scalar for all of them. ``exponentials``,
-    where they are known, are written over. ``out``, of the wide dtype, takes the gradient.
+    Args:
+        upstream: the gradient with respect to the loss of each row, or one scalar for all rows.
+        exponentials: :class:`Exponentials` of z, which are overwritten, or None.
+        out: memory for the gradient, in the accumulation dtype, or None.
     """
     scale, hard, per_class = gradient_weights(rule, block, lse)
     if exponentials is None:
@@ -252,19 +259,19 @@ def row_gradient(rule, block, z, lse, upstream, exponentials=None, out=None):
     else:
         grad, scale = exponentials.exp, scale / exponentials.total
     out = grad if out is None else out
-    index, upstream = rule.index[block].unsqueeze(1), row_upstream(rule, block, upstream).unsqueeze(1)
+    index, upstream = rule.class_index[block].unsqueeze(1), row_upstream(rule, block, upstream).unsqueeze(1)
     scale, hard = scale.unsqueeze(1), hard.unsqueeze(1)
     if per_class == 0.0 and rule.softcap is None:
-        of_target = (grad.gather(1, index) * scale - hard) * upstream
-        grad = torch.mul(grad, scale * upstream, out=out).scatter_(1, index, of_target)
+        grad_target = (grad.gather(1, index) * scale - hard) * upstream
+        grad = torch.mul(grad, scale * upstream, out=out).scatter_(1, index, grad_target)
     else:
         grad.mul_(scale).sub_(per_class * (1.0 if rule.class_weight is None else rule.class_weight))
         grad.scatter_(1, index, grad.gather(1, index) - hard)
         if rule.softcap is not None:
             grad.mul_(1.0 - (z / rule.softcap).square_())
         grad = torch.mul(grad, upstream, out=out)
-    live = rule.live[block]
-    # A GPU would have to be waited for.
-    if live.device.type == "cpu" and live.all():
+    valid = rule.valid[block]
+    # Not on a GPU: reading the mask would synchronise.
+    if valid.device.type == "cpu" and valid.all():
         return grad
-    return grad.masked_fill_(~live.unsqueeze(1), 0.0)
+    return grad.masked_fill_(~valid.unsqueeze(1), 0.0)

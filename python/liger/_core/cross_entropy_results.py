@@ -1,4 +1,4 @@
-"""Results of the cross entropy ops: their fakes, and the output of the public functions."""
+"""Results of the cross entropy ops: fakes, and the output of the public functions."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,16 @@ from .dtypes import accumulate_dtype
 
 
 class CrossEntropyOutput(NamedTuple):
-    """The loss and the metrics that were asked for; the others are None."""
+    """The loss and the requested metrics; the others are None. docs/cross_entropy.md defines each.
+
+    Attributes:
+        loss: () or, with ``reduction="none"``, the shape of the target; float32 (float64 for float64 inputs).
+        z_loss: the part of the loss that ``lse_square_scale`` adds; shape and dtype of the loss.
+        token_accuracy: (), the fraction of valid rows whose most probable class is the target.
+        predicted_tokens: the shape of the target, int64: the most probable class; -1 in ignored rows.
+        logprobs: the shape of the target, dtype of the loss: log-probability of the target; 0 in ignored rows.
+        entropy: the shape of the target, dtype of the loss: entropy of each row in nats; 0 in ignored rows.
+    """
 
     loss: torch.Tensor
     z_loss: torch.Tensor | None
@@ -20,14 +29,14 @@ class CrossEntropyOutput(NamedTuple):
 
 
 def fake_results(like, rows, reduction, metrics):
-    """(loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) of either op, without values."""
+    """Fake (loss, z_loss, token_accuracy, predicted_tokens, logprobs, entropy) of the cross entropy ops."""
     wide = accumulate_dtype(like.dtype)
 
     def empty(shape, dtype=wide):
         return like.new_empty(shape, dtype=dtype)
 
-    def per_row(wanted, dtype=wide):
-        return empty((rows,) if wanted else (0,), dtype)
+    def per_row(needed, dtype=wide):
+        return empty((rows,) if needed else (0,), dtype)
 
     reduced = (rows,) if reduction == "none" else ()
     return (
@@ -41,9 +50,9 @@ def fake_results(like, rows, reduction, metrics):
 
 
 def output_like(target, reduction, metrics, results):
-    """The results of a forward op as the public functions return them: the loss alone, or all that was asked for.
+    """The results of a forward op as the public functions return them: the loss, or a :class:`CrossEntropyOutput`.
 
-    Per-row ones have the shape of the target.
+    Per-row results get the shape of the target.
     """
     loss, z_loss, accuracy, *per_row = results[:6]
     if reduction == "none":
@@ -51,10 +60,10 @@ def output_like(target, reduction, metrics, results):
         z_loss = unflatten_tokens(z_loss, target) if metrics.z_loss else None
     if not any(metrics):
         return loss
-    wanted = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
+    requested = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
     return CrossEntropyOutput(
         loss,
         z_loss if metrics.z_loss else None,
         accuracy if metrics.token_accuracy else None,
-        *(unflatten_tokens(x, target) if want else None for x, want in zip(per_row, wanted, strict=True)),
+        *(unflatten_tokens(x, target) if flag else None for x, flag in zip(per_row, requested, strict=True)),
     )

@@ -1,7 +1,7 @@
-"""DTensors as the ops see them: whether a value is one, and their tokens as rows.
+"""DTensors: recognition, and conversion of token dimensions to rows.
 
-``torch.distributed.tensor`` takes half a second to import, which ``import liger`` does not spend. No value can be a
-DTensor before that module is imported, so everything here waits for it.
+``torch.distributed.tensor`` takes half a second to import, so ``import liger`` does not import it. No value can be a
+DTensor before that module is imported, so these functions use it only then.
 """
 
 import importlib.abc
@@ -10,16 +10,16 @@ import sys
 
 _MODULE = "torch.distributed.tensor"
 # The second argument of isinstance: empty until the module is imported.
-_types = ()
+_types: tuple[type, ...] = ()
 
 
-def is_dtensor(value):
-    """Whether a value is a DTensor."""
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a ``torch.distributed.tensor.DTensor``. Does not import that module."""
     return isinstance(value, _types)
 
 
 def align_tokens(op, x, target, token_weight):
-    """The arguments of a loss, so that :func:`flatten_tokens` gives each rank the same rows of all of them.
+    """The arguments of a loss, redistributed so that :func:`flatten_tokens` gives each rank the same rows of each.
 
     Raises:
         RuntimeError: x is a DTensor, and target or token_weight is not.
@@ -32,7 +32,7 @@ def align_tokens(op, x, target, token_weight):
 
 
 def flatten_tokens(tensor, dims):
-    """``tensor.flatten(0, dims - 1)``, of a DTensor without moving a token between ranks."""
+    """``tensor.flatten(0, dims - 1)``; no token of a DTensor moves between ranks."""
     if not is_dtensor(tensor):
         return tensor.flatten(0, dims - 1)
     from .dtensor_rows import flatten
@@ -41,7 +41,7 @@ def flatten_tokens(tensor, dims):
 
 
 def unflatten_tokens(rows, like):
-    """The rows of a flattened tensor, one value each, in the shape that the tensor ``like`` had."""
+    """One value per row of a flattened tensor, in the shape of ``like``."""
     if not is_dtensor(rows):
         return rows.reshape(like.shape)
     from .dtensor_rows import unflatten
@@ -50,7 +50,7 @@ def unflatten_tokens(rows, like):
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function at the end of the first import of the module of DTensor."""
+    """Calls a function at the end of the first import of ``torch.distributed.tensor``."""
 
     def __init__(self, function):
         self.function = function
@@ -71,7 +71,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 
 def when_dtensor_is_imported(register):
-    """Calls ``register()`` once the module of DTensor is imported: now, or at the end of its import."""
+    """Calls ``register()`` now if ``torch.distributed.tensor`` is imported, else at the end of its import."""
 
     def enable():
         global _types

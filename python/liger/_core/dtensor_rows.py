@@ -1,25 +1,26 @@
 """Conversion between DTensors with any token dimensions and the rows of the loss ops, without communication.
 
-Flattening gives each rank the rows of its own shard. Their order over all ranks differs from that of the whole tensor.
-No loss depends on the order, as long as every tensor with a row per token is flattened alike, and :func:`unflatten`
+Flattening gives each rank the rows of its own shard, so the order of rows over all ranks differs from that of the whole
+tensor. No loss depends on that order if all tensors with one row per token are flattened alike. :func:`unflatten`
 restores the shape of per-row results.
 """
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from .placements import dense_strides, keep, where_sharded
+from .placements import dense_strides, restrict_sharding, where_sharded
 
 
 def align(op, x, target, token_weight):
-    """The three with the token dimensions of x sharded alike; an x sharded otherwise gets its tokens sharded instead.
+    """(x, target, token_weight) with the same sharding of token dimensions. Where x is sharded along its last dimension
+    or partial, its tokens are sharded instead.
 
     Raises:
         RuntimeError: a target or token weight that is not a DTensor.
     """
     tokens = tuple(
-        p if p.is_replicate() or kept == p else Shard(max(x.dim() - 2, 0))
-        for p, kept in zip(x.placements, keep(x, range(x.dim() - 1)), strict=True)
+        p if p.is_replicate() or same == p else Shard(max(x.dim() - 2, 0))
+        for p, same in zip(x.placements, restrict_sharding(x, range(x.dim() - 1)), strict=True)
     )
     moved = [x.redistribute(placements=tokens)]
     for name, other in (("target", target), ("token_weight", token_weight)):
@@ -33,7 +34,7 @@ def align(op, x, target, token_weight):
 
 
 def flatten(tensor, dims):
-    """(rows, ...) of a tensor whose first ``dims`` dimensions are those of tokens."""
+    """(rows, ...) of a tensor whose first ``dims`` dimensions are token dimensions."""
     local, shape = tensor.to_local().flatten(0, dims - 1), torch.Size(tensor.shape)
     return _rewrapped(
         local, tensor, where_sharded(tensor.placements, Shard(0)), (shape[:dims].numel(), *shape[dims:])
@@ -41,7 +42,7 @@ def flatten(tensor, dims):
 
 
 def unflatten(rows, like):
-    """Values per row with the shape and placements of ``like``, the tensor whose rows they are."""
+    """One value per row, with the shape and placements of ``like``, the tensor before :func:`flatten`."""
     return _rewrapped(rows.to_local().reshape(like.to_local().shape), like, like.placements, like.shape)
 
 

@@ -8,8 +8,8 @@ import torch
 def register_fake(name):
     """Decorator: registers the fake of an op, such as ``"liger::softmax"``, and checks devices.
 
-    A call with a single meta tensor is dispatched to the fake, whatever the others are. Unchecked, it would return
-    memory that nothing was written to.
+    The dispatcher calls the fake if any tensor is a meta tensor. Without the check of devices, such a call with other
+    tensors on a CPU or GPU would return uninitialised memory.
     """
     namespace, _, op = name.partition("::")
     arguments = getattr(getattr(torch.ops, namespace), op).default._schema.arguments
@@ -29,7 +29,7 @@ def register_fake(name):
 
 
 def check_one_device(op, arguments):
-    """Raises RuntimeError where the tensors among these arguments, by name, are on different devices."""
+    """Raises RuntimeError if the tensors among these arguments (a dict by name) are on different devices."""
     first = None
     for name, value in arguments.items():
         for tensor in value if isinstance(value, (list, tuple)) else (value,):

@@ -1,12 +1,18 @@
 """Autograd for losses whose gradients are computed by the forward.
 
-The backward multiplies them by the upstream gradient, a device scalar, with ``liger::rescale``. The autograd formula of
-that op is here and not in ``ops/rescale.py``, because this layer calls it.
+The backward multiplies them by the upstream gradient, a device scalar, with ``liger::rescale``. This module also has
+the autograd formula of that op, because ``_core`` cannot import ``ops/rescale.py``.
 """
 
 import torch
 
-from .autograd import differentiable, differentiable_once, forbid_autograd, may_write_saved, refuse_made
+from .autograd import (
+    differentiable,
+    differentiable_once,
+    forbid_autograd,
+    may_write_saved,
+    refuse_gradient_outputs,
+)
 from .dtypes import accumulate_dtype
 from .loss_rows import refuse_gradients
 
@@ -31,8 +37,8 @@ rescale_ = forbid_autograd("rescale_")
 
 
 def scaled_by_upstream(ctx, grads, grad_loss):
-    """In a backward: the saved gradients of a loss, or None, times the upstream gradient; in place where they die with
-    the node."""
+    """In a backward: the saved gradients of a loss (or None) times the upstream gradient. In place if the node is the
+    last user of the saved tensors."""
     grads = [None if grad is None else grad.detach() for grad in grads]
     if not may_write_saved(ctx, *grads):
         return [None if grad is None else rescale(grad, grad_loss) for grad in grads]
@@ -43,70 +49,75 @@ def scaled_by_upstream(ctx, grads, grad_loss):
 
 
 def gradients_in_forward(op, name, *, refused, row_weight, per_row):
-    """:func:`differentiable` for an op whose first result is a loss and whose last three are the gradients, of
-    ``input``, ``weight`` and ``bias``, that its last three arguments ask for.
+    """:func:`differentiable` for an op that returns a loss and, as its last three results, the gradients of ``input``,
+    ``weight`` and ``bias`` that its last three arguments (flags) request.
 
-    ``refused`` names the tensors that have no gradient, ``row_weight`` the tensor that is a factor of each row's loss.
-    ``per_row`` is an argument, its value where the loss is one number for each row, and that where it is their sum:
-    gradients of the former wait for the backward, which computes the logits a second time.
+    Args:
+        op: the op.
+        name: its name in error messages.
+        refused: names of the tensor arguments without a gradient; they must not require grad.
+        row_weight: name of the argument that multiplies the loss of each row.
+        per_row: (name of an argument, its value for one loss per row, its value for the sum of rows). With one loss per
+            row the backward computes the logits a second time, since each row has an upstream gradient of its own.
     """
     arguments = [argument.name for argument in op._schema.arguments]
     types = [str(argument.type) for argument in op._schema.arguments]
     tensors = next(i for i, kind in enumerate(types) if "Tensor" not in kind)
-    places = tuple(map(arguments.index, ("input", "weight", "bias")))
-    refused = {name: arguments.index(name) for name in refused}
+    positions = tuple(map(arguments.index, ("input", "weight", "bias")))
+    refused = {argument: arguments.index(argument) for argument in refused}
     row_weight = arguments.index(row_weight)
-    switch, of_rows, of_sum = per_row
-    switch = arguments.index(switch)
+    reduction, per_row_value, sum_value = per_row
+    reduction = arguments.index(reduction)
     metrics = [i for i, argument in enumerate(arguments) if argument.startswith("return_")]
 
     def setup(ctx, inputs, output):
-        refuse_gradients(name, **{of: inputs[i] for of, i in refused.items()})
-        wanted = [inputs[i] is not None and inputs[i].requires_grad for i in places]
-        # A graph that was traced without grad mode, and direct calls, may lack a gradient: then it is computed later.
-        ctx.recompute = inputs[switch] == of_rows or any(
-            want and not made for want, made in zip(wanted, inputs[-3:], strict=True)
+        refuse_gradients(name, **{argument: inputs[i] for argument, i in refused.items()})
+        needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in positions]
+        # Direct calls, and graphs that were traced without grad mode, may not have requested a gradient that is needed:
+        # then the backward computes it.
+        ctx.recompute = inputs[reduction] == per_row_value or any(
+            needed and not computed for needed, computed in zip(needs_grad, inputs[-3:], strict=True)
         )
         if ctx.recompute:
             ctx.options = inputs[tensors:-3]
             ctx.save_for_backward(*inputs[:tensors])
         else:
-            saved = [grad if want else None for grad, want in zip(output[-3:], wanted, strict=True)]
+            saved = [grad if needed else None for grad, needed in zip(output[-3:], needs_grad, strict=True)]
             ctx.save_for_backward(*saved)
-        # The first of the saved gradients counts as differentiable: refuse_made says why.
+        # The first saved gradient is marked as differentiable: see refuse_gradient_outputs.
         linked = None if ctx.recompute else next(grad for grad in saved if grad is not None)
         ctx.mark_non_differentiable(*(o for o in output[1:] if o is not linked))
         ctx.set_materialize_grads(False)
 
     def recomputed(ctx, grad_loss, needed):
         """The gradients of ``(grad_loss * loss).sum()``, from a second pass over the logits."""
-        again = [*ctx.saved_tensors, *ctx.options]
+        inputs = [*ctx.saved_tensors, *ctx.options]
         for i in metrics:
-            again[i] = False
-        if again[switch] != of_rows:
-            return rescaled(op(*again, *needed)[-3:], grad_loss, needed)
-        again[switch] = of_sum
-        weights = again[row_weight]
-        again[row_weight] = grad_loss.contiguous() if weights is None else grad_loss * weights
-        return op(*again, *needed)[-3:]
+            inputs[i] = False
+        if inputs[reduction] != per_row_value:
+            return rescaled(op(*inputs, *needed)[-3:], grad_loss, needed)
+        inputs[reduction] = sum_value
+        weights = inputs[row_weight]
+        inputs[row_weight] = grad_loss.contiguous() if weights is None else grad_loss * weights
+        return op(*inputs, *needed)[-3:]
 
     def rescaled(grads, factor, needed):
         return [rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)]
 
     @differentiable_once(name)
     def backward(ctx, grad_loss, *grad_others):
-        refuse_made(name, grad_others)
+        refuse_gradient_outputs(name, grad_others)
         result = [None] * len(arguments)
         if grad_loss is None:
             return tuple(result)
-        needed = [ctx.needs_input_grad[i] for i in places]
+        needed = [ctx.needs_input_grad[i] for i in positions]
         if ctx.recompute:
             grads = recomputed(ctx, grad_loss, needed)
         else:
             saved = zip(ctx.saved_tensors, needed, strict=True)
             grads = scaled_by_upstream(ctx, [g if need else None for g, need in saved], grad_loss)
-        for place, grad, need in zip(places, grads, needed, strict=True):
-            result[place] = grad if need else None
+        for position, grad, need in zip(positions, grads, needed, strict=True):
+            result[position] = grad if need else None
         return tuple(result)
 
     return differentiable(op, setup, backward)

@@ -1,25 +1,26 @@
 """Gated activations, ``activation(gate) * up``: the torch kernels, fakes, autograd and vmap of swiglu and geglu.
 
 Only the inputs are saved: the backward recomputes the activation. The packed form has gate and up side by side in the
-last dimension of one tensor, as one GEMM of a merged projection writes them. Arguments of an op after its tensors
-(which activation it is) are called options here.
+last dimension of one tensor, the output of a merged projection. ``options`` are the arguments of an op after its
+tensors, such as the approximation of GELU.
 """
 
 import torch
 
 from .arguments import FLAG, check
 from .autograd import (
-    check_given_up,
     differentiable,
     differentiable_once,
     forbid_autograd,
     is_traced,
     may_write_saved,
-    own_their_memory,
+    non_overlapping,
+    refuse_inplace_leaf,
 )
 from .dtypes import accumulate_dtype
 from .fakes import register_fake
 from .memory_format import laid_out_like
+from .types import Activation, Approximate
 from .vmap import to_front
 
 # --- formulas -----------------------------------------------------------------------------------------------------
@@ -43,15 +44,15 @@ def _gelu(approximate):
     return value, backward
 
 
-# Name of an activation -> its value, and its value with the gradient of its argument.
+# Activation -> (value(gate), backward(grad, gate) -> (value, gradient of gate)).
 _FORMULAS = {"silu": (_silu, _silu_backward), "gelu": _gelu("none"), "gelu_tanh": _gelu("tanh")}
 
-# What torch calls the approximations of GELU, and the name of the activation.
-GELU_NAMES = {"none": "gelu", "tanh": "gelu_tanh"}
+# ``approximate`` of torch.nn.functional.gelu -> name of the activation.
+GELU_NAMES: dict[Approximate, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def gelu_name(op, approximate):
-    """The name of the activation; raises RuntimeError for an unknown approximation."""
+    """The name of the activation. Raises RuntimeError for an unknown approximation."""
     torch.ops.liger.check_approximate(op, approximate)
     return GELU_NAMES[approximate]
 
@@ -62,7 +63,7 @@ def _product(gate, up, activation):
 
 
 def _grads(grad_out, gate, up, activation, with_product):
-    """(grad_gate, grad_up, product or None), not yet rounded."""
+    """(grad_gate, grad_up, product or None) in the accumulation dtype."""
     wide = accumulate_dtype(gate.dtype)
     grad_out, gate, up = grad_out.to(wide), gate.to(wide), up.to(wide)
     value, grad_gate = _FORMULAS[activation][1](grad_out * up, gate)
@@ -80,7 +81,7 @@ def _product_like(gate_up):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-# --- torch backend: the ops of a family, with their names and activation --------------------------------------------
+# --- torch backend: the ops of a family, by name of the op and of the activation ------------------------------------
 
 
 def product(op, gate, up, activation):
@@ -173,7 +174,7 @@ def _register_fakes(name):
 
 
 class _Form:
-    """An op with its backward and in-place backward: ``form(tensors, inplace, *options)``."""
+    """One form of a gated op, separate or packed, with its backward ops: ``form(tensors, inplace, *options)``."""
 
     def __init__(self, name, arguments):
         self.name, self.arguments = name, arguments
@@ -197,7 +198,7 @@ class _Form:
             inputs = ctx.saved_tensors
             if not may_write_saved(ctx, *inputs):
                 return None, None, *self.backward_op(grad_out, *inputs, False, *ctx.options)[:count]
-            # Detached, because the tensors of the forward would carry their own history into the gradients.
+            # Detached: otherwise the gradients would have the history of the inputs.
             inputs = [t.detach() for t in inputs]
             self.backward_op_(grad_out, *inputs, *ctx.options)
             return None, None, *inputs
@@ -214,18 +215,18 @@ class _Form:
         return self.op(*tensors, *options)
 
     def _inplace_applies(self, tensors):
-        """Whether the in-place form runs; raises where it would destroy a parameter.
+        """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
 
-        Compiled code takes the functional form, whose buffers the compiler places itself.
+        Compiled code takes the functional form; the compiler reuses buffers itself.
         """
         if is_traced(*tensors) or not torch.is_grad_enabled():
             return False
-        check_given_up(self.name, self.arguments, tensors)
-        return all(t.requires_grad for t in tensors) and own_their_memory(tensors)
+        refuse_inplace_leaf(self.name, self.arguments, tensors)
+        return all(t.requires_grad for t in tensors) and non_overlapping(tensors)
 
 
 class _Inplace(torch.autograd.Function):
-    """A form whose backward writes the gradients over the inputs, unless the graph is kept."""
+    """A form whose backward overwrites the inputs with their gradients, unless the graph is retained."""
 
     @staticmethod
     def forward(ctx, form, options, *inputs):
@@ -239,7 +240,7 @@ class _Inplace(torch.autograd.Function):
 
 
 def _elementwise(op, tensors):
-    """vmap rule of an op whose first ``tensors`` arguments keep any leading dimensions."""
+    """vmap rule of an op whose first ``tensors`` arguments may have any leading dimensions."""
 
     def rule(info, in_dims, *args):
         mapped = [to_front(args[i], in_dims[i], info.batch_size) for i in range(tensors)]
@@ -249,7 +250,7 @@ def _elementwise(op, tensors):
 
 
 def gated_forms(name):
-    """Registers all but the kernels of a family, and returns its forms: that of gate and up, and the packed one."""
+    """Registers fakes, autograd and vmap of a family. Returns its two forms: (gate and up, packed)."""
     _register_fakes(name)
     forbid_autograd(f"{name}_backward_product_")
     return _Form(name, ("gate", "up")), _Form(f"{name}_packed", ("gate_up",))

@@ -19,7 +19,8 @@ from .sm90_plan import LinearBackwardPlan
 
 
 class RowStatistics(NamedTuple):
-    """Of rows of logits; entropy and argmax are empty where they were not asked for. Ignored rows have 0, 0 and -1."""
+    """Statistics of rows of logits, (rows,) each. entropy and argmax are empty unless requested. Ignored rows have
+    log-probability 0, entropy 0 and argmax -1."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -28,7 +29,7 @@ class RowStatistics(NamedTuple):
 
 
 class LMHead(NamedTuple):
-    """A projection to classes, and what comes between it and the softmax."""
+    """The projection from hidden states to classes, with the temperature and softcap of its logits."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -41,10 +42,12 @@ class LMHead(NamedTuple):
         return None if self.softcap is None else self.softcap / self.temperature
 
     def write_logits(self, x, out):
-        """Logits over the temperature, before the softcap: the division is part of the product, rounded once."""
+        """Writes the logits divided by the temperature, before the softcap. The GEMM includes the division, so logits
+        are rounded once."""
         write_linear(x, self.weight, self.bias, out, 1.0 / self.temperature)
 
     def statistics(self, logits, target, entropy=False, argmax=False):
+        """The :class:`RowStatistics` of a chunk of logits."""
         _, _, _, predicted, logprobs, entropies, lse, _, _ = torch.ops.liger.cross_entropy_forward.default(
             logits, target, None, None, None, self.ignore_index, 0.0, 0.0, self._cap, "none",
             False, False, argmax, True, entropy, False,
@@ -76,23 +79,23 @@ class LMHead(NamedTuple):
 class LMHeadGradients:
     """The gradients of a linear layer from those of its logits, chunk by chunk."""
 
-    def __init__(self, x, weight, bias, wanted, chunks, exact):
-        need_input, need_weight, need_bias = wanted
+    def __init__(self, x, weight, bias, needs_grad, chunks, exact):
+        need_input, need_weight, need_bias = needs_grad
         wide = accumulate_dtype(x.dtype)
         self.head_weight = weight
         self.input = x.new_empty(x.shape if need_input else 0)
         self.weight = x.new_empty(weight.shape if need_weight else 0)
         self.bias = x.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
-        self.wanted = need_input, need_weight, self.bias.numel() > 0
+        self.needs_grad = need_input, need_weight, self.bias.numel() > 0
         self.separate_sum = need_weight and chunks > 1 and exact and wide != x.dtype
         self.sum = torch.empty_like(self.weight, dtype=wide) if self.separate_sum else self.weight
         self.chunks_added = 0
 
     def new_logits(self, rows):
-        """Memory for rows of logits: that of the weight gradient, if it is accumulated elsewhere and large enough."""
+        """Memory for rows of logits: the weight gradient's, if its sum is a separate buffer and it is large enough."""
         classes = self.head_weight.shape[0]
-        # Rows start at multiples of 16 bytes for the tensor cores. Not on a CPU, whose 16-bit GEMMs may read the
-        # padding between rows and multiply a NaN there by zero.
+        # Tensor cores need rows that start at multiples of 16 bytes. Not on a CPU: its 16-bit GEMMs may read the
+        # padding between rows, and zero times NaN is NaN.
         per_16_bytes = 16 // self.weight.element_size() if self.weight.is_cuda else 1
         stride = -(-classes // per_16_bytes) * per_16_bytes
         in_grad_weight = self.separate_sum and rows * stride <= self.weight.numel()
@@ -102,24 +105,30 @@ class LMHeadGradients:
         return memory.view(rows, stride)[:, :classes]
 
     def new_logits_with_aux(self, rows, aux_rows):
-        """(memory for the logits of a chunk of ``rows`` rows or of a longer first chunk, auxiliary rows): the latter
-        are free while the gradients of a chunk are added."""
+        """(memory for the logits of a chunk of ``rows`` rows or of a longer first chunk, auxiliary rows of logits).
+        :meth:`add` may overwrite the auxiliary rows."""
         memory = self.new_logits(rows + aux_rows)
         return memory[:rows], memory[rows:]
 
     def unwritten_weight_rows(self):
-        """The memory of the weight gradient as rows of logits while it is not written yet; or None."""
+        """The memory of the weight gradient as rows of logits, before the first :meth:`add`; None if it is in use."""
 
     def _valid_rows(self, x, ignored, grad_x):
-        """x with zeros in ignored rows, for the weight gradient. The copy uses the memory of the gradient of x, if
-        there is one, which is written later."""
-        need_input, need_weight, _ = self.wanted
+        """x with zeros in ignored rows, for the weight gradient. The copy uses the memory of the gradient of x, which
+        is written later, if that gradient is needed."""
+        need_input, need_weight, _ = self.needs_grad
         return without_ignored(x, ignored, grad_x if need_input else None) if need_weight else x
 
     def add(self, x, dlogits, grad_x, ignored):
-        """Adds the gradients of a chunk: rows of x, dlogits, the memory of the gradient of x (which may be x), and a
-        mask of ignored rows, (rows,) or None: x may hold NaN there."""
-        need_input, need_weight, need_bias = self.wanted
+        """Adds the gradients of a chunk.
+
+        Args:
+            x: (rows, H) hidden states; ignored rows may have NaN.
+            dlogits: (rows, V) the gradient of the logits.
+            grad_x: (rows, H) memory for the gradient of x, which may be x itself.
+            ignored: (rows,) mask of ignored rows, or None.
+        """
+        need_input, need_weight, need_bias = self.needs_grad
         if need_weight:
             valid = self._valid_rows(x, ignored, grad_x)
             product(dlogits.t(), valid, self.sum, add=self.chunks_added > 0)
@@ -147,26 +156,28 @@ class Sm90LMHeadGradients(LMHeadGradients):
     """
 
     @classmethod
-    def plan(cls, x, weight, bias, wanted, memory_budget, aux_rows=0, group_rows=1, aux_in_grad_weight=False):
-        """The gradients, or None if the engine cannot take them or none is wanted.
+    def plan(
+        cls, x, weight, bias, needs_grad, memory_budget, aux_rows=0, group_rows=1, aux_in_grad_weight=False
+    ):
+        """The gradients, or None if the engine cannot compute them or neither input nor weight needs one.
 
         Args:
             aux_rows: 16-bit rows of auxiliary logits per row of dlogits, two for each float32 logits GEMM.
             group_rows: chunks are multiples of it.
             aux_in_grad_weight: the auxiliary logits of the first chunk use :meth:`unwritten_weight_rows`.
         """
-        if not any(wanted[:2]) or not x.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
+        if not any(needs_grad[:2]) or not x.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
         budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
         plan = LinearBackwardPlan._make(
             torch.ops.liger_sm90.linear_backward_plan.default(
-                x, weight, aux_rows, group_rows, budget, *wanted[:2], aux_in_grad_weight
+                x, weight, aux_rows, group_rows, budget, *needs_grad[:2], aux_in_grad_weight
             )
         )
-        return cls(x, weight, bias, wanted, plan) if plan.first_rows else None
+        return cls(x, weight, bias, needs_grad, plan) if plan.first_rows else None
 
-    def __init__(self, x, weight, bias, wanted, plan):
-        super().__init__(x, weight, bias, wanted, 1, False)
+    def __init__(self, x, weight, bias, needs_grad, plan):
+        super().__init__(x, weight, bias, needs_grad, 1, False)
         self.layout = plan
         self._chunks = 1 + -(-max(x.shape[0] - plan.first_rows, 0) // plan.chunk_rows)
         self._scale_exponents = x.new_empty(plan.scale_bytes, dtype=torch.uint8)
@@ -190,7 +201,7 @@ class Sm90LMHeadGradients(LMHeadGradients):
         return self.weight.view(-1)[: rows * classes].view(rows, classes)
 
     def add(self, x, dlogits, grad_x, ignored):
-        need_input, _, need_bias = self.wanted
+        need_input, _, need_bias = self.needs_grad
         first = self.chunks_added == 0
         self.chunks_added += 1
         plan, workspace = self.layout, self._workspace
@@ -208,16 +219,16 @@ class Sm90LMHeadGradients(LMHeadGradients):
 
 
 def check_head(op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget):
-    """Raises RuntimeError for what no head takes: shapes, dtypes, devices, options out of range."""
+    """Raises RuntimeError for mismatched shapes, dtypes or devices, and for options out of range."""
     check(op, "temperature", temperature, POSITIVE)
-    # The head of cross entropy has the same conditions.
+    # The check of fused_linear_ce has the same conditions.
     torch.ops.liger.check_fused_linear_ce(
         input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget, op
     )
 
 
 def row_chunks(rows, step, first=None):
-    """Slices of ``step`` rows, the first one of ``first`` where that is given."""
+    """Slices of ``step`` rows; the first slice has ``first`` rows if that is given."""
     begin, length = 0, first or step
     while begin < rows:
         end = min(begin + max(length, 1), rows)
@@ -225,17 +236,17 @@ def row_chunks(rows, step, first=None):
         begin, length = end, step
 
 
-def lm_head_gradients(x, weight, bias, wanted, exact, memory_budget):
-    """(the gradients of a linear layer, rows of a chunk), in memory of this budget."""
-    gradients = Sm90LMHeadGradients.plan(x, weight, bias, wanted, memory_budget)
+def lm_head_gradients(x, weight, bias, needs_grad, exact, memory_budget):
+    """(:class:`LMHeadGradients`, rows of a chunk) for a memory budget."""
+    gradients = Sm90LMHeadGradients.plan(x, weight, bias, needs_grad, memory_budget)
     if gradients is not None:
         return gradients, gradients.layout.chunk_rows
-    chunk_rows, chunks = planned_rows(x, weight, wanted[1], exact, memory_budget)
-    return LMHeadGradients(x, weight, bias, wanted, chunks, exact), chunk_rows
+    chunk_rows, chunks = planned_rows(x, weight, needs_grad[1], exact, memory_budget)
+    return LMHeadGradients(x, weight, bias, needs_grad, chunks, exact), chunk_rows
 
 
 def planned_rows(input, weight, need_grad_weight, exact, memory_budget):
-    """(rows of a chunk, chunks) by the planner that every head uses."""
+    """(rows of a chunk, number of chunks) from the planner of all lm_head ops."""
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
         input.shape[0], input.shape[1], weight.shape[0], input.element_size(), need_grad_weight, exact, memory_budget
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Loading the compiled libraries: schemas always, CUDA kernels only where torch has CUDA."""
+"""Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA."""
 
 import ctypes
 import os
@@ -8,13 +8,13 @@ import torch
 
 
 def _library(name):
-    # importlib.resources follows an editable install, whose libraries do not lie beside its sources.
+    # importlib.resources also finds the libraries of an editable install, which are not in the source folder.
     path = files("liger") / f"lib{name}.so"
     return path if path.is_file() else None
 
 
 def _is_loaded(path):
-    """Whether this process has the library of this very file."""
+    """Whether this process has loaded the library from this file."""
     try:
         ctypes.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:
@@ -33,7 +33,7 @@ def _libraries_of_the_process(name):
 
 
 def _refuse_a_second_copy(path):
-    """Registering the ops a second time would end the process."""
+    """Raises ImportError if another installation has registered the ops: a second registration aborts the process."""
     if not torch._C._dispatch_has_kernel("liger::rms_norm") or _is_loaded(path):
         return
     others = " and ".join(_libraries_of_the_process(path.name)) or "another library"
@@ -55,7 +55,7 @@ def _load_schemas():
 
 
 def _load_cuda():
-    """Returns (loaded, why): whether the CUDA kernels are registered, and the reason in words."""
+    """(whether the CUDA kernels are registered, the reason in words)"""
     path = _library("liger_cuda")
     if path is None:
         return False, "this build has no CUDA kernels (no nvcc when it was built, or LIGER_BUILD_CUDA=0)"

@@ -9,7 +9,7 @@ from .dtypes import accumulate_dtype
 def flatten_rows(op, name, x, target, token_weight, target_name="target"):
     """x as (rows, features), target and token_weight as (rows,)."""
     if x.dim() == 0 or (x.dim() == 2 and target.dim() == 1):
-        return x, target, token_weight  # flat already, or for the op's own check to refuse
+        return x, target, token_weight  # already rows, or refused by the op's check
     for other_name, other in ((target_name, target), ("token_weight", token_weight)):
         if other is not None and other.shape != x.shape[:-1]:
             raise RuntimeError(
@@ -23,14 +23,14 @@ def flatten_rows(op, name, x, target, token_weight, target_name="target"):
 
 
 def denominator_tensor(denominator, like):
-    """A number as a device tensor, without a synchronisation; tensors and None pass through."""
+    """A number as a device tensor, without synchronisation; tensors and None pass through."""
     if denominator is None or isinstance(denominator, torch.Tensor):
         return denominator
     return torch.full((), denominator, dtype=accumulate_dtype(like.dtype), device=like.device)
 
 
 def refuse_gradients(op, **tensors):
-    """Raises RuntimeError where a gradient would be asked for that does not exist, rather than return none."""
+    """Raises RuntimeError for a tensor that requires grad although the op has no gradient for it."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise RuntimeError(f"{op}: {name} requires grad, but {op} has no gradient for it: detach it")

@@ -1,6 +1,6 @@
 """GEMMs of a linear layer that is computed in chunks of rows.
 
-All are ``out=`` forms, because autocast casts the operands of the others.
+All use ``out=`` forms, whose operands autocast does not cast.
 """
 
 import torch
@@ -15,36 +15,42 @@ def write_linear(x, weight, bias, out, scale=1.0):
     elif scale == 1.0:
         torch.mm(x, weight.t(), out=out)
     else:
-        # With beta 0 what out held, even NaN, is no part of the result.
+        # beta=0: the old values of out, even NaN, do not affect the result.
         torch.addmm(out, x, weight.t(), beta=0.0, alpha=scale, out=out)
 
 
 def write_wide_linear(x, weight, bias, out):
-    """``out = x @ weight.T + bias`` in the dtype of out, wider than that of the others: rounded there alone."""
+    """``out = x @ weight.T + bias``, rounded once to the dtype of out, which is wider than the dtype of x."""
     if bias is not None:
         out.copy_(bias)
     if x.is_cuda:
         product(x, weight.t(), out, add=bias is not None)
         return
-    # A copy of a few classes of the weight at a time.
+    # Blocks of classes bound the size of the wide copy of the weight.
     x = x.to(out.dtype)
     for classes in row_blocks(weight):
         product(x, weight[classes].t(), out[:, classes], add=bias is not None)
 
 
 def without_ignored(x, ignored, out=None):
-    """Rows of x, with zeros in place of those that ``ignored``, (rows,), marks; None marks none, and x is returned.
+    """x with zeros in ignored rows; x itself if ``ignored`` is None.
 
-    For the weight gradient ``dlogits.T @ x``, a sum over rows: the gradient of an ignored row is zero, but zero times
-    an infinite or NaN hidden state is NaN. ``out``: memory for the rows, maybe that of x.
+    For the weight gradient ``dlogits.T @ x``: the gradient of an ignored row is zero, but zero times an infinite or NaN
+    hidden state is NaN.
+
+    Args:
+        x: (rows, H).
+        ignored: (rows,) mask, or None.
+        out: memory for the result, which may be x, or None.
     """
     return x if ignored is None else torch.where(ignored.unsqueeze(1), x.new_zeros(()), x, out=out)
 
 
 def product(a, b, out, add=False):
-    """``out = a @ b``, or ``out += a @ b``, summed in the dtype of out, which may be wider than that of a and b."""
+    """``out = a @ b``, or ``out += a @ b`` with ``add``, accumulated in the dtype of out, which may be wider than the
+    dtype of a and b."""
     if out.dtype != a.dtype and a.is_cuda:
-        # 16-bit operands with a float32 result exist on CUDA only.
+        # out_dtype, for 16-bit operands with a float32 result, exists on CUDA only.
         if add:
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
         else:

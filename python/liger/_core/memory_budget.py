@@ -1,7 +1,6 @@
-"""The memory budget of the environment, checked where public functions begin.
+"""The environment variable LIGER_MEMORY_BUDGET, checked at the start of public functions.
 
-What an op throws arrives in Python as a RuntimeError. A variable that cannot be read is a ValueError for the user, as
-other unreadable settings are.
+An op can only raise RuntimeError, but an invalid environment variable is a ValueError, as for other settings.
 """
 
 import os
@@ -11,16 +10,16 @@ from torch.compiler import is_compiling
 
 
 def check_budget_variable(memory_budget):
-    """Raises ValueError if the budget comes from LIGER_MEMORY_BUDGET and that is not a positive number of bytes.
+    """Raises ValueError if the call uses LIGER_MEMORY_BUDGET and that is not a positive number of bytes.
 
-    Compiled code leaves it to the op, which raises RuntimeError: the variable is read when the code runs.
+    Not in compiled code, which reads the variable when it runs: there the op raises RuntimeError.
     """
     if memory_budget is None and os.environ.get("LIGER_MEMORY_BUDGET") and not is_compiling():
         default_memory_budget()
 
 
 def default_memory_budget():
-    """Bytes, from LIGER_MEMORY_BUDGET or 512 MiB; raises ValueError where the variable cannot be read."""
+    """Bytes: LIGER_MEMORY_BUDGET, or 512 MiB. Raises ValueError if the variable is not a positive number of bytes."""
     try:
         return torch.ops.liger.default_memory_budget()
     except RuntimeError as error:

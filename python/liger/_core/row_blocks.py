@@ -2,13 +2,13 @@
 
 import torch
 
-# Elements of a float32 temporary: 512 KiB per thread stay in the caches of a CPU, 128 MiB keep a GPU busy.
+# Elements of a float32 temporary: 512 KiB per thread fit the caches of a CPU, 128 MiB occupy a GPU.
 _CPU_BLOCK = 1 << 17
 _GPU_BLOCK = 1 << 25
 
 
 def row_blocks(x, start=0, stop=None):
-    """Slices that cover rows ``start`` to ``stop`` of x, each of a bounded number of elements (at least one row)."""
+    """Slices that cover rows ``start`` to ``stop`` of x, each with a bounded number of elements or one row."""
     stop = x.shape[0] if stop is None else stop
     row = x[:1].numel()
     elements = _CPU_BLOCK * torch.get_num_threads() if x.device.type == "cpu" else _GPU_BLOCK

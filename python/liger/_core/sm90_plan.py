@@ -14,7 +14,7 @@ class PlannedChunk(NamedTuple):
 
 
 class LinearCePlan(NamedTuple):
-    """How rows are cut into chunks, and the memory of the weight gradient and the panel workspace.
+    """The chunks of rows, and the layout of the weight gradient's memory and of the panel workspace.
 
     The exponentials of the first ``rows_in_grad_weight`` rows use the memory of the weight gradient, all others the
     panel workspace, of ``workspace_panel_bytes`` per panel of 128 classes. From the second chunk on a panel starts with
@@ -55,6 +55,7 @@ class LinearBackwardPlan(NamedTuple):
 
 
 def plan_chunks_sm90(*problem, **options):
-    """:class:`LinearCePlan` of ``torch.ops.liger.plan_chunks_sm90``; without chunks if the engine cannot take it."""
+    """:class:`LinearCePlan` of ``torch.ops.liger.plan_chunks_sm90``; without chunks if the engine cannot run the
+    call."""
     first, rows, k_splits, *header = torch.ops.liger.plan_chunks_sm90(*problem, **options)
     return LinearCePlan(*header, tuple(map(PlannedChunk, first, rows, k_splits)))

@@ -1,7 +1,7 @@
-"""The plan of tiled_mlp: its shards of tokens, the tokens whose activations are saved, and the memory of each shard.
+"""The plan of tiled_mlp: its shards of tokens, the tokens whose gate and up are saved, and the memory of each shard.
 
-Pure functions of sizes, dtype and budget, the same on every rank of a job. Ranks with different numbers of tokens may
-get different plans. That is safe, because no shard communicates. docs/performance/tiled_mlp.md derives the numbers.
+Pure functions of sizes, dtype and budget. Ranks with different numbers of tokens may get different plans, which is
+safe because shards do not communicate. docs/performance/tiled_mlp.md derives the numbers.
 """
 
 import os
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-# Adding a shard to the float32 sums of the weight gradients takes 179 / rows of the time of its products on an H200:
-# 2 % at the most that a shard gets, 4 % at the least that there is memory for by default.
-MOST_ROWS = 8192
-LEAST_ROWS = 4096
-# What a tile of a GEMM covers. A shard of fewer rows would only be slower.
+# Adding a shard to the float32 sums of the weight gradients takes 179 / rows of the time of its GEMMs on an H200: 2 %
+# with the largest shards, 4 % with the smallest that the default budget gives.
+MAX_ROWS = 8192
+DEFAULT_ROWS = 4096
+# Rows of a GEMM tile. Shards with fewer rows would only be slower.
 TILE = 128
 
 
@@ -43,16 +43,19 @@ class Problem(NamedTuple):
 
     @property
     def sums(self):
-        """Bytes that float32 sums of the weight gradients take more than the gradients."""
+        """Bytes of the float32 sums of the weight gradients, less the bytes of the gradients."""
         return 3 * self.hidden * self.intermediate * max(4 - self.element_size, 0)
 
 
 class Tiles(NamedTuple):
-    """Shards have at most ``forward_rows`` rows in the forward and ``shard_rows`` in the backward.
+    """The shards of one call.
 
-    Of the first ``kept_rows`` rows gate and up are kept. ``spare_rows`` > 0: the backward works in the memory of what
-    was kept, where the gradient of x will be too, and in a spare buffer of so many rows of the hidden gradient (see
-    :func:`lay_out`).
+    Attributes:
+        forward_rows: most rows of a shard in the forward.
+        shard_rows: most rows of a shard in the backward.
+        kept_rows: the forward keeps gate and up of so many rows, the first ones.
+        spare_rows: 0, or the rows of a spare buffer for the hidden gradient. Then the backward uses the memory of the
+            kept activations for its temporaries and for the gradient of x (see :func:`lay_out`).
     """
 
     forward_rows: int
@@ -61,13 +64,17 @@ class Tiles(NamedTuple):
     spare_rows: int = 0
 
     def has_one(self, rows):
-        """Whether a backward of so many rows is one shard, and no weight gradient a sum."""
+        """Whether a backward of so many rows is a single shard, which needs no sums of weight gradients."""
         return self.shard_rows >= rows and not self.spare_rows
 
 
 class Step(NamedTuple):
-    """One shard of the backward: rows ``start`` to ``stop``, and where in the memory of what was kept, in elements, its
-    gate and up are and its hidden gradient goes (None: in the spare buffer)."""
+    """One shard of the backward: rows ``start`` to ``stop``.
+
+    Attributes:
+        gate_up: offset of its gate and up in the memory of the kept activations, in elements.
+        hidden: offset of its hidden gradient in the same memory; None: the spare buffer.
+    """
 
     start: int
     stop: int
@@ -79,8 +86,8 @@ def _ceil_div(a, b):
     return -(-a // b)
 
 
-def _equal(rows, most):
-    """Rows of each of equal shards of at most ``most`` rows, in whole tiles where that needs no more shards."""
+def _equal_shard(rows, most):
+    """Rows per shard for the fewest equal shards of at most ``most`` rows: whole tiles if that needs no more shards."""
     shards = _ceil_div(rows, most)
     equal = _ceil_div(rows, shards)
     whole = _ceil_div(equal, TILE) * TILE
@@ -96,52 +103,55 @@ def _budget(given, default):
 def plan_tiles(problem, num_shards=None, memory_budget=None, keep=True):
     """The :class:`Tiles` of a :class:`Problem`.
 
-    ``memory_budget`` is for what the op holds at its peak beyond its inputs, its result and the gradients in their
-    dtype: activations, and what float32 sums of the weight gradients take more than the gradients. None is
-    ``LIGER_MEMORY_BUDGET`` or, where that is not set, those sums and the activations of 4096 tokens. With
-    ``num_shards`` and no budget nothing is kept. Without ``keep`` there is no backward.
+    Args:
+        problem: sizes of the call.
+        num_shards: number of shards, or None. Without a budget no activations are kept then.
+        memory_budget: bytes at the peak of the backward beyond inputs, result and gradients: activations and
+            ``problem.sums``. None: ``LIGER_MEMORY_BUDGET`` or, if that is unset, the sums and the activations of 4096
+            tokens.
+        keep: whether there is a backward.
     """
     rows, row = problem.rows, problem.row
     if rows == 0:
         return Tiles(0, 0, 0)
-    most = MOST_ROWS if num_shards is None else _equal(rows, _ceil_div(rows, num_shards))
+    most = MAX_ROWS if num_shards is None else _equal_shard(rows, _ceil_div(rows, num_shards))
     if num_shards is not None and memory_budget is None:
-        joined = keep and _one_shard_fits(problem, _held_by_shards(problem, Tiles(most, most, 0)))
+        joined = keep and _one_shard_fits(problem, _bytes_of_shards(problem, Tiles(most, most, 0)))
         return Tiles(most, rows if joined else most, 0)
     sums = problem.sums if keep else 0
-    budget = _budget(memory_budget, sums + 3 * row * LEAST_ROWS)
+    budget = _budget(memory_budget, sums + 3 * row * DEFAULT_ROWS)
     if num_shards is None and (_one_shard_fits(problem, budget) if keep else 3 * row * rows <= budget):
         return Tiles(rows, rows, rows if keep else 0)
     working = max((budget - sums) // (3 * row * TILE), 1) * (3 * row * TILE)
     fitting = min(working // (3 * row), most)
     if not keep or problem.intermediate < problem.hidden:
-        equal = _equal(rows, fitting)
+        equal = _equal_shard(rows, fitting)
         shards = Tiles(equal, equal, 0)
     else:
-        # The gradient of x takes the place of what was kept. Beyond it: the spare buffer, and twice as much or more.
-        # The product of a shard in the forward is no larger than the spare buffer, so that this is not the peak.
+        # The gradient of x overwrites the kept activations. Beyond it: the spare buffer, and at least twice as much.
+        # The product of a forward shard is no larger than the spare buffer, so the peak is in the backward.
         kept = _ceil_div(problem.x + working - fitting * row, 2 * row)
         shards = Tiles(fitting, most, min(kept, rows), fitting)
-    if keep and _one_shard_fits(problem, _held_by_shards(problem, shards)):
+    if keep and _one_shard_fits(problem, _bytes_of_shards(problem, shards)):
         return Tiles(rows if num_shards is None else most, rows, rows)
     return shards
 
 
 def forward_step(problem, tiles):
-    """Rows of a shard of the forward: fewer than planned where its product, beside all of gate and up, would make a
-    higher peak than the gradients of the backward."""
+    """Rows of a forward shard. Fewer than planned if gate, up and the product of a shard would need more memory than
+    the gradients of the backward."""
     if tiles.kept_rows < problem.rows or tiles.spare_rows:
         return tiles.forward_rows
     most = (problem.x + 2 * problem.weight) // max(problem.row, 1)
-    return tiles.forward_rows if most >= tiles.forward_rows else _equal(problem.rows, most)
+    return tiles.forward_rows if most >= tiles.forward_rows else _equal_shard(problem.rows, most)
 
 
 def block_columns(problem):
     """Columns of the hidden gradient that exist at a time in a backward of one shard.
 
-    A block of columns is a whole product over the hidden size, and its part of the gradient of down_weight a whole sum
-    over tokens, so that blocks cost neither work nor exactness. A block is no larger than what takes its place beside
-    gate and up: the gradients of x and of gate_weight. That is never less than H columns.
+    Each block of columns is a GEMM over the whole hidden size, and its columns of the gradient of down_weight are a sum
+    over all tokens, so blocks add neither work nor error. A block is no larger than the gradients of x and of
+    gate_weight, which are allocated after it; that is at least H columns.
     """
     rows, hidden, intermediate = problem[:3]
     room = hidden + hidden * intermediate * (2 if problem.packed else 1) // max(rows, 1)
@@ -152,20 +162,20 @@ def block_columns(problem):
 
 
 def _one_shard_fits(problem, allowed):
-    """Whether a backward of one shard holds no more bytes beyond results and gradients. It needs no sums.
+    """Whether a backward of one shard, which needs no sums, allocates at most ``allowed`` bytes beyond its results.
 
-    Two comparisons, not one with the larger: compiled code with a dynamic number of tokens is then not told more about
-    it than it must know.
+    Two comparisons instead of one with the maximum: with a dynamic number of tokens a maximum would add another guard
+    to compiled code.
     """
     activations = problem.row * problem.rows  # gate, or up
-    # Gate goes before there is a gradient of up_weight, unless both are one tensor.
+    # Gate is freed before the gradient of up_weight is allocated, unless gate and up are one tensor.
     both = 2 * activations if problem.packed else 2 * activations - problem.weight
     return both <= allowed and activations <= allowed
 
 
-def _held_by_shards(problem, tiles):
-    """The same of several shards, or less."""
-    # When the shards are done, the first gradient exists beside its float32 sum.
+def _bytes_of_shards(problem, tiles):
+    """A lower bound of the bytes that a backward of several shards allocates beyond its results."""
+    # After the last shard the first gradient exists together with its float32 sum.
     row, rounding = problem.row, problem.weight if problem.sums else 0
     if tiles.spare_rows:
         shared = 2 * row * tiles.kept_rows - problem.x
@@ -175,18 +185,19 @@ def _held_by_shards(problem, tiles):
 
 
 def lay_out(rows, hidden, intermediate, tiles):
-    """The :class:`Step` list of a backward in the memory of what was kept, for ``tiles`` with spare rows.
+    """The list of :class:`Step` of a backward in the memory of the kept activations, for ``tiles`` with spare rows.
 
-    That memory, ``kept_rows * 2 * intermediate`` elements, ends up with the gradient of x at its beginning. Rows are
-    done in order, so that written gradients never reach activations that are still needed:
+    At the end the gradient of x is at the beginning of that memory, which has ``kept_rows * 2 * intermediate``
+    elements. Rows are processed in order, so gradients never overwrite activations that are still needed:
 
-    - of kept rows, row r lies at r * 2I and its gradient goes to r * H. The hidden gradient takes the gap between the
-      gradients written and the next activations, or the spare buffer;
-    - later the end of the memory is free: gate and up of a shard are computed there, and shards become smaller as the
-      gradient grows towards them.
+    - kept row r is at offset r * 2I, and its gradient goes to offset r * H. The hidden gradient uses the gap between
+      the written gradients and the next activations, or the spare buffer;
+    - after the kept rows the end of the memory is free: gate and up of a shard are recomputed there. Shards become
+      smaller as the gradient grows towards them.
     """
     memory = tiles.kept_rows * 2 * intermediate
-    steps, done = [], 0
+    steps: list[Step] = []
+    done = 0
     while done < rows:
         written = done * hidden
         if done < tiles.kept_rows:
@@ -201,20 +212,20 @@ def lay_out(rows, hidden, intermediate, tiles):
             in_memory = free // (3 * intermediate)
         count = min(max(in_spare, in_memory), tiles.shard_rows)
         if count < left < 2 * count:
-            count = _ceil_div(left, 2)  # two equal ones at the end, not a full and a tiny one
+            count = _ceil_div(left, 2)  # two equal shards at the end, not a full one and a tiny one
         if count < left and count > TILE:
             count = _rounded(count, min(max(in_spare, in_memory), tiles.shard_rows))
         count = min(count, left)
         gate_up = done * 2 * intermediate if done < tiles.kept_rows else memory - count * 2 * intermediate
-        hidden_place = None
+        hidden_offset = None
         if count > in_spare:
-            hidden_place = written if done < tiles.kept_rows else gate_up - count * intermediate
-        steps.append(Step(done, done + count, gate_up, hidden_place))
+            hidden_offset = written if done < tiles.kept_rows else gate_up - count * intermediate
+        steps.append(Step(done, done + count, gate_up, hidden_offset))
         done += count
     return steps
 
 
 def _rounded(count, most):
-    """Whole tiles: up if that is at most ``most``, else down."""
+    """``count`` rounded to whole tiles: up if the result is at most ``most``, else down."""
     up = _ceil_div(count, TILE) * TILE
     return up if up <= most else up - TILE

@@ -1,4 +1,4 @@
-"""Rules of torch.vmap: a helper of the written ones, and a loop for every op without a rule."""
+"""vmap rules: a helper for hand-written rules, and a loop for every op without a rule."""
 
 import torch
 
@@ -9,7 +9,7 @@ def to_front(tensor, dim, size):
 
 
 def _loop(op):
-    """The rule of an op that runs once per element of the mapped dimension."""
+    """A vmap rule that runs the op once per element of the mapped dimension."""
     written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
 
     def rule(info, in_dims, *args):
@@ -23,13 +23,13 @@ def _loop(op):
             raise RuntimeError(f"{op._opname}: vmap over a dimension without elements")
 
         def element(i):
-            def part(value, dim):
+            def selected(value, dim):
                 if isinstance(value, (list, tuple)):
                     dims = dim if isinstance(dim, (list, tuple)) else [dim] * len(value)
-                    return [part(v, d) for v, d in zip(value, dims, strict=True)]
+                    return [selected(v, d) for v, d in zip(value, dims, strict=True)]
                 return value if dim is None else value.select(dim, i)
 
-            return op(*(part(value, dim) for value, dim in zip(args, in_dims, strict=True)))
+            return op(*(selected(value, dim) for value, dim in zip(args, in_dims, strict=True)))
 
         results = [element(i) for i in range(info.batch_size)]
         if results[0] is None:
@@ -43,9 +43,9 @@ def _loop(op):
 
 
 def register_loops(*namespaces):
-    """Gives every op of these namespaces that has no rule yet the one that loops.
+    """Registers the loop for every op of these namespaces without a vmap rule.
 
-    torch has such a loop, but warns of it at every op, and refuses ops without results and with lists of tensors.
+    torch's own fallback loop warns for every op, and refuses ops without results or with lists of tensors.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for full_name in torch._C._dispatch_get_all_op_names():

@@ -1,4 +1,4 @@
-"""One call of an op on DTensors: its arguments are moved to where the op can run on each rank's part alone."""
+"""One call of an op on DTensors: redistributes the arguments so that each rank can run the op on its local tensors."""
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -7,11 +7,11 @@ from .._core.placements import dense_strides, where_sharded
 
 
 class Call:
-    """The arguments of an op by name. DTensors become local tensors with :meth:`place`.
+    """The arguments of an op by name. DTensors become local tensors with :meth:`redistribute`.
 
     Raises:
-        RuntimeError: DTensors on different meshes, or beside them a plain tensor of more than one element, of which
-            nobody can tell whether it is whole.
+        RuntimeError: DTensors on different meshes, or a DTensor together with a plain tensor of more than one element:
+            such a tensor could be the global tensor or a shard.
     """
 
     def __init__(self, op, args, kwargs):
@@ -19,10 +19,10 @@ class Call:
         self.name = op._schema.name.removeprefix("liger::")
         self.arguments, self.writes = {}, set()
         for position, declared in enumerate(op._schema.arguments):
-            given = (
+            value = (
                 args[position] if position < len(args) else kwargs.get(declared.name, declared.default_value)
             )
-            self.arguments[declared.name] = given
+            self.arguments[declared.name] = value
             if declared.alias_info is not None and declared.alias_info.is_write:
                 self.writes.add(declared.name)
         self.distributed = {n: a for n, a in self.arguments.items() if isinstance(a, DTensor)}
@@ -47,8 +47,8 @@ class Call:
     def replicated(self):
         return (Replicate(),) * self.mesh.ndim
 
-    def place(self, placements, *names):
-        """Moves arguments to these placements and makes them local. None and plain tensors stay as they are.
+    def redistribute(self, placements, *names):
+        """Redistributes arguments to these placements and makes them local. None and plain tensors do not change.
 
         Raises:
             RuntimeError: an argument that the op writes would have to move.
@@ -63,7 +63,7 @@ class Call:
                         f"{self.name}: {name} has placements {tuple(tensor.placements)}, expected {placements}: "
                         "an argument that is written cannot be moved; use the form without the trailing underscore"
                     )
-                # Detached: torch 2.10 would detach the result in place, which DTensors cannot do.
+                # Detached: torch 2.10 would detach the result in place, which DTensors do not support.
                 tensor = tensor.detach().redistribute(placements=placements)
             self.arguments[name] = tensor.to_local()
 
@@ -72,17 +72,17 @@ class Call:
         return self.op(*self.arguments.values())
 
     def wrap(self, local, placements, shape=None):
-        """A result as a DTensor; its global shape is that of the local one unless it is sharded."""
+        """A result as a DTensor. ``shape``: its global shape; None: the shape of the local tensor."""
         shape = local.shape if shape is None else torch.Size(shape)
         return DTensor.from_local(
             local, self.mesh, placements, run_check=False, shape=shape, stride=dense_strides(local, shape)
         )
 
-    def unasked(self, local):
-        """The empty tensor that stands for a result which was not asked for."""
+    def placeholder(self, local):
+        """The empty tensor in place of a result that was not requested."""
         return self.wrap(local, self.replicated)
 
-    def total(self, local, placements):
-        """A scalar summed over the ranks between which these placements shard."""
-        parts = self.wrap(local, where_sharded(placements, Partial()))
-        return parts.redistribute(placements=self.replicated).to_local()
+    def all_reduce(self, local, placements):
+        """A scalar summed over the mesh dimensions that ``placements`` shard."""
+        partial = self.wrap(local, where_sharded(placements, Partial()))
+        return partial.redistribute(placements=self.replicated).to_local()

@@ -1,28 +1,28 @@
-"""Which parts of its arguments each op needs on a rank, and what each rank's results are parts of.
+"""DTensor rules: the placements of arguments that each op needs, and the placements of its results.
 
-The main argument decides: where it is replicated, or sharded along a dimension whose parts the op can treat on their
-own, it stays as it is, everything else follows it, and nothing is gathered. Where it is sharded along another dimension
-(the hidden one of a norm), or holds partial sums, it is gathered first. So results are always those of the whole
-tensors; only how fast they come depends on the placements.
+The main argument decides. If it is replicated, or sharded along a dimension whose shards are independent in the op, it
+is not redistributed, and the other arguments follow its placements without a gather. If it is sharded along another
+dimension (the hidden dimension of a norm) or partial, it is gathered first. So results are always those of the global
+tensors; only the speed depends on the placements.
 
 Registered with ``torch.library.register_torch_dispatch``, which is documented and the same in torch 2.10 to 2.13. The
-sharding strategies of ``torch.distributed.tensor`` are marked experimental, change with every release, and cannot
-express a loss whose denominator takes a reduction of its own.
+sharding strategies of ``torch.distributed.tensor`` are experimental, change with every release, and cannot express a
+loss whose denominator needs a reduction of its own.
 """
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from .._core.placements import is_sharded, keep, where_sharded
+from .._core.placements import is_sharded, restrict_sharding, where_sharded
 from ._call import Call
 from ._loss_rules import LOSS_RULES
 
 
 def _norm(call):
     x = call["x"]
-    rows = keep(x, range(x.dim() - 1))
-    call.place(rows, "x", "residual")
-    call.place(call.replicated, "weight")
+    rows = restrict_sharding(x, range(x.dim() - 1))
+    call.redistribute(rows, "x", "residual")
+    call.redistribute(call.replicated, "weight")
     *ys, rstd = call.run()
     return *(call.wrap(y, rows, x.shape) for y in ys), call.wrap(rstd, rows, x.shape[:-1])
 
@@ -30,188 +30,198 @@ def _norm(call):
 def _norm_backward(call):
     main = "new_residual" if "new_residual" in call.arguments else "x"
     x, need_weight = call[main], call["need_grad_weight"] and call["weight"] is not None
-    rows = keep(x, range(x.dim() - 1))
-    call.place(rows, main, "rstd", "grad_y", "grad_new_residual")
-    call.place(call.replicated, "weight")
+    rows = restrict_sharding(x, range(x.dim() - 1))
+    call.redistribute(rows, main, "rstd", "grad_y", "grad_new_residual")
+    call.redistribute(call.replicated, "weight")
     grad_x, grad_weight = call.run()
     return (
-        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.unasked(grad_x),
-        call.wrap(grad_weight, where_sharded(rows, Partial())) if need_weight else call.unasked(grad_weight),
+        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.placeholder(grad_x),
+        call.wrap(grad_weight, where_sharded(rows, Partial()))
+        if need_weight
+        else call.placeholder(grad_weight),
     )
 
 
 def _moment_norm(call):
-    """layer_norm; group_norm, whose samples alone are on their own."""
+    """layer_norm, whose rows are independent, and group_norm, whose samples are."""
     x = call["x"]
-    of_groups = "num_groups" in call.arguments
-    rows = keep(x, (0,) if of_groups else range(x.dim() - 1))
-    call.place(rows, "x")
-    call.place(call.replicated, "weight", "bias")
+    is_group_norm = "num_groups" in call.arguments
+    rows = restrict_sharding(x, (0,) if is_group_norm else range(x.dim() - 1))
+    call.redistribute(rows, "x")
+    call.redistribute(call.replicated, "weight", "bias")
     y, mean, rstd = call.run()
-    leading = (x.shape[0], call["num_groups"]) if of_groups else x.shape[:-1]
+    leading = (x.shape[0], call["num_groups"]) if is_group_norm else x.shape[:-1]
     return call.wrap(y, rows, x.shape), call.wrap(mean, rows, leading), call.wrap(rstd, rows, leading)
 
 
 def _moment_norm_backward(call):
     x = call["x"]
-    rows = keep(x, (0,) if "num_groups" in call.arguments else range(x.dim() - 1))
+    rows = restrict_sharding(x, (0,) if "num_groups" in call.arguments else range(x.dim() - 1))
     needed = [call[f"need_grad_{name}"] and call[name] is not None for name in ("weight", "bias")]
-    call.place(rows, "x", "mean", "rstd", "grad_y")
-    call.place(call.replicated, "weight", "bias")
+    call.redistribute(rows, "x", "mean", "rstd", "grad_y")
+    call.redistribute(call.replicated, "weight", "bias")
     grad_x, *grads = call.run()
     partial = where_sharded(rows, Partial())
     return (
-        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.unasked(grad_x),
-        *(call.wrap(g, partial) if need else call.unasked(g) for g, need in zip(grads, needed, strict=True)),
+        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.placeholder(grad_x),
+        *(
+            call.wrap(g, partial) if need else call.placeholder(g)
+            for g, need in zip(grads, needed, strict=True)
+        ),
     )
 
 
 def _gated(call):
     gate = call["gate"]
-    parts = keep(gate, range(gate.dim()))
-    call.place(parts, "gate", "up")
-    return call.wrap(call.run(), parts, gate.shape)
+    placements = restrict_sharding(gate, range(gate.dim()))
+    call.redistribute(placements, "gate", "up")
+    return call.wrap(call.run(), placements, gate.shape)
 
 
 def _gated_backward(call):
     gate = call["gate"]
-    parts = keep(gate, range(gate.dim()))
-    call.place(parts, "grad_out", "gate", "up")
+    placements = restrict_sharding(gate, range(gate.dim()))
+    call.redistribute(placements, "grad_out", "gate", "up")
     grad_gate, grad_up, product = call.run()
     return (
-        call.wrap(grad_gate, parts, gate.shape),
-        call.wrap(grad_up, parts, gate.shape),
-        call.wrap(product, parts, gate.shape) if call["emit_product"] else call.unasked(product),
+        call.wrap(grad_gate, placements, gate.shape),
+        call.wrap(grad_up, placements, gate.shape),
+        call.wrap(product, placements, gate.shape) if call["emit_product"] else call.placeholder(product),
     )
 
 
 def _gated_backward_(call):
     gate = call["gate"]
-    call.place(keep(gate, range(gate.dim())), "grad_out", "gate", "up")
+    call.redistribute(restrict_sharding(gate, range(gate.dim())), "grad_out", "gate", "up")
     call.run()
 
 
-def _place_packed(call):
-    """gate_up sharded along its last dimension has no gate beside its up: only tokens can be sharded."""
+def _redistribute_packed(call):
+    """Only tokens can be sharded: a shard of the last dimension of gate_up has gate without up, or up without gate."""
     gate_up = call["gate_up"]
-    tokens = keep(gate_up, range(gate_up.dim() - 1))
-    call.place(tokens, "grad_out", "gate_up")
+    tokens = restrict_sharding(gate_up, range(gate_up.dim() - 1))
+    call.redistribute(tokens, "grad_out", "gate_up")
     return tokens, gate_up.shape, (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 def _gated_packed(call):
-    tokens, _, half = _place_packed(call)
+    tokens, _, half = _redistribute_packed(call)
     return call.wrap(call.run(), tokens, half)
 
 
 def _gated_packed_backward(call):
-    tokens, whole, half = _place_packed(call)
+    tokens, whole, half = _redistribute_packed(call)
     grad_gate_up, product = call.run()
-    product = call.wrap(product, tokens, half) if call["emit_product"] else call.unasked(product)
+    product = call.wrap(product, tokens, half) if call["emit_product"] else call.placeholder(product)
     return call.wrap(grad_gate_up, tokens, whole), product
 
 
 def _gated_packed_backward_(call):
-    _place_packed(call)
+    _redistribute_packed(call)
     call.run()
 
 
 _TILED_PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
 
 
-def _place_tiled(call, *followers):
-    """Each rank cuts its own tokens into shards, at most one for each of them."""
+def _redistribute_tiled(call, *followers):
+    """Redistributes to sharded tokens, and limits ``num_shards`` to the number of tokens of the rank."""
     x = call["x"]
-    tokens = keep(x, range(x.dim() - 1))
-    call.place(tokens, "x", *followers)
-    call.place(call.replicated, *_TILED_PARAMETERS)
+    tokens = restrict_sharding(x, range(x.dim() - 1))
+    call.redistribute(tokens, "x", *followers)
+    call.redistribute(call.replicated, *_TILED_PARAMETERS)
     if call["num_shards"] is not None:
         call.arguments["num_shards"] = min(call["num_shards"], max(call["x"].shape[:-1].numel(), 1))
     return tokens, x.shape
 
 
 def _tiled_mlp(call):
-    # What a rank keeps is no part of a whole: the backward computes gate and up of all its tokens again.
+    # The kept activations of the ranks do not form a global tensor, so the backward recomputes gate and up.
     call.arguments["keep"] = False
-    tokens, shape = _place_tiled(call)
+    tokens, shape = _redistribute_tiled(call)
     y, *kept = call.run()
-    return call.wrap(y, tokens, shape), *map(call.unasked, kept)
+    return call.wrap(y, tokens, shape), *map(call.placeholder, kept)
 
 
 def _tiled_mlp_backward(call):
-    tokens, shape = _place_tiled(call, "grad_y")
-    call.place(call.replicated, "kept", "kept_up")
+    tokens, shape = _redistribute_tiled(call, "grad_y")
+    call.redistribute(call.replicated, "kept", "kept_up")
     grad_x, *grads = call.run()
     needed = (call[f"need_grad_{name}"] for name in _TILED_PARAMETERS)
     partial = where_sharded(tokens, Partial())
     return (
-        call.wrap(grad_x, tokens, shape) if call["need_grad_x"] else call.unasked(grad_x),
-        *(call.wrap(g, partial) if need else call.unasked(g) for g, need in zip(grads, needed, strict=True)),
+        call.wrap(grad_x, tokens, shape) if call["need_grad_x"] else call.placeholder(grad_x),
+        *(
+            call.wrap(g, partial) if need else call.placeholder(g)
+            for g, need in zip(grads, needed, strict=True)
+        ),
     )
 
 
 _BATCH, _HEADS, _TOKENS = Shard(0), Shard(1), Shard(2)
 
 
-def _place_rope(call, q_name, k_name):
-    """Batch and tokens are sharded together; heads of q and of k each as they are, for there may be few of k."""
+def _redistribute_rope(call, q_name, k_name):
+    """Batch and tokens of q and k get the same sharding. Heads keep theirs, because k may have fewer heads than q."""
     q, k, cos = call[q_name], call[k_name], call["cos"]
-    q_parts = keep(q, (0, 1, 2))
-    k_heads = keep(k, (1,))
-    k_parts = tuple(p if p in (_BATCH, _TOKENS) else own for p, own in zip(q_parts, k_heads, strict=True))
-    of_table = {_TOKENS: Shard(cos.dim() - 2)}
+    q_placements = restrict_sharding(q, (0, 1, 2))
+    k_heads = restrict_sharding(k, (1,))
+    k_placements = tuple(
+        p if p in (_BATCH, _TOKENS) else own for p, own in zip(q_placements, k_heads, strict=True)
+    )
+    table_placements = {_TOKENS: Shard(cos.dim() - 2)}
     if cos.dim() == 3 and cos.shape[0] != 1:
-        of_table[_BATCH] = Shard(0)
-    call.place(q_parts, q_name)
-    call.place(k_parts, k_name)
-    call.place(tuple(of_table.get(p, Replicate()) for p in q_parts), "cos", "sin")
-    return (q_parts, q.shape), (k_parts, k.shape)
+        table_placements[_BATCH] = Shard(0)
+    call.redistribute(q_placements, q_name)
+    call.redistribute(k_placements, k_name)
+    call.redistribute(tuple(table_placements.get(p, Replicate()) for p in q_placements), "cos", "sin")
+    return (q_placements, q.shape), (k_placements, k.shape)
 
 
 def _rope(call):
     q_name, k_name = list(call.arguments)[:2]
-    placed = _place_rope(call, q_name, k_name)
-    return tuple(call.wrap(local, *parts) for local, parts in zip(call.run(), placed, strict=True))
+    placed = _redistribute_rope(call, q_name, k_name)
+    return tuple(call.wrap(local, *placements) for local, placements in zip(call.run(), placed, strict=True))
 
 
 def _rope_(call):
-    _place_rope(call, "q", "k")
+    _redistribute_rope(call, "q", "k")
     call.run()
 
 
-def _place_scaled(call):
-    """Anything linear can be scaled where it lies, sums that are still to be added up, too."""
+def _redistribute_scaled(call):
+    """Scaling is linear, so shards and partial sums can be scaled without communication."""
     x = call["x"]
-    parts = tuple(
+    placements = tuple(
         p if is_sharded(p) or p in (Partial("sum"), Partial("avg")) else Replicate() for p in x.placements
     )
-    call.place(parts, "x")
-    call.place(call.replicated, "factor")
-    return parts, x.shape
+    call.redistribute(placements, "x")
+    call.redistribute(call.replicated, "factor")
+    return placements, x.shape
 
 
 def _rescale(call):
-    parts, shape = _place_scaled(call)
-    return call.wrap(call.run(), parts, shape)
+    placements, shape = _redistribute_scaled(call)
+    return call.wrap(call.run(), placements, shape)
 
 
 def _rescale_(call):
-    _place_scaled(call)
+    _redistribute_scaled(call)
     call.run()
 
 
 def _elementwise(call):
     x = call["x"]
-    parts = keep(x, range(x.dim()))
-    call.place(parts, "x", "grad_y")
-    return call.wrap(call.run(), parts, x.shape)
+    placements = restrict_sharding(x, range(x.dim()))
+    call.redistribute(placements, "x", "grad_y")
+    return call.wrap(call.run(), placements, x.shape)
 
 
 def _softmax(call):
     name = "x" if "x" in call.arguments else "y"
     x = call[name]
-    rows = keep(x, range(x.dim() - 1))
-    call.place(rows, name, "grad_y")
+    rows = restrict_sharding(x, range(x.dim() - 1))
+    call.redistribute(rows, name, "grad_y")
     return call.wrap(call.run(), rows, x.shape)
 
 
@@ -255,7 +265,7 @@ RULES = {
 
 def _dispatched(rule):
     def on_dtensors(cls, op, types, args, kwargs):
-        # Below autograd: the moves of a rule are no part of the graph, and have no gradient of their own.
+        # Below autograd: redistributions by a rule are not part of the graph.
         with torch.no_grad():
             return rule(Call(op, args, kwargs or {}))
 

@@ -1,24 +1,25 @@
-"""Which classes each process of a group holds, and the exchange between them."""
+"""The shard of classes of each process of a group, and the exchange of statistics between processes."""
 
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# The name up to torch 2.12, and the later one.
+# all_gather_into_tensor is the name up to torch 2.12.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class VocabShards(NamedTuple):
-    """What the ops below need to know of a group: plain values, so that they pass through a dispatcher."""
+    """The shard of one process, as plain values, which can be arguments of an op."""
 
-    start: int  # the first class of this process
-    vocab: int  # classes of all processes together
+    start: int  # first class of this process
+    vocab: int  # number of classes of all processes
     group_name: str
 
 
 def group_of(op, group):
-    """The group, or that of all processes; raises RuntimeError where there is none or this process is no member."""
+    """The group; None: the default group. Raises RuntimeError without process groups, or if this process is not a
+    member."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(f"{op}: torch.distributed has no process group: call init_process_group first")
     group = dist.group.WORLD if group is None else group
@@ -32,7 +33,7 @@ def _ranks(group):
 
 
 def _mesh_group(op, name, tensor, group):
-    """The group of a DTensor; raises RuntimeError where its mesh is not one-dimensional or not that of ``group``."""
+    """The group of a DTensor. Raises RuntimeError unless its mesh has one dimension and the ranks of ``group``."""
     mesh = tensor.device_mesh
     if mesh.ndim != 1:
         raise RuntimeError(
@@ -48,7 +49,7 @@ def _mesh_group(op, name, tensor, group):
 
 
 def local_shard(op, name, tensor, dim, group, vocab_size):
-    """(the part of this process, the group, the number of all classes) of a DTensor; others pass through."""
+    """(local tensor, group, number of all classes) of a DTensor; of a plain tensor the arguments."""
     if not isinstance(tensor, DTensor):
         return tensor, group, vocab_size
     group = _mesh_group(op, name, tensor, group)
@@ -63,19 +64,19 @@ def local_shard(op, name, tensor, dim, group, vocab_size):
     return tensor.to_local(), group, tensor.shape[dim]
 
 
-def whole(op, name, tensor, group):
-    """A DTensor made whole on every process of the group; others pass through."""
+def replicated_tensor(op, name, tensor, group):
+    """The global tensor of a DTensor, on every process of the group; plain tensors pass through."""
     if not isinstance(tensor, DTensor):
         return tensor
     _mesh_group(op, name, tensor, group)
     return tensor.redistribute(placements=[Replicate()]).to_local()
 
 
-def locate(op, name, classes, group, vocab_start, vocab_size):
-    """The :class:`VocabShards` of a process that holds so many classes.
+def find_shard(op, name, classes, group, vocab_start, vocab_size):
+    """The :class:`VocabShards` of a process with ``classes`` classes.
 
-    Without ``vocab_start`` the classes are cut as ``torch.chunk`` and DTensor cut them: equal parts, the last one
-    possibly shorter. Raises RuntimeError where that does not fit; no data is exchanged for it.
+    Without ``vocab_start`` classes are sharded as by ``torch.chunk`` and DTensor: equal shards, a smaller last one.
+    Raises RuntimeError if the number of classes does not fit. No communication.
     """
     group = group_of(op, group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -90,13 +91,13 @@ def locate(op, name, classes, group, vocab_start, vocab_size):
         return VocabShards(vocab_start, vocab_size, group.group_name)
     if vocab_size is None:
         return VocabShards(rank * classes, world * classes, group.group_name)
-    part = -(-vocab_size // world)
-    if (world - 1) * part >= vocab_size:
+    shard = -(-vocab_size // world)
+    if (world - 1) * shard >= vocab_size:
         raise RuntimeError(
             f"{op}: vocab_size is {vocab_size}, which leaves no class to the last of {world} processes"
         )
-    start = rank * part
-    expected = min(part, vocab_size - start)
+    start = rank * shard
+    expected = min(shard, vocab_size - start)
     if classes != expected:
         raise RuntimeError(
             f"{op}: {name} has {classes} classes, expected {expected} on rank {rank} of {world} for a vocab_size of "
@@ -106,7 +107,8 @@ def locate(op, name, classes, group, vocab_start, vocab_size):
 
 
 def gather(stats, group):
-    """((world, statistics, rows), the work to wait for or None), from the (statistics, rows) of every process."""
+    """All-gather of the (statistics, rows) of every process: ((world, statistics, rows), the Work to wait for or
+    None)."""
     world = dist.get_world_size(group)
     if world == 1:
         return stats.unsqueeze(0), None

@@ -1,4 +1,4 @@
-"""The row rule of cross entropy, from the statistics of parts of a row."""
+"""The row rule of cross entropy, from the statistics of shards of a row."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from ..ops.cross_entropy_stats import cross_entropy_stats, cross_entropy_stats_b
 
 
 class WholeRows(NamedTuple):
-    """The statistics of rows over all classes; the same bits on every process, which all add in the order of ranks."""
+    """The statistics of rows over all classes. Every process adds in the order of ranks, so all get the same bits."""
 
     reference: torch.Tensor  # the largest logit
     total: torch.Tensor  # sum of exp(z - reference)
@@ -20,7 +20,7 @@ class WholeRows(NamedTuple):
     def merge(cls, gathered):
         high, total, target, *class_sum = gathered.unbind(1)
         reference = high.amax(0)
-        # Nothing may be inf - inf in a row of -inf.
+        # A row of -inf: avoids inf - inf.
         finite = torch.where(reference == -torch.inf, 0.0, reference)
         total = ((high - finite).exp_() * total).sum(0)
         return cls(reference, total, target.sum(0), class_sum[0].sum(0) if class_sum else None)
@@ -31,12 +31,13 @@ class WholeRows(NamedTuple):
 
     @property
     def logp(self):
-        # Differences first, so that a large common part of the logits cancels.
+        # Subtract first, so that a large common offset of the logits cancels without rounding.
         return (self.target - self.reference) - self.total.log()
 
 
 class Rows:
-    """The rule of a call, seen from the process that has ``classes`` of its classes."""
+    """The row rule of a call and its results, on the process with the classes from ``vocab_start`` on, ``classes`` in
+    number."""
 
     def __init__(
         self, op, dtype, classes, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
@@ -51,14 +52,17 @@ class Rows:
         self.denominator, self.reduction = self.rule.denominator(denominator, reduction), reduction
         self.smoothing = label_smoothing != 0.0
         self.target = target
-        self.here = None if ce_weight is None else ce_weight[vocab_start : vocab_start + classes]
-        self.where = (vocab_start, ignore_index, softcap)
+        self.shard_weight = None if ce_weight is None else ce_weight[vocab_start : vocab_start + classes]
+        self.options = (vocab_start, ignore_index, softcap)
 
     def stats(self, rows, logits):
-        return cross_entropy_stats(logits, self.target[rows], self.here, *self.where, self.smoothing)
+        return cross_entropy_stats(
+            logits, self.target[rows], self.shard_weight, *self.options, self.smoothing
+        )
 
     def fill(self, rows, gathered):
-        """Losses and metrics of rows; returns their coefficients for an upstream gradient of 1."""
+        """Computes losses and metrics of rows. Returns the arguments (reference, coef_exp, coef_target, coef_class) of
+        cross_entropy_stats_backward for an upstream gradient of 1."""
         rule, merged = self.rule, WholeRows.merge(gathered)
         lse, cost = merged.lse, None
         if self.smoothing:
@@ -75,7 +79,12 @@ class Rows:
 
     def write_gradient(self, rows, logits, coefficients):
         cross_entropy_stats_backward_(
-            logits, self.target[rows], *coefficients, self.here if self.smoothing else None, *self.where, None
+            logits,
+            self.target[rows],
+            *coefficients,
+            self.shard_weight if self.smoothing else None,
+            *self.options,
+            None,
         )
 
     def reduced(self):

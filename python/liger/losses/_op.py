@@ -22,7 +22,7 @@ from torch._C import (
 )
 
 from .._core.arguments import check_classes
-from .._core.autograd import differentiable, differentiable_once, refuse_made
+from .._core.autograd import differentiable, differentiable_once, refuse_gradient_outputs
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
@@ -182,7 +182,7 @@ def _setup(ctx, inputs, output):
         )
     saved = [g if want else None for g, want in zip(output[-3:], wanted, strict=True)]
     ctx.save_for_backward(*saved)
-    # The first of them counts as differentiable: refuse_made says why.
+    # The first of them counts as differentiable: refuse_gradient_outputs says why.
     linked = next(g for g in saved if g is not None)
     ctx.mark_non_differentiable(*(o for o in output[1:] if o is not linked))
     ctx.set_materialize_grads(False)
@@ -190,7 +190,7 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(_OP)
 def _backward(ctx, grad_loss, *grad_others):
-    refuse_made(_OP, grad_others)
+    refuse_gradient_outputs(_OP, grad_others)
     result = [None] * 20
     if grad_loss is not None:
         grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)

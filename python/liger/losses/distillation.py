@@ -27,7 +27,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.memory_budget import check_budget_variable
-from ..ops.divergence import of_beta
+from ..ops.divergence import jsd_divergence
 from ..ops.fused_linear_divergence import fused_linear_distillation
 from ._batch import as_scalar
 from .base import choice
@@ -239,7 +239,7 @@ class FusedLinearJSDLoss(_OfTwoHeads):
         self.beta = float(beta)
 
     def distance(self):
-        return of_beta(self.beta), self.beta, 1.0
+        return jsd_divergence(self.beta), self.beta, 1.0
 
 
 class FusedLinearKLDivLoss(_OfTwoHeads):

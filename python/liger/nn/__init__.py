@@ -1,6 +1,7 @@
 """Modules over the ops of liger, with the constructors of their counterparts in torch.nn."""
 
 import importlib
+from typing import Any
 
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import GEGLUMLP, SwiGLUMLP
@@ -23,8 +24,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
-    # Looked up when first used: it imports the distributed part of torch.
+def __getattr__(name: str) -> Any:
+    # Imported at first use, because it imports torch.distributed.tensor.
     if name == "VocabParallelFusedLinearCrossEntropyLoss":
         return getattr(importlib.import_module("liger.nn.vocab_parallel"), name)
     raise AttributeError(f"module 'liger.nn' has no attribute '{name}'")

@@ -1,4 +1,9 @@
-"""Cross entropy over given logits, over a projection that never keeps its logits, and inside the head itself."""
+"""Cross entropy of logits, of a linear layer without materialised logits, and inside the lm_head itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +22,7 @@ from .._core.arguments import (
     check,
 )
 from .._core.cross_entropy_results import CrossEntropyOutput
+from .._core.types import Device, Metric, Reduction, Scalar
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 
@@ -30,10 +36,21 @@ def _check_class_weight(op, name, weight):
 
 
 class _CrossEntropyOptions(nn.Module):
-    """The options that both losses share, under the names of :class:`torch.nn.CrossEntropyLoss` where it has them."""
+    """Options that both losses share, with the names of :class:`torch.nn.CrossEntropyLoss` where it has them."""
+
+    weight: torch.Tensor | None
 
     @arguments(error=ValueError, optional=("weight", "softcap"), metrics=NAMES, **CE_OPTIONS)
-    def __init__(self, weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics):
+    def __init__(
+        self,
+        weight: torch.Tensor | None,
+        ignore_index: int,
+        reduction: Reduction,
+        label_smoothing: float,
+        lse_square_scale: float,
+        softcap: float | None,
+        metrics: Sequence[Metric],
+    ) -> None:
         super().__init__()
         name = type(self).__name__
         _check_class_weight(name, "weight", weight)
@@ -47,7 +64,7 @@ class _CrossEntropyOptions(nn.Module):
         self.label_smoothing, self.lse_square_scale, self.softcap = label_smoothing, lse_square_scale, softcap
         self.metrics = tuple(metrics)
 
-    def _options(self):
+    def _options(self) -> dict[str, Any]:
         return {
             "ce_weight": self.weight,
             "ignore_index": self.ignore_index,
@@ -58,7 +75,7 @@ class _CrossEntropyOptions(nn.Module):
             **{f"return_{name}": True for name in self.metrics},
         }
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return (
             f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, "
             f"lse_square_scale={self.lse_square_scale}, softcap={self.softcap}"
@@ -66,49 +83,60 @@ class _CrossEntropyOptions(nn.Module):
 
 
 class CrossEntropyLoss(_CrossEntropyOptions):
-    """Cross entropy of logits; the constructor of :class:`torch.nn.CrossEntropyLoss`, and more.
+    """Cross entropy of logits, with the constructor of :class:`torch.nn.CrossEntropyLoss` and more options.
 
     Args:
-        weight: (V,) class weights, kept as a buffer.
-        ignore_index: the target of rows that do not count.
+        weight: (V,) class weights, any floating dtype, registered as a buffer.
+        ignore_index: the target of ignored rows, which have no loss and no gradient.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: between 0 and 1.
         lse_square_scale: factor of the z-loss.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first.
-        inplace: the gradient takes the memory of the logits, as in :func:`liger.cross_entropy`; for logits that are
-            private to the loss.
+        inplace: the gradient overwrites the logits, as in :func:`liger.cross_entropy`; for logits that only the loss
+            uses.
         metrics: names among ``z_loss``, ``token_accuracy``, ``predicted_tokens``, ``logprobs`` and ``entropy``,
             computed in the same pass.
 
     Shape:
-        logits: (..., V); target: (...) of class indices; token_weight: (...); denominator: one element, which replaces
-        the divisor of the mean. docs/cross_entropy.md defines each.
+        logits: (..., V); target: (...), class indices; token_weight: (...); denominator: one element, which replaces
+        the divisor of the mean. Dtypes as in :func:`liger.cross_entropy`; docs/cross_entropy.md defines each.
 
     Returns:
-        The loss in float32, or with metrics a ``CrossEntropyOutput``.
+        The loss in float32 (float64 for float64 logits), () or the shape of target; with metrics a
+        ``CrossEntropyOutput``.
 
     Raises:
-        ValueError: an unknown reduction or metric.
-        RuntimeError: what :func:`liger.cross_entropy` refuses.
+        TypeError: an option of another type.
+        ValueError: an unknown reduction or metric, an option out of range.
+        RuntimeError: in the forward, as :func:`liger.cross_entropy`.
+
+    Source: as :func:`liger.cross_entropy`.
     """
 
     def __init__(
         self,
-        weight=None,
+        weight: torch.Tensor | None = None,
         *,
-        ignore_index=-100,
-        reduction="mean",
-        label_smoothing=0.0,
-        lse_square_scale=0.0,
-        softcap=None,
-        inplace=False,
-        metrics=(),
-    ):
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        inplace: bool = False,
+        metrics: Sequence[Metric] = (),
+    ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
         check(type(self).__name__, "inplace", inplace, FLAG)
         self.inplace = inplace
 
-    def forward(self, logits, target, *, token_weight=None, denominator=None):
+    def forward(
+        self,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        token_weight: torch.Tensor | None = None,
+        denominator: Scalar | None = None,
+    ) -> torch.Tensor | CrossEntropyOutput:
         return cross_entropy(
             logits,
             target,
@@ -120,53 +148,65 @@ class CrossEntropyLoss(_CrossEntropyOptions):
 
 
 class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
-    """Cross entropy of ``input @ weight.T + bias`` that never keeps the logits of more than a chunk of rows.
+    """Cross entropy of ``input @ weight.T + bias``, in chunks of rows whose logits fit a memory budget.
 
     Args:
         weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics: as in
-            :class:`CrossEntropyLoss`; this weight is that of the classes, not of the projection.
-        accum_dtype: in which dtype the gradient of the projection weight is summed over chunks; None means float32.
-        memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``.
+            :class:`CrossEntropyLoss`. ``weight`` are class weights, not the weight of the lm_head.
+        accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None: float32.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
 
     Shape:
         input: (..., H); weight: (V, H); target: (...); bias: (V,); token_weight: (...); denominator: one element.
+        Dtypes as in :func:`liger.fused_linear_ce`.
 
     Returns:
-        The loss in float32, or with metrics a ``CrossEntropyOutput``.
+        The loss in float32 (float64 for float64 inputs), () or the shape of target; with metrics a
+        ``CrossEntropyOutput``.
 
     Raises:
-        ValueError: an unknown reduction or metric.
-        RuntimeError: what :func:`liger.fused_linear_ce` refuses.
+        TypeError: an option of another type.
+        ValueError: an unknown reduction or metric, an option out of range.
+        RuntimeError: in the forward, as :func:`liger.fused_linear_ce`.
 
-    Source: docs/cross_entropy.md; the chunked form is that of Hsu et al., "Liger Kernel", arXiv 2410.10989.
+    Source: docs/cross_entropy.md; the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
 
     def __init__(
         self,
-        weight=None,
+        weight: torch.Tensor | None = None,
         *,
-        ignore_index=-100,
-        reduction="mean",
-        label_smoothing=0.0,
-        lse_square_scale=0.0,
-        softcap=None,
-        metrics=(),
-        accum_dtype=None,
-        memory_budget=None,
-    ):
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        lse_square_scale: float = 0.0,
+        softcap: float | None = None,
+        metrics: Sequence[Metric] = (),
+        accum_dtype: torch.dtype | None = None,
+        memory_budget: int | None = None,
+    ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
         check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
         check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True, error=ValueError)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
 
-    def _options(self):
+    def _options(self) -> dict[str, Any]:
         return {
             **super()._options(),
             "accum_dtype": self.accum_dtype,
             "memory_budget": self.memory_budget,
         }
 
-    def forward(self, input, weight, target, bias=None, *, token_weight=None, denominator=None):
+    def forward(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        token_weight: torch.Tensor | None = None,
+        denominator: Scalar | None = None,
+    ) -> torch.Tensor | CrossEntropyOutput:
         return fused_linear_ce(
             input,
             weight,
@@ -179,37 +219,61 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
 
 
 class LMHeadLoss(nn.Linear):
-    """A language model head that returns logits, or, given targets, the loss without ever keeping the logits.
+    """An lm_head that returns logits or, given targets, the loss without materialising all logits.
 
-    The loss is computed inside ``forward``, so hooks that gather a sharded weight (FSDP2, ZeRO-3) see the head as
-    any other linear layer, and its weight can be tied to an embedding.
+    ``forward`` computes the loss, so hooks that gather a sharded weight (FSDP2, ZeRO-3) treat the head as any other
+    linear layer, and its weight can be tied to an embedding.
 
     Args:
-        hidden_size, vocab_size: of the projection.
+        hidden_size, vocab_size: input and output features of the linear layer.
         bias: whether it has a bias.
         device, dtype: of the parameters.
-        loss_options: those of :class:`FusedLinearCrossEntropyLoss`; class weights are called ``ce_weight`` here.
+        ce_weight: (V,) class weights of the loss.
+        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`.
 
     Shape:
-        hidden: (..., hidden_size); target: (...); token_weight: (...); denominator: one element.
+        hidden: (..., hidden_size), the dtype of the parameters; target: (...); token_weight: (...); denominator: one
+        element.
 
     Returns:
         Without target the logits, (..., vocab_size), with the softcap applied; with target the loss, or with
         metrics a ``CrossEntropyOutput``.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: a size that is not positive, an option out of range.
+        RuntimeError: in the forward, as :func:`liger.fused_linear_ce`.
+
+    Source: as :class:`FusedLinearCrossEntropyLoss`.
     """
 
     @arguments(
         error=ValueError, hidden_size=COUNT, vocab_size=COUNT, bias=FLAG, device=ANYTHING, dtype=DTYPE
     )  # fmt: skip
     def __init__(
-        self, hidden_size, vocab_size, bias=False, device=None, dtype=None, *, ce_weight=None, **loss_options
-    ):
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        ce_weight: torch.Tensor | None = None,
+        **loss_options: Any,
+    ) -> None:
         super().__init__(hidden_size, vocab_size, bias, device=device, dtype=dtype)
         _check_class_weight(type(self).__name__, "ce_weight", ce_weight)
         self.loss = FusedLinearCrossEntropyLoss(ce_weight, **loss_options)
 
     @arguments(denominator=DIVISOR)
-    def forward(self, hidden, target=None, *, token_weight=None, denominator=None):
+    def forward(  # type: ignore[override]  # nn.Linear.forward has one argument, and returns logits only
+        self,
+        hidden: torch.Tensor,
+        target: torch.Tensor | None = None,
+        *,
+        token_weight: torch.Tensor | None = None,
+        denominator: Scalar | None = None,
+    ) -> torch.Tensor | CrossEntropyOutput:
         if target is not None:
             return self.loss(
                 hidden, self.weight, target, self.bias, token_weight=token_weight, denominator=denominator

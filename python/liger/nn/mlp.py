@@ -1,12 +1,18 @@
 """The gated MLPs of Llama-like and Gemma-like models."""
 
+from __future__ import annotations
+
+from typing import Any
+
+import torch
 from torch import nn
 
 from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
+from .._core.types import Approximate, Device
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
 
-_OPTIONS = {
+_OPTIONS: dict[str, Any] = {
     "hidden_size": COUNT,
     "intermediate_size": COUNT,
     "bias": FLAG,
@@ -19,14 +25,22 @@ _OPTIONS = {
 
 class _GatedMLP(nn.Module):
     @arguments(error=ValueError, **_OPTIONS)
-    def __init__(self, hidden_size, intermediate_size, bias=False, inplace=True, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        inplace: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.inplace = inplace
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device=device, dtype=dtype)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"inplace={self.inplace}"
 
 
@@ -37,18 +51,24 @@ class SwiGLUMLP(_GatedMLP):
         hidden_size: size of the last dimension of x and of the result.
         intermediate_size: size of the last dimension of gate and up.
         bias: whether the three projections have a bias.
-        inplace: the backward writes its gradients over gate and up, which nothing outside this module holds. It saves
-            their memory; a graph kept by ``retain_graph=True`` is left alone.
+        inplace: the backward overwrites gate and up, which only this module uses, with their gradients. It saves their
+            memory. Gate and up are not overwritten under ``retain_graph=True``.
         device, dtype: of the parameters.
 
     Shape:
-        x: (..., hidden_size); the result too.
+        x: (..., hidden_size), float16, bfloat16 or float32 (float64 on the torch backend); the result has the shape and
+        dtype of x.
+
+    Raises:
+        TypeError: an option of another type, an x that is not a tensor.
+        ValueError: a size that is not positive.
+        RuntimeError: as ``torch.nn.functional.linear`` and :func:`liger.swiglu`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
 
     @arguments(late=True)
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), inplace=self.inplace))
 
 
@@ -60,27 +80,35 @@ class GEGLUMLP(_GatedMLP):
         approximate: ``"tanh"``, as in Gemma, or ``"none"`` for the exact GELU.
 
     Shape:
-        x: (..., hidden_size); the result too.
+        As :class:`SwiGLUMLP`.
 
     Raises:
-        ValueError: another approximation.
+        TypeError, RuntimeError: as :class:`SwiGLUMLP`.
+        ValueError: a size that is not positive, an unknown approximation.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202.
     """
 
     @arguments(error=ValueError, **_OPTIONS)
     def __init__(
-        self, hidden_size, intermediate_size, bias=False, inplace=True, approximate="tanh", device=None, dtype=None
-    ):  # fmt: skip
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        inplace: bool = True,
+        approximate: Approximate = "tanh",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if approximate not in ("none", "tanh"):
             raise ValueError(f"GEGLUMLP: approximate is {approximate!r}, expected 'none' or 'tanh'")
         super().__init__(hidden_size, intermediate_size, bias, inplace, device, dtype)
         self.approximate = approximate
 
     @arguments(late=True)
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self.inplace)
         return self.down_proj(product)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"approximate={self.approximate!r}, {super().extra_repr()}"

@@ -1,14 +1,17 @@
 """Root-mean-square and layer normalisation as modules."""
 
+from __future__ import annotations
+
 import torch
 from torch import nn
 
 from .._core.arguments import ANYTHING, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
+from .._core.types import CastingMode, Device, Sizes
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 
 
-def _sizes(normalized_shape):
+def _sizes(normalized_shape: Sizes) -> tuple[int, ...]:
     return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
 
 
@@ -29,18 +32,23 @@ class RMSNorm(nn.Module):
         eps: added to the mean square; None means ``torch.finfo(x.dtype).eps``.
         elementwise_affine: whether there is a weight. It starts so that ``offset + weight`` is one.
         offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
-        casting_mode: where the roundings to the dtype of x happen: ``"llama"``, ``"gemma"`` or ``"none"``, as in
-            :func:`liger.rms_norm`.
+        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``, ``"gemma"`` or ``"none"``,
+            as in :func:`liger.rms_norm`.
         device, dtype: of the weight.
 
     Shape:
-        x: (..., *normalized_shape); the result has the shape and dtype of x.
+        x: (..., *normalized_shape), float16, bfloat16 or float32 (float64 on the torch backend); the result has the
+        shape and dtype of x.
 
     Raises:
-        TypeError: an option of another type, an x that is no tensor.
+        TypeError: an option of another type, an x that is not a tensor.
         ValueError: an option out of range.
-        RuntimeError: an x that does not end in normalized_shape, or what :func:`liger.rms_norm` refuses.
+        RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.rms_norm`.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
+
+    weight: nn.Parameter | None
 
     @arguments(
         error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, offset=FINITE,
@@ -48,14 +56,14 @@ class RMSNorm(nn.Module):
     )  # fmt: skip
     def __init__(
         self,
-        normalized_shape,
-        eps=None,
-        elementwise_affine=True,
-        offset=0.0,
-        casting_mode="llama",
-        device=None,
-        dtype=None,
-    ):
+        normalized_shape: Sizes,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        offset: float = 0.0,
+        casting_mode: CastingMode = "llama",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         if casting_mode not in ("llama", "gemma", "none"):
             raise ValueError(
@@ -70,12 +78,13 @@ class RMSNorm(nn.Module):
             self.register_parameter("weight", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
-        if self.elementwise_affine:
+    def reset_parameters(self) -> None:
+        """Sets the weight so that ``offset + weight`` is one."""
+        if self.weight is not None:
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     @arguments(late=True)
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
         dims = len(self.normalized_shape)
         _require_shape("RMSNorm", x, self.normalized_shape)
@@ -85,7 +94,7 @@ class RMSNorm(nn.Module):
         y = rms_norm(x.flatten(-dims), weight, eps, self.offset, self.casting_mode)
         return y.unflatten(-1, self.normalized_shape)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return (
             f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
             f"offset={self.offset}, casting_mode={self.casting_mode!r}"
@@ -100,44 +109,57 @@ class LayerNorm(nn.Module):
     Args:
         normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
         eps: added to the variance.
-        elementwise_affine: whether there is a weight. It starts at one.
-        bias: whether there is a bias beside it. It starts at zero.
+        elementwise_affine: whether there is a weight, initially one.
+        bias: whether there is also a bias, initially zero. No bias without a weight.
         device, dtype: of the parameters.
 
     Shape:
-        x: (..., *normalized_shape); the result has the shape and dtype of x.
+        x: (..., *normalized_shape), float16, bfloat16 or float32 (float64 on the torch backend); the result has the
+        shape and dtype of x.
 
     Raises:
-        TypeError: an option of another type, an x that is no tensor.
+        TypeError: an option of another type, an x that is not a tensor.
         ValueError: an option out of range.
-        RuntimeError: an x that does not end in normalized_shape, or what :func:`liger.layer_norm` refuses.
+        RuntimeError: an x whose shape does not end in normalized_shape, and as :func:`liger.layer_norm`.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     @arguments(
         error=ValueError, normalized_shape=SIZES, eps=NOT_NEGATIVE, elementwise_affine=FLAG, bias=FLAG, device=ANYTHING,
         dtype=DTYPE,
     )  # fmt: skip
     def __init__(
-        self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None, dtype=None
-    ):
+        self,
+        normalized_shape: Sizes,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.normalized_shape = _sizes(normalized_shape)
         self.eps, self.elementwise_affine = eps, elementwise_affine
-        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+        for name, exists in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
             parameter = None
-            if there:
+            if exists:
                 parameter = nn.Parameter(torch.empty(self.normalized_shape, device=device, dtype=dtype))
             self.register_parameter(name, parameter)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
+        """Sets the weight to one and the bias to zero."""
         if self.weight is not None:
             nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @arguments(late=True)
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         dims = len(self.normalized_shape)
         _require_shape("LayerNorm", x, self.normalized_shape)
         if dims == 1:
@@ -145,7 +167,7 @@ class LayerNorm(nn.Module):
         weight, bias = (None if p is None else p.flatten() for p in (self.weight, self.bias))
         return layer_norm(x.flatten(-dims), weight, bias, self.eps).unflatten(-1, self.normalized_shape)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return (
             f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
             f"bias={self.bias is not None}"

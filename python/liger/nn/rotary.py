@@ -1,5 +1,10 @@
 """Rotary position embedding as a module."""
 
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
 from torch import nn
 
 from .._core.arguments import FLAG, INTEGER, arguments
@@ -14,20 +19,27 @@ class ApplyRotaryEmb(nn.Module):
         unsqueeze_dim: the dimension of the heads in q and k: 1 for (B, H, T, D), 2 for (B, T, H, D).
 
     Shape:
-        q: (B, Hq, T, D); k: (B, Hk, T, D); cos, sin: (T, R), (1, T, R) or (B, T, R) with R <= D.
-        The results have the shapes of q and k.
+        q: (B, Hq, T, D); k: (B, Hk, T, D); cos, sin: (T, R), (1, T, R) or (B, T, R) with R <= D. Dtypes as in
+        :func:`liger.rope`. The results have the shapes and dtypes of q and k.
+
+    Raises:
+        TypeError: an option of another type.
+        ValueError: unsqueeze_dim is neither 1 nor 2.
+        RuntimeError: in the forward, as :func:`liger.rope`.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
     """
 
     @arguments(interleaved=FLAG, unsqueeze_dim=INTEGER)
-    def __init__(self, interleaved=False, unsqueeze_dim=1):
+    def __init__(self, interleaved: bool = False, unsqueeze_dim: Literal[1, 2] = 1) -> None:
         super().__init__()
         check_heads_dim(type(self).__name__, unsqueeze_dim)
         self.interleaved, self.unsqueeze_dim = interleaved, unsqueeze_dim
 
-    def forward(self, q, k, cos, sin):
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return rope(q, k, cos, sin, self.unsqueeze_dim, self.interleaved)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"interleaved={self.interleaved}, unsqueeze_dim={self.unsqueeze_dim}"

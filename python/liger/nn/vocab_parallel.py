@@ -1,33 +1,53 @@
-"""Cross entropy over a projection whose classes are spread over the processes of a group."""
+"""Cross entropy of an lm_head whose classes are sharded over the processes of a group."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from .._core.cross_entropy_results import CrossEntropyOutput
+from .._core.types import Scalar
 from ..distributed import vocab_parallel_fused_linear_ce
 from .loss import FusedLinearCrossEntropyLoss
 
 
 class VocabParallelFusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
-    """Cross entropy of ``input @ weight.T + bias`` where every process holds some rows of the weight.
+    """Cross entropy of ``input @ weight.T + bias`` where every process has a shard of the rows of the weight.
 
     Args:
         weight: of all classes, (V,), as in :class:`CrossEntropyLoss`.
         group, vocab_start, vocab_size: as in :func:`liger.vocab_parallel_fused_linear_ce`.
         metrics: names among ``z_loss`` and ``logprobs``.
-        loss_options: the others of :class:`FusedLinearCrossEntropyLoss`.
+        loss_options: other options of :class:`FusedLinearCrossEntropyLoss`.
 
     Shape:
-        input: (..., H); weight: (classes of this process, H), or a DTensor (V, H); target: (...); bias: as the rows of
-        weight; token_weight: (...); denominator: one element.
+        input: (..., H); weight: (classes of this process, H), or a DTensor (V, H); target: (...); bias: (classes of
+        this process,), or a DTensor (V,); token_weight: (...); denominator: one element.
 
     Returns:
         The loss in float32, the same bits on every process, or with metrics a ``CrossEntropyOutput``.
 
     Raises:
-        ValueError: an unknown reduction, or a metric that does not exist for a vocabulary in parts.
-        RuntimeError: what :func:`liger.vocab_parallel_fused_linear_ce` refuses.
+        TypeError: an option of another type.
+        ValueError: an unknown reduction, or a metric that needs all classes in one process.
+        RuntimeError: in the forward, as :func:`liger.vocab_parallel_fused_linear_ce`.
+
+    Source: as :func:`liger.vocab_parallel_fused_linear_ce`.
     """
 
     def __init__(
-        self, weight=None, *, group=None, vocab_start=None, vocab_size=None, metrics=(), **loss_options
-    ):
+        self,
+        weight: torch.Tensor | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        vocab_start: int | None = None,
+        vocab_size: int | None = None,
+        metrics: Sequence[Literal["z_loss", "logprobs"]] = (),
+        **loss_options: Any,
+    ) -> None:
         super().__init__(weight, metrics=metrics, **loss_options)
         missing = [name for name in metrics if name not in ("z_loss", "logprobs")]
         if missing:
@@ -36,7 +56,16 @@ class VocabParallelFusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
             )
         self.group, self.vocab_start, self.vocab_size = group, vocab_start, vocab_size
 
-    def forward(self, input, weight, target, bias=None, *, token_weight=None, denominator=None):
+    def forward(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        token_weight: torch.Tensor | None = None,
+        denominator: Scalar | None = None,
+    ) -> torch.Tensor | CrossEntropyOutput:
         return vocab_parallel_fused_linear_ce(
             input,
             weight,

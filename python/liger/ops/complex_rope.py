@@ -1,5 +1,9 @@
-"""Rotary embedding from complex numbers (Llama 4, and the code that Meta publishes): :func:`liger.rope` of neighbouring
-entries, with the real and imaginary parts as its tables."""
+"""Rotary embedding with complex tables (Llama 4, and Meta's code): interleaved :func:`liger.rope` with the real and
+imaginary parts as cos and sin."""
+
+from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
@@ -26,28 +30,35 @@ def _check_table(q, tokens, freqs_cis):
 
 
 @arguments(unsqueeze_dim=INTEGER, inplace=FLAG)
-def complex_rope(q, k, freqs_cis, unsqueeze_dim=2, inplace=False):
-    """Every pair of neighbouring entries of q and k, as a complex number, times one of freqs_cis.
+def complex_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    freqs_cis: torch.Tensor,
+    unsqueeze_dim: Literal[1, 2] = 2,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each pair of neighbouring elements of q and k, as a complex number, times an element of freqs_cis.
 
     Args:
         q, k: (B, T, H, D) or, with ``unsqueeze_dim=1``, (B, H, T, D); otherwise as in :func:`liger.rope`.
-        freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the entries from R on
-            pass through. It gets no gradient. Its absolute value scales (attention scaling).
+        freqs_cis: (T, R/2), (1, T, R/2) or (B, T, R/2), complex64 or complex128, R at most D: the elements from R on
+            are copied. It gets no gradient. Absolute values other than 1 scale the result (attention scaling).
         unsqueeze_dim: the dimension of the heads in q and k, 1 or 2.
         inplace: as in :func:`liger.rope`.
 
     Returns:
-        (q, k) rotated. Differentiable in q and k.
+        (q, k) rotated, as :func:`liger.rope` returns them. Differentiable in q and k.
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: freqs_cis is not complex, and what :func:`liger.rope` raises.
+        ValueError: unsqueeze_dim is neither 1 nor 2.
+        RuntimeError: freqs_cis is not complex or requires grad, and as :func:`liger.rope`.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864, equation 13.
     """
     check_heads("complex_rope", q, k, unsqueeze_dim)
     _check_table(q, q.shape[3 - unsqueeze_dim], freqs_cis)
-    # (..., R/2, 2) of real and imaginary parts, each of which stands for both entries of its pair.
+    # (..., R/2, 2) real and imaginary parts; both elements of a pair use the same ones.
     parts = torch.view_as_real(freqs_cis)
     cos, sin = (parts[..., i].repeat_interleave(2, dim=-1) for i in (0, 1))
     return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True, inplace=inplace)

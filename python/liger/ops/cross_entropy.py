@@ -1,29 +1,34 @@
 """Cross entropy with class and token weights, label smoothing, z-loss, softcap and metrics of the same pass.
 
-docs/cross_entropy.md defines every term, and says when the gradient is made in the forward.
+docs/cross_entropy.md defines every term, and says when the forward computes the gradient.
 """
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
 
 import torch
 
 from .._core.arguments import CE_OPTIONS, FLAG, arguments
 from .._core.autograd import (
-    check_given_up,
     differentiable,
     differentiable_once,
     forbid_autograd,
     is_traced,
     may_write_saved,
-    own_their_memory,
-    refuse_made,
+    non_overlapping,
+    refuse_gradient_outputs,
+    refuse_inplace_leaf,
     wants_grad,
 )
 from .._core.cross_entropy_math import Metrics
-from .._core.cross_entropy_results import fake_results, output_like
+from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
 from .._core.dtensor import align_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
 from .._core.loss_rows import denominator_tensor, flatten_rows, refuse_gradients
+from .._core.types import Reduction, Scalar
 from ..backend import register_family
 from .cross_entropy_torch import (
     cross_entropy_backward__torch,
@@ -47,8 +52,9 @@ register_family(
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
+# Positions among the arguments of cross_entropy_forward.
 _REDUCTION = 9
-_WANTED = slice(10, 15)
+_METRICS = slice(10, 15)
 
 
 @register_fake("liger::cross_entropy_forward")
@@ -56,7 +62,7 @@ def _(*arguments):
     logits, need_grad = arguments[0], arguments[-1]
     rows, wide = logits.shape[0], accumulate_dtype(logits.dtype)
     return (
-        *fake_results(logits, rows, arguments[_REDUCTION], Metrics(*arguments[_WANTED])),
+        *fake_results(logits, rows, arguments[_REDUCTION], Metrics(*arguments[_METRICS])),
         logits.new_empty((rows,), dtype=wide),
         logits.new_empty((), dtype=wide),
         torch.empty_like(logits) if need_grad else logits.new_empty(0),
@@ -66,7 +72,7 @@ def _(*arguments):
 @register_fake("liger::cross_entropy_forward_")
 def _(*arguments):
     logits = arguments[0]
-    return fake_results(logits, logits.shape[0], arguments[_REDUCTION], Metrics(*arguments[_WANTED]))
+    return fake_results(logits, logits.shape[0], arguments[_REDUCTION], Metrics(*arguments[_METRICS]))
 
 
 @register_fake("liger::cross_entropy_backward")
@@ -82,23 +88,23 @@ def _(grad_loss, logits, *rest):
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 
-def _made_in_forward(logits, reduction):
-    """Whether the forward makes the gradient, which the backward then multiplies by the upstream scalar.
+def _gradient_in_forward(logits, reduction):
+    """Whether the forward computes the gradient, which the backward then multiplies by the upstream scalar.
 
-    Not of float16 logits: a loss scale must come before the gradient is rounded. Nor for a compiler, whose backward
-    cannot write over what was saved: there the product would be a pass of its own.
+    Not for float16 logits: a loss scale must be applied before the gradient is rounded. Not in compiled code, whose
+    backward cannot overwrite saved tensors: the product would be an extra pass.
     """
-    wanted = reduction != "none" and logits.dtype != torch.float16 and wants_grad(logits)[0]
-    return wanted and not is_traced(logits)
+    possible = reduction != "none" and logits.dtype != torch.float16 and wants_grad(logits)[0]
+    return possible and not is_traced(logits)
 
 
 def _setup(ctx, inputs, output):
     _refuse_gradients(inputs)
-    # Per-row upstream gradients are for a second look at the logits; so is a graph traced without grad mode.
-    ctx.made = inputs[-1] and inputs[_REDUCTION] != "none"
+    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad mode.
+    ctx.has_gradient = inputs[-1] and inputs[_REDUCTION] != "none"
     _save(ctx, inputs, *output[6:])
-    # A made gradient counts as differentiable: refuse_made says why.
-    ctx.mark_non_differentiable(*(output[1:-1] if ctx.made else output[1:]))
+    # The gradient is marked as differentiable: see refuse_gradient_outputs.
+    ctx.mark_non_differentiable(*(output[1:-1] if ctx.has_gradient else output[1:]))
     ctx.set_materialize_grads(False)
 
 
@@ -108,7 +114,7 @@ def _refuse_gradients(inputs):
 
 
 def _save(ctx, inputs, lse, used_denominator, grad_logits):
-    if ctx.made:
+    if ctx.has_gradient:
         ctx.save_for_backward(grad_logits)
     else:
         logits, target, ce_weight, token_weight, _, *ctx.options = inputs[:_REDUCTION]
@@ -117,10 +123,10 @@ def _save(ctx, inputs, lse, used_denominator, grad_logits):
 
 @differentiable_once("cross_entropy")
 def _backward(ctx, grad_loss, *grad_others):
-    refuse_made("cross_entropy", grad_others)
+    refuse_gradient_outputs("cross_entropy", grad_others)
     if grad_loss is None:
         grad_logits = None
-    elif not ctx.made:
+    elif not ctx.has_gradient:
         backward = torch.ops.liger.cross_entropy_backward.default
         grad_logits = backward(grad_loss, *ctx.saved_tensors, *ctx.options)
     else:
@@ -134,22 +140,22 @@ _backward_op_ = forbid_autograd("cross_entropy_backward_")
 
 
 class _Inplace(torch.autograd.Function):
-    """cross_entropy_forward whose gradient takes the memory of the logits, in the forward (``made``) or the backward.
+    """cross_entropy_forward whose gradient overwrites the logits, in the forward (``has_gradient``) or the backward.
 
-    It saves what the registered formula saves, with the written logits for their gradient.
+    It saves the same tensors as the registered formula, with the overwritten logits as their gradient.
     """
 
     @staticmethod
-    def forward(ctx, made, logits, *rest):
+    def forward(ctx, has_gradient, logits, *rest):
         _refuse_gradients((logits, *rest))
-        # Detached, they share their version counter with the logits: whoever saved those will know of the write.
+        # A detached tensor shares the version counter of the logits, so autograd detects the write.
         detached = logits.detach()
         output = (
             (*_forward_op_(detached, *rest), None, None, logits)
-            if made
+            if has_gradient
             else _forward_op(detached, *rest, False)
         )
-        ctx.made = made
+        ctx.has_gradient = has_gradient
         _save(ctx, (logits, *rest), *output[6:])
         ctx.mark_non_differentiable(*output[1:6])
         ctx.set_materialize_grads(False)
@@ -158,25 +164,25 @@ class _Inplace(torch.autograd.Function):
     @staticmethod
     @differentiable_once("cross_entropy")
     def backward(ctx, grad_loss, *_grad_others):
-        if grad_loss is None or ctx.made or not may_write_saved(ctx):
+        if grad_loss is None or ctx.has_gradient or not may_write_saved(ctx):
             grad_logits = _backward(ctx, grad_loss)[0]
         else:
             logits, *others = ctx.saved_tensors
-            # Without the history of the logits, which is no part of the gradient.
+            # Detached: the gradient must not have the history of the logits.
             grad_logits = logits.detach()
             _backward_op_(grad_loss, grad_logits, *others, *ctx.options)
         return None, grad_logits, *(None,) * 14
 
 
 def _inplace_applies(logits):
-    """Whether the in-place form runs; raises where it would destroy a parameter.
+    """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter.
 
-    Compiled code takes the functional form, whose buffers the compiler places itself.
+    Compiled code takes the functional form; the compiler reuses buffers itself.
     """
     if is_traced(logits) or not wants_grad(logits)[0]:
         return False
-    check_given_up("cross_entropy", ["logits"], [logits])
-    return own_their_memory([logits])
+    refuse_inplace_leaf("cross_entropy", ["logits"], [logits])
+    return non_overlapping([logits])
 
 
 # --- composite ----------------------------------------------------------------------------------------------------
@@ -192,9 +198,9 @@ def _run(
         rows, flat_target, ce_weight, flat_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
         softcap, reduction, *metrics,
     )  # fmt: skip
-    made = _made_in_forward(rows, reduction)
+    need_grad = _gradient_in_forward(rows, reduction)
     in_place = inplace and _inplace_applies(rows)
-    results = _Inplace.apply(made, *arguments) if in_place else _forward_op(*arguments, made)
+    results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)
     return output_like(target, reduction, metrics, results)
 
 
@@ -215,12 +221,67 @@ _library.impl("cross_entropy", _composite, "CompositeImplicitAutograd")
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+# Any: with a flag that is a bool variable the result may also be the loss alone.
+@overload
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ce_weight: torch.Tensor | None = ...,
+    token_weight: torch.Tensor | None = ...,
+    denominator: Scalar | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    lse_square_scale: float = ...,
+    softcap: float | None = ...,
+    reduction: Reduction = ...,
+    inplace: bool = ...,
+    return_z_loss: Literal[False] = ...,
+    return_token_accuracy: Literal[False] = ...,
+    return_predicted_tokens: Literal[False] = ...,
+    return_logprobs: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ce_weight: torch.Tensor | None = ...,
+    token_weight: torch.Tensor | None = ...,
+    denominator: Scalar | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    lse_square_scale: float = ...,
+    softcap: float | None = ...,
+    reduction: Reduction = ...,
+    inplace: bool = ...,
+    return_z_loss: bool = ...,
+    return_token_accuracy: bool = ...,
+    return_predicted_tokens: bool = ...,
+    return_logprobs: bool = ...,
+    return_entropy: bool = ...,
+) -> CrossEntropyOutput | Any: ...
 @arguments(inplace=FLAG, **CE_OPTIONS)
 def cross_entropy(
-    logits, target, *, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
-    lse_square_scale=0.0, softcap=None, reduction="mean", inplace=False, return_z_loss=False,
-    return_token_accuracy=False, return_predicted_tokens=False, return_logprobs=False, return_entropy=False,
-):  # fmt: skip
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ce_weight: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    inplace: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    return_logprobs: bool = False,
+    return_entropy: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:
     """Cross entropy between logits and class indices, computed in float32.
 
     Without the options that torch lacks it is ``torch.nn.functional.cross_entropy(logits, target, weight=ce_weight,
@@ -230,32 +291,35 @@ def cross_entropy(
         logits: (..., V), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
         target: (...), int64 or int32 class indices.
         ce_weight: (V,), a weight per class, any floating dtype.
-        token_weight: (...), a factor on the loss of each row, any floating dtype.
-        denominator: what ``"mean"`` and ``"sum"`` divide by, a number or a device tensor with one element, instead
-            of the class weights of the rows that are not ignored. Pass the count of the whole batch to split it into
-            micro-batches whose losses add up.
+        token_weight: (...), a factor of the loss of each row, any floating dtype.
+        denominator: the divisor of ``"mean"`` and ``"sum"``, a number or a device tensor with one element. By default
+            ``"mean"`` divides by the sum of class weights over valid rows. Pass the count of the whole batch to split
+            it into micro-batches whose losses add up.
         ignore_index: rows with this target have no loss and no gradient.
-        label_smoothing: the share of the loss that is spread evenly over all classes, between 0 and 1.
+        label_smoothing: the probability mass that is distributed evenly over all classes, between 0 and 1.
         lse_square_scale: the factor of the z-loss, ``logsumexp(logits)^2`` (de Brebisson and Vincent, arXiv
             1604.08859; PaLM, arXiv 2204.02311, section 5).
         softcap: logits become ``softcap * tanh(logits / softcap)`` (Gemma 2, arXiv 2408.00118).
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        inplace: the gradient takes the memory of the logits, whose values are lost: they must not be used afterwards,
-            and autograd raises where it needs their old values. With a scalar reduction the forward writes it; with
-            ``"none"``, and for float16 logits, the backward does, unless the graph is kept for another one. Has no
-            effect in compiled code, or where the logits need no gradient or overlap themselves.
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: metrics of
-            the same pass.
+        inplace: the gradient overwrites the logits, which must not be used afterwards: autograd raises if it needs
+            their old values. With a scalar reduction the forward writes it; with ``"none"``, and for float16 logits,
+            the backward does, unless the graph is retained. No effect in compiled code, or if the logits need no
+            gradient or overlap themselves.
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: also return
+            this metric, computed in the same pass.
 
     Returns:
-        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of the target's shape.
-        With any ``return_*`` a :class:`CrossEntropyOutput`, whose per-row parts have the target's shape. Only the
-        loss is differentiable, and only in the logits.
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of the shape of the target.
+        With any ``return_*`` a :class:`CrossEntropyOutput`, whose per-row fields have the shape of the target. Only
+        the loss is differentiable, and only with respect to the logits.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range, a weight
-            or denominator that requires grad. With ``inplace``: logits that are a leaf which requires grad.
+            or denominator that requires grad. With ``inplace``: logits that are a leaf and require grad.
+
+    Sources: "Online normalizer calculation for softmax", arXiv 1805.02867, for the single pass over a row; label
+    smoothing as in Szegedy et al., arXiv 1512.00567.
     """
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy

@@ -1,15 +1,15 @@
-"""Rows of logits that are some of the classes: what a loss over all classes needs of them, and their gradient.
+"""Statistics of logits of some of the classes, from which a loss over all classes follows, and their gradient.
 
-With the classes spread over several tensors, or devices, the statistics of the parts give the log-sum-exp of the whole,
-and one coefficient per row each then gives the gradient of every part:
+If several tensors or devices each have some of the classes, the statistics of these shards give the log-sum-exp over
+all classes. A few coefficients per row then give the gradient of every shard:
 
     exp(l) * (coef_exp + coef_log * l) - coef_target * [v is the target] - coef_class * ce_weight[v]
 
 where ``l = z[v] - reference``.
 
-With ``reference = lse`` and ``coef_exp = coef_target = c`` that is ``c * (softmax - onehot)``: the gradient of every
-loss that looks at logits through the log-probability of the target alone. With ``coef_log`` it also has the gradient
-of every loss of their entropy: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
+With ``reference = lse`` and ``coef_exp = coef_target = c`` that is ``c * (softmax - onehot)``: the gradient of any loss
+that depends on the logits through the log-probability of the target alone. ``coef_log`` adds the gradient of a loss of
+the entropy H: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
 """
 
 import torch
@@ -21,7 +21,7 @@ from .._core.fakes import register_fake
 from .._core.row_blocks import row_blocks
 from ..backend import register_family
 
-# A class without probability adds nothing, whatever its logarithm is multiplied by.
+# Lower bound of l in coef_log * l: exp(l) is 0 for a class without probability, and 0 * -inf would be NaN.
 _LEAST_LOG = -1e30
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def _capped(logits, softcap):
 
 
 def _columns(target, vocab_start, classes):
-    """(the column of the target or 0, whether it is there)"""
+    """((rows, 1) column of the target or 0, (rows,) whether the target is among these classes)"""
     column = target.long() - vocab_start
     present = (column >= 0) & (column < classes)
     return torch.where(present, column, 0).unsqueeze(1), present
@@ -55,15 +55,15 @@ def cross_entropy_stats_torch(
         z = _capped(logits[block], softcap)
         high = z.amax(-1)
         stats[0, block] = high
-        # Nothing may be inf - inf in a row of -inf.
+        # A row of -inf: avoids inf - inf.
         reference = torch.where(high == -torch.inf, 0.0, high)
         stats[1, block] = (z - reference.unsqueeze(1)).exp_().sum(-1)
         stats[2, block] = torch.where(present[block], z.gather(1, column[block]).squeeze(1), 0.0)
         if return_class_sum:
             stats[3, block] = (z if ce_weight is None else z * ce_weight.to(wide)).sum(-1)
-    of_ignored = stats.new_zeros(stats.shape[0], 1)
-    of_ignored[1] = 1.0
-    return torch.where(target == ignore_index, of_ignored, stats)
+    ignored_stats = stats.new_zeros(stats.shape[0], 1)
+    ignored_stats[1] = 1.0
+    return torch.where(target == ignore_index, ignored_stats, stats)
 
 
 def _write_gradient(

@@ -1,6 +1,6 @@
 """cross_entropy of the torch backend.
 
-It works on blocks of rows, so that the float32 temporaries stay small beside the logits.
+It processes blocks of rows, which bounds the size of float32 temporaries.
 """
 
 import torch
@@ -11,9 +11,10 @@ from .._core.row_blocks import row_blocks
 
 def _forward(
     gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
-    softcap, reduction, *wanted,
+    softcap, reduction, *metrics,
 ):  # fmt: skip
-    """The reduced results, lse and the denominator. A gradient that is not None is filled; it may be the logits."""
+    """(the reduced results, lse, the denominator). Writes the gradient to ``gradient``, which may be the logits, unless
+    it is None."""
     torch.ops.liger.check_cross_entropy(
         "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
     )  # fmt: skip
@@ -21,7 +22,7 @@ def _forward(
         "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
         label_smoothing, lse_square_scale, softcap,
     )  # fmt: skip
-    results = RowResults(rule, Metrics(*wanted))
+    results = RowResults(rule, Metrics(*metrics))
     used_denominator = rule.denominator(denominator, reduction)
     upstream = 1.0 / used_denominator
     for block in row_blocks(logits):

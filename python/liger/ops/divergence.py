@@ -1,8 +1,10 @@
 """Divergences between the distributions of a student and of a teacher: KL, generalised Jensen-Shannon, total variation.
 
-docs/divergence.md defines every term, and says when the gradient is made in the forward. A reduction is a weight for
-each row and, but for "none", a sum.
+docs/divergence.md defines every term, and says when the forward computes the gradient. Every reduction is a weight per
+row and, except for "none", a sum over rows.
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -23,7 +25,7 @@ from .._core.autograd import (
     differentiable_once,
     forbid_autograd,
     is_traced,
-    refuse_made,
+    refuse_gradient_outputs,
     wants_grad,
 )
 from .._core.dtensor import align_tokens, flatten_tokens, unflatten_tokens
@@ -31,6 +33,7 @@ from .._core.dtypes import accumulate_dtype
 from .._core.fakes import check_one_device, register_fake
 from .._core.forward_gradients import scaled_by_upstream
 from .._core.loss_rows import denominator_tensor, refuse_gradients
+from .._core.types import DivergenceReduction, Scalar
 from ..backend import register_family
 from .divergence_torch import (
     divergence_backward_torch,
@@ -88,36 +91,36 @@ def _(grad_loss, student, *rest):
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 
-def _made_in_forward(student, reduction):
-    """Whether the forward makes the gradient: as :func:`liger.cross_entropy` decides it."""
-    wanted = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
-    return wanted and not is_traced(student)
+def _gradient_in_forward(student, reduction):
+    """Whether the forward computes the gradient; the same conditions as in :mod:`liger.ops.cross_entropy`."""
+    possible = reduction != "none" and student.dtype != torch.float16 and wants_grad(student)[0]
+    return possible and not is_traced(student)
 
 
 def _setup(ctx, inputs, output):
     student, teacher, target, row_weight, *ctx.options, per_row, need_grad = inputs
     refuse_gradients("divergence", teacher=teacher, row_weight=row_weight)
-    # Upstream gradients of rows are for a second look at the logits; so is a graph traced without grad mode.
-    ctx.made = need_grad and not per_row
-    if ctx.made:
+    # The backward reads the logits again for per-row upstream gradients, and in a graph traced without grad mode.
+    ctx.has_gradient = need_grad and not per_row
+    if ctx.has_gradient:
         ctx.save_for_backward(output[2])
     else:
         ctx.save_for_backward(student, teacher, target, row_weight, output[1])
-    # A made gradient counts as differentiable: refuse_made says why.
-    ctx.mark_non_differentiable(*(output[1:2] if ctx.made else output[1:]))
+    # The gradient is marked as differentiable: see refuse_gradient_outputs.
+    ctx.mark_non_differentiable(*(output[1:2] if ctx.has_gradient else output[1:]))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("divergence")
 def _backward(ctx, grad_loss, *grad_others):
-    refuse_made("divergence", grad_others)
+    refuse_gradient_outputs("divergence", grad_others)
     if grad_loss is None:
         grad_student = None
-    elif not ctx.made:
+    elif not ctx.has_gradient:
         student, teacher, target, row_weight, stats = ctx.saved_tensors
-        of_rows = grad_loss if row_weight is None else grad_loss * row_weight
+        grad_rows = grad_loss if row_weight is None else grad_loss * row_weight
         backward = torch.ops.liger.divergence_backward.default
-        grad_student = backward(of_rows, student, teacher, target, stats, *ctx.options)
+        grad_student = backward(grad_rows, student, teacher, target, stats, *ctx.options)
     else:
         grad_student = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)[0]
     return grad_student, *(None,) * 10
@@ -132,8 +135,8 @@ divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 
 
 def flatten_pair(op, names, x, teacher, target, token_weight):
-    """x and teacher as (rows, features), target and token_weight as (rows,) or None, and what has the shape of a loss
-    per row."""
+    """(x, teacher, target, token_weight, like): the first two as (rows, features), the next two as (rows,) or None.
+    ``like`` has the shape of a loss per row."""
     if x.dim() < 1:
         raise wrong_shape(op, names[0], x, "at least one dimension")
     if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
@@ -147,7 +150,7 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
                 f"{op}: {name} has shape {tuple(other.shape)}, expected that of {names[0]} without its last dimension, "
                 f"{tuple(x.shape[:-1])}"
             )
-        # Before the two meet in an op of torch, which would name neither.
+        # Checked here, because the message of a torch op would not name the arguments.
         if other is not None and other.device != x.device:
             raise RuntimeError(
                 f"{op}: {name} is on {other.device}, expected the device of {names[0]}, {x.device}"
@@ -170,9 +173,9 @@ REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 
 def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction):
-    """What the loss of each row is multiplied by before they are added: (rows,), () for all, or None for 1.
+    """The factor of each row's loss before the sum: (rows,), () if all are equal, or None for 1.
 
-    On the device of the rows: no synchronisation.
+    A tensor on the device of the rows, computed without synchronisation.
     """
     check_one_device(
         op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
@@ -184,7 +187,7 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
         check_device(op, "token_weight", token_weight, "the rows", rows)
     refuse_gradients(op, token_weight=token_weight, denominator=denominator)
     if token_weight is not None and target is not None:
-        # That of an ignored row is ignored, too, be it nan.
+        # The weight of an ignored row may be nan.
         token_weight = token_weight.masked_fill(target == ignore_index, 0)
     wide = accumulate_dtype(rows.dtype)
     if denominator is not None:
@@ -194,25 +197,25 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
             )
         check_divisor(op, "denominator", denominator)
         check_device(op, "denominator", denominator, "the rows", rows)
-        share = denominator.reshape(()).to(wide).reciprocal()
+        scale = denominator.reshape(()).to(wide).reciprocal()
     elif reduction == "mean" and target is not None:
-        share = (target != ignore_index).sum(dtype=wide).reciprocal()
+        scale = (target != ignore_index).sum(dtype=wide).reciprocal()
     elif reduction in ("mean", "batchmean"):
         count = rows.shape[0] if reduction == "mean" else batch
-        share = rows.new_full((), count, dtype=wide).reciprocal()
+        scale = rows.new_full((), count, dtype=wide).reciprocal()
     else:
         return None if token_weight is None else token_weight.to(wide)
-    return share if token_weight is None else token_weight.to(wide) * share
+    return scale if token_weight is None else token_weight.to(wide) * scale
 
 
-def mean_of_rows(loss, rows, batch, reduction, denominator):
-    """The loss, or nan where it is a mean over no rows, as of every other loss."""
+def nan_if_empty(loss, rows, batch, reduction, denominator):
+    """The loss, or nan for a mean over zero rows, as in all other losses."""
     empty = {"mean": rows.shape[0] == 0, "batchmean": batch == 0}.get(reduction, False)
     return loss + torch.nan if empty and denominator is None else loss
 
 
-def of_beta(beta):
-    """The divergence that a generalised Jensen-Shannon divergence is: at its ends it is defined as a KL."""
+def jsd_divergence(beta):
+    """The name of the generalised Jensen-Shannon divergence for ``beta``; at 0 and 1 it is defined as a KL."""
     return {0.0: "forward_kl", 1.0: "reverse_kl"}.get(float(beta), "jsd")
 
 
@@ -232,11 +235,11 @@ def _run(
     per_row = reduction == "none"
     loss = _forward_op(
         rows, teacher, target, weight, divergence, beta, temperature, log_probs, ignore_index, per_row,
-        _made_in_forward(rows, reduction),
+        _gradient_in_forward(rows, reduction),
     )[0]  # fmt: skip
     if per_row:
         return unflatten_tokens(loss, like)
-    return mean_of_rows(loss, rows, batch, reduction, denominator)
+    return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
 def _kl_div(
@@ -254,7 +257,7 @@ def _jsd_op(
     ignore_index=-100, reduction="mean",
 ):  # fmt: skip
     return _run(
-        "jsd", student, teacher, target, token_weight, denominator, of_beta(beta), beta, temperature, log_probs,
+        "jsd", student, teacher, target, token_weight, denominator, jsd_divergence(beta), beta, temperature, log_probs,
         ignore_index, reduction,
     )  # fmt: skip
 
@@ -289,31 +292,41 @@ DIVERGENCE_OPTIONS = {
 
 @arguments(**DIVERGENCE_OPTIONS)
 def kl_div(
-    student, teacher, target=None, *, token_weight=None, denominator=None, reverse=False, temperature=1.0,
-    log_probs=False, ignore_index=-100, reduction="mean",
-):  # fmt: skip
-    """``KL(teacher || student)`` of the distributions over the last dimension, or ``KL(student || teacher)``.
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+) -> torch.Tensor:
+    """``KL(teacher || student)`` or ``KL(student || teacher)`` of the distributions over the last dimension.
 
-    Computed from logits in float32; no softmax is stored. docs/divergence.md defines every term.
+    Computed from logits in float32 without storing a softmax. docs/divergence.md defines every term.
 
     Args:
         student: (..., V) logits, float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        teacher: logits of the shape and dtype of student, which need no gradient. -inf is a class without
-            probability.
-        target: (...), int64 or int32: rows where it is ``ignore_index`` have no loss and no gradient. None: all count.
-        token_weight: (...), a factor on the loss of each row, any floating dtype.
-        denominator: what ``"sum"``, ``"mean"`` and ``"batchmean"`` divide by, a number or a device tensor with one
+        teacher: logits with the shape and dtype of student; they get no gradient. -inf is a class with probability 0.
+        target: (...), int64 or int32: rows with target ``ignore_index`` have no loss and no gradient. None: all rows
+            are valid.
+        token_weight: (...), a factor of the loss of each row, any floating dtype.
+        denominator: the divisor of ``"sum"``, ``"mean"`` and ``"batchmean"``, a number or a device tensor with one
             element. Pass the count of the whole batch to split it into micro-batches whose losses add up.
-        reverse: ``KL(student || teacher)``, which seeks modes; False: ``KL(teacher || student)``.
+        reverse: ``KL(student || teacher)``, which is mode-seeking; False: ``KL(teacher || student)``.
         temperature: both logits are divided by it. The loss is not multiplied by its square.
-        log_probs: student and teacher are log-probabilities, taken as they are, and the gradient is that in them.
-        ignore_index: the target of rows that do not count.
-        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the rows that count (nan if there are none), or
-            ``"batchmean"``, the sum divided by the first dimension of student (nan if that is 0).
+        log_probs: student and teacher are log-probabilities, used without normalisation; the gradient is with respect
+            to them.
+        ignore_index: the target of ignored rows.
+        reduction: ``"none"``, ``"sum"``, ``"mean"`` over the valid rows (nan without any), or ``"batchmean"``, the sum
+            divided by the first dimension of student (nan if that is 0).
 
     Returns:
-        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, of student without its last
-        dimension. Differentiable once, in student.
+        The loss, float32 (float64 for float64 logits), of shape () or, with ``"none"``, the shape of student without
+        its last dimension. Differentiable once, in student.
 
     Raises:
         TypeError: an argument of another type.
@@ -330,9 +343,18 @@ def kl_div(
 
 @arguments(**DIVERGENCE_OPTIONS)
 def jsd(
-    student, teacher, target=None, *, token_weight=None, denominator=None, beta=0.5, temperature=1.0, log_probs=False,
-    ignore_index=-100, reduction="mean",
-):  # fmt: skip
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+) -> torch.Tensor:
     """``beta * KL(teacher || m) + (1 - beta) * KL(student || m)`` with ``m = beta * teacher + (1 - beta) * student``.
 
     Args:
@@ -343,7 +365,7 @@ def jsd(
         As :func:`liger.kl_div`.
 
     Raises:
-        RuntimeError: as :func:`liger.kl_div`.
+        TypeError, RuntimeError: as :func:`liger.kl_div`.
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649.
     """
@@ -355,19 +377,27 @@ def jsd(
 
 @arguments(**DIVERGENCE_OPTIONS)
 def tvd(
-    student, teacher, target=None, *, token_weight=None, denominator=None, temperature=1.0, log_probs=False,
-    ignore_index=-100, reduction="mean",
-):  # fmt: skip
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    target: torch.Tensor | None = None,
+    *,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+) -> torch.Tensor:
     """Total variation distance, ``sum(abs(teacher - student)) / 2`` of the probabilities.
 
     Args:
         student, teacher and the others: as in :func:`liger.kl_div`.
 
     Returns:
-        As :func:`liger.kl_div`. Where both probabilities of a class are equal its derivative is taken to be 0.
+        As :func:`liger.kl_div`. The derivative for a class with equal probabilities is taken as 0.
 
     Raises:
-        RuntimeError: as :func:`liger.kl_div`.
+        TypeError, RuntimeError: as :func:`liger.kl_div`.
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv 2307.15190.
     """

@@ -1,4 +1,4 @@
-"""The plain torch backend of the divergence family."""
+"""The divergence family of the torch backend."""
 
 import torch
 
@@ -7,7 +7,7 @@ from .._core.row_blocks import row_blocks
 
 
 def _where_positive(weight, value):
-    """``weight * value``, and 0 where the weight is 0, whatever the value."""
+    """``weight * value``; 0 where the weight is 0, even for an infinite value."""
     return torch.where(weight > 0, weight * value, 0.0)
 
 
@@ -21,25 +21,26 @@ def _reverse_kl(d, p, q, beta):
 
 
 def _jsd(d, p, q, beta):
-    # By the ratio of the smaller to the larger one: exact for p near q, and finite.
-    # Not a choice of two numbers, which would be rounded to the default dtype.
-    share = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
-    of_larger = -torch.log1p(share * torch.expm1(-d.abs()))
-    p_part = _where_positive(beta * p, torch.where(d > 0, of_larger, of_larger + d))
-    q_part = _where_positive((1.0 - beta) * q, torch.where(d > 0, of_larger - d, of_larger))
-    return p_part + q_part, q_part
+    # log(max(p, q) / m) from the ratio of the smaller to the larger one: accurate for p near q, and finite.
+    # Not torch.where with two numbers, whose result has the default dtype.
+    smaller_weight = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
+    log_larger = -torch.log1p(smaller_weight * torch.expm1(-d.abs()))
+    p_term = _where_positive(beta * p, torch.where(d > 0, log_larger, log_larger + d))
+    q_term = _where_positive((1.0 - beta) * q, torch.where(d > 0, log_larger - d, log_larger))
+    return p_term + q_term, q_term
 
 
 def _tvd(d, p, q, beta):
     return 0.5 * (p - q).abs(), 0.5 * q * (q - p).sign()
 
 
-# (value of each class, its derivative in log_q), by log(p / q), p of the teacher and q of the student.
+# Divergence -> f(log(p / q), p, q, beta) = (value of each class, its derivative with respect to log q), with the
+# probabilities p of the teacher and q of the student.
 _TERMS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "tvd": _tvd}
 
 
 def _log_probs(logits, temperature, largest, log_sum):
-    # The difference first, so that what all logits have in common is lost to no rounding.
+    # Subtract first, so that a common offset of the logits cancels without rounding.
     z = logits.to(accumulate_dtype(logits.dtype))
     return (z - largest.unsqueeze(1)) / temperature - log_sum.unsqueeze(1)
 
@@ -52,10 +53,10 @@ def _normaliser(logits, temperature):
 
 
 def _terms(student, teacher, stats, divergence, beta, temperature):
-    """(values, slopes, q) of some rows."""
+    """(values, derivatives with respect to log q, q) of some rows."""
     q = _log_probs(student, temperature, *stats[:2]).exp_()
     p = _log_probs(teacher, temperature, *stats[2:4]).exp_()
-    # Of two logits that are near each other the difference is exact, that of their rounded logarithms is not.
+    # The difference of two similar logits is exact; the difference of two rounded log-probabilities is not.
     d = teacher.to(p.dtype) - student.to(p.dtype)
     largest, log_sum = (stats[2:4] - stats[:2]).unsqueeze(2)
     d = (d - largest) / temperature - log_sum
@@ -87,19 +88,20 @@ def _write_gradient(
     out, weight, student, teacher, target, stats, divergence, beta, temperature, log_probs, ignore_index,
     cross_entropy=0.0,
 ):  # fmt: skip
-    """The gradient of ``sum(weight * loss)``, weight (rows,), () or None for 1.
+    """Writes the gradient of ``sum(weight * loss)`` to ``out``; weight is (rows,), () or None for 1.
 
-    At temperature 1 with ``cross_entropy`` times the cross entropy of the target in the loss.
+    The loss includes ``cross_entropy`` times the cross entropy of the target, at temperature 1 only.
     """
     if cross_entropy:
         column, unknown = target_columns(target, student.shape[1], ignore_index)
-        # Rows whose target is no class: nan.
+        # Rows with a target out of range get nan.
         hard = torch.full_like(stats[4], cross_entropy).masked_fill_(unknown, torch.nan)
     for block in row_blocks(student):
         _, slopes, q = _terms(student[block], teacher[block], stats[:, block], divergence, beta, temperature)
         grad = slopes - q * stats[4, block].unsqueeze(1)
         if not log_probs:
-            # Their sum is 0: where one class has nearly all of q, its gradient is the difference of large numbers.
+            # The exact sum is 0. If one class has nearly all of q, its gradient is a difference of large numbers, and
+            # this step removes the rounding error.
             grad -= q * grad.sum(1, keepdim=True)
         if cross_entropy:
             grad += q * hard[block].unsqueeze(1)
@@ -114,21 +116,21 @@ def _write_gradient(
 
 
 def target_columns(target, classes, ignore_index):
-    """(the column of each row's target or 0, (N, 1); rows whose target is no class and not ignored)"""
+    """((N, 1) column of each row's target or 0, (N,) mask of rows with a target out of range that are not ignored)"""
     known = (target >= 0) & (target < classes)
     unknown = ~known & (target != ignore_index)
     return torch.where(known, target, 0).long().unsqueeze(1), unknown
 
 
 def target_logits(logits, target, ignore_index):
-    """(N,) the logit of each row's target in the dtype of the statistics: nan where it is no class."""
+    """(N,) the logit of each row's target in the dtype of the statistics; nan where the target is out of range."""
     column, unknown = target_columns(target, logits.shape[1], ignore_index)
     chosen = logits.gather(1, column).squeeze(1).to(accumulate_dtype(logits.dtype))
     return chosen.masked_fill_(unknown, torch.nan)
 
 
 def _forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy=0.0):
-    """(loss, stats); the gradient goes to ``out``, unless it is None."""
+    """(loss, stats). Writes the gradient to ``out`` unless it is None."""
     divergence, beta, temperature, log_probs, _ = options
     torch.ops.liger.check_divergence(
         op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs
@@ -142,9 +144,11 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row, c
 
 
 def entry_points(forward):
-    """(divergence_forward, divergence_forward_, divergence_ce_forward_) of a backend, whose one function
-    ``forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy)`` makes
-    (losses, statistics) and, where ``out`` is not None, writes the gradient there."""
+    """(divergence_forward, divergence_forward_, divergence_ce_forward_) of a backend.
+
+    ``forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy)`` is the kernel of the
+    backend: it returns (losses, statistics) and, unless ``out`` is None, writes the gradient to ``out``.
+    """
 
     def divergence_forward(student, teacher, target, row_weight, *options):
         *options, per_row, need_grad = options
@@ -194,7 +198,7 @@ divergence_forward_torch, divergence_forward__torch, divergence_ce_forward__torc
 
 
 def check_stats(op, student, grad_loss, stats):
-    """Raises RuntimeError where they are not what the forward gives for these rows."""
+    """Raises RuntimeError if grad_loss or stats do not have the shapes and dtypes of the forward's results."""
     rows, wide = student.shape[0], accumulate_dtype(student.dtype)
     for name, tensor, shapes, expected in (
         ("grad_loss", grad_loss, ((), (rows,)), "one value, or one per row of student"),

@@ -1,11 +1,14 @@
-"""Cross entropy of a linear layer's output whose logits exist only a chunk of rows at a time.
+"""Cross entropy of a linear layer's output, in chunks of rows whose logits fit a memory budget.
 
-docs/cross_entropy.md defines every term. With a scalar reduction the gradients are made in the forward, so that no
-logits are saved and none are computed twice; with ``"none"`` the backward computes the logits again.
+docs/cross_entropy.md defines every term. With a scalar reduction the forward computes the gradients, so logits are
+neither saved nor computed twice; with ``"none"`` the backward computes the logits again.
 """
+
+from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any, Literal, overload
 
 import torch
 
@@ -13,7 +16,7 @@ from .._core.arguments import CE_OPTIONS, arguments
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule
-from .._core.cross_entropy_results import fake_results, output_like
+from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
 from .._core.dtensor import align_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
@@ -22,6 +25,7 @@ from .._core.loss_rows import denominator_tensor, flatten_rows
 from .._core.matmul import without_ignored
 from .._core.memory_budget import check_budget_variable
 from .._core.row_blocks import row_blocks
+from .._core.types import Reduction, Scalar
 from ..backend import register_family
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -50,8 +54,10 @@ class _WeightGradient:
 
 
 def _restricted(rule, rows):
-    """The rule of these rows alone."""
-    names = ["live", "valid", "index", "weight"] + ["token_weight"] * (rule.token_weight is not None)
+    """The :class:`RowRule` of a subset of rows."""
+    names = ["valid", "has_class", "class_index", "weight"] + ["token_weight"] * (
+        rule.token_weight is not None
+    )
     return dataclasses.replace(rule, **{name: getattr(rule, name)[rows] for name in names})
 
 
@@ -75,11 +81,11 @@ def fused_linear_ce_forward_torch(
     exact = accum_dtype in (None, torch.float32)
     used_denominator = rule.denominator(denominator, reduction)
     upstream = 1.0 / used_denominator
-    # Ignored rows are left out, but not on a GPU, where finding them would need a synchronisation.
+    # Ignored rows are left out of the GEMMs, except on a GPU, where finding them would need a synchronisation.
     computed, index = rows, None
-    ignored = ~rule.live if input.is_cuda else None
-    if not (input.is_cuda or rule.live.all()):
-        index = rule.live.nonzero().squeeze(1)
+    ignored = ~rule.valid if input.is_cuda else None
+    if not (input.is_cuda or rule.valid.all()):
+        index = rule.valid.nonzero().squeeze(1)
         computed, rule = index.numel(), _restricted(rule, index)
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
         computed, hidden, vocab, input.element_size(), need_grad_weight, exact, memory_budget
@@ -91,9 +97,9 @@ def fused_linear_ce_forward_torch(
     grad_weight = _WeightGradient(weight, chunks, exact) if need_grad_weight else None
     grad_bias = torch.zeros(vocab if need_bias else 0, dtype=rule.wide, device=input.device)
 
-    # One memory for the logits of all chunks, whose gradient takes their place.
+    # All chunks use the same memory for their logits, which their gradient overwrites.
     memory = input.new_empty(min(chunk_rows, computed), vocab)
-    # Autocast would cast the operands of the products below a second time.
+    # Operands are cast already; autocast must not cast them again.
     with torch.autocast(input.device.type, enabled=False):
         for start in range(0, computed, max(1, chunk_rows)):
             chunk = slice(start, min(start + chunk_rows, computed))
@@ -110,9 +116,9 @@ def fused_linear_ce_forward_torch(
                 else:
                     results.fill(here, logits[block])
             if grad_weight is not None:
-                place = grad_input[chunk] if need_grad_input else None
-                counted = x if ignored is None else without_ignored(x, ignored[chunk], place)
-                grad_weight.add(logits, counted)
+                copy = grad_input[chunk] if need_grad_input else None
+                valid = x if ignored is None else without_ignored(x, ignored[chunk], copy)
+                grad_weight.add(logits, valid)
             if need_grad_input:
                 if index is None:
                     torch.mm(logits, weight, out=grad_input[chunk])
@@ -161,7 +167,7 @@ def _(
 
 # --- autograd -----------------------------------------------------------------------------------------------------
 
-# For an op that takes what fused_linear_ce_forward takes, perhaps with more between ``memory_budget`` and the metrics.
+# For ops with the arguments of fused_linear_ce_forward, and possibly more between ``memory_budget`` and the metrics.
 differentiable_ce = partial(
     gradients_in_forward,
     refused=("ce_weight", "token_weight", "denominator"),
@@ -209,17 +215,80 @@ _library.impl("fused_linear_ce", _composite, "CompositeImplicitAutograd")
 # --- public API ---------------------------------------------------------------------------------------------------
 
 
+# Any: with a flag that is a bool variable the result may also be the loss alone.
+@overload
+def fused_linear_ce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    ce_weight: torch.Tensor | None = ...,
+    token_weight: torch.Tensor | None = ...,
+    denominator: Scalar | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    lse_square_scale: float = ...,
+    softcap: float | None = ...,
+    reduction: Reduction = ...,
+    accum_dtype: torch.dtype | None = ...,
+    memory_budget: int | None = ...,
+    return_z_loss: Literal[False] = ...,
+    return_token_accuracy: Literal[False] = ...,
+    return_predicted_tokens: Literal[False] = ...,
+    return_logprobs: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def fused_linear_ce(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    *,
+    ce_weight: torch.Tensor | None = ...,
+    token_weight: torch.Tensor | None = ...,
+    denominator: Scalar | None = ...,
+    ignore_index: int = ...,
+    label_smoothing: float = ...,
+    lse_square_scale: float = ...,
+    softcap: float | None = ...,
+    reduction: Reduction = ...,
+    accum_dtype: torch.dtype | None = ...,
+    memory_budget: int | None = ...,
+    return_z_loss: bool = ...,
+    return_token_accuracy: bool = ...,
+    return_predicted_tokens: bool = ...,
+    return_logprobs: bool = ...,
+    return_entropy: bool = ...,
+) -> CrossEntropyOutput | Any: ...
 @arguments(**CE_OPTIONS)
 def fused_linear_ce(
-    input, weight, target, bias=None, *, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100,
-    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, reduction="mean", accum_dtype=None, memory_budget=None,
-    return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False, return_logprobs=False,
-    return_entropy=False,
-):  # fmt: skip
-    """``cross_entropy(input @ weight.T + bias, target)`` without ever holding all the logits.
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ce_weight: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    lse_square_scale: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    accum_dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+    return_logprobs: bool = False,
+    return_entropy: bool = False,
+) -> torch.Tensor | CrossEntropyOutput:
+    """``cross_entropy(input @ weight.T + bias, target)`` without materialising all logits.
 
-    The rows are cut into chunks whose logits fit a memory budget; each chunk's logits are made, turned into losses and
-    gradients, and dropped. docs/cross_entropy.md defines every term.
+    Rows are processed in chunks whose logits fit a memory budget. While the logits of a chunk exist, its loss and its
+    gradients are computed. docs/cross_entropy.md defines every term.
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
@@ -228,17 +297,17 @@ def fused_linear_ce(
         bias: (V,), the dtype of input.
         ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction:
             as in :func:`liger.cross_entropy`. With ``"none"`` the backward computes the logits a second time.
-        accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` round it
-            once at the end; the dtype of input saves the float32 sum and loses digits with every chunk.
-        memory_budget: bytes for the logits of a chunk; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: metrics of
-            the same pass.
+        accum_dtype: the dtype in which the weight gradient is summed over chunks: None or ``torch.float32`` rounds it
+            once at the end; the dtype of input needs no float32 buffer, but rounds the sum after every chunk.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: also return
+            this metric, computed in the same pass.
 
     Under autocast input, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        As :func:`liger.cross_entropy`. Only the loss is differentiable, in input, weight and bias; no work is done for
-        those that need no gradient.
+        As :func:`liger.cross_entropy`. Only the loss is differentiable, with respect to input, weight and bias. The
+        GEMM of a gradient that is not needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
@@ -246,7 +315,7 @@ def fused_linear_ce(
             target out of range, a class weight, token weight or denominator that requires grad.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
-    Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
+    Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, with the options above.
     """
     check_budget_variable(memory_budget)
     metrics = Metrics(

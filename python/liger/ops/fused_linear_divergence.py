@@ -1,11 +1,9 @@
-"""Divergences between the outputs of two linear layers whose logits exist only a chunk of rows at a time.
+"""Divergences between the outputs of two linear layers, in chunks of rows whose logits fit a memory budget.
 
-The loop is the same on every device: products of torch around the row ops. Logits exist for a part of a chunk at a
-time, so that most of the budget is for the gradient of the student's: fewer sums of the weight's gradient. Those of
-models in 16 bits are float32, since the gradient of a student near its teacher is a small difference of both, and their
-gradient is rounded to 16 bits once. Cross entropy of the same logits can be a part of the loss. docs/divergence.md
-defines every term.
+The loss can include cross entropy of the same logits. docs/divergence.md defines every term.
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -20,213 +18,15 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
-from .._core.cross_entropy_math import check_targets
 from .._core.dtensor import unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import gradients_in_forward
-from .._core.lm_head import LMHeadGradients, Sm90LMHeadGradients, row_chunks
-from .._core.lm_head_fp16 import ScaledLMHeadGradients, scale_of
 from .._core.loss_rows import denominator_tensor, refuse_gradients
-from .._core.matmul import write_linear, write_wide_linear
 from .._core.memory_budget import check_budget_variable
-from ..backend import register_portable, targets_checked
-from .divergence import DIVERGENCE_OPTIONS, flatten_pair, mean_of_rows, of_beta, row_weights
-from .fused_linear_divergence_torch import Rows, RowWeights, Targets, Terms, distil_rows
-
-# --- kernel -------------------------------------------------------------------------------------------------------
-
-# Parts of a chunk, each with logits beside the chunk's gradient.
-_PARTS = 3
-# Rows of a tile of the products.
-_TILE = 128
-
-
-def _gradients(input, weight, bias, wanted, exact, memory_budget, aux_rows, aux_in_grad_weight, scale):
-    """(the gradients of the student's layer, rows of the first chunk, of another one, of a part)"""
-    gradients = Sm90LMHeadGradients.plan(
-        input, weight, bias, wanted, memory_budget, aux_rows, aux_in_grad_weight=aux_in_grad_weight
-    )
-    if gradients is not None:
-        plan = gradients.layout
-        return gradients, plan.first_rows, plan.chunk_rows, plan.slice_rows
-    chunk_rows, chunks, slice_rows = _plan(input, weight, wanted, exact, memory_budget, aux_rows)
-    if scale is None:
-        gradients = LMHeadGradients(input, weight, bias, wanted, chunks, exact)
-    else:
-        gradients = ScaledLMHeadGradients(input, weight, bias, wanted, chunks, exact, scale)
-    return gradients, chunk_rows, chunk_rows, slice_rows
-
-
-def _plan(input, weight, wanted, exact, memory_budget, aux_rows):
-    """(rows of a chunk, chunks, rows of a slice). ``aux_rows`` counts the auxiliary rows, in the dtype of input, per
-    row of dlogits."""
-    rows, hidden = input.shape
-    vocab, size = weight.shape[0], input.element_size()
-    budget = torch.ops.liger.default_memory_budget() if memory_budget is None else memory_budget
-    line = -(-vocab * size // 16) * 16
-    if not any(wanted):
-        # Parts are all there is.
-        part = max(min(_whole_tiles(budget // (line * aux_rows)), rows), 1)
-        return part, -(-rows // part), part
-
-    def for_student(amount):
-        return max(amount * _PARTS // (_PARTS + aux_rows), 1)
-
-    # Where logits lie in the memory of the weight's gradient, its hidden size is what limits them.
-    chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        rows, for_student(hidden), vocab, size, wanted[1], exact, for_student(budget)
-    )
-    if aux_rows == 0:
-        return chunk_rows, chunks, chunk_rows
-    part = _whole_tiles(max(chunk_rows // _PARTS, (budget // line - chunk_rows) // aux_rows, 1))
-    if part < chunk_rows:
-        # Parts of one size, in whole tiles if there is room for one.
-        even = -(-chunk_rows // -(-chunk_rows // part))
-        part = min(-(-even // _TILE) * _TILE, part)
-    return chunk_rows, chunks, min(part, chunk_rows)
-
-
-def _whole_tiles(rows):
-    return rows // _TILE * _TILE or rows
-
-
-class _Logits:
-    """Logits of student and teacher for a part of a chunk at a time, in one dtype.
-
-    Attributes:
-        wide: that dtype.
-        lines: rows of the gradient's dtype that a row of logits takes.
-        kinds: how many of the two need memory: a teacher's may be there in that dtype.
-    """
-
-    def __init__(self, input, weight, bias, teacher, teacher_weight, teacher_bias, of_teacher):
-        self.wide = accumulate_dtype(input.dtype)
-        self.lines = self.wide.itemsize // input.element_size()
-        self._head, self._teacher = (weight, bias), teacher
-        self._teacher_head = teacher_weight, teacher_bias
-        self._made = of_teacher and (teacher_weight is not None or teacher.dtype != self.wide)
-        self.kinds = 1 + self._made
-
-    def rows_in(self, memory):
-        """Memory for rows of the gradient as rows of logits."""
-        if self.lines == 1:
-            return memory
-        (lines, classes), stride = memory.shape, memory.stride(0)
-        rows = lines // 2
-        flat = memory.as_strided((2 * rows * stride,), (1,))
-        return flat.view(self.wide).view(rows, stride)[:, :classes]
-
-    def _write(self, x, weight, bias, out):
-        (write_linear if self.lines == 1 else write_wide_linear)(x, weight, bias, out)
-        return out
-
-    def student(self, x, memory):
-        """Those of the hidden states x, at the beginning of ``memory``."""
-        return self._write(x, *self._head, memory[: x.shape[0]])
-
-    def teacher(self, rows, memory):
-        """What the teacher says of these rows of the batch; logits that are not there yet come to the end of
-        ``memory``."""
-        known = self._teacher[rows]
-        if not self._made:
-            return known
-        memory = memory[memory.shape[0] - known.shape[0] :]
-        if self._teacher_head[0] is None:
-            return memory.copy_(known)
-        return self._write(known, *self._teacher_head, memory)
-
-
-def _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index):
-    """Raises RuntimeError for labels and indices of a teacher that are no classes, on the CPU: on a GPU they make their
-    row nan, unless LIGER_CHECK_TARGETS asks to wait for the device."""
-    named = {"forward_kl": "kl_div", "reverse_kl": "kl_div", "topk_tail": "topk"}.get(divergence, divergence)
-    for tensor in (target, teacher_indices):
-        if tensor is not None and tensor.device.type != "cpu" and not targets_checked():
-            return
-    op = f"fused_linear_{named}"
-    if hard:
-        check_targets(op, target, vocab, ignore_index)
-    if soft and teacher_indices is not None:
-        bad = ((teacher_indices < 0) | (teacher_indices >= vocab)) & (teacher > -torch.inf)
-        if target is not None:
-            bad &= (target != ignore_index).unsqueeze(1)
-        if bad.any():
-            row, place = bad.nonzero()[0].tolist()
-            raise RuntimeError(
-                f"{op}: teacher_indices at row {row}, place {place} is {int(teacher_indices[row, place])}, expected "
-                f"0 <= class < {vocab}"
-            )
-
-
-def fused_linear_divergence_forward_kernel(
-    input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence, beta,
-    temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, need_grad_input, need_grad_weight,
-    need_grad_bias,
-):  # fmt: skip
-    torch.ops.liger.check_fused_linear_divergence(
-        input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
-        beta, temperature, soft, hard, accum_dtype, memory_budget,
-    )  # fmt: skip
-    rows, vocab, wide = input.shape[0], weight.shape[0], accumulate_dtype(input.dtype)
-    _check_classes(divergence, vocab, soft, hard, target, teacher, teacher_indices, ignore_index)
-    terms = Terms(divergence, beta, temperature, soft, hard, ignore_index)
-    wanted, exact = (need_grad_input, need_grad_weight, need_grad_bias), accum_dtype in (None, torch.float32)
-    need_gradient = any(wanted)
-    targets = Targets.of_rows(input, target, ignore_index, vocab if hard else None)
-    row_weight = (input.new_ones((), dtype=wide) if row_weight is None else row_weight.to(wide)).expand(rows)
-    scale = scale_of(row_weight) if need_gradient and input.dtype == torch.float16 else None
-    weights = RowWeights.of(row_weight if scale is None else row_weight * scale, terms, targets)
-
-    logits = _Logits(
-        input, weight, bias, teacher, teacher_weight, teacher_bias, bool(soft) and teacher_indices is None
-    )
-    gradients, first_rows, chunk_rows, slice_rows = _gradients(
-        input, weight, bias, wanted, exact, memory_budget, logits.lines * (logits.kinds + terms.apart),
-        aux_in_grad_weight=not terms.apart, scale=scale,
-    )  # fmt: skip
-    if need_gradient:
-        # An even number, so that wider rows behind them begin at multiples of their size.
-        memory, aux_rows = gradients.new_logits_with_aux(
-            chunk_rows + chunk_rows % 2, logits.lines * logits.kinds * slice_rows
-        )
-        room = logits.rows_in(aux_rows)
-    else:
-        memory, room = None, input.new_empty(logits.kinds * slice_rows, vocab, dtype=wide)
-    found = []
-    for chunk in row_chunks(rows, chunk_rows, first_rows):
-        x, here, step = input[chunk], room, slice_rows
-        unused = gradients.unwritten_weight_rows() if need_gradient and not terms.apart else None
-        if unused is not None:
-            lent = unused.shape[0] // (logits.lines * logits.kinds) // _TILE * _TILE
-            # A longer first chunk lies where the room is.
-            if lent > step or x.shape[0] > chunk_rows:
-                here, step = logits.rows_in(unused), lent
-        for part in row_chunks(x.shape[0], step):
-            of_batch = slice(chunk.start + part.start, chunk.start + part.stop)
-            places = here[: logits.kinds * (part.stop - part.start)]
-            known = Rows(
-                logits.student(x[part], places), logits.teacher(of_batch, places),
-                None if teacher_indices is None else teacher_indices[of_batch], targets.at(of_batch),
-                weights.at(of_batch), memory[part] if need_gradient else None,
-            )  # fmt: skip
-            found.append(distil_rows(terms, known))
-        if need_gradient:
-            ignored = None if target is None else targets.at(chunk).ignored
-            gradients.add(x, memory[: x.shape[0]], gradients.input[chunk], ignored)
-
-    def of_all_rows(factor, losses):
-        if not (factor and losses):
-            return input.new_empty(0, dtype=wide)
-        return torch.cat(losses) if scale is None else torch.cat(losses) / scale
-
-    losses = [of_all_rows(factor, [f[i] for f in found]) for i, factor in enumerate((soft, hard))]
-    total = losses[0] + losses[1] if soft and hard else losses[0 if soft else 1].clone()
-    return total if per_row else total.sum(), *losses, *gradients.finish()
-
-
-register_portable({"fused_linear_divergence_forward": fused_linear_divergence_forward_kernel})
-
+from .._core.types import DivergenceReduction, Scalar
+from . import fused_linear_divergence_kernel as _kernel  # noqa: F401  (registers the kernel)
+from .divergence import DIVERGENCE_OPTIONS, flatten_pair, jsd_divergence, nan_if_empty, row_weights
 
 # --- fake ---------------------------------------------------------------------------------------------------------
 
@@ -265,9 +65,9 @@ def fused_linear_distillation(
     op, input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
     beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget,
 ):  # fmt: skip
-    """(loss, soft losses, hard losses) of rows: ``fused_linear_divergence_forward`` with the gradients that are needed.
+    """(loss, soft losses, hard losses) of rows: ``fused_linear_divergence_forward`` with the needed gradients.
 
-    Operands have the dtype of autocast already. Errors name ``op``.
+    The caller has applied autocast to the operands. Errors name ``op``.
     """
     refuse_gradients(
         op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias, row_weight=row_weight
@@ -288,7 +88,7 @@ def _run(
     op, input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight, denominator, divergence, beta,
     temperature, ignore_index, reduction, accum_dtype, memory_budget,
 ):  # fmt: skip
-    # Logits are no operand of a product.
+    # A teacher given as logits is not an operand of a GEMM, so autocast does not cast it.
     operands = (input, weight, bias, teacher_weight, teacher_bias)
     input, weight, bias, teacher_weight, teacher_bias, *states = autocast_operands(
         *operands, *(() if teacher_weight is None else (teacher,))
@@ -321,7 +121,7 @@ def _run(
     )  # fmt: skip
     if per_row:
         return unflatten_tokens(loss, like)
-    return mean_of_rows(loss, rows, batch, reduction, denominator)
+    return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 
 def _fused_linear_kl_div(
@@ -343,7 +143,7 @@ def _fused_linear_jsd(
 ):  # fmt: skip
     return _run(
         "fused_linear_jsd", input, weight, teacher, teacher_weight, target, bias, teacher_bias, token_weight,
-        denominator, of_beta(beta), beta, temperature, ignore_index, reduction, accum_dtype, memory_budget,
+        denominator, jsd_divergence(beta), beta, temperature, ignore_index, reduction, accum_dtype, memory_budget,
     )  # fmt: skip
 
 
@@ -360,40 +160,53 @@ for _name, _composite in (
 
 @arguments(**DIVERGENCE_OPTIONS)
 def fused_linear_kl_div(
-    input, weight, teacher, teacher_weight=None, target=None, *, bias=None, teacher_bias=None, token_weight=None,
-    denominator=None, reverse=False, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
-    memory_budget=None,
-):  # fmt: skip
-    """``kl_div(input @ weight.T + bias, teacher @ teacher_weight.T + teacher_bias)`` without ever holding all logits.
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+    accum_dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+) -> torch.Tensor:
+    """``kl_div(input @ weight.T + bias, teacher @ teacher_weight.T + teacher_bias)`` without materialising all logits.
 
-    The rows are cut into chunks whose logits, of student and teacher, fit a memory budget; the student's become their
-    gradient in place. The teacher is frozen.
+    Rows are processed in chunks whose logits, of student and teacher, fit a memory budget. The gradient of the
+    student's logits overwrites them. The teacher gets no gradient.
 
     Args:
-        input: (..., H), float16, bfloat16 or float32 (float64 where divergence is served by plain torch), any strides.
-        weight: (V, H), the dtype of input, as all tensors but target, token_weight, denominator and logits.
-        teacher: (..., Ht), the hidden states of the teacher, or its logits (..., V) without ``teacher_weight``, of any
-            floating dtype, which they are taken in.
+        input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of divergence), any strides.
+        weight: (V, H), the dtype of input, like bias and the tensors of the teacher other than logits.
+        teacher: (..., Ht), the hidden states of the teacher; without ``teacher_weight`` its logits (..., V), in any
+            floating dtype.
         teacher_weight: (V, Ht) or None.
         target, token_weight, denominator, reverse, temperature, ignore_index, reduction: as in :func:`liger.kl_div`.
             With ``"none"`` the backward computes the logits a second time.
         bias, teacher_bias: (V,) or None.
         accum_dtype: as in :func:`liger.fused_linear_ce`.
-        memory_budget: bytes for the logits of a chunk; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
 
     Under autocast the operands are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        As :func:`liger.kl_div`. Differentiable once, in input, weight and bias; no work is done for those that need no
-        gradient.
+        As :func:`liger.kl_div`. Differentiable once, in input, weight and bias. The GEMM of a gradient that is not
+        needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes (also of the two vocabularies), dtypes or devices, options out of range, a
-            tensor of the teacher, a weight of tokens or a denominator that requires grad.
+        RuntimeError: mismatched shapes, vocabularies, dtypes or devices, options out of range, a tensor of the teacher,
+            a token_weight or a denominator that requires grad.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
-    Source: chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
+    Source: the divergence as in :func:`liger.kl_div`; the chunks as in Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
     check_budget_variable(memory_budget)
     denominator = denominator_tensor(denominator, input)
@@ -405,11 +218,24 @@ def fused_linear_kl_div(
 
 @arguments(**DIVERGENCE_OPTIONS)
 def fused_linear_jsd(
-    input, weight, teacher, teacher_weight=None, target=None, *, bias=None, teacher_bias=None, token_weight=None,
-    denominator=None, beta=0.5, temperature=1.0, ignore_index=-100, reduction="mean", accum_dtype=None,
-    memory_budget=None,
-):  # fmt: skip
-    """:func:`liger.jsd` of two linear layers' outputs without ever holding all logits.
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor,
+    teacher_weight: torch.Tensor | None = None,
+    target: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    denominator: Scalar | None = None,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: DivergenceReduction = "mean",
+    accum_dtype: torch.dtype | None = None,
+    memory_budget: int | None = None,
+) -> torch.Tensor:
+    """:func:`liger.jsd` of the outputs of two linear layers without materialising all logits.
 
     Args:
         beta: as in :func:`liger.jsd`.
@@ -419,7 +245,7 @@ def fused_linear_jsd(
         As :func:`liger.fused_linear_kl_div`.
 
     Raises:
-        RuntimeError, ValueError: as :func:`liger.fused_linear_kl_div`.
+        TypeError, RuntimeError, ValueError: as :func:`liger.fused_linear_kl_div`.
 
     Source: GKD, arXiv 2306.13649, in the chunks of "Liger Kernel", arXiv 2410.10989.
     """

@@ -1,10 +1,12 @@
-"""Log-probabilities of given tokens under a linear layer's softmax, with no more than a chunk of its logits in memory.
+"""Log-probabilities of target tokens under the softmax of a linear layer, in chunks of rows.
 
-The backward computes the logits a second time. A loss that is known beforehand is cheaper with its gradient made in the
-forward: :mod:`liger.losses`.
+The backward computes the logits a second time. The losses of :mod:`liger.losses` are cheaper, because their forward
+computes the gradient.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -33,7 +35,13 @@ _NAMES = LayerNames("hidden", "weight", "targets")
 
 
 class LogProbs(NamedTuple):
-    """The log-probabilities and what else was asked for; the rest is None."""
+    """The results of :func:`fused_linear_logprobs`, each with the shape of targets; None if not requested.
+
+    Attributes:
+        logprobs: log-probabilities of the targets, float32 (float64 for float64 inputs); 0 in ignored rows.
+        entropy: entropy of each row in nats, dtype of logprobs; 0 in ignored rows.
+        argmax: the most probable class, int64; -1 in ignored rows.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
@@ -49,7 +57,7 @@ def fused_linear_logprobs_forward(
     check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
     check_classes(_OP, _NAMES.target, target, weight.shape[0], ignore_index)
     if temperature == 1.0:
-        # The engine of cross entropy, which leaves out ignored rows.
+        # The engines of fused_linear_ce, which leave out ignored rows.
         results = fused_linear_ce_forward(
             input, weight, target, bias, None, None, None, ignore_index, 0.0, 0.0, softcap, "none", None,
             memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
@@ -65,12 +73,12 @@ def fused_linear_logprobs_forward(
     for chunk in row_chunks(rows, chunk_rows):
         logits = memory[: chunk.stop - chunk.start]
         head.write_logits(input[chunk], logits)
-        found = head.statistics(logits, target[chunk], return_entropy, return_argmax)
-        logprobs[chunk] = found.logprobs
+        statistics = head.statistics(logits, target[chunk], return_entropy, return_argmax)
+        logprobs[chunk] = statistics.logprobs
         if return_entropy:
-            entropy[chunk] = found.entropy
+            entropy[chunk] = statistics.entropy
         if return_argmax:
-            argmax[chunk] = found.argmax
+            argmax[chunk] = statistics.argmax
     return logprobs, entropy, argmax
 
 
@@ -79,22 +87,22 @@ def fused_linear_logprobs_backward(
     memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
 ):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
-    wanted = need_grad_input, need_grad_weight, need_grad_bias
+    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     if temperature == 1.0 and grad_entropy is None:
         return fused_linear_ce_forward(
             input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
-            accum_dtype, memory_budget, False, False, False, False, False, *wanted,
+            accum_dtype, memory_budget, False, False, False, False, False, *needs_grad,
         )[-3:]  # fmt: skip
     head = LMHead(weight, bias, temperature, ignore_index, softcap)
     exact = accum_dtype in (None, torch.float32)
-    gradients, chunk_rows = lm_head_gradients(input, weight, bias, wanted, exact, memory_budget)
+    gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
     for chunk in row_chunks(input.shape[0], chunk_rows):
         logits, y = memory[: chunk.stop - chunk.start], target[chunk]
         head.write_logits(input[chunk], logits)
-        found = head.statistics(logits, y, entropy=grad_entropy is not None)
-        of_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, y, found, grad_logprobs[chunk], of_entropy)
+        statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
+        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[chunk]
+        head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy)
         gradients.add(input[chunk], logits, gradients.input[chunk], y == ignore_index)
     return gradients.finish()
 
@@ -152,13 +160,13 @@ def _backward(ctx, grad_logprobs, grad_entropy, _grad_argmax):
         return tuple(result)
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(grad_entropy)
-    places = (0, 1, 3)
-    needed = [ctx.needs_input_grad[i] for i in places]
+    positions = (0, 1, 3)  # of input, weight and bias among the arguments
+    needed = [ctx.needs_input_grad[i] for i in positions]
     grads = torch.ops.liger.fused_linear_logprobs_backward.default(
         grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, None, ctx.memory_budget, *needed
     )
-    for place, grad, need in zip(places, grads, needed, strict=True):
-        result[place] = grad if need else None
+    for position, grad, need in zip(positions, grads, needed, strict=True):
+        result[position] = grad if need else None
     return tuple(result)
 
 
@@ -172,8 +180,8 @@ def logprobs_of_layer(
     op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
     return_argmax=False,
 ):  # fmt: skip
-    """(log-probabilities, entropies, most probable classes) as :func:`fused_linear_logprobs` returns them, with errors
-    in the names of another function."""
+    """(log-probabilities, entropies, most probable classes) as in :func:`fused_linear_logprobs`, with the argument
+    names of another function in messages."""
     check_budget_variable(memory_budget)
     hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(op, hidden, targets, None)
@@ -184,19 +192,56 @@ def logprobs_of_layer(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
         return_argmax,
     )  # fmt: skip
-    wanted = (True, return_entropy, return_argmax)
-    return tuple(unflatten_tokens(t, targets) if w else None for t, w in zip(results, wanted, strict=True))
+    requested = (True, return_entropy, return_argmax)
+    return tuple(
+        unflatten_tokens(t, targets) if flag else None for t, flag in zip(results, requested, strict=True)
+    )
 
 
+# Any: with a flag that is a bool variable the result may also be the log-probabilities alone.
+@overload
+def fused_linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    memory_budget: int | None = ...,
+    return_entropy: Literal[False] = ...,
+    return_argmax: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def fused_linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    memory_budget: int | None = ...,
+    return_entropy: bool = ...,
+    return_argmax: bool = ...,
+) -> LogProbs | Any: ...
 @arguments(**HEAD, **RETURNS)
 def fused_linear_logprobs(
-    hidden, weight, targets, bias=None, temperature=1.0, ignore_index=-100, softcap=None, memory_budget=None,
-    return_entropy=False, return_argmax=False,
-):  # fmt: skip
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+    return_entropy: bool = False,
+    return_argmax: bool = False,
+) -> torch.Tensor | LogProbs:
     """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
-    No more logits than fit the memory budget exist at a time. Forward only, as for a reference model, it is one
-    product; the backward computes the logits again.
+    Rows are processed in chunks whose logits fit a memory budget. The forward is one GEMM; the backward computes the
+    logits again.
 
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
@@ -204,24 +249,25 @@ def fused_linear_logprobs(
         targets: (...), int64 or int32 class indices.
         bias: (V,), the dtype of hidden.
         temperature: positive and finite.
-        ignore_index: targets whose log-probability and entropy are 0, without gradient.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` first.
-        memory_budget: bytes for the logits of a chunk; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
-        return_entropy: also the entropy of every row's distribution, differentiable too.
-        return_argmax: also the most probable class, -1 where the target is ignored.
+        ignore_index: the target of ignored rows, whose log-probability and entropy are 0, without gradient.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by the temperature.
+        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+        return_entropy: also return the entropy of each row, which is differentiable, too.
+        return_argmax: also return the most probable class, -1 in ignored rows.
 
     Under autocast hidden, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        The log-probabilities, (...), float32 (float64 for float64); with ``return_entropy`` or ``return_argmax`` a
-        :class:`LogProbs`. Gradients exist for hidden, weight and bias; no work is done for those that need none.
+        The log-probabilities, (...), float32 (float64 for float64 inputs); with ``return_entropy`` or ``return_argmax``
+        a :class:`LogProbs`. Differentiable in hidden, weight and bias. The GEMM of a gradient that is not needed is
+        skipped.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, options out of range, a CPU target out of range.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
-    Source: the chunked head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
+    Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
     """
     logprobs, entropy, argmax = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,

@@ -1,7 +1,12 @@
 """GeGLU, ``gelu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with GELU, exact or by tanh."""
 
+from __future__ import annotations
+
+import torch
+
 from .._core import gated
 from .._core.arguments import FLAG, TEXT, arguments
+from .._core.types import Approximate
 from ..backend import register_family
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -75,7 +80,12 @@ _geglu, _geglu_packed = gated.gated_forms("geglu")
 
 
 @arguments(late=True, approximate=TEXT, inplace=FLAG)
-def geglu(gate, up, approximate="none", inplace=False):
+def geglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    approximate: Approximate = "none",
+    inplace: bool = False,
+) -> torch.Tensor:
     """``gelu(gate) * up``, elementwise, in float32 and rounded once.
 
     Args:
@@ -84,13 +94,12 @@ def geglu(gate, up, approximate="none", inplace=False):
         up: the shape, dtype and device of gate.
         approximate: as in :func:`torch.nn.functional.gelu`: ``"none"`` for ``gate * (1 + erf(gate / sqrt(2))) / 2``,
             ``"tanh"`` for its approximation by tanh, which Gemma and most other models with GeGLU use.
-        inplace: lets the backward write its gradients over gate and up, which saves the memory of both. They must not
-            be used afterwards: autograd raises where it needs their old values. Has no effect in compiled code, or
-            where gate or up needs no gradient, shares memory with the other, or overlaps itself, or where the graph
-            is kept for another backward.
+        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. They must
+            not be used afterwards: autograd raises if it needs their old values. No effect in compiled code, if the
+            graph is retained, or if gate or up needs no gradient, shares memory with the other, or overlaps itself.
 
     Returns:
-        A tensor of the shape, dtype and, where dense, strides of gate. Differentiable in gate and up.
+        A tensor with the shape, dtype and, if dense, strides of gate. Differentiable in gate and up.
 
     Raises:
         TypeError: an argument of another type.
@@ -104,20 +113,26 @@ def geglu(gate, up, approximate="none", inplace=False):
 
 
 @arguments(late=True, approximate=TEXT, inplace=FLAG)
-def geglu_packed(gate_up, approximate="none", inplace=False):
+def geglu_packed(
+    gate_up: torch.Tensor,
+    approximate: Approximate = "none",
+    inplace: bool = False,
+) -> torch.Tensor:
     """``gelu(gate) * up`` of one tensor that holds gate and up side by side.
 
     Args:
         gate_up: (..., 2I), gate first; dtypes and strides as in :func:`geglu`.
         approximate: as in :func:`geglu`.
-        inplace: lets the backward write its gradient over gate_up, as in :func:`geglu`.
+        inplace: the backward overwrites gate_up with its gradient, as in :func:`geglu`.
 
     Returns:
-        (..., I), contiguous, of the dtype of gate_up. Differentiable in gate_up.
+        (..., I), contiguous, with the dtype of gate_up. Differentiable in gate_up.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: an odd last dimension, a dtype that is not floating or an unknown approximation, and with
             ``inplace`` as in :func:`geglu`.
+
+    Sources: as :func:`geglu`.
     """
     return _geglu_packed((gate_up,), inplace, approximate)

@@ -1,8 +1,11 @@
 """Group normalisation (Wu and He, arXiv 1803.08494): reference kernels, fakes, autograd, API.
 
-The channels of a sample are cut into groups of neighbours; a group with all its positions is normalised by its mean and
-variance as a row of :mod:`liger.ops.layer_norm` is. Weight and bias belong to channels.
+The channels of a sample form groups of consecutive channels. The elements of a group, over all positions, are
+normalised by their mean and variance like a row of :mod:`liger.ops.layer_norm`. Weight and bias have one value per
+channel.
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -98,7 +101,13 @@ torch.library.register_vmap(
 
 
 @arguments(late=True, num_groups=INTEGER, eps=NOT_NEGATIVE)
-def group_norm(x, num_groups, weight=None, bias=None, eps=1e-5):
+def group_norm(
+    x: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
     """Group normalisation of channels.
 
     ``y = (x - mean) * rsqrt(var + eps) * weight + bias``, with the statistics of each group of channels of each sample,

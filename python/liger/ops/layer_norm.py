@@ -4,6 +4,8 @@ With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v
 with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
 """
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import NOT_NEGATIVE, arguments
@@ -81,7 +83,12 @@ torch.library.register_vmap(
 
 
 @arguments(late=True, eps=NOT_NEGATIVE)
-def layer_norm(x, weight=None, bias=None, eps=1e-5):
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
     """Layer normalisation over the last dimension.
 
     ``y = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``, with statistics in float32.

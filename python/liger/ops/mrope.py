@@ -1,9 +1,14 @@
-"""Rotary embedding of tokens with positions in time, height and width (Qwen2-VL and later): :func:`liger.rope` with
-tables of which every pair of entries takes its part from one of the three positions.
+"""Rotary embedding of tokens with positions in time, height and width (Qwen2-VL and later): :func:`liger.rope` with a
+merged table, in which every pair of elements uses one of the three positions.
 
-The tables are smaller than the queries by their number of heads, so putting them together first costs next to nothing
-beside the rotation.
+The queries are larger than the tables by the number of heads, so merging the tables costs little compared with the
+rotation.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 
@@ -53,7 +58,7 @@ def _check_section(table, section, interleaved):
         raise ValueError(
             f"mrope: mrope_section is {list(section)}, expected three sizes that add up to half of rotary_dim, {half}"
         )
-    # Height and width take every third pair from the second and third on; they may not go beyond the end.
+    # Height and width use every third pair, from the second and the third pair on; all must be within the table.
     if interleaved and any(
         3 * (size - 1) + axis >= half for axis, size in enumerate(section) if axis and size
     ):
@@ -63,17 +68,17 @@ def _check_section(table, section, interleaved):
 
 
 def _merged(table, section, interleaved):
-    """(batch, tokens, rotary_dim): for every pair the part of its axis, in both halves."""
+    """(batch, tokens, rotary_dim): for every pair the value of its axis, in both halves."""
     half = table.shape[-1] // 2
     halves = []
-    for part in table.split(half, -1):
+    for values in table.split(half, -1):
         if interleaved:
-            merged = part[0].clone()
+            merged = values[0].clone()
             for axis in (1, 2):
                 pairs = slice(axis, _AXES * section[axis], _AXES)
-                merged[..., pairs] = part[axis, ..., pairs]
+                merged[..., pairs] = values[axis, ..., pairs]
         else:
-            merged = torch.cat([piece[axis] for axis, piece in enumerate(part.split(section, -1))], -1)
+            merged = torch.cat([block[axis] for axis, block in enumerate(values.split(section, -1))], -1)
         halves.append(merged)
     return torch.cat(halves, -1)
 
@@ -81,26 +86,36 @@ def _merged(table, section, interleaved):
 @arguments(
     mrope_section=_SECTION, unsqueeze_dim=INTEGER, interleaved_sections=FLAG, inplace=FLAG
 )  # fmt: skip
-def mrope(q, k, cos, sin, mrope_section, unsqueeze_dim=1, interleaved_sections=False, inplace=False):
+def mrope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mrope_section: Sequence[int],
+    unsqueeze_dim: Literal[1, 2] = 1,
+    interleaved_sections: bool = False,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Multimodal rotary position embedding of queries and keys.
 
     Args:
         q, k: as in :func:`liger.rope`: (B, H, T, D), or (B, T, H, D) with ``unsqueeze_dim=2``.
-        cos, sin: (3, B, T, R): the tables of the positions in time, height and width, R even and at most D, both
-            halves alike as Hugging Face makes them. They get no gradient.
-        mrope_section: how many of the R/2 pairs belong to time, height and width; they add up to R/2.
+        cos, sin: (3, B, T, R), any floating dtype: the tables of the positions in time, height and width, R even and at
+            most D, with equal halves as in Hugging Face. They get no gradient.
+        mrope_section: the numbers of pairs for time, height and width; their sum is R/2.
         unsqueeze_dim: the dimension of the heads in q and k, 1 or 2.
-        interleaved_sections: pairs belong to time, height and width in turn, until the sections of height and width
-            are used up, the others to time (Qwen3-VL); else one section after the other (Qwen2-VL, Qwen2.5-VL).
+        interleaved_sections: pairs alternate between time, height and width; when the sections of height and width are
+            exhausted, the remaining pairs use time (Qwen3-VL). Default: consecutive sections (Qwen2-VL, Qwen2.5-VL).
         inplace: as in :func:`liger.rope`.
 
     Returns:
-        (q, k) rotated. Differentiable in q and k.
+        (q, k) rotated, as :func:`liger.rope` returns them. Differentiable in q and k.
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: tables of another shape, and what :func:`liger.rope` raises.
-        ValueError: sections that do not add up to R/2 or, interleaved, go beyond it.
+        RuntimeError: tables of another shape, and as :func:`liger.rope`.
+        ValueError: sections whose sum is not R/2 or, interleaved, that exceed the table; an unsqueeze_dim other than 1
+            and 2.
 
     Source: Wang et al., "Qwen2-VL", arXiv 2409.12191; the interleaved layout: "Qwen3-VL Technical Report",
     arXiv 2511.21631.

@@ -1,5 +1,7 @@
 """Squared ReLU, ``relu(x)^2`` (So et al., arXiv 2109.08668): reference kernels, fakes, autograd, API."""
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import arguments
@@ -68,7 +70,9 @@ def _(info, in_dims, x):
 
 
 @arguments(late=True)
-def relu_squared(x):
+def relu_squared(
+    x: torch.Tensor,
+) -> torch.Tensor:
     """``relu(x)^2``, elementwise, in float32 and rounded once. NaN stays NaN.
 
     Args:
@@ -76,11 +80,11 @@ def relu_squared(x):
             strides.
 
     Returns:
-        A tensor of the shape, dtype and, where dense, strides of x. Differentiable in x, which is what it keeps for
-        the backward.
+        A tensor with the shape, dtype and, if dense, strides of x. Differentiable in x, which is saved for the
+        backward.
 
     Raises:
-        TypeError: x is no tensor.
+        TypeError: x is not a tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
     Source: So et al., "Primer: Searching for Efficient Transformers for Language Modeling", arXiv 2109.08668.

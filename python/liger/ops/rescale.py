@@ -26,7 +26,7 @@ def _scale_into(out, x, factor):
     if x.dim() == 0:
         out.copy_(x.to(wide) * factor)
         return
-    # Blocks of rows: a float32 copy of a whole weight gradient would cost more than the gradient itself.
+    # Blocks of rows, because a float32 copy of a weight gradient would be larger than the gradient.
     for block in row_blocks(x):
         out[block].copy_(x[block].to(wide) * factor)
 

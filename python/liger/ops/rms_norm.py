@@ -2,10 +2,12 @@
 
 With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x * s * w``. Casting modes:
 
-``"llama"``  ``x * s`` is rounded to the dtype of x before it meets the weight, as Hugging Face's LlamaRMSNorm does.
-``"gemma"``  everything in float32, one rounding at the end, as GemmaRMSNorm does (with ``offset=1``).
-``"none"``   like eager code without casts: ``s`` and ``x * s`` are rounded to the dtype of x.
+``"llama"``  ``x * s`` is rounded to the dtype of x before the multiplication by the weight, as in LlamaRMSNorm.
+``"gemma"``  all arithmetic in float32 and one rounding at the end, as in GemmaRMSNorm (with ``offset=1``).
+``"none"``   as eager code without casts: ``s`` and ``x * s`` are rounded to the dtype of x.
 """
+
+from __future__ import annotations
 
 import torch
 
@@ -14,6 +16,7 @@ from .._core.autograd import differentiable, differentiable_once
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.memory_format import laid_out_like
+from .._core.types import CastingMode
 from .._core.vmap import to_front
 from ..backend import register_family
 
@@ -33,21 +36,21 @@ def _normalise(x, weight, eps, offset, casting_mode):
 
 
 def _grad(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, need_weight):
-    """(grad_x in float32 or None, grad_weight or None); the roundings of the forward count as identity."""
+    """(grad_x or None, grad_weight or None). The derivative of the roundings in the forward is taken as 1."""
     wide = accumulate_dtype(x.dtype)
     rstd = rstd.to(wide).reshape(*x.shape[:-1], 1)
     xhat = x.to(wide) * rstd
     g = grad_y.to(wide)
-    # Every tensor of the size of x costs as much in new memory as in arithmetic: products are made once.
+    # Allocating a tensor of the size of x costs as much as the arithmetic, so products are computed once and reused.
     product = g * xhat
     grad_weight = None
     if need_weight and weight is not None:
-        # What the weight has met in the forward.
+        # The forward multiplies the weight by the rounded xhat.
         rounded = casting_mode != "gemma" and x.dtype != wide
-        seen = g * xhat.to(x.dtype).to(wide) if rounded else product
+        terms = g * xhat.to(x.dtype).to(wide) if rounded else product
         rows = tuple(range(x.dim() - 1))
-        grad_weight = seen if not rows else seen.sum(rows)
-        # Without rows it would be the product itself, which is written below.
+        grad_weight = terms if not rows else terms.sum(rows)
+        # Without rows it would alias the product, which is overwritten below.
         grad_weight = grad_weight.to(weight.dtype, copy=not rows)
     grad_x = None
     if need_x:
@@ -222,7 +225,8 @@ _fused_add_rms_norm = differentiable(
 
 
 def _batched(op, tensors):
-    """vmap rule of a norm of ``tensors`` activations: their mapped dimension becomes one more dimension of rows."""
+    """vmap rule of a norm whose first ``tensors`` arguments are activations: the mapped dimension becomes one more
+    dimension of rows."""
 
     def rule(info, in_dims, *args):
         xs = [to_front(args[i], in_dims[i], info.batch_size) for i in range(tensors)]
@@ -249,7 +253,13 @@ _checked = arguments(late=True, eps=NOT_NEGATIVE, offset=FINITE, casting_mode=TE
 
 
 @_checked
-def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+) -> torch.Tensor:
     """Root-mean-square normalisation over the last dimension.
 
     ``y = x * rsqrt(mean(x^2) + eps) * (offset + weight)``, with statistics in float32.
@@ -259,8 +269,8 @@ def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
         weight: (H,), the dtype of x or float32; None for no scale.
         eps: added to the mean square; finite and at least 0.
         offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
-        casting_mode: where roundings to the dtype of x happen: ``"llama"``, ``"gemma"`` or ``"none"``
-            (see :mod:`liger.ops.rms_norm`).
+        casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``: ``x * rsqrt(...)`` before
+            the weight; ``"gemma"``: only y; ``"none"``: ``rsqrt(...)`` and ``x * rsqrt(...)``.
 
     Returns:
         y, of the shape and dtype of x. Differentiable in x and weight.
@@ -275,7 +285,14 @@ def rms_norm(x, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
 
 
 @_checked
-def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_mode="llama"):
+def fused_add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: CastingMode = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Residual addition and root-mean-square normalisation in one pass.
 
     ``new_residual = x + residual``; ``y = rms_norm(new_residual, weight, ...)``.
@@ -291,5 +308,7 @@ def fused_add_rms_norm(x, residual, weight=None, eps=1e-6, offset=0.0, casting_m
     Raises:
         TypeError: an argument of another type.
         RuntimeError: mismatched shapes, dtypes or devices, eps or offset out of range, or an unknown casting mode.
+
+    Source: as :func:`rms_norm`.
     """
     return _fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)[:2]

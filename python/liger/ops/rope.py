@@ -1,10 +1,14 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864): reference kernels, fakes, autograd, API.
 
-Every pair (x1, x2) of the first R entries of a head is rotated by the angle of its token:
-``out1 = x1 * cos1 - x2 * sin1``, ``out2 = x2 * cos2 + x1 * sin2``; the other D - R entries pass through. Pairs are
-entries i and i + R/2 (the layout of Hugging Face's rotate_half) or, interleaved, entries 2i and 2i + 1 (GPT-J's).
-cos and sin have one value per entry, so cos1 and cos2 are usually, but need not be, equal.
+Each pair (x1, x2) of the first R elements of a head is rotated by the angle of its token:
+``out1 = x1 * cos1 - x2 * sin1``, ``out2 = x2 * cos2 + x1 * sin2``. The other D - R elements are copied. Pairs are
+elements i and i + R/2 (the layout of Hugging Face's rotate_half) or, interleaved, elements 2i and 2i + 1 (GPT-J's).
+cos and sin have one value per element, so cos1 and cos2 may differ.
 """
+
+from __future__ import annotations
+
+from typing import Literal
 
 import torch
 
@@ -18,7 +22,7 @@ from .._core.arguments import (
     described,
     wrong_shape,
 )
-from .._core.autograd import check_given_up, differentiable, forbid_autograd, is_traced, own_their_memory
+from .._core.autograd import differentiable, forbid_autograd, is_traced, non_overlapping, refuse_inplace_leaf
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.vmap import to_front
@@ -26,7 +30,8 @@ from ..backend import register_family
 
 
 def _rotate(x, cos, sin, interleaved, backward):
-    """x (B, H, T, D) rotated in float32, or with the transposed rotation; a new tensor laid out like x."""
+    """x (B, H, T, D) rotated, or with ``backward`` multiplied by the transposed rotation; a new tensor with the strides
+    of ``torch.empty_like(x)``."""
     wide = accumulate_dtype(x.dtype)
     rotary = cos.shape[-1]
     if interleaved:
@@ -34,7 +39,7 @@ def _rotate(x, cos, sin, interleaved, backward):
     else:
         first, second = slice(0, rotary // 2), slice(rotary // 2, rotary)
     x1, x2 = x[..., first].to(wide), x[..., second].to(wide)
-    # A dimension for the heads; a (T, R) table gets its batch dimension by broadcasting.
+    # A head dimension; the batch dimension of a (T, R) table is broadcast.
     cos, sin = cos.to(wide).unsqueeze(-3), sin.to(wide).unsqueeze(-3)
     cos1, cos2, sin1, sin2 = cos[..., first], cos[..., second], sin[..., first], sin[..., second]
     out = torch.empty_like(x)
@@ -102,8 +107,8 @@ def _(q, k, cos, sin, interleaved=False):
 
 def _setup(ctx, inputs, output):
     _q, _k, cos, sin, ctx.interleaved = inputs
-    need_q, need_k, *of_tables = ctx.needs_input_grad[:4]
-    if any(of_tables):
+    need_q, need_k, *need_tables = ctx.needs_input_grad[:4]
+    if any(need_tables):
         raise RuntimeError("rope: cos or sin requires grad, but rope is differentiable in q and k only")
     if not (need_q and need_k):
         ctx.mark_non_differentiable(
@@ -118,13 +123,13 @@ def _backward(ctx, grad_q_out, grad_k_out):
 
 
 def _rotated(op, ctx, q, k):
-    """Both sides rotated by op, one that is None or whose result nobody needs staying out."""
+    """q and k rotated by ``op``; None for one that is None or whose gradient is not needed."""
     cos, sin = ctx.saved_tensors
     need_q = ctx.needs_input_grad[0] and q is not None
     need_k = ctx.needs_input_grad[1] and k is not None
     if not need_q and not need_k:
         return None, None, None, None, None
-    # The side that stays out takes part with no heads: it costs nothing.
+    # The op needs both: the other one is passed with zero heads.
     q, k = op(q if need_q else k[:, :0], k if need_k else q[:, :0], cos, sin, ctx.interleaved)
     return q if need_q else None, k if need_k else None, None, None, None
 
@@ -138,13 +143,13 @@ _rope_ = forbid_autograd("rope_")
 
 
 class _Inplace(torch.autograd.Function):
-    """rope whose results take the place of q and k. The backward needs neither, and writes nothing of its inputs."""
+    """rope that overwrites q and k with its results. The backward needs neither, and is not in place."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
         output = _same_memory(q), _same_memory(k)
         _setup(ctx, (q, k, cos, sin, interleaved), output)
-        # Detached, q and k share their version counters with what is written: whoever saved them will know.
+        # Detached tensors share the version counters of q and k, so autograd detects the write.
         _rope_(q.detach(), k.detach(), cos, sin, interleaved)
         return output
 
@@ -154,17 +159,17 @@ class _Inplace(torch.autograd.Function):
 
 
 def _same_memory(x):
-    """A tensor over the memory of x that autograd does not take for a view of it."""
+    """A tensor with the memory of x that is not a view of x for autograd."""
     return x.new_empty(0).set_(x.detach())
 
 
 def _inplace_applies(q, k):
-    """Whether the in-place form runs; raises where it would destroy a parameter."""
+    """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter."""
     if is_traced(q, k):
         return False
     if torch.is_grad_enabled():
-        check_given_up("rope", ("q", "k"), (q, k))
-    return own_their_memory((q, k))
+        refuse_inplace_leaf("rope", ("q", "k"), (q, k))
+    return non_overlapping((q, k))
 
 
 # --- vmap ---------------------------------------------------------------------------------------------------------
@@ -198,7 +203,7 @@ def check_heads_dim(op, unsqueeze_dim):
 
 
 def check_heads(op, q, k, unsqueeze_dim):
-    """What check_rope asks of q and k, in the name of a function that makes its tables itself."""
+    """The checks of q and k in check_rope, for functions that compute the tables of rope; messages name ``op``."""
     check_heads_dim(op, unsqueeze_dim)
     order = "(batch, heads, tokens, head_dim)" if unsqueeze_dim == 1 else "(batch, tokens, heads, head_dim)"
     for name, x in (("q", q), ("k", k)):
@@ -212,24 +217,32 @@ def check_heads(op, q, k, unsqueeze_dim):
 
 
 @arguments(late=True, unsqueeze_dim=INTEGER, interleaved=FLAG, inplace=FLAG)
-def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
+def rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    unsqueeze_dim: Literal[1, 2] = 1,
+    interleaved: bool = False,
+    inplace: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding of queries and keys, in one pass over both.
 
     Args:
         q: (B, Hq, T, D) or, with ``unsqueeze_dim=2``, (B, T, Hq, D); float16, bfloat16 or float32 (float64 on the
             torch backend), any strides: ``.transpose(1, 2)`` views are not copied.
         k: (B, Hk, T, D) or (B, T, Hk, D), the dtype of q; Hk may differ from Hq.
-        cos, sin: (T, R), (1, T, R) or (B, T, R), any floating dtype, R even and at most D: the entries from R on pass
-            through. They get no gradient.
+        cos, sin: (T, R), (1, T, R) or (B, T, R), any floating dtype, R even and at most D: the elements from R on are
+            copied. They get no gradient.
         unsqueeze_dim: the dimension of the heads in q and k: 1 or 2, as in Hugging Face's apply_rotary_pos_emb.
-        interleaved: pairs are entries (2i, 2i + 1) instead of (i, i + R/2).
-        inplace: the results take the memory of q and k, whose old values are lost: neither may be used afterwards, and
-            autograd raises where it needs their old values. Has no effect in compiled code, under the transforms of
-            torch.func, or where q and k share memory or overlap themselves.
+        interleaved: pairs are elements (2i, 2i + 1) instead of (i, i + R/2).
+        inplace: the results overwrite q and k, which must not be used afterwards: autograd raises if it needs their old
+            values. No effect in compiled code, under the transforms of torch.func, or if q and k share memory or
+            overlap themselves.
 
     Returns:
-        (q, k) rotated: new tensors (unless ``inplace``), dense ones with the strides of q and k. Computed in float32,
-        rounded once. Differentiable in q and k.
+        (q, k) rotated: new tensors (unless ``inplace``) with the dtype and, if dense, the strides of q and k. Computed
+        in float32, rounded once. Differentiable in q and k.
 
     Raises:
         TypeError: an argument of another type.
@@ -245,7 +258,7 @@ def rope(q, k, cos, sin, unsqueeze_dim=1, interleaved=False, inplace=False):
     if interleaved is not False:
         check("rope", "interleaved", interleaved, FLAG)
     if unsqueeze_dim == 2:
-        # Shapes are named in the errors as (batch, heads, tokens, head_dim), whatever the order here.
+        # The op and its messages use (batch, heads, tokens, head_dim).
         q, k = _swap_heads("q", q), _swap_heads("k", k)
     op = _Inplace.apply if inplace and _inplace_applies(q, k) else _rope
     q, k = op(q, k, cos, sin, interleaved)

@@ -1,5 +1,7 @@
 """Softmax over the last dimension: reference kernels, fakes, autograd, API."""
 
+from __future__ import annotations
+
 import torch
 
 from .._core.arguments import arguments
@@ -68,21 +70,23 @@ def _(info, in_dims, x):
 
 
 @arguments(late=True)
-def softmax(x):
+def softmax(
+    x: torch.Tensor,
+) -> torch.Tensor:
     """``exp(x) / sum(exp(x))`` over the last dimension, in float32 and rounded once.
 
     Args:
-        x: (..., H) of any H, float16, bfloat16 or float32 (float64 on the torch backend), any strides. Elements that
-            are -inf get 0; a row of nothing else gets NaN, as in torch.
+        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides. The softmax of -inf is
+            0; rows of -inf give NaN, as in torch.
 
-    Under autocast on a GPU x becomes float32, as autocast has it for ``torch.softmax``.
+    Under autocast on a GPU x is cast to float32, as for ``torch.softmax``.
 
     Returns:
-        A tensor of the shape, dtype and, where dense, strides of x. Differentiable in x; kept for the backward is the
-        result, so that x can go.
+        A tensor with the shape, dtype and, if dense, strides of x. Differentiable in x; the result is saved for the
+        backward, x is not.
 
     Raises:
-        TypeError: x is no tensor.
+        TypeError: x is not a tensor.
         RuntimeError: no dimension, or a dtype that is not floating.
 
     Source of the single pass over long rows: Milakov and Gimelshein, "Online normalizer calculation for softmax",

@@ -1,5 +1,9 @@
 """SwiGLU, ``silu(gate) * up`` (Shazeer, arXiv 2002.05202): the gated product with SiLU."""
 
+from __future__ import annotations
+
+import torch
+
 from .._core import gated
 from .._core.arguments import FLAG, arguments
 from ..backend import register_family
@@ -61,20 +65,23 @@ _swiglu, _swiglu_packed = gated.gated_forms("swiglu")
 
 
 @arguments(late=True, inplace=FLAG)
-def swiglu(gate, up, inplace=False):
-    """``silu(gate) * up``, elementwise.
+def swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """``silu(gate) * up``, elementwise, in float32 and rounded once.
 
     Args:
         gate: any shape of at least one dimension, float16, bfloat16 or float32 (float64 on the torch backend), any
             strides.
         up: the shape, dtype and device of gate.
-        inplace: lets the backward write its gradients over gate and up, which saves the memory of both. They must not
-            be used afterwards: autograd raises where it needs their old values. Has no effect in compiled code, or
-            where gate or up needs no gradient, shares memory with the other, or overlaps itself, or where the graph
-            is kept for another backward.
+        inplace: the backward overwrites gate and up with their gradients, which saves the memory of both. They must
+            not be used afterwards: autograd raises if it needs their old values. No effect in compiled code, if the
+            graph is retained, or if gate or up needs no gradient, shares memory with the other, or overlaps itself.
 
     Returns:
-        A tensor of the shape, dtype and, where dense, strides of gate. Differentiable in gate and up.
+        A tensor with the shape, dtype and, if dense, strides of gate. Differentiable in gate and up.
 
     Raises:
         TypeError: an argument of another type.
@@ -86,18 +93,23 @@ def swiglu(gate, up, inplace=False):
 
 
 @arguments(late=True, inplace=FLAG)
-def swiglu_packed(gate_up, inplace=False):
+def swiglu_packed(
+    gate_up: torch.Tensor,
+    inplace: bool = False,
+) -> torch.Tensor:
     """``silu(gate) * up`` of one tensor that holds gate and up side by side.
 
     Args:
         gate_up: (..., 2I), gate first; dtypes and strides as in :func:`swiglu`.
-        inplace: lets the backward write its gradient over gate_up, as in :func:`swiglu`.
+        inplace: the backward overwrites gate_up with its gradient, as in :func:`swiglu`.
 
     Returns:
-        (..., I), contiguous, of the dtype of gate_up. Differentiable in gate_up.
+        (..., I), contiguous, with the dtype of gate_up. Differentiable in gate_up.
 
     Raises:
         TypeError: an argument of another type.
         RuntimeError: an odd last dimension or a dtype that is not floating, and with ``inplace`` as in :func:`swiglu`.
+
+    Source: as :func:`swiglu`.
     """
     return _swiglu_packed((gate_up,), inplace)

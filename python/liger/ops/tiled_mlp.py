@@ -1,11 +1,12 @@
-"""The gated MLP of language models a shard of tokens at a time: its activations never exist for all tokens.
+"""The gated MLP of language models, one shard of tokens at a time, so that its activations never exist for all tokens.
 
-The forward keeps x and, of as many tokens as the gradient of x and a budget make room for, gate and up; the backward
-computes those of the others again, but not the down projection. Shards write their part of the result and of the
-gradient of x in place, and weight gradients are summed over shards in float32 by the products themselves. A backward
-that takes less memory without shards, because it needs no such sums, has none. The products are those of torch; what
-lies between them is :func:`liger.swiglu` or :func:`liger.geglu`, in the backend that serves it.
+The forward saves x, and gate and up of as many tokens as the budget allows. The backward recomputes gate and up of the
+other tokens, but not the down projection. Shards write their rows of the result and of the gradient of x in place, and
+the GEMMs sum weight gradients over shards in float32. A backward that needs less memory without shards, because it has
+no such sums, runs as one shard. The GEMMs are torch's; the activation is :func:`liger.swiglu` or :func:`liger.geglu`.
 """
+
+from __future__ import annotations
 
 import math
 from functools import partial
@@ -20,12 +21,13 @@ from .._core.fakes import register_fake
 from .._core.matmul import write_linear
 from .._core.memory_budget import check_budget_variable
 from .._core.tiled_mlp_plan import Problem, block_columns, forward_step, plan_tiles
+from .._core.types import Activation
 from ..backend import register_portable
 from .tiled_mlp_torch import (
     ParameterGradient,
     Projections,
-    SharedWorkplace,
-    Workplace,
+    ShardBuffers,
+    SharedShardBuffers,
     gated_backward_,
     gated_product,
     slices,
@@ -43,8 +45,8 @@ def _problem(x, up_weight, down_weight):
 
 
 def _new_kept(x, problem, tiles):
-    """Memory for gate and up side by side; but for gate, and up, where one shard has them from two weights and can part
-    with one. ``tiles`` None: nothing is kept."""
+    """(memory for the kept gate and up side by side, empty), or (for gate, for up) if a single shard computes them from
+    two weights: then the backward can free each on its own. ``tiles`` None: no activations are kept."""
     rows, half = 0 if tiles is None else tiles.kept_rows, problem.intermediate
     if not problem.packed and 0 < rows == problem.rows and tiles.has_one(rows):
         return x.new_empty(rows, half), x.new_empty(rows, half)
@@ -65,7 +67,7 @@ def tiled_mlp_forward_kernel(
     kept, kept_up = _new_kept(x, problem, tiles)
     results_kept = [kept, kept_up] if kept_up.shape[0] else projections.results_in(kept)
     step = forward_step(problem, tiles)
-    # What will be kept is working memory until then.
+    # The memory of the kept activations is the working memory of the other shards, which run first.
     working = kept if tiles.kept_rows else x.new_empty(min(step, rows), 2 * intermediate)
     for shard in slices(tiles.kept_rows, rows, step) + slices(0, tiles.kept_rows, step):
         if shard.start < tiles.kept_rows:
@@ -80,17 +82,17 @@ def tiled_mlp_forward_kernel(
 
 
 class _Backward:
-    """One backward: what its shards have in common, and the gradients of parameters."""
+    """One backward: the inputs that its shards share, and the gradients of the parameters."""
 
     def __init__(self, x, grad_y, projections, down_weight, down_bias, activation, needed, single):
         self.x, self.grad_y, self.projections = x, grad_y, projections
         self.down_weight, self.activation = down_weight, activation
         self.need_grad_x, *needed = needed
-        nothing = x.new_empty(0)
+        empty = x.new_empty(0)
         (gate_weight, gate_bias), (up_weight, up_bias) = (*projections.layers, (None, None))[:2]
         parameters = (gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
         self.parameters = [
-            ParameterGradient(nothing if parameter is None else parameter, need, single)
+            ParameterGradient(empty if parameter is None else parameter, need, single)
             for parameter, need in zip(parameters, needed, strict=True)
         ]
         *weights, self.grad_down_weight, gate_bias, up_bias, grad_down_bias = self.parameters
@@ -99,15 +101,18 @@ class _Backward:
         self.through_gate = self.need_grad_x or any(g.needed for pair in self.grads for g in pair)
 
     def is_empty(self):
-        """Whether nothing is left to do."""
+        """Whether no further gradient is needed."""
         return not (self.through_gate or self.grad_down_weight.needed)
 
     def _product(self, grad_y, down_weight, gate, up, hidden):
-        """The product of gate and up, which become their gradients, as far as needed, in the memory ``hidden()``."""
+        """The product of gate and up, in the memory ``hidden()``. Overwrites gate and up with their gradients if those
+        are needed."""
         if not self.through_gate:
             return gated_product(gate, up, self.activation)
         product = hidden()
-        torch.mm(grad_y, down_weight, out=product)  # until the next line, the gradient of the product
+        torch.mm(
+            grad_y, down_weight, out=product
+        )  # the gradient of the product, which the next line overwrites
         gated_backward_(product, gate, up, self.activation, self.grad_down_weight.needed)
         return product
 
@@ -116,22 +121,22 @@ class _Backward:
         grad_weight.add_product(grad, x)
         grad_bias.add_rows(grad)
 
-    def shard(self, place, shard):
+    def shard(self, buffers, shard):
         grad_y, x = self.grad_y[shard], self.x[shard]
-        gate_up, there = place.gate_up(shard)
+        gate_up, kept = buffers.gate_up(shard)
         results = self.projections.results_in(gate_up)
-        if not there:
+        if not kept:
             self.projections.write(x, results)
         halves = self.projections.gate_and_up(results)
-        product = self._product(grad_y, self.down_weight, *halves, partial(place.hidden, shard))
+        product = self._product(grad_y, self.down_weight, *halves, partial(buffers.hidden, shard))
         self.grad_down_weight.add_product(grad_y, product)
         del product
         if self.need_grad_x:
-            self.projections.write_grad_x(results, place.grad_x_of(shard))
+            self.projections.write_grad_x(results, buffers.grad_x_of(shard))
         for grad, pair in zip(results, self.grads, strict=False):
             self._add(grad, x, pair)
         if self.need_grad_x:
-            place.settle(shard)
+            buffers.store_grad_x(shard)
 
     def _through_hidden(self, results, width):
         gate, up = self.projections.gate_and_up(results)
@@ -143,9 +148,10 @@ class _Backward:
             del product
 
     def one_shard(self, results, width):
-        """All at once, ``width`` columns of the hidden gradient at a time. Returns the gradient of x, or None.
+        """A backward without shards, ``width`` columns of the hidden gradient at a time. Returns the gradient of x, or
+        None.
 
-        ``results`` is emptied: where nothing else holds gate, its memory is that of the gradient of up_weight.
+        Empties ``results``, so that the memory of gate is free before the gradient of up_weight is allocated.
         """
         self._through_hidden(results, width)
         grad_x = None
@@ -158,7 +164,8 @@ class _Backward:
 
 
 def _results_of_one_shard(kept, x, projections):
-    """gate and up of all rows, kept or computed again. Nothing but the list that is returned holds new memory."""
+    """The list of gate and up of all rows, kept or recomputed. Only this list may refer to them, because
+    :meth:`_Backward.one_shard` frees them early."""
     if kept[1].shape[0]:
         return kept
     if kept[0].shape[0] == x.shape[0]:
@@ -168,17 +175,17 @@ def _results_of_one_shard(kept, x, projections):
     return results
 
 
-def _backward_over(
+def _gradients(
     kept, grad_y, x, gate_weight, up_weight, down_weight, gate_bias, up_bias, activation, num_shards, memory_budget,
     *needed,
 ):  # fmt: skip
-    """The gradients. ``kept`` is the list of what the forward kept, which is overwritten and, where one shard can do
-    without, let go: the list is emptied."""
+    """The gradients. ``kept``: the list of the activations that the forward kept. They are overwritten, and a backward
+    of one shard empties the list to free them early."""
     problem = _problem(x, up_weight, down_weight)
     rows, hidden, intermediate = problem[:3]
     tiles = plan_tiles(problem, num_shards, memory_budget)
     projections = Projections(gate_weight, up_weight, gate_bias, up_bias, intermediate)
-    # A budget from the environment may be another one by now: what was kept decides.
+    # LIGER_MEMORY_BUDGET may have changed since the forward, so the kept activations decide.
     single = tiles.has_one(rows) or kept[1].shape[0] > 0
     flat, down_bias = x.reshape(rows, hidden), x.new_empty(hidden)
     need_grad_x, grad_x = needed[0], None
@@ -191,21 +198,21 @@ def _backward_over(
         grad_x = work.one_shard(_results_of_one_shard(kept, flat, projections), block_columns(problem))
     else:
         if tiles.spare_rows and kept[0].shape[0] == tiles.kept_rows and need_grad_x:
-            place = SharedWorkplace(flat, kept[0], intermediate, tiles)
+            buffers = SharedShardBuffers(flat, kept[0], intermediate, tiles)
         else:
-            place = Workplace(flat, kept[0], intermediate, tiles.shard_rows)
-        for shard in place.steps:
-            work.shard(place, shard)
-        grad_x = place.grad_x
-        # The working memory goes, and one sum at a time becomes a gradient.
-        del place
+            buffers = ShardBuffers(flat, kept[0], intermediate, tiles.shard_rows)
+        for shard in buffers.steps:
+            work.shard(buffers, shard)
+        grad_x = buffers.grad_x
+        # Frees the working memory before the sums are converted to gradients, one at a time.
+        del buffers
     grad_x = x.new_empty(0) if grad_x is None else grad_x.view(x.shape)
     return grad_x, *(gradient.result() for gradient in work.parameters)
 
 
 def tiled_mlp_backward_kernel(grad_y, kept, kept_up, *rest):
     copies = [t.clone(memory_format=torch.contiguous_format) for t in (kept, kept_up)]
-    return _backward_over(copies, grad_y, *rest)
+    return _gradients(copies, grad_y, *rest)
 
 
 register_portable(
@@ -222,7 +229,7 @@ register_portable(
 @register_fake("liger::tiled_mlp_forward")
 def _(x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias, activation, num_shards, memory_budget, keep):  # fmt: skip # noqa: E501
     problem = _problem(x, up_weight, down_weight)
-    # No plan in vain: it would guard a dynamic number of tokens.
+    # Planned only if needed, because a plan adds guards for a dynamic number of tokens.
     may_keep = keep and (num_shards is None or memory_budget is not None)
     tiles = plan_tiles(problem, num_shards, memory_budget) if may_keep else None
     return x.new_empty(x.shape), *_new_kept(x, problem, tiles)
@@ -242,7 +249,7 @@ register_fake("liger::tiled_mlp_backward")(_fake_backward)
 
 # --- autograd -----------------------------------------------------------------------------------------------------
 
-# The inputs of tiled_mlp_forward that come first are tensors, and each gets one gradient.
+# The first inputs of tiled_mlp_forward are tensors, each with one gradient.
 _TENSORS = 7
 
 
@@ -263,12 +270,12 @@ def _backward(ctx, grad_y, _grad_kept, _grad_kept_up):
     needed = ctx.needs_input_grad[:_TENSORS]
     saved = ctx.saved_tensors
     if may_write_saved(ctx, *saved):
-        # The kept activations die with this node: their memory becomes that of gradients. For some of it to do so
-        # early, nothing but the list may hold it.
+        # This node is the last user of the kept activations, so gradients reuse their memory. To free a part of it
+        # early, only the list ``kept`` may refer to it.
         increment_version(saved[:2])
         kept, saved = [t.detach() for t in saved[:2]], saved[2:]
         ctx.maybe_clear_saved_tensors()
-        grads = _backward_over(kept, grad_y, *saved, *ctx.options, *needed)
+        grads = _gradients(kept, grad_y, *saved, *ctx.options, *needed)
     else:
         grads = torch.ops.liger.tiled_mlp_backward.default(grad_y, *saved, *ctx.options, *needed)
     result[:_TENSORS] = (grad if need else None for grad, need in zip(grads, needed, strict=True))
@@ -283,40 +290,49 @@ _forward_op = differentiable(torch.ops.liger.tiled_mlp_forward.default, _setup, 
 
 @arguments(optional=("up_weight",), activation=TEXT, num_shards=INTEGER, memory_budget=BYTES)
 def tiled_mlp(
-    x, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, activation="silu",
-    num_shards=None, memory_budget=None,
-):  # fmt: skip
-    """``(activation(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, a shard of tokens at a time.
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor | None,
+    down_weight: torch.Tensor,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    activation: Activation = "silu",
+    num_shards: int | None = None,
+    memory_budget: int | None = None,
+) -> torch.Tensor:
+    """``(activation(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T``, one shard of tokens at a time.
 
-    Nothing of the size (tokens, I) outlives a shard, except that gate and up of the last shards are kept where the
-    budget allows. The backward computes gate and up of the other shards again. Every weight gets one gradient, summed
-    over shards in float32 and rounded once. docs/tiled_mlp.md says how shards are chosen.
+    Activations of size (tokens, I) exist for one shard only, except that the forward keeps gate and up of as many
+    tokens as the budget allows. The backward recomputes them for the other tokens. Every weight gets one gradient,
+    summed over shards in float32 and rounded once. docs/tiled_mlp.md says how shards are chosen.
 
     Args:
-        x: (..., H), float16, bfloat16, float32 or (where swiglu is served by plain torch) float64, any strides.
+        x: (..., H), float16, bfloat16 or float32 (float64 on the torch backend of swiglu and geglu), any strides.
         gate_weight: (I, H), or (2I, H) with gate above up if ``up_weight`` is None; the dtype of x, as all weights.
         up_weight: (I, H) or None.
         down_weight: (H, I).
         gate_bias, up_bias, down_bias: (I,), (I,) and (H,), or None. Where gate_weight holds both projections,
             gate_bias is (2I,) and up_bias None.
         activation: ``"silu"``, ``"gelu_tanh"`` or ``"gelu"`` (the exact one).
-        num_shards: into how many parts of equal size the tokens are cut, at most as many as there are tokens; without
-            a budget, nothing is kept then. The backward joins them where that takes no more memory. None lets the
-            budget decide. In whole tiles of 128 tokens where possible.
-        memory_budget: bytes held beyond inputs, result and gradients at the peak of the backward. None for
-            ``LIGER_MEMORY_BUDGET``, else for float32 sums and the activations of 4096 tokens. A budget that is too
-            small for shards of 128 tokens gives those, or one shard if that takes no more.
+        num_shards: number of shards of equal size, in whole tiles of 128 tokens where possible; at most the number of
+            tokens. Without a budget the forward then keeps no activations. The backward uses one shard if that needs no
+            more memory. None: the budget decides.
+        memory_budget: bytes at the peak of the backward beyond inputs, result and gradients. None:
+            ``LIGER_MEMORY_BUDGET`` or, if that is unset, room for the float32 sums and the activations of 4096 tokens.
+            If the budget is too small for shards of 128 tokens, it is exceeded: by those, or by one shard if that needs
+            no more memory.
 
     Under autocast all tensors are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        A contiguous tensor of the shape and dtype of x. Differentiable in x, weights and biases; no work is done for
-        those that need no gradient.
+        A contiguous tensor with the shape and dtype of x. Differentiable once, in x, weights and biases. The GEMM of a
+        gradient that is not needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
-        RuntimeError: mismatched shapes, dtypes or devices, an unknown activation, fewer than one or more shards than
-            tokens, a budget that is not positive.
+        RuntimeError: mismatched shapes, dtypes or devices, an unknown activation, a number of shards below 1 or above
+            the number of tokens, a budget that is not positive.
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: shards of tokens as in Arctic Long Sequence Training, arXiv 2506.13996.

@@ -7,7 +7,7 @@ from .._core.gated import GELU_NAMES
 from .._core.matmul import product, write_linear
 from .._core.tiled_mlp_plan import lay_out
 
-# What torch calls the approximation of each activation that is GELU.
+# Name of a GELU activation -> ``approximate`` of torch.nn.functional.gelu.
 _APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
 
 
@@ -18,7 +18,7 @@ def gated_product(gate, up, activation):
 
 
 def gated_backward_(grad_out, gate, up, activation, emit_product):
-    """Writes the gradients over gate and up and, with ``emit_product``, the product over grad_out."""
+    """Overwrites gate and up with their gradients and, with ``emit_product``, grad_out with the product."""
     family, options = ("swiglu", ()) if activation == "silu" else ("geglu", (_APPROXIMATIONS[activation],))
     op = getattr(torch.ops.liger, f"{family}_backward_product_" if emit_product else f"{family}_backward_")
     op.default(grad_out, gate, up, *options)
@@ -29,7 +29,7 @@ def slices(start, stop, step):
 
 
 class Projections:
-    """gate and up: one or two linear layers, and so many results, (rows, 2I) or twice (rows, I)."""
+    """The projections to gate and up: one linear layer with result (rows, 2I), or two with results (rows, I)."""
 
     def __init__(self, gate_weight, up_weight, gate_bias, up_bias, intermediate):
         self.intermediate = intermediate
@@ -38,7 +38,7 @@ class Projections:
             self.layers.append((up_weight, up_bias))
 
     def results_in(self, gate_up):
-        """Where the results are in one tensor (rows, 2I)."""
+        """The results as views of one tensor (rows, 2I)."""
         return [gate_up] if len(self.layers) == 1 else self._halves(gate_up)
 
     def new_results(self, x):
@@ -61,15 +61,15 @@ class Projections:
 
 
 class ParameterGradient:
-    """The gradient of one parameter, over shards a float32 sum; nothing if it is not needed."""
+    """The gradient of one parameter: a float32 sum over shards. No work is done if it is not needed."""
 
     def __init__(self, like, needed, single):
         self.like, self.needed, self.sum = like, needed, None
-        # A single product rounds its float32 sum itself.
+        # A single GEMM accumulates in float32 and rounds once.
         self.dtype = like.dtype if single and like.dim() > 1 else accumulate_dtype(like.dtype)
 
     def _begin(self):
-        """Whether there is no sum yet; now there is memory for it."""
+        """Allocates the sum at the first call. Returns whether this is the first call."""
         first = self.sum is None
         if first:
             self.sum = self.like.new_empty(self.like.shape, dtype=self.dtype)
@@ -91,27 +91,27 @@ class ParameterGradient:
             self.sum = rows if self.sum is None else self.sum.add_(rows)
 
     def result(self):
-        """The gradient, once: the float32 sum is let go."""
+        """The gradient. Frees the float32 sum, so it can be called only once."""
         total, self.sum = self.sum, None
         if total is None:
             return self.like.new_zeros(self.like.shape if self.needed else 0)
         return total.to(self.like.dtype)
 
 
-class Workplace:
-    """Where the shards of a backward lie: each in memory of its own, for as long as it is needed."""
+class ShardBuffers:
+    """The buffers of a backward of several shards: separate memory for gate and up, hidden gradient, and grad_x."""
 
     def __init__(self, x, kept, intermediate, shard_rows):
         self.x, self.kept, self.columns = x, kept, 2 * intermediate
         self.rows, recomputed = x.shape[0], x.shape[0] - kept.shape[0]
         self.steps = [*slices(0, kept.shape[0], shard_rows), *slices(kept.shape[0], self.rows, shard_rows)]
-        # The kept shards come first, so that their memory can be that of the others.
-        roomy = kept.shape[0] >= min(shard_rows, recomputed)
-        self.working = kept if roomy else x.new_empty(min(shard_rows, recomputed), self.columns)
+        # Shards with kept activations run first; the others then reuse their memory if it is large enough.
+        reuse = kept.shape[0] >= min(shard_rows, recomputed)
+        self.working = kept if reuse else x.new_empty(min(shard_rows, recomputed), self.columns)
         self.grad_x = None
 
     def gate_up(self, shard):
-        """(memory of gate and up, whether they are there)"""
+        """(memory of gate and up, whether it already has their values)"""
         if shard.start < self.kept.shape[0]:
             return self.kept[shard], True
         return self.working[: shard.stop - shard.start], False
@@ -120,49 +120,52 @@ class Workplace:
         return self.x.new_empty(shard.stop - shard.start, self.columns // 2)
 
     def grad_x_of(self, shard):
-        """Where the gradient of x of this shard goes; :meth:`settle` follows when gate and up are done with."""
+        """Memory for the gradient of x of this shard. The caller calls :meth:`store_grad_x` after its last use of gate
+        and up."""
         if self.grad_x is None:
             self.grad_x = torch.empty_like(self.x, memory_format=torch.contiguous_format)
         return self.grad_x[shard]
 
-    def settle(self, shard):
+    def store_grad_x(self, shard):
         pass
 
 
-class SharedWorkplace:
-    """The same in the memory of what was kept, of which the gradient of x becomes a part."""
+class SharedShardBuffers:
+    """:class:`ShardBuffers` within the memory of the kept activations, which also becomes the gradient of x
+    (:func:`~liger._core.tiled_mlp_plan.lay_out`)."""
 
     def __init__(self, x, kept, intermediate, tiles):
         rows, hidden = x.shape
         self.kept_rows, self.columns = kept.shape[0], 2 * intermediate
         self.memory, self.spare = kept.view(-1), x.new_empty(tiles.spare_rows * intermediate)
         self.grad_x = self.memory[: rows * hidden].view(rows, hidden)
-        self.places = {step.start: step for step in lay_out(rows, hidden, intermediate, tiles)}
-        self.steps = [slice(step.start, step.stop) for step in self.places.values()]
+        self.planned = {step.start: step for step in lay_out(rows, hidden, intermediate, tiles)}
+        self.steps = [slice(step.start, step.stop) for step in self.planned.values()]
 
     def _block(self, memory, start, rows, columns):
         return memory[start : start + rows * columns].view(rows, columns)
 
     def gate_up(self, shard):
-        step = self.places[shard.start]
+        step = self.planned[shard.start]
         block = self._block(self.memory, step.gate_up, step.stop - step.start, self.columns)
         return block, step.start < self.kept_rows
 
     def hidden(self, shard):
-        step, columns = self.places[shard.start], self.columns // 2
+        step, columns = self.planned[shard.start], self.columns // 2
         memory, start = (self.spare, 0) if step.hidden is None else (self.memory, step.hidden)
         return self._block(memory, start, step.stop - step.start, columns)
 
-    def _in_the_way(self, shard):
-        """Whether the gradient would overwrite the gate and up that it is computed from, as at the beginning."""
-        return shard.stop * self.grad_x.shape[1] > self.places[shard.start].gate_up
+    def _overlaps_gate_up(self, shard):
+        """Whether the gradient of x of this shard overlaps the gate and up from which it is computed, as in the first
+        shards."""
+        return shard.stop * self.grad_x.shape[1] > self.planned[shard.start].gate_up
 
     def grad_x_of(self, shard):
-        if not self._in_the_way(shard):
+        if not self._overlaps_gate_up(shard):
             return self.grad_x[shard]
-        # The spare buffer is done with: it held the product of this shard.
+        # The spare buffer is free again: the product of this shard was in it.
         return self._block(self.spare, 0, shard.stop - shard.start, self.grad_x.shape[1])
 
-    def settle(self, shard):
-        if self._in_the_way(shard):
+    def store_grad_x(self, shard):
+        if self._overlaps_gate_up(shard):
             self.grad_x[shard] = self.grad_x_of(shard)

@@ -1,0 +1,267 @@
+"""The ops of vocabulary-parallel cross entropy, with and without the lm_head: schemas, kernels, fakes and autograd.
+
+docs/vocab_parallel.md says which data is exchanged and when; docs/cross_entropy.md defines every term.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .._core.autograd import differentiable, differentiable_once
+from .._core.cross_entropy_math import Metrics
+from .._core.cross_entropy_results import fake_results
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.loss_rows import refuse_gradients
+from .._core.matmul import product, without_ignored, write_linear
+from ..ops.fused_linear_ce import differentiable_ce
+from ._vocab_shards import gather
+from ._whole_rows import Rows
+
+FUSED, PLAIN = "vocab_parallel_fused_linear_ce", "vocab_parallel_cross_entropy"
+# From so many rows on the GEMMs of a chunk run at full speed: kFullSpeedRows of csrc/linear_ce/planner.h.
+_FULL_SPEED_ROWS = 2048
+
+_library = torch.library.Library("liger_distributed", "DEF")
+_OPTIONS = (
+    "Tensor target, {bias}Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index,"
+    " float label_smoothing, float lse_square_scale, float? softcap, str reduction, {plan}int vocab_start,"
+    " int vocab_size, str group_name, bool return_z_loss, bool return_logprobs"
+)
+_RESULTS = "Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy"
+# liger::fused_linear_ce_forward for a shard of the classes of weight and bias.
+_library.define(
+    "fused_linear_ce_forward(Tensor input, Tensor weight, "
+    + _OPTIONS.format(bias="Tensor? bias, ", plan="ScalarType? accum_dtype, int? memory_budget, ")
+    + ", bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+    f" -> ({_RESULTS}, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+)
+# coefficients (3 or 4, rows): arguments of liger::cross_entropy_stats_backward for an upstream gradient of 1.
+_library.define(
+    "cross_entropy_forward(Tensor logits, "
+    + _OPTIONS.format(bias="", plan="")
+    + f") -> ({_RESULTS}, Tensor coefficients)"
+)
+
+
+def metrics_of(return_z_loss, return_logprobs):
+    return Metrics(z_loss=return_z_loss, logprobs=return_logprobs)
+
+
+# --- the fused op -------------------------------------------------------------------------------------------------
+
+
+class _Chunk(NamedTuple):
+    rows: slice
+    logits: torch.Tensor
+    gathered: torch.Tensor
+    work: object
+
+
+class _Gradients:
+    """The gradients of a call, chunk by chunk. The gradient of input is a sum over processes: an asynchronous float32
+    all-reduce that overlaps with the next chunk, then rounded once."""
+
+    def __init__(self, input, weight, bias, group, accumulator, needs_grad):
+        need_input, need_weight, need_bias = needs_grad
+        self.source, self.weight_shard, self.group = input, weight, group
+        self.alone = dist.get_world_size(group) == 1
+        self.input = input.new_empty(input.shape if need_input else 0)
+        self.weight = input.new_empty(weight.shape if need_weight else 0)
+        self.sum = torch.empty_like(self.weight, dtype=torch.float32) if accumulator else self.weight
+        wide = accumulate_dtype(input.dtype)
+        self.bias = input.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
+        self.needs_grad = need_input, need_weight, self.bias.numel() > 0
+        self.reducing = None
+
+    def add(self, rows, dlogits, ignored):
+        need_input, need_weight, need_bias = self.needs_grad
+        if need_input and not self.alone:
+            self._reduce_input(rows, dlogits)
+        if need_weight:
+            # The copy uses the memory of the gradient of these rows, which is written later.
+            copy = self.input[rows] if need_input else None
+            x = without_ignored(self.source[rows], ignored, copy)
+            product(dlogits.t(), x, self.sum, add=rows.start > 0)
+        if need_bias:
+            self.bias += dlogits.sum(0, dtype=self.bias.dtype)
+        if need_input and self.alone:
+            product(dlogits, self.weight_shard, self.input[rows])
+
+    def _reduce_input(self, rows, dlogits):
+        partial = self.input.new_empty(self.input[rows].shape, dtype=accumulate_dtype(self.input.dtype))
+        product(dlogits, self.weight_shard, partial)
+        work = dist.all_reduce(partial, group=self.group, async_op=True)
+        self._wait_for_reduction()
+        self.reducing = rows, partial, work
+
+    def _wait_for_reduction(self):
+        if self.reducing is not None:
+            rows, total, work = self.reducing
+            work.wait()
+            self.input[rows] = total
+            self.reducing = None
+
+    def finish(self):
+        """The gradients (of input, weight, bias) after the last chunk."""
+        self._wait_for_reduction()
+        if self.source.shape[0] == 0:
+            self.sum.zero_()
+        if self.sum is not self.weight:
+            self.weight.copy_(self.sum)
+        return self.input, self.weight, self.bias.to(self.weight.dtype)
+
+
+def _chunks(rows, chunk_rows, chunks):
+    """(slices of rows, number of chunks in flight).
+
+    A chunk is split into two halves where that costs no speed: the exchange of the statistics of one half overlaps
+    with the GEMM of the next.
+    """
+    in_flight, half = 1, -(-chunk_rows // 2)
+    if chunks > 1 and half >= _FULL_SPEED_ROWS:
+        chunk_rows, in_flight = half, 2
+    return [slice(i, min(i + chunk_rows, rows)) for i in range(0, rows, max(chunk_rows, 1))], in_flight
+
+
+def _fused_forward(
+    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, vocab_start, vocab_size, group_name,
+    return_z_loss, return_logprobs, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    torch.ops.liger.check_fused_linear_ce(
+        input, weight, target, bias, None, token_weight, denominator, label_smoothing, softcap, reduction, accum_dtype,
+        memory_budget,
+    )  # fmt: skip
+    group = _resolve_process_group(group_name)
+    (rows, hidden), classes = input.shape, weight.shape[0]
+    whole_rows = Rows(
+        FUSED, input.dtype, classes, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction, vocab_start, vocab_size, metrics_of(return_z_loss, return_logprobs),
+    )  # fmt: skip
+    # Planned from sizes that are equal on all processes, so that all run the same collectives.
+    rank_classes = -(-vocab_size // dist.get_world_size(group))
+    chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
+        rows, hidden, rank_classes, input.element_size(), need_grad_weight, accum_dtype in (None, torch.float32),
+        memory_budget,
+    )  # fmt: skip
+    slices, in_flight = _chunks(rows, chunk_rows, chunks)
+    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
+    gradients = _Gradients(input, weight, bias, group, accumulator, needs_grad)
+
+    # Rows of logits start at multiples of 16 bytes.
+    per_16_bytes = 16 // input.element_size()
+    stride = -(-classes // per_16_bytes) * per_16_bytes
+    size = max((s.stop - s.start for s in slices), default=0) * stride
+    # If the sum of the weight gradient is a separate buffer, the memory of the gradient itself is used for logits.
+    in_grad_weight = accumulator > 0 and in_flight * size <= gradients.weight.numel()
+    memory = gradients.weight.view(-1) if in_grad_weight else input.new_empty(in_flight * size)
+
+    def finish(chunk):
+        if chunk.work is not None:
+            chunk.work.wait()
+        coefficients = whole_rows.fill(chunk.rows, chunk.gathered)
+        if any(gradients.needs_grad):
+            whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
+            gradients.add(chunk.rows, chunk.logits, target[chunk.rows] == ignore_index)
+
+    pending = deque()
+    for index, chunk in enumerate(slices):
+        buffer = memory[index % in_flight * size :][: (chunk.stop - chunk.start) * stride]
+        logits = buffer.view(-1, stride)[:, :classes]
+        write_linear(input[chunk], weight, bias, logits)
+        pending.append(_Chunk(chunk, logits, *gather(whole_rows.stats(chunk, logits), group)))
+        if len(pending) == in_flight:
+            finish(pending.popleft())
+    while pending:
+        finish(pending.popleft())
+    return *whole_rows.reduced(), *gradients.finish()
+
+
+_library.impl("fused_linear_ce_forward", _fused_forward, "CompositeExplicitAutograd")
+
+
+@register_fake("liger_distributed::fused_linear_ce_forward")
+def _(
+    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
+    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, vocab_start, vocab_size, group_name,
+    return_z_loss, return_logprobs, need_grad_input, need_grad_weight, need_grad_bias,
+):  # fmt: skip
+    return (
+        *fake_results(input, input.shape[0], reduction, metrics_of(return_z_loss, return_logprobs)),
+        input.new_empty(input.shape if need_grad_input else (0,)),
+        input.new_empty(weight.shape if need_grad_weight else (0,)),
+        input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
+    )
+
+
+fused_op = differentiable_ce(torch.ops.liger_distributed.fused_linear_ce_forward.default, FUSED)
+
+
+# --- the op without the lm_head -------------------------------------------------------------------------------------
+
+
+def _plain_forward(
+    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
+    reduction, vocab_start, vocab_size, group_name, return_z_loss, return_logprobs,
+):  # fmt: skip
+    torch.ops.liger.check_cross_entropy(
+        PLAIN, logits, target, None, token_weight, denominator, label_smoothing, softcap, reduction
+    )
+    rows = Rows(
+        PLAIN, logits.dtype, logits.shape[1], target, ce_weight, token_weight, denominator, ignore_index,
+        label_smoothing, lse_square_scale, softcap, reduction, vocab_start, vocab_size,
+        metrics_of(return_z_loss, return_logprobs),
+    )  # fmt: skip
+    every = slice(0, logits.shape[0])
+    gathered, work = gather(rows.stats(every, logits), _resolve_process_group(group_name))
+    if work is not None:
+        work.wait()
+    coefficients = rows.fill(every, gathered)
+    return *rows.reduced(), torch.stack([c for c in coefficients if c is not None])
+
+
+_library.impl("cross_entropy_forward", _plain_forward, "CompositeExplicitAutograd")
+
+_SMOOTHING, _REDUCTION = 6, 9
+
+
+@register_fake("liger_distributed::cross_entropy_forward")
+def _(*arguments):
+    logits, metrics = arguments[0], metrics_of(*arguments[-2:])
+    count = 3 if arguments[_SMOOTHING] == 0.0 else 4
+    return (
+        *fake_results(logits, logits.shape[0], arguments[_REDUCTION], metrics),
+        logits.new_empty((count, logits.shape[0]), dtype=accumulate_dtype(logits.dtype)),
+    )
+
+
+def _setup(ctx, inputs, output):
+    logits, target, ce_weight, token_weight, denominator, ignore_index, *_ = inputs
+    refuse_gradients(PLAIN, ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
+    vocab_start = inputs[10]
+    if ce_weight is not None:
+        ce_weight = ce_weight[vocab_start : vocab_start + logits.shape[1]]
+    ctx.save_for_backward(logits, target, ce_weight, output[-1])
+    ctx.where = (vocab_start, ignore_index, inputs[8])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once(PLAIN)
+def _backward(ctx, grad_loss, *_grad_others):
+    grad_logits = None
+    if grad_loss is not None:
+        logits, target, ce_weight, (reference, *scaled) = ctx.saved_tensors
+        coef_exp, coef_target, coef_class = (*(c * grad_loss for c in scaled), None)[:3]
+        grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
+            logits, target, reference, coef_exp, coef_target, coef_class,
+            None if coef_class is None else ce_weight, *ctx.where, None,
+        )  # fmt: skip
+    return grad_logits, *(None,) * 14
+
+
+plain_op = differentiable(torch.ops.liger_distributed.cross_entropy_forward.default, _setup, _backward)
