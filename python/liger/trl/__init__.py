@@ -5,7 +5,7 @@ import logging
 try:
     from trl.trainer.utils import FusedCausalLMOutput as _  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"liger.trl needs trl 1.16 or later with its dependencies: {error}") from error
+    raise ImportError(f"liger.trl needs trl 1.16 or later with what it depends on: {error}") from error
 
 from ._patch import patch
 

@@ -1,15 +1,24 @@
 """GKDTrainer and DistillationTrainer: the divergence of student and teacher without materialised logits."""
 
+from typing import NamedTuple
+
 import torch
 from trl import DistillationTrainer
 
 from ..ops.fused_linear_divergence import fused_linear_jsd
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
-from ._adapter import add_heads, base_model, over_processes, replace, token_count
+from ._adapter import add_heads, base_model, items_per_process, replace, token_count
 from ._head import FusedHead
 
-# Stands for the statistics of a call that computes none.
-_NO_STATISTICS = Scores()
+
+class _Statistics(NamedTuple):
+    """The fields of TokenStatistics; None if not computed."""
+
+    logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+
 # Keys of vision inputs in the batch of a DistillationTrainer.
 _IMAGE_KEYS = (
     "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
@@ -95,12 +104,12 @@ def _divergence(trainer, temperature=1.0, scores=()):
                     )  # fmt: skip
                 losses.append(loss)
                 # Backward hooks of the teacher must not run.
-                return loss.detach(), _NO_STATISTICS
+                return loss.detach(), _Statistics()
 
             # The call of the teacher is nested in that of the student's head: both gathered weights are available.
             with torch.no_grad():
                 trainer.teacher_model(liger_loss=with_teacher, **call_of_both)
-                statistics = _NO_STATISTICS
+                statistics = _Statistics()
                 if "entropy" in scores:
                     statistics = fused_linear_logprobs(
                         hidden, weight, target, bias, transform.temperature, return_entropy=True

@@ -102,7 +102,7 @@ class FusedHead:
             with contextlib.nullcontext() if fused_head.autocast is None else fused_head.autocast():
                 return fused_head.run(self, *args, **kwargs)
 
-        forward.liger_trainer_loss = True  # type: ignore[attr-defined]  # read by patch_report
+        forward.liger_trainer_loss = True  # read by patch_report
         model.forward = types.MethodType(forward, model)
 
     def run(
