@@ -2,9 +2,9 @@
 
 The forward of a model calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. A patched
 model stores the labels of the call in a thread-local variable. The head reads them there and returns the loss instead
-of logits, and the loss function passes it through. So the weight is read inside the call of the head, where the hooks of
-FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a LoRA layer, a sharded weight) returns logits, and the
-loss function computes the loss from them.
+of logits, and the loss function passes it through. So the weight is read inside the call of the head, where the hooks
+of FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a LoRA layer, a sharded weight) returns logits, and
+the loss function computes the loss from them.
 """
 
 import functools
