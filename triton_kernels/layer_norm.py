@@ -115,7 +115,7 @@ def backward_kernel(
             grad_x_rows = grad_x_ptr + rows[:, None] * grad_x_stride
 
         if WHOLE_ROW:
-            # Masked elements need no further mask: g is 0, and so are its dot_sums.
+            # Masked elements need no further mask: g is 0, and so are its products.
             mask = row_mask & (all_cols < n_cols)[None, :]
             g = load_float(grad_y_rows, all_cols, mask)
             xhat = (load_float(x_rows, all_cols, mask) - mean) * rstd

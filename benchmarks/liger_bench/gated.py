@@ -17,13 +17,13 @@ from .candidates import (
 from .harness import FASTEST_PEER, SIZES, Contest, Row, float32_reference, normal, works
 
 INPLACE = " inplace"
-# In place is a matter of the backward: the forward is the same.
+# inplace changes the backward only.
 GRADIENT = ("backward", "forward and backward")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A gated product: its ops, the activation in torch, and what liger-kernel calls it."""
+    """A gated product: its ops, the activation in torch, and its name in liger-kernel."""
 
     name: str
     activation: Callable
