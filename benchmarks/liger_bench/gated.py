@@ -85,7 +85,7 @@ def _packed(options, tokens, width):
 
 WORKS = works(("y",), ("grad_y",), ("gate", "up"))
 PACKED_WORKS = works(("y",), ("grad_y",), ("gate_up",))
-# Tensors of the size of the result that are read or written.
+# Memory traffic in tensors of the size of the result.
 TENSORS = {"forward": 3, "backward": 5, "forward and backward": 8}
 
 

@@ -1,7 +1,7 @@
 """Performance goals on an H200, per row, and the evaluation of a run against them.
 
-Goals are ratios to ceilings measured in the same rounds wherever there is one, so that a slow chip does not excuse a
-miss, and a fast one does not hide it.
+If a row has a ceiling, the goal is a ratio to it, measured in the same rounds, so the result does not depend on the
+speed of the individual GPU.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ EAGER = "torch eager"
 
 @dataclass(frozen=True)
 class Goal:
-    """``metric`` of the row ``row`` is to be at least, or for times at most, ``bound``.
+    """A bound for ``metric`` of the row ``row``: a minimum, or a maximum for times.
 
-    Metrics: ``"of copy speed"`` (at least), ``"TB/s"`` (at least), ``"x <a ceiling>"`` (at most), ``"us"`` of the host
-    (at most). ``mib`` bounds the peak memory beyond the inputs, as does that of the provider ``no_more_than``;
-    ``exact`` the errors of the gradients: those of eager PyTorch, which sums in float32. One provider must meet all of
-    it.
+    Metrics: ``"of copy speed"`` and ``"TB/s"`` (minimum), ``"x <a ceiling>"`` and host ``"us"`` (maximum). ``mib``
+    limits the peak memory without inputs; ``no_more_than`` limits it to that of another provider. ``exact`` limits the
+    errors of the gradients to those of eager PyTorch, which accumulates in float32. One provider must meet all
+    conditions.
     """
 
     row: str
