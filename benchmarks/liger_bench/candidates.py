@@ -1,4 +1,4 @@
-"""Candidates: implementations of an op, those of liger per backend and those of peers; providers are built from them."""
+"""Candidates: implementations of an op by liger, per backend, and by peers. Providers are built from them."""
 
 import contextlib
 import functools

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -186,7 +188,17 @@ def where_scalar(condition: Tensor, yes: float, no: float, like: Tensor) -> Tens
     return torch.where(condition, like.new_full((), yes), no)
 
 
-def as_scalar(name: str, value: float | Tensor, batch) -> Tensor:
+class _Tokens(Protocol):
+    """A :class:`Batch`, or the tokens of a distillation batch."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def hidden(self) -> Tensor: ...
+
+
+def as_scalar(name: str, value: float | Tensor, batch: _Tokens) -> Tensor:
     """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate dtype."""
     if isinstance(value, torch.Tensor) and value.is_meta and not batch.hidden.is_meta:
         # A meta tensor has no data that could be copied to the device.
