@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 examples/huggingface_trainer.py --deepspeed examples/zero3.json \\
         --output_dir out --use_tiled_mlp true --tiled_mlp_num_shards 4
 
-The text is the source code of Python's standard library, a token per byte, so nothing is downloaded. Every argument of
-``transformers.TrainingArguments`` works; docs/distributed.md says what each framework does with the loss.
+The text is the source code of Python's standard library, one token per byte, so nothing is downloaded. The script has
+all arguments of ``transformers.TrainingArguments``. docs/distributed.md describes the loss under each framework.
 """
 
 import sysconfig
@@ -34,7 +34,7 @@ class ExampleArguments:
 
 
 class StandardLibrary(torch.utils.data.Dataset):
-    """The bytes of Python's standard library in windows of one length."""
+    """The bytes of Python's standard library in windows of equal length."""
 
     def __init__(self, length, limit=4 << 20):
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))

@@ -1,12 +1,12 @@
-"""Trains a model of Llama-3.2-1B's shape on one very long sequence on one GPU, and shows what makes that possible.
+"""Trains a model with the shape of Llama-3.2-1B on one very long sequence on one GPU, and measures four features.
 
     python examples/long_context.py                      # 262144 tokens: 30 GiB, and more without a feature
     python examples/long_context.py --tokens 65536
     python examples/long_context.py --size tiny          # a few seconds on a CPU
 
-The step uses gradient checkpointing, flash attention, the tiled MLP and the fused linear cross entropy. It is measured
-with all four and then without each of them, every time in a process of its own: tokens per second and peak memory, or
-the memory that was asked for when there was none left. Weights and tokens are random; nothing is downloaded.
+The features are gradient checkpointing, flash attention, the tiled MLP and the fused linear cross entropy. A training
+step is measured with all four, and without each of them, in separate processes: tokens per second and peak memory, or
+the size of the allocation that failed. Weights and tokens are random; nothing is downloaded.
 """
 
 import argparse
@@ -62,14 +62,14 @@ def build(size, tokens, features, device):
 
 
 def attention_kernels(device, features):
-    """Without flash attention nothing else may stand in for it; on a CPU PyTorch chooses."""
+    """Context manager that allows flash attention only, without fallback; on a CPU PyTorch chooses."""
     if device == "cuda" and "flash" in features:
         return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
     return contextlib.nullcontext()
 
 
 def measure(size, tokens, steps, features):
-    """Trains for some steps: {"tokens_per_second", "peak_gib", "losses"}, or {"out_of_memory"}."""
+    """Trains for ``steps``; returns tokens_per_second, peak_gib and losses, or out_of_memory and held_gib."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     times, losses = [], []
@@ -96,7 +96,7 @@ def measure(size, tokens, steps, features):
     return {"tokens_per_second": tokens / min(times), "peak_gib": peak, "losses": losses}
 
 
-def in_a_process_of_its_own(arguments, features):
+def run_in_subprocess(arguments, features):
     command = [sys.executable, __file__, "--size", arguments.size, "--tokens", str(arguments.tokens)]
     command += ["--steps", str(arguments.steps), "--only", ",".join(features) or "none"]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -127,10 +127,10 @@ def main(argv=None):
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{arguments.size}, one sequence of {arguments.tokens} tokens, {device}", flush=True)
-    print(line("all of it", in_a_process_of_its_own(arguments, list(FEATURES))), flush=True)
+    print(line("all of it", run_in_subprocess(arguments, list(FEATURES))), flush=True)
     for feature, name in FEATURES.items():
         others = [other for other in FEATURES if other != feature]
-        print(line(f"without {name}", in_a_process_of_its_own(arguments, others)), flush=True)
+        print(line(f"without {name}", run_in_subprocess(arguments, others)), flush=True)
 
 
 if __name__ == "__main__":

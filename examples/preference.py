@@ -1,12 +1,12 @@
-"""Trains a small Llama on preferences with a trainer of TRL and the losses of liger, and shows the margin rising.
+"""Trains a small Llama on preference pairs with a TRL trainer and the losses of liger, and prints the reward margin.
 
     python examples/preference.py
     python examples/preference.py --loss orpo --steps 100
     accelerate launch --num_processes 2 examples/preference.py
 
-Weights are random and data is made here, so nothing is downloaded: a prompt names a few words, the chosen answer counts
-them and repeats them in order, the rejected one does neither. The margin is also that on prompts that were not trained
-on. It takes less than a minute on two cores of a CPU.
+Weights are random and the data is synthetic, so nothing is downloaded. A prompt lists a few words. The chosen answer
+has their number and repeats them in order; the rejected answer has a wrong number and the reverse order. The margin is
+also measured on prompts outside the training set. The run takes less than a minute on two CPU cores.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def make_tokenizer():
 
 
 def make_pairs(count, seed):
-    """Prompts with a right answer and one in another order, with another number."""
+    """Prompts with a right answer, and a wrong one with another number and reverse order."""
     draw, rows = random.Random(seed), []
     for _ in range(count):
         words = draw.sample(WORDS, draw.randint(2, len(NUMBERS)))
@@ -60,7 +60,7 @@ def make_pairs(count, seed):
 
 
 def unpaired(pairs):
-    """Every answer by itself, with a label, as KTO wants them."""
+    """One row per answer, with a label, the format of KTO."""
     answers = [
         {"prompt": row["prompt"], "completion": row[kind], "label": kind == "chosen"}
         for row in pairs

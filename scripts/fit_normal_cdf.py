@@ -1,15 +1,15 @@
 """The coefficients of ``normal_tail`` (csrc/activation/activations.cuh, triton_kernels/gated.py), and its error.
 
-``exp(x^2 / 2) * cdf(-x)`` for x >= 0 falls like 1 / x. With t = 1 / (1 + p * x) it is t * P(t), P smooth on (0, 1]: a
-polynomial whose largest relative error is least, by least squares with weights that grow where the error is large
-(Lawson's method). Run it to see the table; nothing in the package imports it.
+``exp(x^2 / 2) * cdf(-x)`` for x >= 0 decreases like 1 / x. With t = 1 / (1 + p * x) it is t * P(t), and P is smooth on
+(0, 1]. A minimax polynomial in the relative error approximates P: iteratively reweighted least squares (Lawson's
+method). The script prints a table; the package does not import it.
 """
 
 import math
 
 import numpy as np
 
-LARGEST = 13.5  # beyond it, exp(-x^2 / 2) is no normal float32
+LARGEST = 13.5  # beyond it, exp(-x^2 / 2) is denormal in float32
 POINTS = 1000
 
 
@@ -25,11 +25,11 @@ def scaled_tail(x):
 
 
 def fit(p, degree):
-    """(largest relative error, coefficients from the constant on)."""
+    """(largest relative error, coefficients in ascending order)."""
     least = 1 / (1 + p * LARGEST)
     t = (1 + least) / 2 + (1 - least) / 2 * np.cos(np.pi * (np.arange(POINTS) + 0.5) / POINTS)
-    wanted = np.array([scaled_tail(x) for x in (1 / t - 1) / p]) / t
-    powers = np.vander(t, degree + 1, increasing=True) / wanted[:, None]
+    exact = np.array([scaled_tail(x) for x in (1 / t - 1) / p]) / t
+    powers = np.vander(t, degree + 1, increasing=True) / exact[:, None]
     weights, best = np.ones(POINTS), (math.inf, None)
     for _ in range(100):
         root = np.sqrt(weights)

@@ -7,5 +7,5 @@ import torch
 if not torch.cuda.is_available():
     sys.exit(1)
 major, minor = torch.cuda.get_device_capability()
-# From Hopper on, the instructions that belong to one architecture alone are the "a" variant.
+# From Hopper on, architecture-specific instructions need the "a" variant.
 print(f"{major}{minor}{'a' if major >= 9 else ''}")

@@ -1,11 +1,12 @@
-"""Runs every compiled op in small sizes under compute-sanitizer: memcheck and synccheck, or the tools that are named.
+"""Runs every compiled op with small inputs under compute-sanitizer: memcheck and synccheck, or the given tools.
 
     python scripts/sanitize.py [tools] [--each] [--work NAME ...]
 
---each runs every piece of work in a process of its own, a few at a time, and names those with a finding. --work runs
-the named ones alone, in one process, without the tools where none is named: an op of torch.ops.liger or a key of
-SIZES. Arguments of the ops are those of tests/support/samples.py; SIZES are what those are too small for. Only
-kernels of liger are checked. Ends with 1 where a tool found something, and with 2 where it cannot run.
+A NAME is an op of torch.ops.liger or a key of SIZES. --work runs the given names only; without tools, it runs them in
+this process, not under compute-sanitizer. --each runs every name in a separate process, several at a time, and lists
+those with an error. Arguments of the ops are those of tests/support/samples.py; SIZES has larger inputs for kernels
+that the samples do not reach. Only kernels of liger are checked. Exit code: 1 if a tool reports an error, 2 if it
+cannot run.
 """
 
 import argparse
@@ -18,15 +19,15 @@ from itertools import repeat
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# racecheck is left to those who ask for it: on compute capability 9.0 it cannot run cuBLAS's half-precision products.
-# The process ends with an illegal memory access and "failed to handle a hardware exception", also without any kernel of
-# liger; so ends "linear sizes" with --each. Everything else is checked.
+# racecheck is not a default: on compute capability 9.0 it cannot run half-precision GEMMs of cuBLAS. The process ends
+# with an illegal memory access and "failed to handle a hardware exception", even without any kernel of liger. With
+# --each only "linear sizes" fails for this reason.
 DEFAULT_TOOLS = ("memcheck", "synccheck")
 TOOLS = (*DEFAULT_TOOLS, "racecheck")
-# Seconds for one tool, many times what it takes: a kernel that never ends.
+# Timeout of one tool in seconds, far above its usual time: detects kernels that do not terminate.
 LIMIT = 600
-# Processes side by side with --each.
-AT_A_TIME = 6
+# Concurrent processes with --each.
+MAX_PROCESSES = 6
 
 
 # --- the work that is checked -------------------------------------------------------------------------------------
@@ -66,8 +67,8 @@ def classes(rows, vocab):
     return target
 
 
-def of_columns(function, weights=0, **fixed):
-    """A function of rows and its parameters, where longer rows have kernels of their own."""
+def run_row_lengths(function, weights=0, **fixed):
+    """A row-wise function with rows of all lengths that have different kernels."""
     import torch
 
     for dtype in (torch.bfloat16, torch.float32):
@@ -120,7 +121,7 @@ def linear_sizes():
 
 
 def sm90_sizes():
-    """The products of compute capability 9.0, where the kernels were built for them."""
+    """The wgmma GEMMs of the sm_90a engine, if the build has them."""
     import torch
 
     import liger
@@ -136,7 +137,7 @@ def public(name, weights=0):
     def work():
         import liger
 
-        of_columns(getattr(liger, name), weights)
+        run_row_lengths(getattr(liger, name), weights)
 
     return work
 
@@ -154,7 +155,7 @@ SIZES = {
 
 
 def names():
-    """Every op that has compiled kernels, and the sizes."""
+    """All ops with compiled kernels, and the keys of SIZES."""
     from liger.backend import FAMILIES
 
     return [*(op for family in FAMILIES.values() for op in family.torch_kernels), *SIZES]
@@ -179,12 +180,12 @@ def work(chosen):
 
 
 def sanitizer():
-    """The program: on PATH, or beside nvcc."""
+    """The path of compute-sanitizer: from PATH, from the toolkit of nvcc, or from CUDA_HOME."""
     nvcc = shutil.which("nvcc")
-    places = [os.environ.get("CUDA_HOME", ""), str(Path(nvcc).resolve().parents[1]) if nvcc else ""]
-    for place in [None, *(f"{p}/bin:{p}/compute-sanitizer" for p in places if p), "/usr/local/cuda/bin"]:
-        if found := shutil.which("compute-sanitizer", path=place):
-            return found
+    toolkits = [os.environ.get("CUDA_HOME", ""), str(Path(nvcc).resolve().parents[1]) if nvcc else ""]
+    for path in [None, *(f"{t}/bin:{t}/compute-sanitizer" for t in toolkits if t), "/usr/local/cuda/bin"]:
+        if program := shutil.which("compute-sanitizer", path=path):
+            return program
     print("compute-sanitizer was not found on PATH, beside nvcc or in CUDA_HOME", file=sys.stderr)
     raise SystemExit(2)
 
@@ -192,7 +193,7 @@ def sanitizer():
 def command(program, tool, chosen):
     options = ["--tool", tool, "--error-exitcode", "1", "--launch-timeout", "60"]
     known = subprocess.run([program, "--help"], capture_output=True, text=True).stdout
-    for name in ("--kernel-name", "--kernel-regex"):  # of newer versions, of older ones
+    for name in ("--kernel-name", "--kernel-regex"):  # the option of newer versions, then that of older ones
         if name in known:
             options += [name, "kns=liger"]
             break
@@ -200,8 +201,8 @@ def command(program, tool, chosen):
 
 
 def check(program, tool, chosen, title):
-    """Whether one tool finds nothing; its output is printed whole, and under a title where several run at a time."""
-    # Without the allocator's cache every tensor has bounds of its own, which memcheck sees.
+    """Whether one tool reports no error. With a title, the output is captured and printed only if there are errors."""
+    # Without the caching allocator every tensor is a separate allocation, so memcheck detects out-of-bounds accesses.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
@@ -236,7 +237,7 @@ def main():
     for tool in arguments.tools or DEFAULT_TOOLS:
         print(f"--- {tool}", flush=True)
         if arguments.each:
-            with ThreadPoolExecutor(AT_A_TIME) as pool:
+            with ThreadPoolExecutor(MAX_PROCESSES) as pool:
                 pieces = arguments.work or names()
                 clean = list(pool.map(check, repeat(program), repeat(tool), ([p] for p in pieces), pieces))
                 failed += [f"{tool} {name}" for name, ok in zip(pieces, clean, strict=True) if not ok]

@@ -1,7 +1,7 @@
-"""What the ops share: dtype checks, rows of strided tensors, tiles, launch sizes.
+"""Helpers of all Triton twins: dtype checks, row strides, tiles, launch sizes.
 
-A row is the last dimension of a tensor. Kernels take tensors whose rows are dense and evenly spaced, as a pointer and
-one row stride; everything else is copied before (inputs) or after (outputs).
+A row is the last dimension of a tensor. A kernel takes a pointer and one row stride, so the rows must be dense and
+evenly spaced. Other inputs are copied before the launch, other outputs after it.
 """
 
 import functools
@@ -12,13 +12,13 @@ import triton.language as tl
 
 from ..backend import triton_interpreted
 
-# Elements of a tile: on a GPU 8 for each of 128 threads. The interpreter takes its time per tile, not per element.
+# Elements of an elementwise tile: 8 per thread with 4 warps. The time of the interpreter is per tile, not per element.
 _TILE = 16384 if triton_interpreted() else 1024
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def require_dtype(op, name, tensor):
-    """Raises RuntimeError for a dtype that the kernels do not compute: in practice float64."""
+    """Raises RuntimeError for a dtype that the kernels do not support, such as float64."""
     if tensor.dtype not in _DTYPES:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise RuntimeError(
@@ -28,7 +28,7 @@ def require_dtype(op, name, tensor):
 
 
 def require_same_shape(op, name, tensor, other_name, other):
-    """For arguments that only autograd passes, and that would be read out of bounds if they were too small."""
+    """Checks arguments that only autograd passes: a kernel would read smaller ones out of bounds."""
     if tensor.shape != other.shape:
         raise RuntimeError(
             f"{op}: {name} has shape {tuple(tensor.shape)}, expected that of {other_name}, {tuple(other.shape)}"
@@ -71,7 +71,7 @@ def output_rows(out):
 
 
 def write_back(out, written):
-    """Brings what a kernel wrote to where it belongs."""
+    """Copies the output of a kernel to ``out``, unless the kernel wrote to it directly."""
     if written is not out:
         out.copy_(written)
 
@@ -82,28 +82,28 @@ def dense_vector(tensor):
 
 
 @functools.lru_cache(None)
-def _multiprocessors(device):
+def _sm_count(device):
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def multiprocessors(tensor):
-    """Streaming multiprocessors of the device of a tensor; under the interpreter a number that leaves several rows to
-    a program even in small tests."""
-    return _multiprocessors(tensor.device) if tensor.is_cuda else 2
+def sm_count(tensor):
+    """Number of SMs of the device of a tensor. 2 under the interpreter, so that programs of small tests get several
+    rows."""
+    return _sm_count(tensor.device) if tensor.is_cuda else 2
 
 
 @functools.lru_cache(None)
-def _shared_memory(device):
+def _shared_memory_per_sm(device):
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
-def shared_memory(tensor):
-    """Bytes of shared memory of a multiprocessor of the device of a tensor; on the CPU the least of those supported."""
-    return _shared_memory(tensor.device) if tensor.is_cuda else 102400
+def shared_memory_per_sm(tensor):
+    """Bytes of shared memory per SM of the device of a tensor; for CPU tensors the smallest of all supported GPUs."""
+    return _shared_memory_per_sm(tensor.device) if tensor.is_cuda else 102400
 
 
 def elementwise_tile(n_rows, n_cols):
-    """(rows per tile, columns per tile, tiles) for kernels that treat every element alone."""
+    """(BLOCK_ROWS, BLOCK_COLS, number of tiles) of an elementwise kernel."""
     block_cols = min(triton.next_power_of_2(n_cols), 1024)
     block_rows = _TILE // block_cols
     return block_rows, block_cols, triton.cdiv(n_rows, block_rows) * triton.cdiv(n_cols, block_cols)
@@ -111,7 +111,7 @@ def elementwise_tile(n_rows, n_cols):
 
 @triton.jit
 def tile_at(index, n_rows, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """(row indices as a column, column indices as a row, mask) of a tile; tiles are numbered along the rows."""
+    """(row offsets [BLOCK_ROWS, 1], column offsets [1, BLOCK_COLS], mask) of a tile; tiles are in row-major order."""
     tiles_per_row = tl.cdiv(n_cols, BLOCK_COLS)
     rows = (index // tiles_per_row).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     cols = (index % tiles_per_row) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, :]
@@ -119,9 +119,9 @@ def tile_at(index, n_rows, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.cons
 
 
 def warps_for(elements):
-    """Warps of a program over a tile: 16 elements per thread, as two 128-bit loads of a 2-byte dtype."""
+    """num_warps for a tile: 16 elements per thread, two 128-bit loads of a 2-byte dtype."""
     return min(max(elements // 512, 4), 32)
 
 
-# Launches go to the current device. This makes it that of a tensor, and does nothing for a CPU tensor.
+# Triton launches on the current device. This context manager sets it to that of a tensor; no effect for CPU tensors.
 on_device_of = torch.cuda.device_of

@@ -1,4 +1,7 @@
-"""Cross entropy of logits and its gradient. The row kernel and the reductions are in :mod:`.cross_entropy_rows`."""
+"""Cross entropy of logits: launchers, and the backward kernel. The forward row kernel is in :mod:`.cross_entropy_rows`.
+
+backward_kernel: one program per row; it reads the logits once and computes probabilities from the saved log-sum-exp.
+"""
 
 import torch
 import triton
@@ -13,9 +16,9 @@ from .common import (
     rows_of,
     write_back,
 )
-from .cross_entropy_rows import RowResults, Rule, walking_tile
+from .cross_entropy_rows import RowResults, Rule, streaming_tile
 from .cross_entropy_rule import (
-    capped,
+    apply_softcap,
     class_weight,
     coefficients,
     fill_zeros,
@@ -35,17 +38,17 @@ def backward_kernel(
     row_ptr, out_row = logits_ptr + row * logits_stride, out_ptr + row * out_stride
     target = tl.load(target_ptr + row)
     if target != ignore_index:
-        valid = (target >= 0) & (target < n_cols)
-        z_target = capped(tl.load(row_ptr + target, mask=valid, other=0.0).to(tl.float32), softcap)
-        # In place, another thread may write over it.
+        in_range = (target >= 0) & (target < n_cols)
+        z_target = apply_softcap(tl.load(row_ptr + target, mask=in_range, other=0.0).to(tl.float32), softcap)
+        # In place, another thread may overwrite the target's logit; all threads must have loaded it before.
         tl.debug_barrier()
         upstream = tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32) / tl.load(
             used_denominator_ptr
         )
         if token_weight_ptr is not None:
             upstream *= tl.load(token_weight_ptr + row).to(tl.float32)
-        upstream = tl.where(valid, upstream, float("nan"))
-        weight = class_weight(ce_weight_ptr, target, valid)
+        upstream = tl.where(in_range, upstream, float("nan"))
+        weight = class_weight(ce_weight_ptr, target, in_range)
         lse = tl.load(lse_ptr + row)
         coef_exp, coef_target, coef_class = coefficients(
             ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
@@ -55,7 +58,7 @@ def backward_kernel(
             LANES, REPEATS, VECTOR,
         )  # fmt: skip
         store_target_gradient(
-            out_row, target, valid, z_target, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
+            out_row, target, in_range, z_target, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
             SMOOTHING,
         )  # fmt: skip
     else:
@@ -67,9 +70,9 @@ def backward_kernel(
 
 def _forward(
     gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
-    softcap, reduction, *wanted,
+    softcap, reduction, *metrics,
 ):  # fmt: skip
-    """The reduced results, lse and the denominator. A gradient that is not None is filled; it may be the logits."""
+    """(*reduced results, lse, denominator). Also writes ``gradient``, which may be the logits, unless it is None."""
     torch.ops.liger.check_cross_entropy(
         "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
     )  # fmt: skip
@@ -78,7 +81,7 @@ def _forward(
         "cross_entropy", logits.shape[1], target, ce_weight, token_weight, ignore_index, label_smoothing,
         lse_square_scale, softcap,
     )  # fmt: skip
-    results = RowResults(rule, *wanted)
+    results = RowResults(rule, *metrics)
     rows = rows_of(logits)
     if gradient is None:
         results.fill(*rows, 0)
@@ -136,7 +139,7 @@ def _backward(
     in_place = out is logits
     logits_rows, logits_stride = rows_of(logits)
     out_rows, out_stride = (logits_rows, logits_stride) if in_place else output_rows(out)
-    tile, warps, _ = walking_tile(rule.n_cols, logits.element_size(), False)
+    tile, warps, _ = streaming_tile(rule.n_cols, logits.element_size(), False)
     with on_device_of(logits):
         backward_kernel[(logits.shape[0],)](
             grad_loss, grad_loss.stride(0) if grad_loss.dim() else 0, logits_rows, logits_stride, out_rows, out_stride,

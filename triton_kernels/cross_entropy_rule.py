@@ -1,5 +1,8 @@
-"""The row rule of cross entropy for Triton kernels: statistics of a row, what follows from them, and its gradient.
+"""The row rule of cross entropy, shared by the Triton row kernels: online-softmax statistics of a row, the coefficients
+computed from them, and the gradient. The twin of csrc/cross_entropy/rule.cuh.
 
+Statistics: z_max; sum of exp(z - z_max); entropy_sum of exp(z - z_max) * (z - z_max); best, best_col: the largest logit
+before the softcap and its column; weighted_sum of class_weight * (z - shift). Probabilities are never materialised.
 docs/cross_entropy.md defines every term.
 """
 
@@ -9,18 +12,18 @@ import triton.language as tl
 
 @triton.jit
 def _exp(x):
-    # On a GPU tl.exp takes three instructions more, for results that are denormal; here they become zero.
+    # tl.exp has three more instructions, for denormal results; here those are flushed to zero.
     return tl.exp2(x * 1.4426950408889634)
 
 
 @triton.jit
-def capped(x, softcap):
+def apply_softcap(x, softcap):
     """softcap * tanh(x / softcap), or x without a softcap. The interpreter has no tanh, hence the exponential form."""
     if softcap is not None:
         u = x / softcap
         t = _exp(-2.0 * tl.abs(u))
         far = (1.0 - t) / (1.0 + t)
-        # Near zero 1 - t cancels, so there it is the Taylor series, exact to float32 up to 0.2.
+        # 1 - t cancels near zero. There the Taylor series is used, exact in float32 up to 0.2.
         square = u * u
         near = u * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
         x = softcap * tl.where(tl.abs(u) < 0.2, near, tl.where(u < 0, -far, far))
@@ -29,9 +32,9 @@ def capped(x, softcap):
 
 @triton.jit
 def _columns(start, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr):
-    """The columns of a tile (LANES, REPEATS, VECTOR): vectors of neighbours, those of one lane LANES vectors apart.
+    """Column offsets of a tile [LANES, REPEATS, VECTOR]: vectors of adjacent columns, LANES vectors apart per lane.
 
-    With a thread for every lane, a sum over the last two dimensions stays within the thread.
+    With one lane per thread, a reduction over the last two dimensions needs no communication between threads.
     """
     lane = tl.arange(0, LANES)[:, None, None]
     repeat = tl.arange(0, REPEATS)[None, :, None]
@@ -49,67 +52,79 @@ def _lane_max(x):
 
 
 @triton.jit
-def _include(
-    x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
+def _accumulate(
+    x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """The running statistics of every lane with one more tile of logits; where mask is false, x is -inf."""
+    """Adds a tile of logits to the running statistics of every lane (online softmax); masked x must be -inf."""
     z = x
     if softcap is not None:
-        z = capped(x, softcap)
+        z = apply_softcap(x, softcap)
         if mask is not None:
             z = tl.where(mask, z, float("-inf"))
-    new_high = tl.maximum(high, _lane_max(z))
-    scale = _exp(high - new_high)
-    step = z - new_high[:, None, None]
+    new_max = tl.maximum(z_max, _lane_max(z))
+    scale = _exp(z_max - new_max)
+    step = z - new_max[:, None, None]
     e = _exp(step)
     if ENTROPY:
-        # sum of exp(z - high) * (z - high)
-        moment = (moment + total * (high - new_high)) * scale + _lane_sum(tl.where(e > 0, e * step, 0.0))
-    total = total * scale + _lane_sum(e)
+        entropy_sum = (entropy_sum + e_sum * (z_max - new_max)) * scale + _lane_sum(
+            tl.where(e > 0, e * step, 0.0)
+        )
+    e_sum = e_sum * scale + _lane_sum(e)
     if ARGMAX:
-        # By the logits themselves: a softcap maps different large ones to one number.
-        tile_top = _lane_max(x)
-        tile_col = tl.where(x == tile_top[:, None, None], cols, n_cols)
-        top_col = tl.where(tile_top > top, tl.min(tl.min(tile_col, 2), 1), top_col)
-        top = tl.maximum(top, tile_top)
+        # Compares logits before the softcap, which maps different large logits to one number.
+        tile_best = _lane_max(x)
+        tile_col = tl.where(x == tile_best[:, None, None], cols, n_cols)
+        best_col = tl.where(tile_best > best_z, tl.min(tl.min(tile_col, 2), 1), best_col)
+        best_z = tl.maximum(best_z, tile_best)
     if SMOOTHING:
-        cost = z - shift
+        term = z - shift
         if mask is not None:
-            cost = tl.where(mask, cost, 0.0)
+            term = tl.where(mask, term, 0.0)
         if ce_weight_ptr is not None:
-            cost *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
-        smooth += _lane_sum(cost)
-    return new_high, total, moment, top, top_col, smooth
+            term *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
+        weighted_sum += _lane_sum(term)
+    return new_max, e_sum, entropy_sum, best_z, best_col, weighted_sum
 
 
 @triton.jit
-def _nothing_included(LANES: tl.constexpr):
-    # Finite, so that z - high is -inf rather than nan for z = -inf.
-    high = tl.full([LANES], -3.0e38, tl.float32)
+def _empty_stats(LANES: tl.constexpr):
+    # Finite, so that z - z_max is -inf for z = -inf instead of NaN.
+    z_max = tl.full([LANES], -3.0e38, tl.float32)
     zeros = tl.zeros([LANES], tl.float32)
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    return high, zeros, zeros, top, tl.zeros([LANES], tl.int32), zeros
+    best_z = tl.full([LANES], float("-inf"), tl.float32)
+    return z_max, zeros, zeros, best_z, tl.zeros([LANES], tl.int32), zeros
 
 
 @triton.jit
-def _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr):
-    row_high = tl.max(high, 0)
-    scale = _exp(high - row_high)
-    row_total = tl.sum(total * scale, 0)
-    log_total = tl.log(row_total)
+def _merge_lanes(
+    z_max,
+    e_sum,
+    entropy_sum,
+    best_z,
+    best_col,
+    weighted_sum,
+    n_cols,
+    ARGMAX: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """(log-sum-exp, entropy, column of the largest logit, weighted_sum) of a row from the statistics of its lanes."""
+    row_max = tl.max(z_max, 0)
+    scale = _exp(z_max - row_max)
+    row_sum = tl.sum(e_sum * scale, 0)
+    log_sum = tl.log(row_sum)
     entropy = 0.0
     if ENTROPY:
-        entropy = log_total - tl.sum((moment + total * (high - row_high)) * scale, 0) / row_total
+        entropy = log_sum - tl.sum((entropy_sum + e_sum * (z_max - row_max)) * scale, 0) / row_sum
     best = 0
     if ARGMAX:
-        best = tl.min(tl.where(top == tl.max(top, 0), top_col, n_cols), 0)
-    return row_high + log_total, entropy, best, tl.sum(smooth, 0)
+        best = tl.min(tl.where(best_z == tl.max(best_z, 0), best_col, n_cols), 0)
+    return row_max + log_sum, entropy, best, tl.sum(weighted_sum, 0)
 
 
 @triton.jit
 def load_row(row_ptr, n_cols, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr):
-    """(logits, columns, mask) of a row that is no longer than a tile."""
+    """(logits in float32, column offsets, mask) of a row that fits a tile; masked logits are -inf."""
     cols = _columns(0, LANES, REPEATS, VECTOR)
     mask = cols < n_cols
     x = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
@@ -121,58 +136,58 @@ def tile_statistics(
     x, cols, mask, ce_weight_ptr, n_cols, softcap, shift,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """What statistics gives, from load_row."""
-    high, total, moment, top, top_col, smooth = _nothing_included(LANES)
-    high, total, moment, top, top_col, smooth = _include(
-        x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
+    """The results of :func:`statistics` for a row from :func:`load_row`."""
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _empty_stats(LANES)
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate(
+        x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum,
         ARGMAX, ENTROPY, SMOOTHING,
     )  # fmt: skip
-    return _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX, ENTROPY)
+    return _merge_lanes(z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, n_cols, ARGMAX, ENTROPY)
 
 
 @triton.jit
-def _walk(
+def _accumulate_row(
     row_ptr, ce_weight_ptr, n_cols, softcap, shift,
-    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, KEEP: tl.constexpr,
+    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, READ_AGAIN: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """The running statistics of every lane at the end of a row."""
-    policy: tl.constexpr = "evict_last" if KEEP else "evict_first"
+    """The running statistics of every lane after all tiles of a row."""
+    policy: tl.constexpr = "evict_last" if READ_AGAIN else "evict_first"
     tile: tl.constexpr = LANES * REPEATS * VECTOR
-    high, total, moment, top, top_col, smooth = _nothing_included(LANES)
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _empty_stats(LANES)
     full_tiles_end = n_cols // tile * tile
     for start in range(0, full_tiles_end, tile):
         cols = _columns(start, LANES, REPEATS, VECTOR)
         x = tl.load(row_ptr + cols, eviction_policy=policy).to(tl.float32)
-        high, total, moment, top, top_col, smooth = _include(
-            x, cols, None, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
-            ARGMAX, ENTROPY, SMOOTHING,
+        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate(
+            x, cols, None, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col,
+            weighted_sum, ARGMAX, ENTROPY, SMOOTHING,
         )  # fmt: skip
     if full_tiles_end < n_cols:
         cols = _columns(full_tiles_end, LANES, REPEATS, VECTOR)
         mask = cols < n_cols
         x = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy=policy).to(tl.float32)
-        high, total, moment, top, top_col, smooth = _include(
-            x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, high, total, moment, top, top_col, smooth,
-            ARGMAX, ENTROPY, SMOOTHING,
+        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate(
+            x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col,
+            weighted_sum, ARGMAX, ENTROPY, SMOOTHING,
         )  # fmt: skip
-    return high, total, moment, top, top_col, smooth
+    return z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum
 
 
 @triton.jit
 def statistics(
     row_ptr, ce_weight_ptr, n_cols, softcap, shift,
-    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, KEEP: tl.constexpr,
+    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, READ_AGAIN: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(log-sum-exp, entropy, index of the largest logit, sum of w * (z - shift)) of a row.
+    """(log-sum-exp, entropy, column of the largest logit, sum of class_weight * (z - shift)) of a row.
 
-    KEEP: the row is read again, from the last tile to the first.
+    READ_AGAIN: the row will be read again, from the last tile to the first, so its tiles should remain in L2.
     """
-    high, total, moment, top, top_col, smooth = _walk(
-        row_ptr, ce_weight_ptr, n_cols, softcap, shift, ARGMAX, ENTROPY, SMOOTHING, KEEP, LANES, REPEATS, VECTOR
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate_row(
+        row_ptr, ce_weight_ptr, n_cols, softcap, shift, ARGMAX, ENTROPY, SMOOTHING, READ_AGAIN, LANES, REPEATS, VECTOR
     )  # fmt: skip
-    return _of_row(high, total, moment, top, top_col, smooth, n_cols, ARGMAX, ENTROPY)
+    return _merge_lanes(z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, n_cols, ARGMAX, ENTROPY)
 
 
 @triton.jit
@@ -180,23 +195,24 @@ def partial_statistics(
     row_ptr, ce_weight_ptr, n_cols, softcap, SMOOTHING: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(largest z, sum of exp(z - largest), sum of w * z) of a row."""
-    high, total, _, _, _, smooth = _walk(
+    """(z_max, sum of exp(z - z_max), sum of class_weight * z) of a row."""
+    z_max, e_sum, _, _, _, weighted_sum = _accumulate_row(
         row_ptr, ce_weight_ptr, n_cols, softcap, 0.0, False, False, SMOOTHING, True, LANES, REPEATS, VECTOR
     )  # fmt: skip
-    row_high = tl.max(high, 0)
-    row_total = tl.sum(total * _exp(high - row_high), 0)
-    # A row of -inf has left the lanes at what they began with.
-    row_high = tl.where(row_total == 0.0, float("-inf"), row_high)
-    return row_high, row_total, tl.sum(smooth, 0)
+    row_max = tl.max(z_max, 0)
+    row_sum = tl.sum(e_sum * _exp(z_max - row_max), 0)
+    # In a row of -inf the lanes still have the finite initial z_max.
+    row_max = tl.where(row_sum == 0.0, float("-inf"), row_max)
+    return row_max, row_sum, tl.sum(weighted_sum, 0)
 
 
 @triton.jit
-def class_weight(ce_weight_ptr, target, valid):
+def class_weight(ce_weight_ptr, target, in_range):
+    """The weight of the target; 0 if the target is not a class."""
     if ce_weight_ptr is None:
-        weight = tl.where(valid, 1.0, 0.0)
+        weight = tl.where(in_range, 1.0, 0.0)
     else:
-        weight = tl.load(ce_weight_ptr + target, mask=valid, other=0.0).to(tl.float32)
+        weight = tl.load(ce_weight_ptr + target, mask=in_range, other=0.0).to(tl.float32)
     return weight
 
 
@@ -213,15 +229,15 @@ def coefficients(
     ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale,
     SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """(of the probabilities, of the target, of the class weights) in the gradient of a row."""
-    hard = (1.0 - label_smoothing) * weight
-    coef_exp = hard + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
+    """(coef_exp, coef_target, coef_class): factors of the probabilities, the one-hot target and the class weights."""
+    coef_target = (1.0 - label_smoothing) * weight
+    coef_exp = coef_target + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
     if SMOOTHING:
         if ce_weight_ptr is None:
             coef_exp += label_smoothing
         else:
             coef_exp += label_smoothing / n_cols * tl.load(class_weight_sum_ptr)
-    return coef_exp, hard, label_smoothing / n_cols
+    return coef_exp, coef_target, label_smoothing / n_cols
 
 
 @triton.jit
@@ -233,8 +249,8 @@ def _store(out_ptr, grad, z, cols, mask, softcap):
 
 
 @triton.jit
-def _with_log(coef_exp, coef_log, log):
-    """What a probability is multiplied by, with the share of its logarithm; one of 0 adds nothing."""
+def _add_log_term(coef_exp, coef_log, log):
+    """coef_exp + coef_log * log(p); the logarithm is bounded below, because a class of p = 0 must add 0."""
     if coef_log is not None:
         coef_exp += coef_log * tl.maximum(log, -1e30)
     return coef_exp
@@ -245,10 +261,10 @@ def store_gradient(
     out_ptr, x, cols, mask, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING: tl.constexpr,
     coef_log=None,
 ):  # fmt: skip
-    """The gradient of a tile of logits x, without what only the target has."""
-    z = capped(x, softcap)
+    """Stores the gradient of a tile of logits x, without the one-hot term of the target."""
+    z = apply_softcap(x, softcap)
     p = _exp(z - lse)
-    coef_exp = _with_log(coef_exp, coef_log, z - lse)
+    coef_exp = _add_log_term(coef_exp, coef_log, z - lse)
     if SMOOTHING:
         if ce_weight_ptr is not None:
             coef_class *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
@@ -260,16 +276,16 @@ def store_gradient(
 
 @triton.jit
 def store_target_gradient(
-    out_ptr, target, valid, z, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
+    out_ptr, target, in_range, z, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
     SMOOTHING: tl.constexpr, coef_log=None,
 ):  # fmt: skip
-    """The one element of the target, after store_gradient of all: cheaper than to compare every column with it."""
-    # The thread that stored the element is another one.
+    """Stores the element of the target again, with its one-hot term: cheaper than a comparison in every column."""
+    # Another thread stored the element before.
     tl.debug_barrier()
-    grad = _with_log(coef_exp, coef_log, z - lse) * _exp(z - lse)
+    grad = _add_log_term(coef_exp, coef_log, z - lse) * _exp(z - lse)
     if SMOOTHING:
         grad -= coef_class * weight
-    _store(out_ptr, (grad - coef_target) * upstream, z, target, valid, softcap)
+    _store(out_ptr, (grad - coef_target) * upstream, z, target, in_range, softcap)
 
 
 @triton.jit
@@ -277,7 +293,7 @@ def write_gradient(
     row_ptr, out_ptr, lse, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, coef_log=None,
 ):  # fmt: skip
-    """store_gradient for a row, from the last tile to the first: what was read last is what the caches still have."""
+    """Stores the gradient of a row from the last tile to the first: the tiles that were read last are still cached."""
     tile: tl.constexpr = LANES * REPEATS * VECTOR
     full_tiles_end = n_cols // tile * tile
     if full_tiles_end < n_cols:

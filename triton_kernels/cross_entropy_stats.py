@@ -1,5 +1,7 @@
-"""What a loss needs of logits that are some of the classes, and their gradient; the rule is in
-:mod:`.cross_entropy_rule`. A program takes a row."""
+"""Row statistics of a shard of the classes, for vocabulary-parallel losses, and the gradient of that shard.
+
+One program per row in both kernels. The rule is in :mod:`.cross_entropy_rule`; probabilities are never materialised.
+"""
 
 import torch
 import triton
@@ -14,9 +16,9 @@ from .common import (
     rows_of,
     write_back,
 )
-from .cross_entropy_rows import walking_tile
+from .cross_entropy_rows import streaming_tile
 from .cross_entropy_rule import (
-    capped,
+    apply_softcap,
     class_weight,
     fill_zeros,
     partial_statistics,
@@ -33,18 +35,18 @@ def stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     target = tl.load(target_ptr + row)
-    high, total, z_target, class_sum = 0.0, 1.0, 0.0, 0.0
+    z_max, e_sum, z_target, class_sum = 0.0, 1.0, 0.0, 0.0
     if target != ignore_index:
         column = target.to(tl.int64) - vocab_start
-        present = (column >= 0) & (column < n_cols)
-        z = capped(tl.load(row_ptr + column, mask=present, other=0.0).to(tl.float32), softcap)
-        z_target = tl.where(present, z, 0.0)
-        high, total, class_sum = partial_statistics(
+        in_range = (column >= 0) & (column < n_cols)
+        z = apply_softcap(tl.load(row_ptr + column, mask=in_range, other=0.0).to(tl.float32), softcap)
+        z_target = tl.where(in_range, z, 0.0)
+        z_max, e_sum, class_sum = partial_statistics(
             row_ptr, ce_weight_ptr, n_cols, softcap, CLASS_SUM, LANES, REPEATS, VECTOR
         )  # fmt: skip
     count = tl.cast(n_rows, tl.int64)
-    tl.store(stats_ptr + row, high)
-    tl.store(stats_ptr + count + row, total)
+    tl.store(stats_ptr + row, z_max)
+    tl.store(stats_ptr + count + row, e_sum)
     tl.store(stats_ptr + 2 * count + row, z_target)
     if CLASS_SUM:
         tl.store(stats_ptr + 3 * count + row, class_sum)
@@ -61,12 +63,12 @@ def stats_backward_kernel(
     target = tl.load(target_ptr + row)
     if target != ignore_index:
         column = target.to(tl.int64) - vocab_start
-        present = (column >= 0) & (column < n_cols)
-        z_target = capped(tl.load(row_ptr + column, mask=present, other=0.0).to(tl.float32), softcap)
-        # In place, another thread may write over it.
+        in_range = (column >= 0) & (column < n_cols)
+        z_target = apply_softcap(tl.load(row_ptr + column, mask=in_range, other=0.0).to(tl.float32), softcap)
+        # In place, another thread may overwrite the target's logit; all threads must have loaded it before.
         tl.debug_barrier()
         reference, coef_exp = tl.load(reference_ptr + row), tl.load(coef_exp_ptr + row)
-        # Where no logit is finite, nothing may be inf - inf.
+        # If every logit is -inf, z - reference would be NaN.
         reference = tl.where(reference == float("-inf"), 0.0, reference)
         coef_class = 0.0
         if coef_class_ptr is not None:
@@ -74,14 +76,14 @@ def stats_backward_kernel(
         coef_log = None
         if coef_log_ptr is not None:
             coef_log = tl.load(coef_log_ptr + row)
-        weight = class_weight(ce_weight_ptr, column, present)
+        weight = class_weight(ce_weight_ptr, column, in_range)
         write_gradient(
             row_ptr, out_row, reference, ce_weight_ptr, coef_exp, coef_class, 1.0, n_cols, softcap,
             coef_class_ptr is not None, LANES, REPEATS, VECTOR, coef_log,
         )  # fmt: skip
         store_target_gradient(
-            out_row, column, present, z_target, reference, weight, coef_exp, tl.load(coef_target_ptr + row), coef_class,
-            1.0, softcap, coef_class_ptr is not None, coef_log,
+            out_row, column, in_range, z_target, reference, weight, coef_exp, tl.load(coef_target_ptr + row),
+            coef_class, 1.0, softcap, coef_class_ptr is not None, coef_log,
         )  # fmt: skip
     else:
         fill_zeros(out_row, n_cols, LANES * REPEATS * VECTOR)
@@ -102,7 +104,7 @@ def cross_entropy_stats(logits, target, ce_weight, vocab_start, ignore_index, so
     if n_rows == 0:
         return stats
     logits, stride = rows_of(logits)
-    tile, warps, _ = walking_tile(n_cols, logits.element_size(), False)
+    tile, warps, _ = streaming_tile(n_cols, logits.element_size(), False)
     with on_device_of(logits):
         stats_kernel[(n_rows,)](
             logits, stride, dense_vector(target), dense_vector(ce_weight) if return_class_sum else None, stats,
@@ -129,7 +131,7 @@ def _backward(
         return
     logits_rows, logits_stride = rows_of(logits)
     out_rows, out_stride = (logits_rows, logits_stride) if out is logits else output_rows(out)
-    tile, warps, _ = walking_tile(logits.shape[1], logits.element_size(), False)
+    tile, warps, _ = streaming_tile(logits.shape[1], logits.element_size(), False)
     with on_device_of(logits):
         stats_backward_kernel[(logits.shape[0],)](
             logits_rows, logits_stride, out_rows, out_stride, dense_vector(target), dense_vector(reference),

@@ -1,4 +1,8 @@
-"""The divergence of rows of student and teacher logits, and its gradient in the student's. A program takes a row."""
+"""Divergences between rows of student and teacher logits, and the gradient with respect to the student.
+
+One program per row. The forward reads both rows twice, for the online softmax and for the terms; the gradient reads
+them once more. Probabilities are never materialised. The twin of csrc/divergence/divergence.cuh.
+"""
 
 import torch
 import triton
@@ -7,22 +11,22 @@ import triton.language as tl
 from ..ops.divergence_torch import check_stats, entry_points
 from .common import dense_vector, on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 
-# Columns of both rows that a program holds at a time.
+# BLOCK at most: columns of both rows per tile.
 _BLOCK = 2048
-# The names of KIND in the kernels.
+# Values of KIND in the kernels.
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
 
 
 @triton.jit
 def _expm1_of_negative(x):
-    """exp(x) - 1 for x <= 0: near 0 by its series, whose first term left out is below 3e-8 of the value."""
+    """exp(x) - 1 for x <= 0. Near 0 by the Taylor series, with a relative truncation error below 3e-8."""
     series = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6)))))
     return tl.where(x > -0.25, series, tl.exp(x) - 1)
 
 
 @triton.jit
 def _log1p_of_negative(x):
-    """log(1 + x) for -1 < x <= 0: near 0 by the series of atanh."""
+    """log(1 + x) for -1 < x <= 0. Near 0 by the series of 2 * atanh(x / (2 + x))."""
     s = x / (2 + x)
     square = s * s
     series = 2 * s * (1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square / 9))))
@@ -30,13 +34,16 @@ def _log1p_of_negative(x):
 
 
 @triton.jit
-def _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND: tl.constexpr):
-    """(value, derivative in log_q, q) of classes by the logits s of the student and t of the teacher, and what makes
-    them log-probabilities. A class without probability adds nothing, whatever its logarithm."""
-    p = tl.exp((t - high_t) * inverse_temperature - sum_t)
-    q = tl.exp((s - high_s) * inverse_temperature - sum_s)
-    # log(p / q): of logits that are near each other the difference is exact, that of rounded logarithms is not.
-    d = ((t - s) - (high_t - high_s)) * inverse_temperature - (sum_t - sum_s)
+def _terms(s, t, max_s, log_sum_s, max_t, log_sum_t, inverse_temperature, beta, KIND: tl.constexpr):
+    """(value, derivative with respect to log q, q) of a tile of classes.
+
+    s, t: logits of student and teacher; max and log_sum of each row turn them into log-probabilities. A class of
+    probability 0 adds 0, although its logarithm is infinite.
+    """
+    p = tl.exp((t - max_t) * inverse_temperature - log_sum_t)
+    q = tl.exp((s - max_s) * inverse_temperature - log_sum_s)
+    # log(p / q): the difference of close logits is exact, that of rounded log-probabilities is not.
+    d = ((t - s) - (max_t - max_s)) * inverse_temperature - (log_sum_t - log_sum_s)
     if KIND == 0:
         value = tl.where(p > 0, p * d, 0.0)
         slope = -p
@@ -44,7 +51,7 @@ def _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND: 
         value = tl.where(q > 0, -q * d, 0.0)
         slope = value + q
     elif KIND == 2:
-        # By the ratio of the smaller to the larger one: exact for p near q, and finite.
+        # Uses the ratio of the smaller to the larger probability: exact for p near q, and finite.
         of_larger = -_log1p_of_negative(tl.where(d > 0, 1 - beta, beta) * _expm1_of_negative(-tl.abs(d)))
         slope = tl.where(q > 0, (1 - beta) * q * tl.where(d > 0, of_larger - d, of_larger), 0.0)
         value = slope + tl.where(p > 0, beta * p * tl.where(d > 0, of_larger, of_larger + d), 0.0)
@@ -55,41 +62,44 @@ def _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND: 
 
 
 @triton.jit
-def _added(high, total, z, inverse_temperature):
-    """Each lane's largest logit and sum of exponentials, with one logit more."""
-    higher = tl.maximum(high, z)
-    reference = tl.where(higher == float("-inf"), 0.0, higher)
-    total = total * tl.exp((high - reference) * inverse_temperature)
-    return higher, total + tl.exp((z - reference) * inverse_temperature)
+def _accumulate(z_max, e_sum, z, inverse_temperature):
+    """Online softmax: (maximum, sum of exponentials) of each lane after one more logit."""
+    new_max = tl.maximum(z_max, z)
+    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    e_sum = e_sum * tl.exp((z_max - reference) * inverse_temperature)
+    return new_max, e_sum + tl.exp((z - reference) * inverse_temperature)
 
 
 @triton.jit
-def _normaliser(high, total, inverse_temperature):
-    """(largest logit, log of the sum) of a row, from those of the lanes."""
-    highest = tl.max(high, 0)
-    reference = tl.where(highest == float("-inf"), 0.0, highest)
-    return highest, tl.log(tl.sum(total * tl.exp((high - reference) * inverse_temperature), 0))
+def _merge_lanes(z_max, e_sum, inverse_temperature):
+    """(maximum, log of the sum of exponentials) of a row, from those of the lanes."""
+    row_max = tl.max(z_max, 0)
+    reference = tl.where(row_max == float("-inf"), 0.0, row_max)
+    return row_max, tl.log(tl.sum(e_sum * tl.exp((z_max - reference) * inverse_temperature), 0))
 
 
 @triton.jit
 def _write_gradient(
-    student_row, teacher_row, out_row, n_cols, live, upstream, high_s, sum_s, high_t, sum_t, taken, target,
+    student_row, teacher_row, out_row, n_cols, valid, upstream, max_s, log_sum_s, max_t, log_sum_t, slope_sum, target,
     cross_entropy, beta, inverse_temperature,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``cross_entropy * (softmax - onehot)`` is added to the gradient before the factor ``upstream``: nan where the
-    target is no class."""
+    """Stores ``upstream * (slope - q * slope_sum + cross_entropy * (q - onehot))``.
+
+    slope: derivative with respect to log q, summed over the row in slope_sum. NaN if cross_entropy is not 0 and the
+    target is not a class; 0 in ignored rows.
+    """
     lanes = tl.arange(0, BLOCK)
-    unknown = (cross_entropy != 0) & ((target < 0) | (target >= n_cols))
-    hard = tl.where(unknown, float("nan"), cross_entropy)
-    taken -= hard
+    out_of_range = (cross_entropy != 0) & ((target < 0) | (target >= n_cols))
+    hard = tl.where(out_of_range, float("nan"), cross_entropy)
+    slope_sum -= hard
     for start in range(0, n_cols, BLOCK):
         mask = start + lanes < n_cols
         s = tl.load(student_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
         t = tl.load(teacher_row + start + lanes, mask=mask, other=0.0).to(tl.float32)
-        _, slope, q = _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND)
+        _, slope, q = _terms(s, t, max_s, log_sum_s, max_t, log_sum_t, inverse_temperature, beta, KIND)
         onehot = tl.where(start + lanes == target, hard, 0.0)
-        grad = tl.where(live, upstream * (slope - q * taken - onehot), 0.0)
+        grad = tl.where(valid, upstream * (slope - q * slope_sum - onehot), 0.0)
         tl.store(out_row + start + lanes, grad.to(out_row.dtype.element_ty), mask=mask)
 
 
@@ -99,56 +109,63 @@ def forward_kernel(
     out_stride, n_rows, n_cols, ignore_index, cross_entropy, beta, inverse_temperature,
     KIND: tl.constexpr, LOG_PROBS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With ``out_ptr`` the gradient too, perhaps over the student: one more read of both rows, in part from L2."""
-    # The first column past the last block of 2^31 - 1 columns is no int32.
+    """Weighted loss and stats of rows; with ``out_ptr`` also the gradient, which may overwrite the student.
+
+    stats (5, rows): maximum and log-sum of student, of teacher, and slope_sum.
+    """
+    # int64: past the last tile of 2^31 - 1 columns, a column index exceeds int32.
     n_cols = tl.cast(n_cols, tl.int64)
     row = tl.program_id(0).to(tl.int64)
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
     lanes = tl.arange(0, BLOCK)
-    live, target = True, -1
+    valid, target = True, -1
     if target_ptr is not None:
         target = tl.load(target_ptr + row)
-        live = target != ignore_index
-    loss, taken = 0.0, 0.0
-    high_s, sum_s, high_t, sum_t = 0.0, 0.0, 0.0, 0.0
-    if live:
+        valid = target != ignore_index
+    loss, slope_sum = 0.0, 0.0
+    max_s, log_sum_s, max_t, log_sum_t = 0.0, 0.0, 0.0, 0.0
+    if valid:
         if not LOG_PROBS:
-            highs_s = tl.full([BLOCK], float("-inf"), tl.float32)
-            highs_t, sums_s, sums_t = highs_s, tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            lane_max_s = tl.full([BLOCK], float("-inf"), tl.float32)
+            lane_sum_s = tl.zeros([BLOCK], tl.float32)
+            lane_max_t, lane_sum_t = lane_max_s, lane_sum_s
             for start in range(0, n_cols, BLOCK):
                 mask = start + lanes < n_cols
                 s = tl.load(student_row + start + lanes, mask=mask, other=float("-inf")).to(tl.float32)
                 t = tl.load(teacher_row + start + lanes, mask=mask, other=float("-inf")).to(tl.float32)
-                highs_s, sums_s = _added(highs_s, sums_s, s, inverse_temperature)
-                highs_t, sums_t = _added(highs_t, sums_t, t, inverse_temperature)
-            high_s, sum_s = _normaliser(highs_s, sums_s, inverse_temperature)
-            high_t, sum_t = _normaliser(highs_t, sums_t, inverse_temperature)
+                lane_max_s, lane_sum_s = _accumulate(lane_max_s, lane_sum_s, s, inverse_temperature)
+                lane_max_t, lane_sum_t = _accumulate(lane_max_t, lane_sum_t, t, inverse_temperature)
+            max_s, log_sum_s = _merge_lanes(lane_max_s, lane_sum_s, inverse_temperature)
+            max_t, log_sum_t = _merge_lanes(lane_max_t, lane_sum_t, inverse_temperature)
         values, slopes = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, n_cols, BLOCK):
             mask = start + lanes < n_cols
             s = tl.load(student_row + start + lanes, mask=mask, other=float("-inf")).to(tl.float32)
             t = tl.load(teacher_row + start + lanes, mask=mask, other=float("-inf")).to(tl.float32)
-            value, slope, _ = _terms(s, t, high_s, sum_s, high_t, sum_t, inverse_temperature, beta, KIND)
+            value, slope, _ = _terms(
+                s, t, max_s, log_sum_s, max_t, log_sum_t, inverse_temperature, beta, KIND
+            )
             values += value
             slopes += slope
         loss = tl.sum(values, 0)
         if not LOG_PROBS:
-            taken = tl.sum(slopes, 0)
+            slope_sum = tl.sum(slopes, 0)
     weight = 1.0
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + row)
     if out_ptr is not None:
         _write_gradient(
-            student_row, teacher_row, out_ptr + row * out_stride, n_cols, live, weight * inverse_temperature,
-            high_s, sum_s, high_t, sum_t, taken, target, cross_entropy, beta, inverse_temperature, KIND, BLOCK,
+            student_row, teacher_row, out_ptr + row * out_stride, n_cols, valid, weight * inverse_temperature,
+            max_s, log_sum_s, max_t, log_sum_t, slope_sum, target, cross_entropy, beta, inverse_temperature, KIND,
+            BLOCK,
         )  # fmt: skip
     count = tl.cast(n_rows, tl.int64)
     tl.store(loss_ptr + row, loss * weight)
-    tl.store(stats_ptr + row, high_s)
-    tl.store(stats_ptr + count + row, sum_s)
-    tl.store(stats_ptr + 2 * count + row, high_t)
-    tl.store(stats_ptr + 3 * count + row, sum_t)
-    tl.store(stats_ptr + 4 * count + row, taken)
+    tl.store(stats_ptr + row, max_s)
+    tl.store(stats_ptr + count + row, log_sum_s)
+    tl.store(stats_ptr + 2 * count + row, max_t)
+    tl.store(stats_ptr + 3 * count + row, log_sum_t)
+    tl.store(stats_ptr + 4 * count + row, slope_sum)
 
 
 @triton.jit(do_not_specialize=["n_rows", "ignore_index"])
@@ -161,16 +178,16 @@ def backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
     count = tl.cast(n_rows, tl.int64)
-    high_s, sum_s = tl.load(stats_ptr + row), tl.load(stats_ptr + count + row)
-    high_t, sum_t = tl.load(stats_ptr + 2 * count + row), tl.load(stats_ptr + 3 * count + row)
-    taken = tl.load(stats_ptr + 4 * count + row)
+    max_s, log_sum_s = tl.load(stats_ptr + row), tl.load(stats_ptr + count + row)
+    max_t, log_sum_t = tl.load(stats_ptr + 2 * count + row), tl.load(stats_ptr + 3 * count + row)
+    slope_sum = tl.load(stats_ptr + 4 * count + row)
     upstream = tl.load(grad_loss_ptr + row) * inverse_temperature
-    live = True
+    valid = True
     if target_ptr is not None:
-        live = tl.load(target_ptr + row) != ignore_index
+        valid = tl.load(target_ptr + row) != ignore_index
     _write_gradient(
-        student_row, teacher_row, out_ptr + row * out_stride, n_cols, live, upstream, high_s, sum_s, high_t, sum_t,
-        taken, -1, 0.0, beta, inverse_temperature, KIND, BLOCK,
+        student_row, teacher_row, out_ptr + row * out_stride, n_cols, valid, upstream, max_s, log_sum_s, max_t,
+        log_sum_t, slope_sum, -1, 0.0, beta, inverse_temperature, KIND, BLOCK,
     )  # fmt: skip
 
 
@@ -190,22 +207,22 @@ def _block(n_cols):
 
 
 def _pairs(student, teacher, out):
-    """(student, its row stride, teacher, its row stride, what the gradient is written to, its row stride).
+    """(student, its row stride, teacher, its row stride, output of the kernel, its row stride).
 
-    Where ``out`` is the student, the rows that are read are those that are written.
+    If ``out`` is the student, the kernel reads and writes the same rows.
     """
     rows = rows_of(student)
     written = (None, 0) if out is None else rows if out is student else output_rows(out)
     return *rows, *rows_of(teacher), *written
 
 
-def _of_rows(values, n_rows):
-    """One value for each row, of a tensor that has one for all of them, or of None."""
+def _expand_to_rows(values, n_rows):
+    """(n_rows,) from a tensor with one value, or one per row; None for None."""
     return None if values is None else dense_vector(values.expand(n_rows))
 
 
 def _forward(op, out, student, teacher, target, row_weight, *options, per_row, cross_entropy=0.0):
-    """(loss, stats); the gradient goes to ``out``, unless it is None."""
+    """(loss, stats); the gradient is written to ``out``, unless that is None."""
     divergence, beta, temperature, log_probs, ignore_index = options
     _check(op, student, teacher, target, row_weight, divergence, beta, temperature, log_probs)
     n_rows, n_cols = student.shape
@@ -215,9 +232,9 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row, c
         *inputs, written, out_stride = _pairs(student, teacher, out)
         with on_device_of(student):
             forward_kernel[(n_rows,)](
-                *inputs, dense_vector(target), _of_rows(row_weight, n_rows), loss, stats, written, out_stride, n_rows,
-                n_cols, ignore_index, float(cross_entropy), beta, 1.0 / temperature, _KINDS[divergence], log_probs,
-                **_block(n_cols),
+                *inputs, dense_vector(target), _expand_to_rows(row_weight, n_rows), loss, stats, written, out_stride,
+                n_rows, n_cols, ignore_index, float(cross_entropy), beta, 1.0 / temperature, _KINDS[divergence],
+                log_probs, **_block(n_cols),
             )  # fmt: skip
         if out is not None:
             write_back(out, written)
@@ -238,8 +255,8 @@ def divergence_backward(grad_loss, student, teacher, target, stats, *options):
         *inputs, written, out_stride = _pairs(student, teacher, grad_student)
         with on_device_of(student):
             backward_kernel[(n_rows,)](
-                _of_rows(grad_loss, n_rows), *inputs, dense_vector(target), stats.contiguous(), written, out_stride,
-                n_rows, n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], **_block(n_cols),
+                _expand_to_rows(grad_loss, n_rows), *inputs, dense_vector(target), stats.contiguous(), written,
+                out_stride, n_rows, n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], **_block(n_cols),
             )  # fmt: skip
         write_back(grad_student, written)
     return grad_student

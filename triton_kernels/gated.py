@@ -1,6 +1,7 @@
-"""Gated products, ``activation(gate) * up``, forward and backward, for separate and for packed gate and up.
+"""Gated products, ``activation(gate) * up``, forward and backward, with gate and up separate or packed in one tensor.
 
-Elementwise over tiles, in float32. The packed form is the same launch over the two halves of each row: views, no copy.
+Elementwise kernels in float32, one program per tile. The packed form passes views of the two halves of each row to the
+same kernels. The backward recomputes the activation; no intermediate of the forward is saved.
 """
 
 import torch
@@ -18,12 +19,12 @@ from .common import (
     write_back,
 )
 
-# --- activations: the value and the derivative ---------------------------------------------------------------------
+# --- activations and their derivatives ------------------------------------------------------------------------------
 
 
 @triton.jit
 def normal_tail(x):
-    """(cdf(-abs(x)) of the normal distribution, exp(-x^2 / 2)), as in csrc/activation/activations.cuh."""
+    """(cdf(-abs(x)) of the standard normal distribution, exp(-x^2 / 2)), as in csrc/activation/activations.cuh."""
     exponential = tl.exp2(x * x * -0.72134752044448170)
     t = 1.0 / (1.0 + 0.36 * tl.abs(x))
     total = -0.180753289 + 0.0473450943 * t
@@ -37,7 +38,7 @@ def normal_tail(x):
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """(value, derivative). EXACT: as exact as float32; otherwise far below the rounding of half types."""
+    """(value, derivative). EXACT: to float32 accuracy; otherwise with an error far below one 16-bit rounding."""
     if ACTIVATION == "gelu":
         if EXACT:
             cdf = 0.5 + 0.5 * tl.math.erf(x * 0.70710678118654752)
@@ -48,7 +49,7 @@ def activated(x, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
         value, slope = x * cdf, cdf + x * (0.39894228040143268 * exponential)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(z)) / 2 = sigmoid(2 z), which does not cancel; 1.5957... is 2 * sqrt(2 / pi). The derivative of the
-        # sigmoid is multiplied by powers of x, and with it what 1 - sigmoid would have lost.
+        # sigmoid is computed without 1 - sigmoid, whose cancellation error the factor x^3 would amplify.
         square = x * x
         twice_z = x * (1.5957691216057308 + 0.07135481627260025 * square)
         exponential = tl.exp(-tl.abs(twice_z))
@@ -94,7 +95,7 @@ def backward_kernel(
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + rows * up_stride + cols, mask=mask).to(tl.float32)
     value, slope = activated(gate, ACTIVATION, dtype == tl.float32)
-    # In place, the gradients go where gate and up were: each element is read above, by the thread that writes it.
+    # The gradients may overwrite gate and up: each element is loaded above by the thread that stores it.
     tl.store(grad_gate_ptr + rows * grad_gate_stride + cols, (grad_out * up * slope).to(dtype), mask=mask)
     tl.store(grad_up_ptr + rows * grad_up_stride + cols, (grad_out * value).to(dtype), mask=mask)
     if product_ptr is not None:
@@ -162,7 +163,7 @@ def _packed_product(gate_up):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-# --- the ops of a family: their name, their arguments and what the activation is ------------------------------------
+# --- the ops of a family, for one activation ------------------------------------------------------------------------
 
 
 def product(op, gate, up, activation):

@@ -1,4 +1,4 @@
-"""GeGLU, ``gelu(gate) * up``, exact or in the tanh approximation: the gated product with GELU."""
+"""GeGLU, ``gelu(gate) * up`` with the exact GELU or its tanh approximation: kernels and grid of :mod:`.gated`."""
 
 from .._core.gated import gelu_name
 from . import gated

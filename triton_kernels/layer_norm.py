@@ -1,7 +1,7 @@
-"""LayerNorm. The formulas are those of ``liger/ops/layer_norm.py``, rows and programs those of ``norm_rows.py``.
+"""LayerNorm. The formulas are those of ``liger/ops/layer_norm.py``, tiles and grids those of ``norm_rows.py``.
 
-A row that is larger than a tile is read once for its mean, once for its variance and once to be normalised: squared
-differences from the mean do not cancel, differences of squares would.
+A row that fits a tile is read once. A longer row is read three times: for the mean, the variance and the result. The
+variance is a sum of squared deviations; E[x^2] - E[x]^2 would cancel. xhat is never materialised.
 """
 
 import torch
@@ -10,12 +10,12 @@ import triton.language as tl
 
 from .common import (
     dense_vector,
-    multiprocessors,
     on_device_of,
     output_rows,
     require_dtype,
     require_same_shape,
     rows_of,
+    sm_count,
     warps_for,
     write_back,
 )
@@ -54,8 +54,8 @@ def forward_kernel(
         mask = row_mask & (cols < n_cols)[None, :]
         x = load_float(x_rows, cols, mask)
         mean = tl.sum(x, 1) / n_cols
-        apart = tl.where(mask, x - mean[:, None], 0.0)
-        rstd = tl.rsqrt(tl.sum(apart * apart, 1) / n_cols + eps)
+        deviation = tl.where(mask, x - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(deviation * deviation, 1) / n_cols + eps)
         _store_normalised(y_rows, x, mean, rstd, weight_ptr, bias_ptr, cols, n_cols, mask)
     else:
         sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -67,8 +67,8 @@ def forward_kernel(
         for start in range(0, n_cols, BLOCK_COLS):
             cols = start + tl.arange(0, BLOCK_COLS)
             mask = row_mask & (cols < n_cols)[None, :]
-            apart = tl.where(mask, load_float(x_rows, cols, mask) - mean[:, None], 0.0)
-            squares += apart * apart
+            deviation = tl.where(mask, load_float(x_rows, cols, mask) - mean[:, None], 0.0)
+            squares += deviation * deviation
         rstd = tl.rsqrt(tl.sum(squares, 1) / n_cols + eps)
         for start in range(0, n_cols, BLOCK_COLS):
             cols = start + tl.arange(0, BLOCK_COLS)
@@ -86,14 +86,17 @@ def backward_kernel(
     NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """partial: per program the gradient of the weight, if it is needed, then that of the bias; of whole rows alone.
-    STAGES: one more than the tiles that are loaded ahead."""
+    """Persistent programs over tiles of rows.
+
+    partial (programs, gradients, n_cols): sums of grad_weight and grad_bias, if they are needed; only with WHOLE_ROW.
+    STAGES: software pipelining, the number of prefetched tiles + 1.
+    """
     program = tl.program_id(0)
     if partial_ptr is not None:
-        weight_part = partial_ptr + program.to(tl.int64) * (NEED_WEIGHT + NEED_BIAS) * n_cols
-        bias_part = weight_part
+        weight_partial = partial_ptr + program.to(tl.int64) * (NEED_WEIGHT + NEED_BIAS) * n_cols
+        bias_partial = weight_partial
         if NEED_WEIGHT:
-            bias_part += n_cols
+            bias_partial += n_cols
     if WHOLE_ROW:
         all_cols = tl.arange(0, BLOCK_COLS)
         grad_weight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -112,7 +115,7 @@ def backward_kernel(
             grad_x_rows = grad_x_ptr + rows[:, None] * grad_x_stride
 
         if WHOLE_ROW:
-            # Where the mask ends, g is 0, and so is every product with it.
+            # Masked elements need no further mask: g is 0, and so are its products.
             mask = row_mask & (all_cols < n_cols)[None, :]
             g = load_float(grad_y_rows, all_cols, mask)
             xhat = (load_float(x_rows, all_cols, mask) - mean) * rstd
@@ -128,18 +131,18 @@ def backward_kernel(
                 grad_x = rstd * (g - a - xhat * c)
                 tl.store(grad_x_rows + all_cols[None, :], grad_x.to(grad_x_rows.dtype.element_ty), mask=mask)
         else:
-            plain = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-            products = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+            grad_sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+            dot_sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
             for start in range(0, n_cols, BLOCK_COLS):
                 cols = start + tl.arange(0, BLOCK_COLS)
                 mask = row_mask & (cols < n_cols)[None, :]
                 g = load_float(grad_y_rows, cols, mask)
                 if weight_ptr is not None:
                     g *= _load_parameter(weight_ptr, cols, n_cols)
-                plain += g
-                products += g * ((load_float(x_rows, cols, mask) - mean) * rstd)
-            a = (tl.sum(plain, 1) / n_cols)[:, None]
-            c = (tl.sum(products, 1) / n_cols)[:, None]
+                grad_sums += g
+                dot_sums += g * ((load_float(x_rows, cols, mask) - mean) * rstd)
+            a = (tl.sum(grad_sums, 1) / n_cols)[:, None]
+            c = (tl.sum(dot_sums, 1) / n_cols)[:, None]
             for start in range(0, n_cols, BLOCK_COLS):
                 cols = start + tl.arange(0, BLOCK_COLS)
                 mask = row_mask & (cols < n_cols)[None, :]
@@ -152,9 +155,9 @@ def backward_kernel(
 
     if WHOLE_ROW:
         if NEED_WEIGHT:
-            tl.store(weight_part + all_cols, tl.sum(grad_weight, 0), mask=all_cols < n_cols)
+            tl.store(weight_partial + all_cols, tl.sum(grad_weight, 0), mask=all_cols < n_cols)
         if NEED_BIAS:
-            tl.store(bias_part + all_cols, tl.sum(grad_bias, 0), mask=all_cols < n_cols)
+            tl.store(bias_partial + all_cols, tl.sum(grad_bias, 0), mask=all_cols < n_cols)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -162,13 +165,13 @@ def parameter_grads_kernel(
     grad_y_ptr, grad_y_stride, x_ptr, x_stride, mean_ptr, rstd_ptr, partial_ptr, n_rows, n_cols,
     NEED_WEIGHT: tl.constexpr, NEED_BIAS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """The same partial of long rows: a program has a block of columns and every num_programs(1)-th tile of rows."""
-    part = tl.program_id(1)
-    weight_part = partial_ptr + part.to(tl.int64) * (NEED_WEIGHT + NEED_BIAS) * n_cols
+    """The partials for long rows. Grid: (blocks of columns, partials); a program has every num_programs(1)-th tile."""
+    partial_index = tl.program_id(1)
+    weight_partial = partial_ptr + partial_index.to(tl.int64) * (NEED_WEIGHT + NEED_BIAS) * n_cols
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     grad_weight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     grad_bias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
-    for tile in range(part, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(1)):
+    for tile in range(partial_index, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(1)):
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask = (rows < n_rows)[:, None] & (cols < n_cols)[None, :]
         g = load_float(grad_y_ptr + rows[:, None] * grad_y_stride, cols, mask)
@@ -179,23 +182,23 @@ def parameter_grads_kernel(
         if NEED_BIAS:
             grad_bias += g
     if NEED_WEIGHT:
-        tl.store(weight_part + cols, tl.sum(grad_weight, 0), mask=cols < n_cols)
+        tl.store(weight_partial + cols, tl.sum(grad_weight, 0), mask=cols < n_cols)
     if NEED_BIAS:
-        tl.store(weight_part + NEED_WEIGHT * n_cols + cols, tl.sum(grad_bias, 0), mask=cols < n_cols)
+        tl.store(weight_partial + NEED_WEIGHT * n_cols + cols, tl.sum(grad_bias, 0), mask=cols < n_cols)
 
 
 # --- launchers ----------------------------------------------------------------------------------------------------
 
 
-# Longer rows leave no registers for the sums of two gradients: those are a kernel of their own.
-_WITH_PARAMETER_GRADS = 8192
-# Of that kernel: rows and columns of a tile.
+# Longest row for which backward_kernel also sums the parameter gradients. Longer rows leave no registers for the sums
+# and use parameter_grads_kernel.
+_MAX_FUSED_COLS = 8192
+# Rows and columns of a tile of parameter_grads_kernel.
 _PARAMETER_TILE = (8, 256)
 
 
 def _registers(x):
-    """At most so many for each thread of a forward, in a launch: with 40 of them a multiprocessor holds one program of
-    1024 threads, with 32 two."""
+    """Launch option of the forward: 32 registers per thread, so that an SM holds two programs of 1024 threads."""
     return {"maxnreg": 32} if x.element_size() == 2 and torch.version.hip is None else {}
 
 
@@ -227,8 +230,8 @@ def layer_norm_backward(grad_y, x, weight, bias, mean, rstd, need_grad_x, need_g
     need_grad_weight = need_grad_weight and weight is not None
     need_grad_bias = need_grad_bias and bias is not None
     grad_x = torch.empty_like(x) if need_grad_x else x.new_empty(0)
-    grad_weight, grad_bias, wanted = parameter_grads(x, weight, bias, need_grad_weight, need_grad_bias)
-    if x.numel() == 0 or not (need_grad_x or wanted):
+    grad_weight, grad_bias, needed_grads = parameter_grads(x, weight, bias, need_grad_weight, need_grad_bias)
+    if x.numel() == 0 or not (need_grad_x or needed_grads):
         return grad_x, grad_weight.zero_(), grad_bias.zero_()
     n_cols, n_rows = x.shape[-1], x.shape[:-1].numel()
     x, x_stride = rows_of(x)
@@ -236,28 +239,28 @@ def layer_norm_backward(grad_y, x, weight, bias, mean, rstd, need_grad_x, need_g
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     plan = backward_plan(n_rows, x, inputs=2)
     mean, rstd = mean.contiguous(), rstd.contiguous()
-    together = n_cols <= _WITH_PARAMETER_GRADS
+    fused = n_cols <= _MAX_FUSED_COLS
     partial = None
     with on_device_of(x):
-        if wanted and together:
-            partial = plan.partials(len(wanted), x)
-        elif wanted:
+        if needed_grads and fused:
+            partial = plan.partials(len(needed_grads), x)
+        elif needed_grads:
             tile_rows, tile_cols = _PARAMETER_TILE
             columns = triton.cdiv(n_cols, tile_cols)
-            parts = min(triton.cdiv(n_rows, tile_rows), triton.cdiv(8 * multiprocessors(x), columns))
-            partial = x.new_empty(parts, len(wanted), n_cols, dtype=torch.float32)
-            parameter_grads_kernel[(columns, parts)](
+            n_partials = min(triton.cdiv(n_rows, tile_rows), triton.cdiv(8 * sm_count(x), columns))
+            partial = x.new_empty(n_partials, len(needed_grads), n_cols, dtype=torch.float32)
+            parameter_grads_kernel[(columns, n_partials)](
                 grad_y, grad_y_stride, x, x_stride, mean, rstd, partial, n_rows, n_cols, need_grad_weight,
                 need_grad_bias, tile_rows, tile_cols, num_warps=4,
             )  # fmt: skip
-        if need_grad_x or together:
+        if need_grad_x or fused:
             backward_kernel[(plan.programs,)](
                 grad_y, grad_y_stride, x, x_stride, dense_vector(weight), mean, rstd, grad_x_rows, grad_x_stride,
-                partial if together else None, n_rows, n_cols, need_grad_weight and together,
-                need_grad_bias and together, *plan.tile, plan.stages, num_warps=plan.warps,
+                partial if fused else None, n_rows, n_cols, need_grad_weight and fused,
+                need_grad_bias and fused, *plan.tile, plan.stages, num_warps=plan.warps,
             )  # fmt: skip
-        if wanted:
-            sum_partials(partial, wanted)
+        if needed_grads:
+            sum_partials(partial, needed_grads)
     if need_grad_x:
         write_back(grad_x, grad_x_rows)
     return grad_x, grad_weight, grad_bias

@@ -1,8 +1,8 @@
-"""How norms spread rows over programs, and how the gradients of their parameters are summed.
+"""Tiles and grids of the row norms, and the sum of the partials of their parameter gradients.
 
-A program of a forward normalises a tile of whole rows. In a backward a fixed number of programs share the rows; each
-sums the gradients of the parameters in float32 in rows of its own, and :func:`sum_partials` adds up those rows in a
-fixed order: no atomics, same bits every time.
+Forward grid: one program per tile of whole rows. Backward grid: persistent programs; each accumulates the parameter
+gradients of its rows in float32 in its own partial, and :func:`sum_partials` adds the partials in a fixed order. No
+atomics, so results are bitwise reproducible.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import multiprocessors, shared_memory, warps_for
+from .common import shared_memory_per_sm, sm_count, warps_for
 
-# A forward tile lives in registers once; the backward keeps about four float32 tiles at a time.
+# Tile sizes are limited by registers: one tile in the forward, about four float32 tiles in the backward.
 _FORWARD_BYTES = 65536
 _BACKWARD_ELEMENTS = 16384
-# Shared memory of a program that no tile can have: 1024 bytes of the system, and what reductions take.
-_NOT_FOR_TILES = 1536
+# Shared memory per program that is not available to tiles, in bytes: 1024 reserved by CUDA, and scratch of reductions.
+_RESERVED_SMEM = 1536
 _TILE = 2048
 
 
@@ -30,10 +30,10 @@ def load_float(rows_ptr, cols, mask):
 def sum_partials_kernel(
     partial_ptr, out_ptr, other_ptr, n_partials, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
-    """partial (n_partials, gradients, n_cols); the second dimension of the grid is that of the gradients."""
+    """partial (n_partials, gradients, n_cols). Grid: (blocks of columns, gradients)."""
     gradient = tl.program_id(1)
     if other_ptr is not None:  # noqa: SIM102
-        if gradient == 1:  # an if of its own: there may be no such pointer
+        if gradient == 1:  # nested: other_ptr is a constexpr None if there is one gradient
             out_ptr = other_ptr
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -55,7 +55,7 @@ def sum_partials(partial, grads):
 
 
 def parameter_grads(x, weight, bias, need_weight, need_bias):
-    """(gradient of the weight, gradient of the bias, those of the two that are needed), to be written."""
+    """(grad_weight, grad_bias, a list of those that are needed), uninitialised."""
 
     def of(parameter, need):
         return (x if parameter is None else parameter).new_empty(parameter.shape[0] if need else 0)
@@ -65,49 +65,54 @@ def parameter_grads(x, weight, bias, need_weight, need_bias):
 
 
 def _tile(n_cols, largest):
-    """(rows, columns, whole row) of a tile: several short rows share a program."""
+    """(BLOCK_ROWS, BLOCK_COLS, WHOLE_ROW): a tile has several short rows, one row, or a part of a row."""
     block = min(triton.next_power_of_2(n_cols), largest)
     return max(1, _TILE // block), block, n_cols <= block
 
 
 def _backward_plan(elements, whole, bytes_per_element, shared):
-    """(warps, programs per multiprocessor, stages) for tiles of so many elements and input bytes, with so many bytes of
-    shared memory on a multiprocessor.
+    """(num_warps, programs per SM, num_stages).
 
-    As many programs as fit by their registers, about 120 to a thread, so that all run from start to end; and two tiles
-    loaded ahead where the shared memory holds them. A third one made it slower, and one alone was slower than none.
+    As many programs as fit by registers, about 120 per thread, so that all are resident (persistent). Two tiles are
+    prefetched if shared memory holds them; three, and one, were measured to be slower than two and none.
+
+    Args:
+        elements: of a tile.
+        whole: whether a tile has whole rows.
+        bytes_per_element: of all inputs together.
+        shared: bytes of shared memory per SM.
     """
     warps = warps_for(elements)
-    at_once = max(16 // warps, 1)
-    two_ahead = whole and 2 * elements * bytes_per_element <= shared // at_once - _NOT_FOR_TILES
-    return warps, at_once, 3 if two_ahead else 1
+    programs_per_sm = max(16 // warps, 1)
+    prefetch = whole and 2 * elements * bytes_per_element <= shared // programs_per_sm - _RESERVED_SMEM
+    return warps, programs_per_sm, 3 if prefetch else 1
 
 
 def forward_tile(n_cols, x):
-    """(rows, columns, whole row) of a tile of the forward."""
+    """(BLOCK_ROWS, BLOCK_COLS, WHOLE_ROW) of the forward."""
     return _tile(n_cols, _FORWARD_BYTES // x.element_size())
 
 
 @dataclass(frozen=True)
 class BackwardPlan:
-    tile: tuple  # rows, columns, whole row
+    tile: tuple[int, int, bool]  # BLOCK_ROWS, BLOCK_COLS, WHOLE_ROW
     warps: int
     stages: int
     programs: int
 
     def partials(self, gradients, x):
-        """Memory for the parts of so many gradients. Programs that walk over a row add to theirs."""
+        """Partials (programs, gradients, n_cols); zeros if rows have several tiles, which accumulate in memory."""
         allocate = torch.empty if self.tile[2] else torch.zeros
         return allocate(self.programs, gradients, x.shape[-1], dtype=torch.float32, device=x.device)
 
 
 def backward_plan(n_rows, x, inputs):
-    """For ``inputs`` tensors of the size of x that are read."""
+    """The :class:`BackwardPlan` for ``inputs`` input tensors of the size of x."""
     block_rows, block_cols, whole = _tile(x.shape[-1], _BACKWARD_ELEMENTS)
-    # Two rows share what a step costs, as far as 16 warps have registers for them.
+    # Two rows per tile amortise the cost of an iteration, as far as 16 warps have registers for them.
     block_rows = max(block_rows, min(2, 8192 // block_cols))
-    warps, at_once, stages = _backward_plan(
-        block_rows * block_cols, whole, inputs * x.element_size(), shared_memory(x)
+    warps, programs_per_sm, stages = _backward_plan(
+        block_rows * block_cols, whole, inputs * x.element_size(), shared_memory_per_sm(x)
     )
-    programs = min(at_once * multiprocessors(x), triton.cdiv(n_rows, block_rows))
+    programs = min(programs_per_sm * sm_count(x), triton.cdiv(n_rows, block_rows))
     return BackwardPlan((block_rows, block_cols, whole), warps, stages, programs)

@@ -1,4 +1,4 @@
-"""Squared ReLU, ``relu(x)^2``, and its gradient, elementwise over tiles."""
+"""Squared ReLU, ``relu(x)^2``, and its gradient: an elementwise kernel, one program per tile."""
 
 import torch
 import triton
@@ -14,13 +14,13 @@ def relu_squared_kernel(
     x_ptr, x_stride, grad_y_ptr, grad_y_stride, out_ptr, out_stride, n_rows, n_cols,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    """The value or, with grad_y, the gradient."""
+    """relu(x)^2; with ``grad_y_ptr`` its gradient, 2 * relu(x) * grad_y."""
     rows, cols, mask = tile_at(tl.program_id(0), n_rows, n_cols, BLOCK_ROWS, BLOCK_COLS)
     x = tl.load(x_ptr + rows * x_stride + cols, mask=mask).to(tl.float32)
     factor = x
     if grad_y_ptr is not None:
         factor = 2.0 * tl.load(grad_y_ptr + rows * grad_y_stride + cols, mask=mask).to(tl.float32)
-    # A comparison that NaN passes, as it does relu in torch.
+    # The comparison is false for NaN, so NaN propagates as in torch.relu.
     out = tl.where(x <= 0.0, 0.0, x * factor)
     tl.store(out_ptr + rows * out_stride + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
 

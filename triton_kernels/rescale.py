@@ -1,4 +1,4 @@
-"""Multiplication by a device scalar, in float32, rounded once."""
+"""Multiplication by a device scalar in float32, rounded once: an elementwise kernel with persistent programs."""
 
 import torch
 import triton
@@ -6,11 +6,11 @@ import triton.language as tl
 
 from .common import (
     elementwise_tile,
-    multiprocessors,
     on_device_of,
     output_rows,
     require_dtype,
     rows_of,
+    sm_count,
     tile_at,
     write_back,
 )
@@ -23,7 +23,7 @@ def rescale_kernel(
 ):  # fmt: skip
     factor = tl.load(factor_ptr).to(tl.float32)
     if IN_PLACE:
-        # The usual factor of a loss that is differentiated directly: nothing to do, known only here.
+        # A loss that is differentiated directly has the factor 1, which only the device knows: no work to do.
         n_tiles = tl.where(factor == 1.0, 0, n_tiles)
     for index in range(tl.program_id(0), n_tiles, tl.num_programs(0)):
         rows, cols, mask = tile_at(index, n_rows, n_cols, BLOCK_ROWS, BLOCK_COLS)
@@ -45,8 +45,8 @@ def _rescale(op, x, out, factor):
     n_cols = x.shape[-1]
     n_rows = x.numel() // n_cols
     block_rows, block_cols, n_tiles = elementwise_tile(n_rows, n_cols)
-    # A fixed number of programs, so that doing nothing costs next to nothing.
-    programs = min(n_tiles, 16 * multiprocessors(x))
+    # Persistent programs, so that the launch is cheap if the factor is 1.
+    programs = min(n_tiles, 16 * sm_count(x))
     with on_device_of(x):
         rescale_kernel[(programs,)](
             x_rows, x_stride, out_rows, out_stride, factor, n_rows, n_cols, n_tiles, in_place, block_rows, block_cols

@@ -1,8 +1,8 @@
 """RMSNorm and fused residual addition. The formulas and casting modes are those of ``liger/ops/rms_norm.py``.
 
-Forward: a program normalises a tile of whole rows read once, or, where a row is larger than a tile, walks over it
-twice. Backward: a fixed number of programs share the rows. Each sums its weight gradient in float32 in a row of its
-own, and a second kernel adds up those rows in a fixed order: no atomics, same bits every time.
+Forward grid: one program per tile of whole rows, which it reads once; two passes if a row is larger than a tile.
+Backward grid: persistent programs. Each accumulates grad_weight in float32 in its own partial, and a second kernel adds
+the partials in a fixed order: no atomics, bitwise reproducible. xhat is never materialised.
 """
 
 import torch
@@ -28,7 +28,7 @@ from .norm_rows import backward_plan, forward_tile, load_float, sum_partials
 def _load_sum(x_rows, residual_rows, cols, mask):
     x = load_float(x_rows, cols, mask)
     if residual_rows is not None:
-        # The sum is an output: what is normalised is its rounded value.
+        # The sum is an output in the dtype of x, and its rounded value is normalised.
         x = (x + load_float(residual_rows, cols, mask)).to(x_rows.dtype.element_ty).to(tl.float32)
     return x
 
@@ -39,7 +39,7 @@ def _load_weight(weight_ptr, cols, n_cols, offset):
 
 
 @triton.jit
-def _seen_by_weight(xhat, dtype: tl.constexpr, CASTING: tl.constexpr):
+def _round_xhat(xhat, dtype: tl.constexpr, CASTING: tl.constexpr):
     return xhat if CASTING == "gemma" else xhat.to(dtype).to(tl.float32)
 
 
@@ -52,7 +52,7 @@ def _inverse_rms(square_sum, n_cols, eps, dtype: tl.constexpr, CASTING: tl.const
 @triton.jit
 def _store_normalised(y_rows, x, rstd, weight_ptr, cols, n_cols, offset, mask, CASTING: tl.constexpr):
     dtype: tl.constexpr = y_rows.dtype.element_ty
-    y = _seen_by_weight(x * rstd[:, None], dtype, CASTING)
+    y = _round_xhat(x * rstd[:, None], dtype, CASTING)
     if weight_ptr is not None:
         y *= _load_weight(weight_ptr, cols, n_cols, offset)
     tl.store(y_rows + cols[None, :], y.to(dtype), mask=mask)
@@ -115,7 +115,7 @@ def backward_kernel(
     CASTING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, WHOLE_ROW: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """STAGES: one more than the tiles that are loaded ahead."""
+    """Persistent programs over tiles of rows. STAGES: software pipelining, the number of prefetched tiles + 1."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     program = tl.program_id(0)
     if partial_ptr is not None:
@@ -143,14 +143,14 @@ def backward_kernel(
             g = load_float(grad_y_rows, all_cols, mask)
             xhat = load_float(x_rows, all_cols, mask) * rstd
             if partial_ptr is not None:
-                grad_weight += g * _seen_by_weight(xhat, dtype, CASTING)
+                grad_weight += g * _round_xhat(xhat, dtype, CASTING)
             if grad_x_ptr is not None:
                 if weight_ptr is not None:
                     g *= weight
                 mean = (tl.sum(g * xhat, 1) / n_cols)[:, None]
                 _store_grad_x(grad_x_rows, g, xhat, rstd, mean, grad_residual_rows, all_cols, mask)
         else:
-            products = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+            dot_sums = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
             if grad_x_ptr is not None:
                 for start in range(0, n_cols, BLOCK_COLS):
                     cols = start + tl.arange(0, BLOCK_COLS)
@@ -158,23 +158,23 @@ def backward_kernel(
                     g = load_float(grad_y_rows, cols, mask)
                     if weight_ptr is not None:
                         g *= _load_weight(weight_ptr, cols, n_cols, offset)
-                    products += g * (load_float(x_rows, cols, mask) * rstd)
-            mean = (tl.sum(products, 1) / n_cols)[:, None]
+                    dot_sums += g * (load_float(x_rows, cols, mask) * rstd)
+            mean = (tl.sum(dot_sums, 1) / n_cols)[:, None]
             for start in range(0, n_cols, BLOCK_COLS):
                 cols = start + tl.arange(0, BLOCK_COLS)
                 mask = row_mask & (cols < n_cols)[None, :]
                 g = load_float(grad_y_rows, cols, mask)
                 xhat = load_float(x_rows, cols, mask) * rstd
                 if partial_ptr is not None:
-                    # The row of partial sums is this program's own; it starts at zero.
-                    so_far = tl.load(partial_row + cols, mask=cols < n_cols, other=0.0)
-                    so_far += tl.sum(g * _seen_by_weight(xhat, dtype, CASTING), 0)
-                    tl.store(partial_row + cols, so_far, mask=cols < n_cols)
+                    # The partial belongs to this program and was initialised to zero.
+                    grad_weight_sum = tl.load(partial_row + cols, mask=cols < n_cols, other=0.0)
+                    grad_weight_sum += tl.sum(g * _round_xhat(xhat, dtype, CASTING), 0)
+                    tl.store(partial_row + cols, grad_weight_sum, mask=cols < n_cols)
                 if grad_x_ptr is not None:
                     if weight_ptr is not None:
                         g *= _load_weight(weight_ptr, cols, n_cols, offset)
                     _store_grad_x(grad_x_rows, g, xhat, rstd, mean, grad_residual_rows, cols, mask)
-            # Another thread may load these partial sums for the next row.
+            # In the next iteration another thread may load these elements of the partial.
             tl.debug_barrier()
 
     if WHOLE_ROW and partial_ptr is not None:

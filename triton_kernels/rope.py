@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys in one launch, forward and backward.
 
-A program takes some heads of q or of k for one token. Tensors are addressed by their four strides, so that views such
-as ``(B, T, H, D).transpose(1, 2)`` need no copy.
+Grid: for each token, programs for groups of HEADS heads of q, then of k. Tensors have four strides, so views such as
+``(B, T, H, D).transpose(1, 2)`` need no copy. The rotated halves are never materialised.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .common import on_device_of, require_dtype
 def _load_pairs(
     rows_ptr, stride, row_mask, half, ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """The first and the second entries of the pairs, two (ROWS, HALF) tiles in float32."""
+    """The first and the second elements of the rotated pairs: two float32 tiles [ROWS, HALF]."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * HALF)[None, :]
         x = tl.load(rows_ptr + cols * stride, mask=row_mask & (cols < 2 * half), other=0.0).to(tl.float32)
@@ -63,12 +63,12 @@ def _rotate_heads(
     if REST > 0:
         cols = tl.arange(0, REST)[None, :]
         mask = head_mask & (cols < rest)
-        passed = tl.load(x_rows + (2 * half + cols) * x_dim_stride, mask=mask)
-        tl.store(out_rows + (2 * half + cols) * out_dim_stride, passed, mask=mask)
+        unrotated = tl.load(x_rows + (2 * half + cols) * x_dim_stride, mask=mask)
+        tl.store(out_rows + (2 * half + cols) * out_dim_stride, unrotated, mask=mask)
 
 
-# The batch strides of the tables are specialised although they depend on the number of tokens: without knowing that
-# they are multiples of 16, tables are loaded element by element.
+# The batch strides of the tables are specialised although they depend on the number of tokens: without the hint that
+# they are divisible by 16, the loads of the tables are not vectorised.
 @triton.jit(do_not_specialize=["n_tokens"])
 def rope_kernel(
     q_ptr, q_batch_stride, q_head_stride, q_token_stride, q_dim_stride,
@@ -78,12 +78,12 @@ def rope_kernel(
     cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
     sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride,
     n_tokens, q_heads, k_heads, half, rest,
-    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr, Q_CHUNKS: tl.constexpr, K_CHUNKS: tl.constexpr,
+    BACKWARD: tl.constexpr, INTERLEAVED: tl.constexpr, Q_GROUPS: tl.constexpr, K_GROUPS: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """The programs of a token are next to each other: chunks of HEADS heads of q, then of k."""
-    chunk = tl.program_id(0) % (Q_CHUNKS + K_CHUNKS)
-    all_tokens = tl.program_id(0) // (Q_CHUNKS + K_CHUNKS)
+    """Consecutive programs have the same token: groups of HEADS heads of q, then of k."""
+    group = tl.program_id(0) % (Q_GROUPS + K_GROUPS)
+    all_tokens = tl.program_id(0) // (Q_GROUPS + K_GROUPS)
     batch = (all_tokens // n_tokens).to(tl.int64)
     token = (all_tokens % n_tokens).to(tl.int64)
     one_row = tl.full([1, 1], True, tl.int1)
@@ -94,17 +94,17 @@ def rope_kernel(
     if BACKWARD:
         # The transpose of [[cos1, -sin1], [sin2, cos2]].
         sin1, sin2 = -sin2, -sin1
-    if chunk < Q_CHUNKS:
+    if group < Q_GROUPS:
         _rotate_heads(
             q_ptr + batch * q_batch_stride + token * q_token_stride, q_head_stride, q_dim_stride,
             q_out_ptr + batch * q_out_batch_stride + token * q_out_token_stride, q_out_head_stride, q_out_dim_stride,
-            chunk * HEADS, q_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
+            group * HEADS, q_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
         )  # fmt: skip
     else:
         _rotate_heads(
             k_ptr + batch * k_batch_stride + token * k_token_stride, k_head_stride, k_dim_stride,
             k_out_ptr + batch * k_out_batch_stride + token * k_out_token_stride, k_out_head_stride, k_out_dim_stride,
-            (chunk - Q_CHUNKS) * HEADS, k_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
+            (group - Q_GROUPS) * HEADS, k_heads, cos1, cos2, sin1, sin2, half, rest, HEADS, HALF, REST, INTERLEAVED,
         )  # fmt: skip
 
 
@@ -112,15 +112,15 @@ def rope_kernel(
 
 
 def _table_strides(table):
-    """(batch, token, dim) strides of a cosine or sine table of either rank; one table serves every batch entry."""
+    """(batch, token, dim) strides of a cosine or sine table with or without a batch dimension; 0 if it is broadcast."""
     *batch, token, dim = table.stride()
     return (batch[0] if batch and table.shape[0] > 1 else 0), token, dim
 
 
 def _heads_and_warps(half_block, heads):
-    """Heads of a program, and its warps: 16 pairs to a thread, and one warp as a rule: many small programs."""
-    chunk = min(max(512 // half_block, 1), triton.next_power_of_2(heads))
-    return chunk, min(max(chunk * half_block // 512, 1), 8)
+    """(HEADS, num_warps) of a program: 16 pairs per thread. Usually one warp; many small programs are faster."""
+    group = min(max(512 // half_block, 1), triton.next_power_of_2(heads))
+    return group, min(max(group * half_block // 512, 1), 8)
 
 
 def _rope(op, q, k, cos, sin, interleaved, backward, inplace=False):
@@ -135,12 +135,12 @@ def _rope(op, q, k, cos, sin, interleaved, backward, inplace=False):
     rest = head_dim - 2 * half
     half_block = triton.next_power_of_2(max(half, 1))
     heads, warps = _heads_and_warps(half_block, max(q_heads, k_heads))
-    q_chunks, k_chunks = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
+    q_groups, k_groups = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
     with on_device_of(q):
-        rope_kernel[(batch * n_tokens * (q_chunks + k_chunks),)](
+        rope_kernel[(batch * n_tokens * (q_groups + k_groups),)](
             q, *q.stride(), k, *k.stride(), q_out, *q_out.stride(), k_out, *k_out.stride(),
             cos, *_table_strides(cos), sin, *_table_strides(sin), n_tokens, q_heads, k_heads, half, rest,
-            backward, interleaved, q_chunks, k_chunks, heads, half_block,
+            backward, interleaved, q_groups, k_groups, heads, half_block,
             triton.next_power_of_2(rest) if rest else 0, num_warps=warps,
         )  # fmt: skip
     return q_out, k_out
@@ -155,5 +155,5 @@ def rope_backward(grad_q_out, grad_k_out, cos, sin, interleaved=False):
 
 
 def rope_(q, k, cos, sin, interleaved=False):
-    # Each program reads the heads of its token before it writes them.
+    # Each program loads its heads before it stores them.
     _rope("rope_", q, k, cos, sin, interleaved, False, inplace=True)

@@ -1,7 +1,8 @@
 """Softmax over rows, and its gradient ``y * (grad_y - sum(grad_y * y))``.
 
-A program holds a tile of whole rows, read once, or, where a row is larger than a tile, walks over it twice: first for
-the largest value and the sum (as one pass: Milakov and Gimelshein, arXiv 1805.02867) or for the dot product.
+Grid: one program per tile of whole rows, which it reads once. If a row is larger than a tile, a program makes two
+passes over it: the first for maximum and sum (online softmax: Milakov and Gimelshein, arXiv 1805.02867) or for the dot
+product. exp(x) of a row is never stored.
 """
 
 import torch
@@ -10,10 +11,11 @@ import triton.language as tl
 
 from .common import on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 
-# Elements of a row that is held, and of a tile of several rows or of a part of one.
-_HELD = 32768
+# Elements: the longest row (times the number of inputs) that a program keeps in registers, a tile of a longer row, and
+# a tile of several short rows.
+_REGISTER_ROW = 32768
 _TILE = 4096
-_SEVERAL_ROWS = 1024
+_SHORT_ROWS_TILE = 1024
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -39,20 +41,20 @@ def forward_kernel(
         y = tl.exp(x - tl.max(x, 1)[:, None])
         tl.store(y_rows + cols[None, :], (y / tl.sum(y, 1)[:, None]).to(dtype), mask=mask)
     else:
-        largest = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        row_max = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
         for start in range(0, n_cols, BLOCK_COLS):
             cols = start + tl.arange(0, BLOCK_COLS)
             x = _load(x_rows, cols, row_mask & (cols < n_cols)[None, :], -float("inf"))
-            following = tl.maximum(largest, tl.max(x, 1))
-            # As long as there was nothing but -inf, the sum is 0.
-            shift = tl.where(following == -float("inf"), 0.0, following)
-            total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
-            largest = following
+            new_max = tl.maximum(row_max, tl.max(x, 1))
+            # If all elements so far are -inf, x - new_max would be NaN; with 0 as reference the sum is 0.
+            reference = tl.where(new_max == -float("inf"), 0.0, new_max)
+            row_sum = row_sum * tl.exp(row_max - reference) + tl.sum(tl.exp(x - reference[:, None]), 1)
+            row_max = new_max
         for start in range(0, n_cols, BLOCK_COLS):
             cols = start + tl.arange(0, BLOCK_COLS)
             mask = row_mask & (cols < n_cols)[None, :]
-            y = tl.exp(_load(x_rows, cols, mask, -float("inf")) - largest[:, None]) / total[:, None]
+            y = tl.exp(_load(x_rows, cols, mask, -float("inf")) - row_max[:, None]) / row_sum[:, None]
             tl.store(y_rows + cols[None, :], y.to(dtype), mask=mask)
 
 
@@ -90,11 +92,11 @@ def backward_kernel(
 
 
 def _tile(n_rows, n_cols, tensors):
-    """(rows of a tile, columns of a tile, whether those are whole rows, tiles, warps)"""
+    """(BLOCK_ROWS, BLOCK_COLS, WHOLE_ROW, number of tiles, num_warps)"""
     columns = triton.next_power_of_2(n_cols)
-    whole = columns * tensors <= _HELD
+    whole = columns * tensors <= _REGISTER_ROW
     block_cols = columns if whole else _TILE
-    block_rows = max(_SEVERAL_ROWS // block_cols, 1)
+    block_rows = max(_SHORT_ROWS_TILE // block_cols, 1)
     return block_rows, block_cols, whole, triton.cdiv(n_rows, block_rows), warps_for(block_rows * block_cols)
 
 

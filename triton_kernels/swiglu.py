@@ -1,4 +1,4 @@
-"""SwiGLU, ``silu(gate) * up``: the gated product with SiLU."""
+"""SwiGLU, ``silu(gate) * up``: kernels and grid of :mod:`.gated`."""
 
 from . import gated
 

@@ -1,4 +1,4 @@
-"""Cross entropy of given logits: the loss with what its backward needs, and loss and gradient together."""
+"""Cross entropy of logits: forward with the tensors that the backward needs, and forward and backward together."""
 
 import torch.nn.functional as F
 
@@ -54,8 +54,8 @@ def _candidates(options):
 
 
 WORKS = works(("loss",), (), ("logits",))
-# Tensors of the size of the logits that are read or written; both together need to read them once. liger-kernel makes
-# the gradient in its forward, so that only both together are a contest.
+# Memory traffic in tensors of the size of the logits; forward and backward together read them once. liger-kernel
+# computes the gradient in its forward, so only both together are compared.
 TENSORS = {"forward": 1, "backward": 2, "forward and backward": 2}
 
 

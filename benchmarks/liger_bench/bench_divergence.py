@@ -1,4 +1,4 @@
-"""The generalised Jensen-Shannon divergence of given logits of a student and a teacher."""
+"""The generalised Jensen-Shannon divergence between logits of a student and a teacher."""
 
 import liger
 
@@ -31,7 +31,7 @@ def _candidates(options):
 
 
 WORKS = works(("loss",), (), ("student",))
-# Tensors of the size of the logits that are read or written.
+# Memory traffic in tensors of the size of the logits.
 TENSORS = {"forward": 2, "backward": 3, "forward and backward": 3}
 
 

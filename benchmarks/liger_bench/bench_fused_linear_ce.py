@@ -1,4 +1,4 @@
-"""The LM head with its cross entropy, forward and backward, against the three GEMMs that it cannot do without."""
+"""The lm_head with cross entropy, forward and backward, against the three GEMMs that every method needs."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from .harness import VOCABULARIES, Contest, Provider, Row, Work, normal, targets
 LOW = " low-precision sum"
 SMALL = f"{LOW}, small"
 AS_SMALL = f"{LOW}, as small as liger-kernel"
-# At most 128 MiB beyond the gradients: the logits of a chunk, and 2 MiB for what is kept per row.
+# At most 128 MiB in addition to the gradients: the logits of a chunk, and 2 MiB for values per row.
 SMALL_BUDGET = 126 << 20
 REFERENCE_ROWS = 2048
 
@@ -63,15 +63,15 @@ def _quack(t, chunk_size):
 
 
 def liger_kernel_logits_bytes(tokens, hidden, vocabulary, element_size=2):
-    """The chunk of logits that liger-kernel 0.8.5 holds by default: about as many elements as its input."""
+    """The default chunk of logits in liger-kernel 0.8.5: about as many elements as the input."""
     chunks = -(-vocabulary // hidden)
     rows = -(-tokens // chunks)
     return min(1 << (rows - 1).bit_length(), tokens) * vocabulary * element_size
 
 
 def _small(options, tokens, hidden, vocabulary):
-    """Ours in little memory: in at most 128 MiB beyond the gradients and, unless that is about the same, in as much
-    as liger-kernel takes."""
+    """liger with small memory budgets: 128 MiB in addition to the gradients and, unless that is about the same, the
+    memory of liger-kernel."""
     low = {"accum_dtype": options.dtype}
     same = liger_kernel_logits_bytes(tokens, hidden, vocabulary)
     made = ours(options, lambda t: _ours(t, **low, memory_budget=SMALL_BUDGET), SMALL)
@@ -105,8 +105,8 @@ def _candidates(options, tokens, hidden, vocabulary, ignored):
 
 
 def _three_gemms(valid_only):
-    """Logits and both gradients through cuBLAS, into memory that is there already: of all tokens, or of as many as
-    have a target."""
+    """The GEMMs of logits and both gradients by cuBLAS, into preallocated memory: for all tokens, or for as many as
+    are valid."""
 
     def make(inputs):
         x, weight = inputs["input"], inputs["weight"]
@@ -127,7 +127,7 @@ def _three_gemms(valid_only):
 
 
 def _reference(inputs):
-    """float32 throughout, a part of the rows at a time."""
+    """The float32 result, in blocks of rows."""
     x, weight, target = inputs["input"].float(), inputs["weight"].float(), inputs["target"]
     count = (target != -100).sum()
     loss, grad_x, grad_weight = 0.0, torch.empty_like(x), torch.zeros_like(weight)
@@ -144,7 +144,7 @@ def _reference(inputs):
 
 def _row(options, tokens, hidden, vocabulary, ignored=""):
     def inputs():
-        # Logits of standard deviation 2.5, as those of a trained model.
+        # Logits with standard deviation 2.5, as in a trained model.
         std = 0.02
         return {
             "input": normal(options, tokens, hidden, std=2.5 / (std * hidden**0.5)),

@@ -1,4 +1,4 @@
-"""GeGLU in the approximation by tanh, which liger-kernel has too: the rows of a gated product."""
+"""GeGLU with the tanh approximation, as in liger-kernel: the rows of a gated product."""
 
 from functools import partial
 

@@ -10,7 +10,7 @@ from .harness import SIZES, Contest, Row, float32_reference, normal, works
 
 EPS = 1e-5
 WORKS = works(("y",), ("grad_y",), ("x", "weight", "bias"))
-# Tensors of the size of x that are read or written.
+# Memory traffic in tensors of the size of x.
 TENSORS = {"forward": 2, "backward": 3, "forward and backward": 5}
 GROUPS = 32
 

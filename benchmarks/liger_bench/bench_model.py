@@ -1,4 +1,4 @@
-"""Whole training steps of a Llama, plain, compiled, with liger-kernel and with liger: tokens per second, peak memory.
+"""Training steps of a Llama, unpatched, compiled, with liger-kernel and with liger: tokens per second, peak memory.
 
 The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing, SDPA. Weights
 and tokens are random, the same for every contestant. All models live side by side and take turns of a few steps, so
@@ -28,7 +28,7 @@ from .harness import Options
 from .measure import PROVIDER_ERRORS, spread
 
 GIB = 1024**3
-# Relative difference of the loss of the first step from that of the unpatched model.
+# Allowed relative difference of the first loss from that of the unpatched model.
 SAME_LOSS = 2e-3
 
 
@@ -39,7 +39,7 @@ class Size:
     dtype: torch.dtype
     warm_up: int  # steps of each contestant before a shape is measured
     rounds: int
-    burst: int  # steps in a row, between two synchronisations
+    burst: int  # consecutive steps between two synchronisations
 
 
 FULL = Size(
@@ -72,7 +72,7 @@ SELF_TEST = Size(
 
 @dataclass(frozen=True)
 class Contestant:
-    """``prepare(model)`` returns what is called in a step; ``context`` is entered around whole steps."""
+    """``prepare(model)`` returns the callable of a step; ``context`` surrounds each step."""
 
     name: str
     group: str
@@ -93,7 +93,7 @@ def _with_liger_kernel(model):
 
 
 def contestants(backends, compile):
-    """Unpatched, liger-kernel and ours under each backend; with ``compile`` the first and the last compiled as well."""
+    """Unpatched, liger-kernel, liger under each backend; with ``compile`` also the first and the last compiled."""
     needs = ("liger_kernel", "triton")
     plain = [Contestant("transformers", "plain", lambda model: model)]
     ours = [
@@ -109,7 +109,7 @@ def contestants(backends, compile):
 
 
 class Trainee:
-    """A contestant's model and optimizer, or the reason why there is none."""
+    """The model and optimizer of a contestant, or the reason why it failed."""
 
     def __init__(self, contestant, size, device):
         self.contestant, self.size, self.device = contestant, size, device
@@ -119,7 +119,7 @@ class Trainee:
             self.failure = "missing", f"not installed: {', '.join(missing)}"
 
     def attempt(self, action, *arguments):
-        """Runs a step of the benchmark as this contestant. Its code may fail in many ways: that is a result."""
+        """Runs a part of the benchmark for this contestant; an exception of its code is recorded as its result."""
         if self.failure is not None:
             return
         try:
@@ -131,7 +131,7 @@ class Trainee:
 
     @contextlib.contextmanager
     def _globals(self):
-        """What the contestant has replaced in the module of the model is in place only while it runs."""
+        """Context manager: the contestant's replacements in the module of the model are active only inside."""
         from transformers.models.llama import modeling_llama
 
         names = vars(modeling_llama)
@@ -166,7 +166,7 @@ class Trainee:
         return loss.detach()
 
     def idle_bytes(self):
-        """Bytes that the model and its optimizer keep between steps."""
+        """Bytes of model and optimizer between steps."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         kept = [*self.model.parameters(), *self.model.buffers(), *filter(torch.is_tensor, states)]
         return sum({t.data_ptr(): t.nbytes for t in kept if t.device.type == self.device}.values())
@@ -177,7 +177,7 @@ class Trainee:
             self.loss = losses[0].item()
 
     def burst(self, batches, first):
-        """A few steps between two synchronisations; keeps the time of one, that of the host, and the peak memory."""
+        """Runs some steps between two synchronisations; records time and host time per step, and peak memory."""
         gpu, count = self.device == "cuda", self.size.burst
         if gpu:
             torch.cuda.synchronize()
@@ -194,7 +194,7 @@ class Trainee:
         self.host.append((issued - start) * 1e3 / count)
 
     def record(self, reference):
-        """The measurements of one shape, which are forgotten here."""
+        """Returns the measurements of one shape and clears them."""
         record = {"group": self.contestant.group, "status": "ok"}
         if self.failure is not None:
             record["status"], record["reason"] = self.failure
@@ -230,7 +230,7 @@ def _measure_shape(trainees, size, shape, device):
 
 
 def measure(size, device, backends, compile=False, shapes=None):
-    """One record per shape: for each contestant its step time, tokens per second and peak memory, or why it failed."""
+    """One record per shape: step time, tokens per second and peak memory of each contestant, or its error."""
     trainees = [Trainee(contestant, size, device) for contestant in contestants(backends, compile)]
     for trainee in trainees:
         trainee.attempt(trainee.build)
@@ -272,7 +272,7 @@ def _lines(record):
 
 
 def verdict(record):
-    """Whether the fastest of ours beats the fastest and the smallest of the others, as one line; None without both."""
+    """One line: the fastest contestant with liger against the fastest and the smallest other; None without both."""
     measured = {n: p for n, p in record["providers"].items() if p["status"] == "ok"}
     mine = {n: p for n, p in measured.items() if p["group"] == "ours"}
     others = {n: p for n, p in measured.items() if p["group"] != "ours"}

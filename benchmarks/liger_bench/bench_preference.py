@@ -1,4 +1,4 @@
-"""Post-training losses over the LM head, forward and backward, against the GEMMs that they cannot do without.
+"""Post-training losses over the lm_head, forward and backward, against the GEMMs that every method needs.
 
 Distillation among them: its teacher, a second head, is the reference of the others.
 """
@@ -100,7 +100,7 @@ def _call_kto(module, t):
 
 
 def _call_grpo(module, t):
-    # What a mask costs is part of the work.
+    # The cost of the mask is part of the work.
     mask = torch.ones_like(t["target"])
     return module(t["x"], t["weight"], t["target"], mask, t["advantages"], None, t["ref"], t["old"])[0]
 
@@ -119,7 +119,7 @@ def _call_divergence(op, t):
 
 
 _CLIP = {"beta": BETA, "epsilon_low": EPSILON, "epsilon_high": EPSILON, "loss_type": "bnpo"}
-# name: (plain torch, name of the class or an op, its options, how it is called, GEMMs)
+# name: (plain torch, name of the class or op, its options, function that calls it, number of GEMMs)
 LOSSES = {
     "dpo": (_dpo, "FusedLinearDPOLoss", {"beta": BETA}, _call_dpo, 4),
     "orpo": (_orpo, "FusedLinearORPOLoss", {"beta": BETA}, _call_pairs, 3),
@@ -129,7 +129,7 @@ LOSSES = {
     "jsd": (_jsd, "FusedLinearJSDLoss", {"beta": 0.5}, _call_jsd, 4),
     "fused_linear_jsd": (_divergence, liger.fused_linear_jsd, {"beta": 0.5}, _call_divergence, 4),
 }
-# Whose teacher knows more than a reference, which the student began as.
+# Works with a teacher that is different from the initial student.
 DISTILLATION = ("jsd", "fused_linear_jsd")
 
 
@@ -151,7 +151,7 @@ def _candidates(options, name):
         [
             *ours(options, lambda t: call(exact, t)),
             *ours(options, lambda t: call(low, t), LOW),
-            # Which has no op of two heads for the divergence alone.
+            # liger-kernel has no op of two lm_heads for the divergence alone.
             *([] if callable(cls) else [liger_kernel(peers)]),
             Candidate("torch eager", plain),
         ],
@@ -159,7 +159,7 @@ def _candidates(options, name):
 
 
 def _gemms(with_reference):
-    """The products through cuBLAS, into memory that is there already."""
+    """The GEMMs by cuBLAS, into preallocated memory."""
 
     def make(inputs):
         x, weight = inputs["x"].flatten(0, 1), inputs["weight"]
@@ -183,7 +183,7 @@ def _row(options, name, sequences, length, hidden, vocabulary):
     plain, *_, gemms = LOSSES[name]
 
     def inputs():
-        # Logits of standard deviation 2.5, as those of a trained model; a reference and an old policy near the new one.
+        # Logits with standard deviation 2.5, as in a trained model; a reference and an old policy close to the new one.
         std = 0.02
         x = normal(options, sequences, length, hidden, std=2.5 / (std * hidden**0.5))
         made = {
@@ -198,11 +198,11 @@ def _row(options, name, sequences, length, hidden, vocabulary):
         if name == "kto":
             made["labels"] = torch.arange(sequences, device=x.device) % 2 == 0
         if name == "grpo":
-            # Not of mean 0, where the loss is all but 0 and its relative error says nothing.
+            # With mean 0 the loss would be close to 0, and its relative error meaningless.
             made["advantages"] = torch.linspace(-0.5, 2, sequences, device=x.device)
             logps = liger.fused_linear_logprobs(x, made["weight"], made["target"])
             moved, apart = (0.1 * torch.randn_like(logps) for _ in range(2))
-            # None near the edges of the clip, where what is lost of logits in half types decides about a gradient.
+            # No ratio near the clip bounds, where 16-bit rounding of logits decides whether a gradient is 0.
             inside, outside = (abs(math.log1p(sign * EPSILON)) for sign in (1, -1))
             at_edge = (moved.abs() > inside - 0.05) & (moved.abs() < outside + 0.05)
             made["old"], made["ref"] = logps + moved.masked_fill(at_edge, 0.0), logps + apart
@@ -222,7 +222,7 @@ def _row(options, name, sequences, length, hidden, vocabulary):
         rounds=7,
         burst=1,
         heat_ms=100,
-        # liger-kernel has no such function without hard targets.
+        # liger-kernel has no such function without hard labels.
         contests=() if name == "fused_linear_jsd" else (Contest(label="it sums dW in bfloat16"),),
         work=name,
         shape={"sequences": sequences, "length": length, "hidden size": hidden, "vocabulary": vocabulary},

@@ -21,7 +21,7 @@ from .harness import SIZES, Contest, Provider, Row, Work, float32_reference, nor
 
 EPS = 1e-6
 KEPT = " keeping dy"
-# Up to here a row is quick enough to measure plain torch as well.
+# Largest size at which plain torch is measured as well.
 SMALL = 4096 * 4096
 
 
@@ -88,12 +88,12 @@ def _add_candidates(options):
 
 
 def _forward_op(inputs):
-    """The forward op without autograd around it."""
+    """The forward op without autograd."""
     return Work(lambda: {"y": torch.ops.liger.rms_norm(inputs["x"], inputs["weight"], EPS)[0]})
 
 
 def _backward_op(inputs):
-    """The backward op without autograd around it."""
+    """The backward op without autograd."""
     x, weight, grad_y = inputs["x"], inputs["weight"], inputs["grad_y"]
     rstd = torch.ops.liger.rms_norm(x, weight, EPS)[1]
 
@@ -105,7 +105,7 @@ def _backward_op(inputs):
 
 
 def _both_ops(inputs):
-    """The forward op and the backward op without autograd: what is beyond their host time is that of autograd."""
+    """The forward op and the backward op without autograd; the difference to the public function is autograd's time."""
     x, weight, grad_y = inputs["x"], inputs["weight"], inputs["grad_y"]
 
     def run():
@@ -128,7 +128,7 @@ def _inputs(options, tokens, hidden):
 
 NORM_WORKS = works(("y",), ("grad_y",), ("x", "weight"))
 ADD_WORKS = works(("y", "total"), ("grad_y", "grad_total"), ("x", "residual", "weight"))
-# Tensors of the size of x that are read or written.
+# Memory traffic in tensors of the size of x.
 NORM_TENSORS = {"forward": 2, "backward": 3, "forward and backward": 5}
 ADD_TENSORS = {"forward": 4, "backward": 4, "forward and backward": 8}
 

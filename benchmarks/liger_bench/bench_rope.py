@@ -43,7 +43,7 @@ def _liger_kernel_on_copies(t):
 
 
 def _candidates(options):
-    # liger-kernel overwrites the gradients in every case.
+    # liger-kernel always overwrites the gradients.
     gradients = ("grad_q", "grad_k")
     everything = ("q", "k", *gradients)
     return [
@@ -70,7 +70,7 @@ def _inputs(options, batch, q_heads, k_heads, tokens, dim):
 
 
 WORKS = works(("q_out", "k_out"), ("grad_q", "grad_k"), ("q", "k"))
-# Tensors of the size of q and k together that are read or written.
+# Memory traffic in tensors of the size of q and k together.
 TENSORS = {"forward": 2, "backward": 2, "forward and backward": 4}
 
 

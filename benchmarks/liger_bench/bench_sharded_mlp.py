@@ -34,7 +34,7 @@ SHARDS = 4
 
 
 class PlainMLP(SwiGLUMLP):
-    """What model code writes."""
+    """The MLP as in model code."""
 
     def forward(self, x):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -47,7 +47,7 @@ def _config(hidden, intermediate):
 
 
 def contestants(hidden, intermediate):
-    """name -> function that makes the MLP; the first is the regular one."""
+    """name -> constructor of the MLP; the first is the one without tiling."""
     config = _config(hidden, intermediate)
     made = {
         "regular": lambda: PlainMLP(hidden, intermediate),
@@ -90,14 +90,14 @@ class Zero3:
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
         }
-        # It has to step for gradients to start anew, but all contestants keep the same weights.
+        # ZeRO resets gradients in step(); the learning rate keeps the weights equal for all contestants.
         optimizer = torch.optim.SGD(mlp.parameters(), lr=0.0)
         self.engine, *_ = deepspeed.initialize(model=mlp, config=config, optimizer=optimizer)
         self.stepped = True
 
     def step(self, x, grad_y):
         y = self.engine(x)
-        # The engine starts from a scalar: this one has the gradient grad_y.
+        # The engine's backward takes a scalar; the gradient of this one with respect to y is grad_y.
         self.engine.backward(_Pairing.apply(y, grad_y))
         self.stepped = False
         return y
@@ -109,7 +109,7 @@ class Zero3:
 
 
 class _Pairing(torch.autograd.Function):
-    """A scalar whose gradient is given, without memory of the size of y."""
+    """A scalar with a given gradient, without an allocation of the size of y."""
 
     @staticmethod
     def forward(ctx, y, grad_y):
@@ -180,7 +180,7 @@ def measure_length(runners, tokens, hidden, shard_bytes, rounds, device):
             results[runner.name] = {"status": "failed", "reason": reason}
             continue
         order.append(runner)
-        # Every 61st row: the whole would be as large as what is measured.
+        # Every 61st row: a copy of all rows would change the measured memory.
         found = [y[:, ::61].clone(), x.grad[:, ::61].clone()]
         expected = expected or found
         (error,) = _over_ranks([_error(found, expected)], device)

@@ -24,7 +24,7 @@ SHARDS = 4
 
 
 class _Eager(torch.nn.Module):
-    """As Hugging Face's LlamaMLP."""
+    """The LlamaMLP of Hugging Face."""
 
     def __init__(self, config):
         super().__init__()
@@ -81,7 +81,7 @@ def _candidates(options):
 
 
 def _reference(inputs):
-    """float32 throughout, a part of the rows at a time."""
+    """The float32 result, in blocks of rows."""
     weights = {name: inputs[name].float().requires_grad_() for name in PROJECTIONS}
     results = {"y": [], "dx": []}
     for x, dy in zip(*(inputs[name].split(REFERENCE_ROWS) for name in ("x", "dy")), strict=True):

@@ -1,4 +1,4 @@
-"""Candidates: the implementations of an op, ours under each backend and the peers', from which rows make providers."""
+"""Candidates: implementations of an op by liger, per backend, and by peers. Providers are built from them."""
 
 import contextlib
 import functools
@@ -16,8 +16,11 @@ from .harness import Provider
 
 @dataclass(frozen=True)
 class Candidate:
-    """An implementation of an op: ``function(tensors)``, and the names of the tensors that it, or its backward,
-    overwrites. ``works`` names the works it is for (all, if none): a variant may differ from another in one only."""
+    """An implementation of an op: ``function(tensors)``.
+
+    ``overwrites`` names the tensors that it or its backward overwrites. ``works`` names the works that it takes part
+    in; empty means all.
+    """
 
     name: str
     function: Callable
@@ -30,13 +33,12 @@ class Candidate:
 
 @functools.cache
 def peer(module, name):
-    """What a peer calls ``name``, imported when first called: a failure to import is that provider's alone."""
+    """A function of a peer, imported at the first call, so that an ImportError fails that provider only."""
     return getattr(importlib.import_module(module), name)
 
 
 def ours(options, function, label="", overwrites=(), works=(), small=False):
-    """The same function under each backend of liger; plain torch, which is slow, only if asked for or if the work is
-    ``small``."""
+    """The same function under each backend of liger; the slow torch backend only on request or if ``small``."""
     backends = options.backends
     if small and "torch" not in backends:
         backends = (*backends, "torch")
@@ -49,7 +51,7 @@ def ours(options, function, label="", overwrites=(), works=(), small=False):
 
 
 def liger_kernel(function, label="", overwrites=(), works=()):
-    """liger-kernel with its Triton kernels (or what ``LIGER_KERNEL_IMPL`` chooses): its default."""
+    """liger-kernel with its default kernels, Triton, or those that ``LIGER_KERNEL_IMPL`` selects."""
     return Candidate(
         f"liger-kernel{label}",
         function,
@@ -80,14 +82,14 @@ def quack(function, label="", overwrites=(), works=()):
 
 
 def compiled(options, function, label=""):
-    """torch.compile of an eager candidate, if the run asks for it."""
+    """torch.compile of an eager candidate, if the options request it."""
     if not options.compile:
         return []
     return [Candidate(f"torch.compile{label}", torch.compile(function, dynamic=False))]
 
 
 def selected(options, candidates, work=""):
-    """The candidates for a work that the run asks for."""
+    """The candidates of the run that take part in a work."""
     return [
         c
         for c in candidates

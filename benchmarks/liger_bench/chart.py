@@ -1,9 +1,9 @@
-"""Horizontal bars in two panels, time and peak memory, with one row of the chart per provider."""
+"""Bar charts with two panels, time and peak memory, and one horizontal bar per provider."""
 
 import statistics
 from dataclasses import dataclass
 
-# Bars beyond this multiple of the median are cut at the edge, so that the others keep their differences.
+# Bars longer than this multiple of the median are truncated, so that differences between the others remain visible.
 OUTLIER = 4
 GREY = "#555555"
 DASHED = (0, (3, 2))
@@ -21,8 +21,10 @@ class Bar:
 
 @dataclass
 class Group:
-    """Bars with one label, or, where ``label`` is None, each with the name of its series; ``ceiling`` is a name and
-    ``ceiling_time`` its time, which is drawn as a line."""
+    """Bars with one label; if ``label`` is None, each bar has the name of its series.
+
+    ``ceiling_time`` is drawn as a line with the name ``ceiling``.
+    """
 
     label: str | None
     bars: list[Bar]
@@ -37,7 +39,7 @@ def _text(value):
 
 
 def _limit(values):
-    """(the end of the axis, the length up to which bars are whole)"""
+    """(end of the axis, length from which bars are truncated)"""
     large = [value for value in values if value > max(values) / 1e4]
     whole = OUTLIER * statistics.median(large) if large else 0.0
     longest = max((value for value in values if value <= whole), default=1.0)
@@ -67,7 +69,7 @@ def _panel(axes, positions, bars, values, texts, label):
 
 
 def _positions(groups):
-    """The rows of the bars of each group, from the top, half a row between groups."""
+    """Vertical positions of the bars of each group, from the top, with half a row between groups."""
     rows, row = [], 0.0
     for group in groups:
         rows.append([row + i for i in range(len(group.bars))])
@@ -116,7 +118,7 @@ def draw(groups, title, source, time_label, reference=None):
         unit = next((bar.time for bar in group.bars if bar.series == reference), 1.0)
         units += [unit] * len(group.bars)
     has_memory = any(bar.mib is not None for bar in bars)
-    # In GiB where most of the bars are as long.
+    # In GiB if most values are that large.
     divisor, name = 1.0, "MiB"
     if has_memory and statistics.median(bar.mib or 0.0 for bar in bars) >= 1024:
         divisor, name = 1024.0, "GiB"

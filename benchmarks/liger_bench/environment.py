@@ -1,4 +1,4 @@
-"""What a result must say about the machine, the software and the sources that it comes from."""
+"""Description of the machine, the software and the source commit of a result."""
 
 import datetime
 import importlib.metadata
@@ -20,7 +20,7 @@ PEERS = {
 
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-# Where results go unless told otherwise.
+# Default folder of results.
 RESULTS = CHECKOUT / "benchmarks" / "results"
 
 
@@ -33,7 +33,7 @@ def _output(*command, folder=None):
 
 
 def _version(module, distribution):
-    """The version of an importable module; one that merely lies on the path has no metadata."""
+    """The version of an importable module; a module without package metadata has none."""
     if importlib.util.find_spec(module) is None:
         return None
     try:
@@ -43,9 +43,9 @@ def _version(module, distribution):
 
 
 def environment(options):
-    """Names and values, those that do not apply being None."""
+    """Names and values; None for those that do not apply."""
     gpu = options.device == "cuda"
-    # A copy without its history is told which commit it is.
+    # A copy without git history gets its commit from the environment.
     commit, modified = os.environ.get("LIGER_COMMIT"), None
     if not commit:
         commit = _output("git", "rev-parse", "HEAD", folder=CHECKOUT)

@@ -17,13 +17,13 @@ from .candidates import (
 from .harness import FASTEST_PEER, SIZES, Contest, Row, float32_reference, normal, works
 
 INPLACE = " inplace"
-# In place is a matter of the backward: the forward is the same.
+# inplace changes the backward only.
 GRADIENT = ("backward", "forward and backward")
 
 
 @dataclass(frozen=True)
 class Family:
-    """A gated product: its ops, the activation in torch, and what liger-kernel calls it."""
+    """A gated product: its ops, the activation in torch, and its name in liger-kernel."""
 
     name: str
     activation: Callable
@@ -85,7 +85,7 @@ def _packed(options, tokens, width):
 
 WORKS = works(("y",), ("grad_y",), ("gate", "up"))
 PACKED_WORKS = works(("y",), ("grad_y",), ("gate_up",))
-# Tensors of the size of the result that are read or written.
+# Memory traffic in tensors of the size of the result.
 TENSORS = {"forward": 3, "backward": 5, "forward and backward": 8}
 
 

@@ -1,26 +1,26 @@
-"""What liger is to reach on an H200, row by row, and which of that a run has reached.
+"""Performance goals on an H200, per row, and the evaluation of a run against them.
 
-Goals are ratios to ceilings measured in the same rounds wherever there is one, so that a slow chip does not excuse a
-miss, and a fast one does not hide it.
+If a row has a ceiling, the goal is a ratio to it, measured in the same rounds, so the result does not depend on the
+speed of the individual GPU.
 """
 
 from dataclasses import dataclass
 
 from .verdict import SAME_MEMORY_MIB, time_of
 
-# By this factor an error may be larger than that of one sum in float32: kernels differ in where they round.
+# Allowed factor over the error of a single float32 sum: kernels round at different places.
 AS_EXACT = 1.05
 EAGER = "torch eager"
 
 
 @dataclass(frozen=True)
 class Goal:
-    """``metric`` of the row ``row`` is to be at least, or for times at most, ``bound``.
+    """A bound for ``metric`` of the row ``row``: a minimum, or a maximum for times.
 
-    Metrics: ``"of copy speed"`` (at least), ``"TB/s"`` (at least), ``"x <a ceiling>"`` (at most), ``"us"`` of the host
-    (at most). ``mib`` bounds the peak memory beyond the inputs, as does that of the provider ``no_more_than``;
-    ``exact`` the errors of the gradients: those of eager PyTorch, which sums in float32. One provider must meet all of
-    it.
+    Metrics: ``"of copy speed"`` and ``"TB/s"`` (minimum), ``"x <a ceiling>"`` and host ``"us"`` (maximum). ``mib``
+    limits the peak memory without inputs; ``no_more_than`` limits it to that of another provider. ``exact`` limits the
+    errors of the gradients to those of eager PyTorch, which accumulates in float32. One provider must meet all
+    conditions.
     """
 
     row: str
@@ -47,7 +47,7 @@ GEMMS = "x three GEMMs"
 ROPE = "q(4,32,4096,128) k(4,8,4096,128)"
 HEAD = "fused_linear_ce 16384x4096x128256"
 BATCH = "8x1024x4096x128256"
-# The gradients of that head, which every method returns, and 128 MiB.
+# The gradients of that lm_head, which every method returns, plus 128 MiB.
 SMALL_MIB = (16384 + 128256) * 4096 * 2 / 2**20 + 128
 
 GOALS = (
@@ -98,7 +98,7 @@ GOALS = (
 
 
 def _value(goal, record, provider):
-    """The metric of a provider, or None where the ceiling is missing."""
+    """The metric of a provider, or None if the ceiling was not measured."""
     if goal.metric == "us":
         return time_of(provider)
     if goal.metric == "TB/s":
@@ -110,7 +110,7 @@ def _value(goal, record, provider):
 
 
 def _conditions(goal, record, provider):
-    """What the goal asks beside its metric, as [(met, words)]; met is None where it cannot be told."""
+    """Further conditions of the goal, as [(met, description)]; met is None if a measurement is missing."""
     conditions = []
     if goal.mib is not None:
         peak = provider.get("peak_mib")
@@ -132,7 +132,7 @@ def _conditions(goal, record, provider):
 
 
 def _attempt(goal, record, name):
-    """What one provider reached: a line of the report, and a rank for choosing the best."""
+    """The result of one provider: a line of the report, and a rank by which the best is chosen."""
     provider = record["providers"][name]
     value = _value(goal, record, provider)
     if value is None:
@@ -144,13 +144,13 @@ def _attempt(goal, record, name):
     digits = 3 if goal.metric != "us" else 1
     words = ", ".join([f"{value:.{digits}f} {goal.metric}", *(text for _, text in conditions)])
     line = {"row": goal.row, "asked": goal.asked, "provider": name, "measured": words, "met": met}
-    # The speed of one that breaks another condition says little.
+    # A provider that violates another condition ranks below all others.
     rank = (met is not True, any(v is False for v in verdicts[1:]), value if goal.at_most else -value)
     return rank, line
 
 
 def reached(records, goals=GOALS):
-    """One line per goal whose row was measured with one of ours: the provider of ours that comes nearest."""
+    """One line per goal whose row has results of liger: that of the provider of liger closest to the goal."""
     by_name = {record["name"]: record for record in records}
     lines = []
     for goal in goals:

@@ -1,4 +1,4 @@
-"""Rows: one row is one piece of work on given inputs, done by several providers side by side (see measure.py)."""
+"""Rows of the suite: one work on given inputs, measured for several providers (see measure.py)."""
 
 import contextlib
 from collections.abc import Callable
@@ -6,17 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-# What a sweep goes through: the sizes that the benchmarks of liger-kernel plot.
+# Sizes of a sweep: those of the benchmarks of liger-kernel.
 SIZES = (4096, 8192, 12288, 16384)
 VOCABULARIES = (40960, 81920, 122880, 163840)
 
 
 @dataclass
 class Options:
-    """What a run measures: ``size`` is ``"full"``, ``"quick"`` or ``"self-test"`` (tiny shapes).
+    """Options of a run: ``size`` is ``"full"``, ``"quick"`` or ``"self-test"`` (tiny shapes).
 
-    ``sweep`` is for one size at a time over a range, ``peers`` for those whose names begin like one of these (None:
-    all that are installed).
+    ``sweep`` varies one size over a range. ``peers`` are name prefixes of the peers to measure; None: all installed.
     """
 
     device: str = "cuda"
@@ -37,8 +36,8 @@ class Options:
 
 @dataclass
 class Work:
-    """``run()`` does the work once and returns its named results. ``prepare()`` comes before each run and ``release()``
-    after it, both untimed."""
+    """``run()`` does the work once and returns its named results. ``prepare()`` runs before and ``release()`` after it;
+    neither is timed."""
 
     run: Callable[[], dict]
     prepare: Callable[[], None] = lambda: None
@@ -49,8 +48,8 @@ class Work:
 class Provider:
     """One way to do the work of a row: ``make(inputs)`` returns a fresh Work.
 
-    ``group`` is ``"ours"``, ``"op alone"`` (ours, but not what a user calls: it is shown and does not compete),
-    ``"liger-kernel"``, ``"other"`` or ``"ceiling"``; ``needs`` names modules to be importable.
+    ``group`` is ``"ours"``, ``"op alone"`` (an op of liger without its public function: reported, but not compared),
+    ``"liger-kernel"``, ``"other"`` or ``"ceiling"``; ``needs`` names modules that must be importable.
     """
 
     name: str
@@ -65,7 +64,7 @@ FASTEST_PEER = "the fastest peer"
 
 @dataclass(frozen=True)
 class Contest:
-    """One line of the verdict: ``baseline`` against the fastest of ours (of those named in ``ours``, if any are)."""
+    """One line of the verdict: ``baseline`` against the fastest provider of liger, or the fastest of ``ours``."""
 
     baseline: str = "liger-kernel"
     label: str = ""
@@ -74,11 +73,11 @@ class Contest:
 
 @dataclass
 class Row:
-    """``inputs()`` makes the tensors; ``reference(inputs)`` the float32 results; ``nbytes`` must be moved at least.
+    """``inputs()`` returns the tensors, ``reference(inputs)`` the float32 results; ``nbytes`` is the minimum traffic.
 
-    ``kind`` is ``"device"``, or ``"host"`` for the time the host spends per call. ``work`` and ``shape`` say what the
-    name says, for plots: rows of one work that differ in one size are points of a line. ``sets`` is the number of sets
-    of inputs that the calls go through in turn; before each of them the device multiplies matrices for ``heat_ms``.
+    ``kind`` is ``"device"``, or ``"host"`` for host time per call. ``work`` and ``shape`` identify the row in plots:
+    rows of one work that differ in one size are points of a line. Calls cycle through ``sets`` sets of inputs. Before
+    each call the device runs GEMMs for ``heat_ms``.
     """
 
     op: str
@@ -107,9 +106,11 @@ class Row:
 
 
 class Leaves(dict):
-    """The inputs of a row as one provider sees them: autograd leaves over the same memory, and of those that it
-    overwrites private copies, which exist from ``restore()`` to ``drop()``. A copy is no leaf, like the activations
-    of a model."""
+    """The inputs of a row for one provider: autograd leaves that share the memory of the inputs.
+
+    Tensors that the provider overwrites are private copies, which exist from ``restore()`` to ``drop()``. Like the
+    activations of a model, a copy is not a leaf.
+    """
 
     def __init__(self, inputs, differentiate=(), overwrites=()):
         super().__init__()
@@ -137,7 +138,7 @@ def _named(names, values):
 
 
 def forward_work(function, results, differentiate, overwrites=()):
-    """``make`` of a provider whose work is ``function(leaves)``, recorded by autograd, with results of these names."""
+    """``make`` of a provider: the work is ``function(leaves)``, recorded by autograd; ``results`` names its outputs."""
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
@@ -147,8 +148,8 @@ def forward_work(function, results, differentiate, overwrites=()):
 
 
 def backward_work(function, upstream, differentiate, overwrites=()):
-    """``make`` of a provider whose work is the backward of ``function(leaves)``, given gradients named ``upstream``;
-    without ``upstream``, of a scalar loss."""
+    """``make`` of a provider: the work is the backward of ``function(leaves)`` from the gradients named ``upstream``,
+    or from a scalar loss if that is empty."""
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
@@ -165,9 +166,10 @@ def backward_work(function, upstream, differentiate, overwrites=()):
             leaves.drop()
 
         def run():
-            wanted = [leaves[name] for name in differentiate]
-            given = [leaves[name] for name in upstream] or None
-            return _named([f"d{name}" for name in differentiate], torch.autograd.grad(outputs, wanted, given))
+            inputs = [leaves[name] for name in differentiate]
+            grad_outputs = [leaves[name] for name in upstream] or None
+            grads = torch.autograd.grad(outputs, inputs, grad_outputs)
+            return _named([f"d{name}" for name in differentiate], grads)
 
         return Work(run, prepare, release)
 
@@ -175,15 +177,15 @@ def backward_work(function, upstream, differentiate, overwrites=()):
 
 
 def training_work(function, upstream, differentiate, overwrites=()):
-    """``make`` of a provider whose work is a forward and its backward; without ``upstream``, of a scalar loss."""
+    """``make`` of a provider: the work is a forward and its backward, from a scalar loss if ``upstream`` is empty."""
 
     def make(inputs):
         leaves = Leaves(inputs, differentiate, overwrites)
 
         def run():
             value = function(leaves)
-            given = [leaves[name] for name in upstream] or None
-            grads = torch.autograd.grad(value, [leaves[name] for name in differentiate], given)
+            grad_outputs = [leaves[name] for name in upstream] or None
+            grads = torch.autograd.grad(value, [leaves[name] for name in differentiate], grad_outputs)
             results = _named([f"d{name}" for name in differentiate], grads)
             return results if upstream else {"loss": value.detach(), **results}
 
@@ -193,7 +195,7 @@ def training_work(function, upstream, differentiate, overwrites=()):
 
 
 def works(results, upstream, differentiate):
-    """The three works of an op that has a gradient, by name, each with the arguments of its maker."""
+    """{name: (maker, *its arguments)} of the three works of a differentiable op."""
     return {
         "forward": (forward_work, results, differentiate),
         "backward": (backward_work, upstream, differentiate),
@@ -209,15 +211,15 @@ def float32_reference(function, work, *names):
             name: value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        made = work(function, *names)(wide)
-        made.prepare()
-        return {name: value.detach() for name, value in made.run().items()}
+        float32_work = work(function, *names)(wide)
+        float32_work.prepare()
+        return {name: value.detach() for name, value in float32_work.run().items()}
 
     return reference
 
 
 def copy_provider(nbytes):
-    """A device copy that reads and writes ``nbytes`` in all: the ceiling of work that is bound by memory."""
+    """A device copy with ``nbytes`` of reads and writes together: the ceiling of memory-bound work."""
 
     def make(inputs):
         device = next(v.device for v in inputs.values() if isinstance(v, torch.Tensor))
@@ -239,13 +241,13 @@ def normal(options, *shape, std=1.0):
     return torch.randn(shape, device=options.device, dtype=options.dtype).mul_(std)
 
 
-# Which rows have no target: one in seven; half of them anywhere; the prompts, of different lengths, of eight sequences
-# in one batch, half of the tokens in all.
+# Patterns of ignored rows: every seventh; a random half; the prompts of eight sequences, of different lengths and half
+# of all tokens.
 IGNORED = ("", "1/7 ignored", "half ignored", "prompts ignored")
 
 
 def targets(options, rows, vocabulary, ignored=""):
-    """Random classes, and -100 where ``ignored``, one of IGNORED, says so."""
+    """Random classes, with -100 in the rows of the pattern ``ignored``, one of IGNORED."""
     target = torch.randint(vocabulary, (rows,), device=options.device)
     if ignored == "1/7 ignored":
         target[::7] = -100

@@ -1,19 +1,17 @@
-"""Measures the rows of harness.py.
+"""Measurement of the rows of harness.py.
 
-A row has several sets of inputs, and calls go through them in turn. The results of the first timed call are compared
-with those of the reference.
+Calls cycle through several sets of inputs. The results of the first timed call are compared with the reference.
 
-Time on a GPU is taken with CUDA events, one call at a time: first what must happen before the call (restoring tensors
-that a provider overwrites, the forward before a backward), then a read of a buffer larger than the L2 cache, then a
-spinning kernel behind which the host gets ahead, and only then the call between two events. So the figure is the time
-of the device, from cold caches; where a provider waits for the device inside its call, the gap that follows is part of
-its figure. ``latency`` is the same without the spinning kernel, from an idle device: it contains the host.
+GPU time is measured with CUDA events, one call at a time. The order is: preparation (restoring tensors that a provider
+overwrites, the forward before a backward), a read of a buffer larger than the L2 cache, a spin kernel that hides the
+launch time of the host, an event, the call, an event. So the result is device time with cold caches. If a provider
+synchronises inside its call, the gap on the device counts. ``latency`` omits the spin kernel and starts from an idle
+device, so it includes host time.
 
-Providers take turns in rounds within one process, in another random order each time, so that a chip that lowers its
-clock slows all of them alike. For the same reason a ratio to a ceiling is the median of the ratios of the rounds. A row
-of matrix products needs more: for a tenth of a second after a call that left the matrix units idle, the next one runs
-at a higher clock than the power limit sustains. There every call comes after the same products (``Row.heat_ms`` of
-them), as it does in training.
+Providers alternate in rounds within one process, in a new random order each time, so that clock changes affect all of
+them. For the same reason the ratio to a ceiling is the median of the ratios of the rounds. GEMM rows need more: for a
+tenth of a second after a call that left the tensor cores idle, the clock is higher than the power limit sustains.
+Before every call of such a row the device runs the same GEMMs, for ``Row.heat_ms``, as in training.
 """
 
 import gc
@@ -27,17 +25,17 @@ import time
 import torch
 
 MIB = 1024 * 1024
-# About 1 ms of an H200: longer than the host needs to issue any of the calls measured here.
+# About 1 ms on an H200: longer than the launch time of any call measured here.
 SPIN_CYCLES = 1_800_000
-# Calls longer than this hide their host time; their latency is not measured apart.
+# Longer calls hide their host time, so their latency is not measured.
 LATENCY_LIMIT_MS = 2.0
-# A relative error (Frobenius norm) above this is a wrong result, not a rounding: bfloat16 rounds to 0.004.
+# A relative error (Frobenius norm) above this is not a rounding error; bfloat16 rounds to 0.004.
 WRONG = 0.03
-# What one product of heat() takes.
+# Duration of one GEMM of heat().
 MS_PER_HEATING = 1.6
-# Further rounds of a provider are left out once it has used this much time in a row.
+# Time limit of a provider per row; further rounds are skipped.
 SECONDS_PER_PROVIDER = 2.0
-# First calls that take longer than this, in seconds, are named while a run is under way.
+# Slower first calls, in seconds, are reported during the run.
 SLOW_START = 4.0
 
 PROVIDER_ERRORS = (
@@ -57,7 +55,7 @@ if importlib.util.find_spec("triton") is not None:
     PROVIDER_ERRORS += (TritonError,)
 
 
-# --- machines -----------------------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------------------------
 
 
 class Gpu:
@@ -73,11 +71,11 @@ class Gpu:
         torch.cuda.synchronize()
 
     def cold_cache(self):
-        # A read: after a write, the dirty lines would be written back at the cost of the call that follows.
+        # A read: after a write, the write-back of dirty lines would slow the timed call.
         self._flush.amax()
 
     def heat(self, milliseconds):
-        """Products for so long, at the rate of an H200; the device is still busy with them on return."""
+        """Launches GEMMs that take ``milliseconds`` on an H200, asynchronously."""
         if milliseconds and self._heater is None:
             self._heater = [torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
         for _ in range(round(milliseconds / MS_PER_HEATING)):
@@ -95,7 +93,7 @@ class Gpu:
         return self._start.elapsed_time(self._end)
 
     def milliseconds(self, work, see=None, heat_ms=0):
-        """Time of the device, after products for ``heat_ms``; ``see(results)`` comes after it."""
+        """Device time of a call after ``heat_ms`` of GEMMs; ``see(results)`` runs after the timed part."""
         work.prepare()
         self.heat(heat_ms)
         self.cold_cache()
@@ -103,23 +101,23 @@ class Gpu:
         return self._timed(work, see)
 
     def latency(self, work):
-        """Time of host and device."""
+        """Time of host and device together."""
         work.prepare()
         self.cold_cache()
         torch.cuda.synchronize()
         return self._timed(work)
 
     def peak(self, work):
-        """MiB allocated at the peak of a call, beyond what was allocated before it."""
+        """Peak memory of a call in MiB, minus the memory allocated before it."""
         work.prepare()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         work.run()
         torch.cuda.synchronize()
-        most = torch.cuda.max_memory_allocated()
+        peak = torch.cuda.max_memory_allocated()
         work.release()
-        return (most - before) / MIB
+        return (peak - before) / MIB
 
     def release(self):
         gc.collect()

@@ -1,4 +1,4 @@
-"""The pictures of docs/images: one per op, and an overview of the ops that most programs use."""
+"""The figures of docs/images: one per op, and an overview of the most common ops."""
 
 import json
 
@@ -39,14 +39,14 @@ TIME = "device time, liger-kernel = 1; ms at the bars"
 
 
 def runs(folder=RESULTS):
-    """The results of whole runs in a folder, the newest first."""
+    """The results of complete runs in a folder, newest first."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     whole = [r for r in found if r.get("schema") == 2 and r["environment"]["size"] == "full"]
     return sorted(whole, key=lambda r: r["environment"]["date"], reverse=True)
 
 
 def overview(results):
-    """The figure of the rows of OVERVIEW, each from the newest run that has it."""
+    """The figure of the rows of OVERVIEW, each from the newest run with that row."""
     groups, facts = [], []
     for label, (name, providers) in OVERVIEW.items():
         for result in results:

@@ -7,13 +7,13 @@ from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers
 from .harness import SIZES, Contest, Row, float32_reference, normal, works
 
 WORKS = works(("y",), ("grad_y",), ("x",))
-# Tensors of the size of the result that are read or written.
+# Memory traffic in tensors of the size of the result.
 TENSORS = {"forward": 2, "backward": 3, "forward and backward": 5}
 
 
 @dataclass(frozen=True)
 class Rowwise:
-    """An op: ours, torch's, and what liger-kernel calls it."""
+    """An op: the functions of liger and torch, and its name in liger-kernel."""
 
     name: str
     function: Callable

@@ -1,4 +1,4 @@
-"""A run of the suite: which rows, where the results go, what is printed."""
+"""A run of the suite: selection of rows, files of results, report."""
 
 import importlib
 import importlib.util
@@ -21,7 +21,7 @@ SCHEMA = 2
 
 
 def ceiling_row(options):
-    """The copy speed of the device, far from the size of any cache."""
+    """The copy speed of the device, measured with buffers much larger than its caches."""
     nbytes = options.pick(2048 * MIB, 2048 * MIB, 2 * MIB)
     inputs = {"like": torch.empty(0, device=options.device)}
     return Row(
@@ -30,7 +30,7 @@ def ceiling_row(options):
 
 
 def rows_of(ops, options):
-    """The rows of these ops. Making them takes no memory: inputs come when a row is measured."""
+    """The rows of these ops. They allocate no memory until they are measured."""
     rows = [ceiling_row(options)]
     for op in ops:
         rows += importlib.import_module(f"{__package__}.bench_{op}").rows(options)
@@ -56,7 +56,7 @@ def _write_plots(result, path, wanted):
 
 
 def redraw(path, plots=None):
-    """Report and plots of the results in a JSON file, written beside it once more."""
+    """Writes report and plots of a JSON file of results again, next to it."""
     result = json.loads(path.read_text())
     if result["schema"] != SCHEMA:
         raise ValueError(f"{path}: results of schema {result['schema']}, this version reads {SCHEMA}")
@@ -84,7 +84,7 @@ def run(ops, options, path=None, plots=None):
     result = {"schema": SCHEMA, "environment": facts, "rows": [], "verdict": [], "goals": []}
 
     def save(records):
-        # After every row: a run that is cut short leaves what it has measured.
+        # After every row, so that an interrupted run keeps its results.
         result["rows"] = records
         _conclude(result)
         path.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,13 +1,13 @@
-"""Who is faster and who needs less memory: contests between ours and the peers, and what is wrong with ours."""
+"""Comparison of speed and memory between liger and its peers, and errors of providers of liger."""
 
 from .harness import FASTEST_PEER
 
-# Two allocators' roundings and a few per-row statistics; below this, memory is the same.
+# Smaller differences count as equal memory: rounding of allocation sizes, and a few statistics per row.
 SAME_MEMORY_MIB = 1.0
 
 
 def time_of(provider):
-    """The figure that decides: device time in ms, or host time in us."""
+    """The compared value: device time in ms, or host time in us."""
     return (provider.get("ms") or provider.get("host_us") or {}).get("median")
 
 
@@ -18,7 +18,7 @@ def _no_more_memory(mine, theirs):
 
 
 def _baseline(record, name):
-    """The name of the provider that ours are compared with, or None if it has no result."""
+    """The name of the provider that liger is compared with, or None if it has no result."""
     right = {n: p for n, p in record["providers"].items() if p["status"] == "ok"}
     if name != FASTEST_PEER:
         return name if name in right else None
@@ -27,7 +27,7 @@ def _baseline(record, name):
 
 
 def judge(record, contest):
-    """One line of the verdict, or None where the row has no result of ours or of the baseline.
+    """One line of the verdict, or None if liger or the baseline has no result in the row.
 
     Ours is the fastest of those that are right and take no more memory; if none is both faster and as small, the
     fastest of all.
@@ -72,13 +72,13 @@ def judge(record, contest):
 
 
 def verdict(records):
-    """The lines of all contests that have results on both sides."""
+    """The lines of all comparisons with results on both sides."""
     lines = [judge(record, contest) for record in records for contest in record["contests"]]
     return [line for line in lines if line is not None]
 
 
 def faults(records):
-    """What is wrong with our own providers, in words."""
+    """Descriptions of errors of the providers of liger."""
     return [
         f"{record['name']}: {name} {provider['status']}: {provider['reason']}"
         for record in records

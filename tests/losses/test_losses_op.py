@@ -238,7 +238,7 @@ class OwnBatch(losses.FusedLinearLoss):
 
     def forward(self, hidden, weight, target, bias=None):
         batch = self.batch(hidden, target)
-        return self.run(batch, weight, bias, given={"mask": batch.live})[0]
+        return self.run(batch, weight, bias, given={"mask": batch.valid})[0]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

@@ -52,12 +52,12 @@ def run(unit, sequences, length, hidden, vocab, budget=512 * MIB):
         x, weight = (torch.empty(n, hidden, dtype=torch.bfloat16) for n in (rows, vocab))
         target, of_rows = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
     head = LMHead(weight, None, 1.0, -100, None)
-    call = _chunks.Call(x, target, head, layout, (True, True, False), True, budget, False, False)
+    call = _chunks.ChunkArguments(x, target, head, layout, (True, True, False), True, budget, False, False)
     with LiveBytes(x, weight, target, of_rows) as memory:
         chunks = _chunks.Sm90Chunks(call, *plan_of(layout, hidden, vocab, budget))
         for groups in chunks.slices:
             chunks.read(groups, of_rows, of_rows[:0], target[:0])
-            chunks.add(layout.cut(of_rows, groups), None)
+            chunks.add(layout.view(of_rows, groups), None)
         grads = chunks.finish()
     assert [g.shape for g in grads] == [(rows, hidden), (vocab, hidden), (0,)]
     return chunks, memory.peak

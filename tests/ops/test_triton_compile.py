@@ -16,7 +16,6 @@ triton = pytest.importorskip("triton")
 
 import liger.triton_kernels
 from liger.triton_kernels import (
-    compact,
     cross_entropy,
     cross_entropy_stats,
     divergence,
@@ -30,6 +29,7 @@ from liger.triton_kernels import (
     rope,
     softmax,
     swiglu,
+    valid_rows,
 )
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -213,15 +213,15 @@ def fused_linear_ce_launches(dtype, tokens=9):
         )
 
 
-def compact_launches(dtype, tokens=9):
+def valid_rows_launches(dtype, tokens=9):
     for index_dtype in (torch.int32, torch.int64):
-        rows = compact.Compaction(torch.zeros(tokens, dtype=index_dtype), -100)
+        rows = valid_rows.ValidRows(torch.zeros(tokens, dtype=index_dtype), -100)
     for hidden in (33, 4096):
         rows.expand_(torch.zeros(tokens, hidden, dtype=dtype))
 
 
 LAUNCHES = {
-    compact: compact_launches,
+    valid_rows: valid_rows_launches,
     group_norm: group_norm_launches,
     layer_norm: layer_norm_launches,
     rms_norm: rms_norm_launches,

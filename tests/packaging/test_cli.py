@@ -194,7 +194,7 @@ def test_plan_for_capability_9_0_as_text(capsys, monkeypatch):
 
 def test_plan_is_for_the_device_at_hand(capsys, monkeypatch):
     for capability, engine in ((None, "generic"), ((8, 0), "generic"), ((9, 0), "sm90")):
-        monkeypatch.setattr(plan_command, "_capability_at_hand", lambda c=capability: c)
+        monkeypatch.setattr(plan_command, "_device_capability", lambda c=capability: c)
         monkeypatch.setattr(plan_command, "_clusters", lambda: 66)
         assert cli.main([*ARGUMENTS_90, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["engine"] == engine

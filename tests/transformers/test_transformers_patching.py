@@ -225,7 +225,7 @@ def test_models_made_after_a_call_without_model(family):
 
 
 def test_revert_restores_the_class(family):
-    base = lt._architectures.known(family).base_class()
+    base = lt._architectures.architecture_of(family).base_class()
     attributes = dict(vars(base))
     getattr(lt, f"apply_liger_kernel_to_{family}")()
     assert dict(vars(base)) != attributes

@@ -1,8 +1,10 @@
 """The ``liger`` command: one file per subcommand.
 
-Each has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit code. bench has
-``main(argv)`` instead: its arguments are those of the suite that it starts.
+Each file has ``add_arguments(parser)`` and ``run(arguments)``, which returns the exit code. bench has ``main(argv)``
+instead: it passes all arguments to the benchmark suite.
 """
+
+from __future__ import annotations
 
 import argparse
 import sys
@@ -19,7 +21,7 @@ COMMANDS = {
 BENCH = "time, memory and host time of every op beside its peers, on this machine's GPU (in a checkout)"
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Runs ``liger`` with the given arguments (default: those of the process); returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] == ["bench"]:

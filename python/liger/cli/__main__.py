@@ -1,4 +1,4 @@
-"""``python -m liger.cli``: the ``liger`` command where its script is not on PATH."""
+"""``python -m liger.cli``: the ``liger`` command, for environments without the script on PATH."""
 
 import sys
 

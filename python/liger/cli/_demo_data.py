@@ -1,11 +1,11 @@
-"""Real text that every machine has, the sources of Python's standard library, cut by a tokenizer trained on it."""
+"""Training data without a download: the sources of Python's standard library, and a tokenizer trained on them."""
 
 import sysconfig
 from pathlib import Path
 
 import torch
 
-# Not the library's own prose and code: installed packages, and test data in many encodings.
+# Installed packages, and test data in many encodings.
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 
@@ -23,10 +23,10 @@ def standard_library_text(limit):
 
 
 def token_batches(size):
-    """(steps, batch, sequence) token numbers for a demo size; the same on every call.
+    """(token ids (steps, batch, sequence), vocabulary size) for a demo size; deterministic.
 
-    The tokenizer is a byte-level byte-pair encoding trained on the text, of at most ``size.vocab`` entries. A run that
-    needs more tokens than the text has goes through it again.
+    The tokenizer is a byte-level byte-pair encoding trained on the text, with at most ``size.vocab`` entries. If a run
+    needs more tokens than the text has, it repeats the text.
     """
     from tokenizers import ByteLevelBPETokenizer
 
@@ -36,5 +36,5 @@ def token_batches(size):
     tokens = torch.tensor([token for encoding in tokenizer.encode_batch(texts) for token in encoding.ids])
     windows = tokens[: tokens.numel() // size.sequence * size.sequence].view(-1, size.sequence)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
-    wanted = torch.arange(size.steps * size.batch) % len(windows)
-    return windows[order[wanted]].view(size.steps, size.batch, size.sequence), tokenizer.get_vocab_size()
+    index = torch.arange(size.steps * size.batch) % len(windows)
+    return windows[order[index]].view(size.steps, size.batch, size.sequence), tokenizer.get_vocab_size()

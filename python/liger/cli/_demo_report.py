@@ -1,4 +1,4 @@
-"""What ``liger demo`` concludes from its runs: the comparison, as text and as a picture."""
+"""The report of ``liger demo``: comparison of the runs, as text and as a figure."""
 
 import statistics
 
@@ -6,7 +6,7 @@ import torch
 
 from ._format import human_bytes, table
 
-# Steps left out of tokens/s: caches fill, kernels compile, the optimizer makes its state.
+# Steps excluded from tokens/s: caches fill, kernels compile, the optimizer allocates its state.
 WARMUP_STEPS = 3
 
 
@@ -25,10 +25,10 @@ def headline(size, device):
 
 
 def compare(runs, size):
-    """Whether the losses agree, and the ratios of speed and memory.
+    """Agreement of the losses, and the ratios of speed and memory.
 
-    The losses agree when no step differs by more than four times the largest difference that moving every weight by one
-    rounding causes, plus sixteen roundings of the float32 number that a loss is.
+    The losses agree if no step differs by more than four times the effect of one rounding of every weight (the
+    "nudged" run), plus sixteen float32 roundings of the loss.
     """
     plain, liger, nudged = (runs[kind]["losses"] for kind in ("unpatched", "liger", "nudged"))
     differences = [abs(a - b) for a, b in zip(plain, liger, strict=True)]
@@ -39,7 +39,7 @@ def compare(runs, size):
         "largest_difference": max(differences),
         "difference_by_rounding": rounding,
         "allowed_difference": allowed,
-        # Each on its own: max() may pass over a nan, and no comparison with nan is true.
+        # Compares each step: max() may ignore a NaN, but every comparison with NaN is false.
         "agree": all(difference <= allowed for difference in differences),
         "tokens_per_second": speed,
         "speedup": speed["liger"] / speed["unpatched"],
@@ -53,8 +53,8 @@ def _tokens_per_second(run, size):
 
 
 def text(results):
-    """The losses side by side, the verdict on them, and the table of speed and memory."""
-    runs, found = results["runs"], results["comparison"]
+    """The losses of every step, the verdict on them, and a table of speed and memory."""
+    runs, comparison = results["runs"], results["comparison"]
     plain, liger = runs["unpatched"]["losses"], runs["liger"]["losses"]
     losses = table(
         [
@@ -64,24 +64,25 @@ def text(results):
         header=("step", "unpatched", "with liger", "difference"),
     )
     verdict = (
-        f"The losses {'agree' if found['agree'] else 'DISAGREE'}: largest difference "
-        f"{found['largest_difference']:.1e}, allowed {found['allowed_difference']:.1e} "
-        f"(moving every weight by one {results['size']['dtype']} rounding makes {found['difference_by_rounding']:.1e})"
+        f"The losses {'agree' if comparison['agree'] else 'DISAGREE'}: largest difference "
+        f"{comparison['largest_difference']:.1e}, allowed {comparison['allowed_difference']:.1e} "
+        f"(moving every weight by one {results['size']['dtype']} rounding makes "
+        f"{comparison['difference_by_rounding']:.1e})"
     )
-    speed = found["tokens_per_second"]
+    speed = comparison["tokens_per_second"]
     summary = table(
         [
             (
                 f"tokens/s (median after {WARMUP_STEPS} steps)",
                 f"{speed['unpatched']:,.0f}",
                 f"{speed['liger']:,.0f}",
-                f"{found['speedup']:.2f} x",
+                f"{comparison['speedup']:.2f} x",
             ),
             (
                 memory_label(results),
                 human_bytes(runs["unpatched"]["peak_memory"]),
                 human_bytes(runs["liger"]["peak_memory"]),
-                _less(found["memory_ratio"]),
+                _less(comparison["memory_ratio"]),
             ),
         ],
         header=("", "unpatched", "with liger", ""),
@@ -102,13 +103,13 @@ def _less(ratio):
 
 
 def picture(results, path):
-    """Draws the loss curves, the memory and the speed into a PNG."""
+    """Writes a PNG with loss curves, memory and speed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    runs, found, size = results["runs"], results["comparison"], results["size"]
+    runs, comparison, size = results["runs"], results["comparison"], results["size"]
     grey, green, ink = "#9aa0a6", "#12805c", "#202124"
     style = {
         "font.size": 11,
@@ -136,17 +137,18 @@ def picture(results, path):
         left.text(
             0.02,
             0.04,
-            f"largest difference {found['largest_difference']:.1e}\nallowed {found['allowed_difference']:.1e}",
+            f"largest difference {comparison['largest_difference']:.1e}\n"
+            f"allowed {comparison['allowed_difference']:.1e}",
             transform=left.transAxes,
             color="#5f6368",
         )
         memory = [runs[kind]["peak_memory"] for kind in ("unpatched", "liger")]
-        speed = [found["tokens_per_second"][kind] for kind in ("unpatched", "liger")]
+        speed = [comparison["tokens_per_second"][kind] for kind in ("unpatched", "liger")]
         _bars(middle, memory, [human_bytes(v) for v in memory], (grey, green))
-        middle.set_title(f"Peak memory: {_less(found['memory_ratio'])}")
+        middle.set_title(f"Peak memory: {_less(comparison['memory_ratio'])}")
         middle.set_xlabel(memory_label(results), fontsize=8, color="#5f6368")
         _bars(right, speed, [f"{v:,.0f}" for v in speed], (grey, green))
-        right.set_title(f"Tokens/s: {found['speedup']:.2f} x")
+        right.set_title(f"Tokens/s: {comparison['speedup']:.2f} x")
         figure.suptitle(
             f"Llama, {runs['liger']['parameters'] / 1e6:,.0f} M parameters, vocabulary {size['vocab']}, "
             f"{size['batch']} x {size['sequence']} tokens per step, {size['dtype']}, {results['device']}",

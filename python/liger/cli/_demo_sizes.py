@@ -17,8 +17,8 @@ class Size:
     learning_rate: float
     dtype: str
     gradient_checkpointing: bool
-    text_bytes: int  # how much source text the tokenizer sees
-    memory_budget: str | None = None  # for a model so small that the default budget would hold all its logits
+    text_bytes: int  # of source text for the tokenizer and the run
+    memory_budget: str | None = None  # for models whose logits would all fit the default budget
 
     @property
     def tokens(self):

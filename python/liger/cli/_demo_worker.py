@@ -1,7 +1,6 @@
-"""One training run of ``liger demo`` in a process of its own: python -m liger.cli._demo_worker RUN_JSON
+"""One training run of ``liger demo`` in a separate process: python -m liger.cli._demo_worker RUN_JSON
 
-The run is described by a JSON file and reported as one JSON object per line on standard output: one per step, then one
-with the memory.
+The JSON file describes the run. Standard output has one JSON object per line: one per step, then one with the memory.
 """
 
 import json
@@ -18,11 +17,11 @@ from ._demo_sizes import Size
 
 
 class ResidentMemory:
-    """Peak resident size of this process above the level at ``start()``, in bytes."""
+    """Increase of the peak resident set size of this process since ``start()``, in bytes."""
 
     def start(self):
         try:
-            # Sets the peak to the present level.
+            # Resets VmHWM to the current resident size.
             Path("/proc/self/clear_refs").write_text("5")
             self.exact = True
         except OSError:
@@ -38,7 +37,7 @@ class ResidentMemory:
 
 
 class AllocatedMemory:
-    """Peak bytes held by torch's CUDA allocator, the model included."""
+    """Peak bytes allocated by torch's CUDA allocator, including the model."""
 
     exact = True
 
@@ -50,7 +49,7 @@ class AllocatedMemory:
 
 
 def build_model(size, device):
-    """The Llama of a demo size, with weights from a fixed seed."""
+    """A Llama of a demo size; weights come from a fixed seed."""
     config = LlamaConfig(
         vocab_size=size.vocab,
         hidden_size=size.hidden,
@@ -72,7 +71,7 @@ def build_model(size, device):
 
 @torch.no_grad()
 def nudge(model):
-    """Moves every weight by one rounding of its dtype, up or down at random."""
+    """Changes every weight by one rounding (eps) of its dtype, with a random sign."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(1)
     for weight in model.parameters():
         sign = torch.randint(0, 2, weight.shape, generator=generator, device=weight.device) * 2 - 1
@@ -84,7 +83,7 @@ def train_step(model, optimizer, tokens):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.item()  # waits for the device
+    return loss.item()  # synchronises with the device
 
 
 def main(run_file):
@@ -98,7 +97,7 @@ def main(run_file):
         nudge(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=size.learning_rate)
 
-    # What is loaded and allocated once belongs to the set-up, not to the memory of a step.
+    # A first step outside the measurement: libraries and buffers that are loaded once are not memory of a step.
     model(input_ids=batches[0], labels=batches[0]).loss.backward()
     optimizer.zero_grad(set_to_none=True)
     memory = AllocatedMemory() if device == "cuda" else ResidentMemory()

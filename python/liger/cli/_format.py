@@ -1,4 +1,4 @@
-"""Numbers and tables for people."""
+"""Formatting of byte counts and tables for terminal output."""
 
 
 def human_bytes(count):

@@ -1,6 +1,6 @@
-"""``liger bench``: starts the benchmark suite, which is in benchmarks/ of a checkout and not in the wheel.
+"""``liger bench``: runs the benchmark suite, which is in benchmarks/ of a checkout and not in the wheel.
 
-The suite has the arguments and exit codes; 2 if there is no suite.
+The suite defines arguments and exit codes; the exit code is 2 if there is no suite.
 """
 
 import importlib
@@ -18,10 +18,10 @@ def _holds_suite(folder):
 
 
 def suite_folder():
-    """The folder that holds the suite, or None.
+    """The folder of the suite, or None.
 
-    Where LIGER_BENCHMARKS is set, only that folder counts. Else the first of these that holds the suite: benchmarks/ of
-    the current folder or of one above it, benchmarks/ of the checkout that an editable install runs from.
+    LIGER_BENCHMARKS, if set; else the first that contains the suite of: benchmarks/ in the current folder or a parent
+    of it, benchmarks/ of the checkout of an editable install.
     """
     if given := os.environ.get(VARIABLE):
         folders = [Path(given).resolve()]
@@ -32,7 +32,7 @@ def suite_folder():
     return next((folder for folder in folders if _holds_suite(folder)), None)
 
 
-def _how_to_get_it():
+def _missing_suite_message():
     given = os.environ.get(VARIABLE)
     reason = (
         f"no benchmark suite in {given}, which {VARIABLE} names"
@@ -50,7 +50,7 @@ def main(argv):
     """Runs the suite with these arguments; returns its exit code."""
     folder = suite_folder()
     if folder is None:
-        print(_how_to_get_it(), file=sys.stderr)
+        print(_missing_suite_message(), file=sys.stderr)
         return 2
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))

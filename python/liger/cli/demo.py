@@ -1,10 +1,11 @@
-"""Trains the same Llama on the same text twice, as it is and patched with one line of liger, and compares the two:
-losses step by step, tokens per second and peak memory.
+"""Trains the same Llama on the same text twice, unpatched and patched with one line of liger, and compares the losses
+of every step, tokens per second and peak memory.
 
-The text is the source code of Python's standard library, the tokenizer is trained on the spot: nothing is downloaded.
-Each model trains in a process of its own, from the same weights and data. A third run, unpatched but with every weight
-moved by one rounding, shows how far rounding alone takes the losses apart: the yardstick that liger's losses must meet.
-Exit code: 0, 1 if a run fails or the losses disagree, 2 if a needed package is missing.
+The text is the source code of Python's standard library, and the tokenizer is trained on it: nothing is downloaded.
+Each model trains in a separate process, from the same weights and data. A third, unpatched run starts from weights
+that differ by one rounding each. Its losses show the effect of rounding alone, which limits the difference allowed for
+liger.
+Exit code: 0; 1 if a run fails or the losses disagree; 2 if a required package is missing.
 """
 
 import importlib.util
@@ -42,7 +43,7 @@ def add_arguments(parser):
 
 
 class RunFailed(Exception):
-    """A training process ended with an error; it has printed the reason."""
+    """A training process failed; it printed the reason."""
 
 
 def run(arguments):
@@ -83,7 +84,7 @@ def run(arguments):
 
 
 def train_all(size, device):
-    """{kind: {"losses", "seconds", "peak_memory", ...}} of the three runs, each in its own process."""
+    """{kind: {"losses", "seconds", "peak_memory", ...}} of the three runs, each in a separate process."""
     from ._demo_data import token_batches
 
     with tempfile.TemporaryDirectory(prefix="liger-demo-") as folder:
@@ -97,7 +98,7 @@ def train_all(size, device):
 
 
 def train(kind, size, device, batches):
-    """One run in its own process, with a progress bar. Raises RunFailed."""
+    """One run in a separate process, with a progress bar. Raises RunFailed."""
     from tqdm import tqdm
 
     description = batches.with_name(f"{kind}.json")
@@ -105,7 +106,7 @@ def train(kind, size, device, batches):
         json.dumps({"kind": kind, "size": size.as_dict(), "device": device, "batches": str(batches)})
     )
     environment = dict(os.environ)
-    # Tensors from 1 MiB on go back to the system when they are freed, so that the resident size is what is in use.
+    # glibc returns blocks above this size to the system when they are freed, so resident size means memory in use.
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     if size.memory_budget:
         environment.setdefault("LIGER_MEMORY_BUDGET", size.memory_budget)

@@ -1,4 +1,4 @@
-"""Versions, devices, what was built, which backend serves each op and why, and the environment variables in force."""
+"""Versions, devices, the build, the backend of each op with the reason for it, and environment variables."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ import liger
 from .._core import load
 from ..backend import triton_interpreted
 
-# What liger reads, and what holds when the variable is not set. docs/environment.md says more.
+# Variable -> its default. docs/environment.md describes them.
 VARIABLES = {
     "LIGER_BACKEND": "auto",
     "LIGER_MEMORY_BUDGET": "512M",
@@ -30,7 +30,7 @@ def add_arguments(parser):
 
 
 def collect():
-    """Everything ``liger info`` knows, as a dictionary that JSON can hold."""
+    """The output of ``liger info`` as a dictionary that is JSON-serialisable."""
     devices = [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "versions": {
@@ -44,63 +44,63 @@ def collect():
         "devices": devices,
         "build": _build(),
         "cuda library": {"loaded": load.CUDA_LOADED, "reason": load.CUDA_REASON},
-        # After the devices: asking for them initialises CUDA, which is when capabilities become known.
+        # After the devices: querying them initialises CUDA, which determines the backends.
         "ops": liger.backend_report() if devices else _on_the_cpu(liger.backend_report()),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
     }
 
 
 def run(arguments):
-    found = collect()
+    info = collect()
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(info, indent=2))
         return 0
 
-    versions = dict(found["versions"])
+    versions = dict(info["versions"])
     versions["torch"] += f", CUDA {versions.pop('torch cuda') or 'none'}"
     _section("versions", [(name, version or "not installed") for name, version in versions.items()])
 
     devices = [
         (f"cuda:{i}", f"{d['name']}, compute capability {d['capability']}, {d['memory_gib']:.0f} GiB")
-        for i, d in enumerate(found["devices"])
+        for i, d in enumerate(info["devices"])
     ]
     _section("devices", devices or [("cpu", f"{torch.get_num_threads()} threads; no CUDA device")])
 
-    build = found["build"]
+    build = info["build"]
     if build is None:
         kernels = "unknown: the module liger._C does not import, which no op depends on"
     elif build["cuda"]:
         kernels = f"CUDA {build['cuda']} kernels for {build['cuda_archs']}"
     else:
         kernels = "CPU and Triton build, without CUDA kernels"
-    rows = [("kernels", kernels), ("cuda library", found["cuda library"]["reason"])]
+    rows = [("kernels", kernels), ("cuda library", info["cuda library"]["reason"])]
     if build is not None:
         rows += [
             ("built with", f"torch {build['torch']}, g++ {build['compiler']}; runs on torch 2.10 and later")
         ]
     _section("build", rows)
 
-    _section("ops", [(op, f"{row['backend']:7s} {row['reason']}") for op, row in found["ops"].items()])
+    _section("ops", [(op, f"{row['backend']:7s} {row['reason']}") for op, row in info["ops"].items()])
     _section(
         "environment",
         [
             (name, f"not set: {VARIABLES[name]}" if value is None else value)
-            for name, value in found["environment"].items()
+            for name, value in info["environment"].items()
         ],
     )
     return 0
 
 
 def _on_the_cpu(report):
-    """The report of a machine without a GPU: what serves CPU tensors, and what a CUDA device would get."""
-    found = {}
+    """The backend report of a machine without a GPU: the backend of CPU tensors, and that of a CUDA device."""
+    cpu_report = {}
     for op, row in report.items():
         if row["backend"] == "torch" or (row["backend"] == "triton" and triton_interpreted()):
-            found[op] = row
+            cpu_report[op] = row
         else:
             would = f"a CUDA device would get {row['backend']} ({row['reason']})"
-            found[op] = {"backend": "torch", "reason": f"CPU tensors, no CUDA device here; {would}"}
-    return found
+            cpu_report[op] = {"backend": "torch", "reason": f"CPU tensors, no CUDA device here; {would}"}
+    return cpu_report
 
 
 def _device(index):
@@ -121,7 +121,7 @@ def _version(distribution):
 
 
 def _build():
-    """liger._C.build_info(), or None: the ops work without that module, and this command says so."""
+    """liger._C.build_info(), or None if that module is missing, which no op needs."""
     try:
         from .. import _C
     except ImportError:

@@ -1,20 +1,21 @@
-"""How fused_linear_ce cuts a batch into chunks, and the memory of the head with and without it.
+"""The chunks of fused_linear_ce for a batch, and the memory of the lm_head with and without it.
 
-What is counted, for one training step of an lm_head without bias and its loss, beside the weights and activations that
-both need anyway. Without liger: the two moments at which the Hugging Face causal-LM loss needs most in eager PyTorch.
-In the backward of log_softmax: in float32 the log-probabilities, their gradient and the gradient of the logits, 12
-bytes per logit whatever the dtype (and the logits once more, if the caller still holds the model's output). In the
-backward of the linear layer: the gradient of the logits, and the gradients of the hidden states and of the weight.
-With liger: the logits of one chunk, overwritten by their gradient; the float32 sum of the weight gradient where there
-is one; the gradients of the hidden states and of the weight. Where there is a float32 sum, the logits of a chunk and
-the weight gradient, which is written last, are not alive together.
+The numbers are for one training step of an lm_head without bias and its loss, in addition to weights and activations.
 
-GPUs of compute capability 9.0 have an engine of their own, for bfloat16, 256 rows and more, hidden sizes that are
-multiples of 256 and vocabularies that are multiples of 128. Its first chunk is larger than the others, because most of
-its exponentials, which are there instead of logits, lie in the memory of the weight gradient; and that is also where
-the sum over chunks is kept, in 16 bits and units that lie beside it. Its working memory is a copy of the rows of a
-chunk, the sums of its rows, and float32 parts of the input gradient, as far as the gradients that are not written yet
-have no room for them.
+Without liger: the larger of the two peaks of the Hugging Face causal-LM loss in eager PyTorch. Backward of log_softmax:
+log-probabilities, their gradient and the gradient of the logits, all in float32, 12 bytes per logit for every dtype
+(plus the logits, if the caller still refers to the model's output). Backward of the linear layer: the gradients of the
+logits, of the hidden states and of the weight.
+
+With liger: the logits of one chunk, which their gradient overwrites; the float32 sum of the weight gradient, if there
+is one; the gradients of the hidden states and of the weight. With a float32 sum, the logits of a chunk are freed before
+the weight gradient is allocated.
+
+GPUs of compute capability 9.0 use the sm_90a engine for bfloat16, at least 256 rows, hidden sizes divisible by 256 and
+vocabularies divisible by 128. It stores exponentials instead of logits. Its first chunk is larger than the others,
+because most of its exponentials use the memory of the weight gradient. The sum over chunks uses the same memory, in
+float16 with block scales in a separate buffer. Its working memory is a copy of the rows of a chunk, sums per row, and
+float32 split-K partials of the input gradient, unless they fit into gradients that are not written yet.
 """
 
 import argparse
@@ -72,8 +73,8 @@ def add_arguments(parser):
 
 
 def _size(largest):
-    """Type of an argument: an integer whose products with the other sizes have 64 bits. The planner refuses negative
-    ones."""
+    """argparse type: an integer up to ``largest``, so that products of sizes fit 64 bits. The planner rejects negative
+    values."""
 
     def parse(text):
         try:
@@ -94,17 +95,17 @@ def _capability(text):
     return int(major), int(minor)
 
 
-def _capability_at_hand():
-    """That of the GPU whose tensors the CUDA kernels would serve, or None."""
+def _device_capability():
+    """Compute capability of the current GPU if the cuda backend serves fused_linear_ce; else None."""
     if not torch.cuda.is_available():
         return None
-    found = torch.cuda.get_device_capability()
-    return found if liger.backend_report()["fused_linear_ce"]["backend"] == "cuda" else None
+    capability = torch.cuda.get_device_capability()
+    return capability if liger.backend_report()["fused_linear_ce"]["backend"] == "cuda" else None
 
 
 def _clusters():
-    """Pairs of blocks that a device of capability 9.0 runs at a time: of the one at hand, or of an H200."""
-    if _capability_at_hand() != SM90:
+    """Concurrent clusters of two blocks on the current GPU of capability 9.0, or else on an H200."""
+    if _device_capability() != SM90:
         return 66
     return torch.cuda.get_device_properties().multi_processor_count // 2
 
@@ -125,7 +126,7 @@ def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
 
 
 def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
-    """The same for the engine of capability 9.0, or None where it leaves the batch to the generic one."""
+    """The plan of the sm_90a engine in the same form, or None if the generic engine runs the batch."""
     plan = plan_chunks_sm90(tokens, hidden, vocab, True, True, exact_accumulation, clusters=_clusters())
     if not plan.chunks:
         return None
@@ -139,7 +140,7 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
             need += 2 * chunk.rows * hidden
         if chunk.k_splits > 1:
             need += 4 * chunk.k_splits * chunk.rows * hidden
-        # Memory of the input gradient of later rows, or of the weight gradient behind its last row.
+        # Free memory: grad_input of later rows, or grad_weight past its last row.
         room = 2 * hidden * (tokens - chunk.rows) if is_first else offset_bytes
         working = max(working, need if need > room else 0)
     return {
@@ -154,7 +155,7 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
 
 
 def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capability=None):
-    """The plan of a batch and its bytes, as ``liger plan`` shows them (the module docstring says what is counted).
+    """The plan of a batch and its memory in bytes, as ``liger plan`` prints them (see the module docstring).
 
     Args:
         tokens, hidden, vocab: sizes of the head's problem.
@@ -180,9 +181,9 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     weight_gradient = vocab * hidden * dtype.itemsize
     input_gradient = tokens * hidden * dtype.itemsize
     linear_backward = tokens * vocab * dtype.itemsize + weight_gradient + input_gradient
-    # The generic engine writes the final gradient after its last chunk of logits.
-    one_after_the_other = plan["engine"] == "generic" and plan["accumulator"] > 0
-    together = (max if one_after_the_other else sum)((plan["logits_liger"], weight_gradient))
+    # The generic engine allocates the final gradient after its last chunk of logits.
+    sequential = plan["engine"] == "generic" and plan["accumulator"] > 0
+    together = (max if sequential else sum)((plan["logits_liger"], weight_gradient))
     return {
         **plan,
         "logits": logits,
@@ -192,7 +193,7 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     }
 
 
-def _chunks_in_words(memory):
+def _describe_chunks(memory):
     first, later, chunks = memory["first_chunk_rows"], memory["chunk_rows"], memory["chunks"]
     count = f"{chunks} chunk{'s' if chunks != 1 else ''}"
     sizes = f" of {first} rows" if first == later else f": {first} rows, then {later} at a time"
@@ -202,11 +203,11 @@ def _chunks_in_words(memory):
 
 def run(arguments):
     if arguments.budget is not None:
-        # One parser for budgets, and one message for bad ones: the planner's own.
+        # The planner parses the budget and reports errors.
         os.environ["LIGER_MEMORY_BUDGET"] = arguments.budget
     dtype = DTYPES[arguments.dtype]
     exact = arguments.accum == "fp32"
-    capability = arguments.capability or _capability_at_hand()
+    capability = arguments.capability or _device_capability()
     try:
         memory = head_memory(arguments.tokens, arguments.hidden, arguments.vocab, dtype, exact, capability)
     except (ValueError, RuntimeError) as error:
@@ -221,7 +222,7 @@ def run(arguments):
         f"{arguments.tokens} tokens, hidden {arguments.hidden}, vocabulary {arguments.vocab}, "
         f"{str(dtype).removeprefix('torch.')}, budget {budget}"
     )
-    print(_chunks_in_words(memory) + "\n")
+    print(_describe_chunks(memory) + "\n")
     rows = [
         ("log-probabilities, gradients, logits", memory["logits"], memory["logits_liger"]),
         ("sum of the weight gradient, beside it", 0, memory["accumulator"]),

@@ -1,7 +1,12 @@
-"""How the sequences of a batch lie: padded, (B, L), or packed one after the other, (T,) with cumulative lengths."""
+"""Layout of a batch of sequences: padded, (S, L), or packed, (T,) with cumulative lengths ``cu_seqlens``."""
+
+from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .._core.arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
 from .._core.dtypes import accumulate_dtype
@@ -9,7 +14,7 @@ from .._core.fakes import register_fake
 from ..backend import targets_checked
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")
-# 1, or nan where cumulative lengths do not fit; an op, so that compilers do not look at the values.
+# 1, or NaN if the cumulative lengths are invalid. An op, so that torch.compile does not trace the reads of values.
 _library.define("check_packing(str op, Tensor cu_seqlens, SymInt tokens, SymInt length) -> Tensor")
 
 
@@ -38,22 +43,31 @@ _NAMES = LayerNames("hidden")
 
 
 class Batch:
-    """Hidden states and targets of sequences, seen as rows, and everything per token or sequence in their order.
+    """Hidden states and targets of sequences, flattened to N rows, and conversions of data per token or per sequence.
 
-    Sequences are (S, L) here: of a packed batch L is ``max_length``, and the tokens of each are gathered.
+    S is the number of sequences. L is the padded length; in a packed batch it is ``max_length``, and the tokens of each
+    sequence are gathered into a row of (S, L).
 
     Attributes:
-        hidden, target: (N, H) and (N,), with ``ignore_index`` wherever the mask is off.
-        live: (S, L) whether a token counts.
-        places: (S, L) the row of each token of a packed batch, else None.
-        fits: None, or of a packed batch 1, and nan where its cumulative lengths do not fit: a factor of the loss.
-        wide: the dtype of numbers per token and sequence, float32 or wider.
+        shape: (S, L).
+        token_shape: the shape of the targets as given: (S, L), (T,) or (1, T).
+        hidden, target: (N, H) and (N,). The target is ``ignore_index`` wherever the mask is 0.
+        valid: (S, L) bool, whether a token counts.
+        token_index: (S, L) int64, the row of each token of a packed batch; None if padded.
+        packing_factor: a factor of the loss for packed batches: 1, or NaN if ``cu_seqlens`` is invalid; None if padded.
+        accumulate_dtype: the dtype of sums per token and sequence: float32, or float64 for float64 hidden states.
+
+    Raises:
+        RuntimeError: mismatched shapes, dtypes or devices.
     """
 
+    token_index: Tensor | None
+    packing_factor: Tensor | None
+
     def __init__(
-        self, op, hidden, target, mask=None, cu_seqlens=None, max_length=None, ignore_index=-100,
-        names=_NAMES, mask_name="mask",
-    ):  # fmt: skip
+        self, op: str, hidden: Tensor, target: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        max_length: int | None = None, ignore_index: int = -100, names: LayerNames = _NAMES, mask_name: str = "mask",
+    ) -> None:  # fmt: skip
         self.op, self.packed, self.hidden = op, cu_seqlens is not None, hidden
         if hidden.dim() < 2:
             expected = "(sequences, length, hidden), or (tokens, hidden) with cu_seqlens"
@@ -62,21 +76,21 @@ class Batch:
             op, names.target, target, hidden.shape[:-1], f"that of {names.input} without its last dimension"
         )
         check_device(op, names.target, target, names.input, hidden)
-        live = target != ignore_index
+        valid = target != ignore_index
         if mask is not None:
             self.check(mask_name, mask, target.shape)
-            live = live & (mask != 0)
-            target = torch.where(live, target, ignore_index)
+            valid = valid & (mask != 0)
+            target = torch.where(valid, target, ignore_index)
         self.token_shape = target.shape
         self.hidden, self.target = hidden.flatten(0, -2), target.flatten()
-        self.places = self.fits = None
-        self.wide = accumulate_dtype(hidden.dtype)
-        if not self.packed:
+        self.token_index = self.packing_factor = None
+        self.accumulate_dtype = accumulate_dtype(hidden.dtype)
+        if cu_seqlens is None:
             if target.dim() != 2:
                 raise RuntimeError(
                     f"{op}: {names.target} has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
                 )
-            self.shape, self.live = target.shape, live
+            self.shape, self.valid = target.shape, valid
             return
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise RuntimeError(
@@ -90,21 +104,25 @@ class Batch:
         tokens = self.target.shape[0]
         length = tokens if max_length is None or tokens == 0 else max_length
         self.shape = torch.Size((cu_seqlens.shape[0] - 1, length))
-        self.fits = torch.ops.liger_losses.check_packing.default(op, cu_seqlens, tokens, self.shape[1])
+        self.packing_factor = torch.ops.liger_losses.check_packing.default(
+            op, cu_seqlens, tokens, self.shape[1]
+        )
         starts, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-        places = starts + torch.arange(self.shape[1], device=cu_seqlens.device)
-        # Lengths that do not fit may not lead out of the batch before the loss is nan.
-        inside = (places >= 0) & (places < ends.clamp(max=tokens))
-        self.places = torch.where(inside, places, 0).long()
-        self.live = inside & self.placed(live)
+        index = starts + torch.arange(self.shape[1], device=cu_seqlens.device)
+        # Invalid lengths must not index out of bounds, although packing_factor makes the loss NaN afterwards.
+        inside = (index >= 0) & (index < ends.clamp(max=tokens))
+        self.token_index = torch.where(inside, index, 0).long()
+        self.valid = inside & self.padded(valid)
         rows = torch.arange(tokens, device=cu_seqlens.device)
         sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
         self._sequence = sequence.clamp(max=max(self.shape[0] - 1, 0))
-        # Rows before the first sequence and after the last count for nothing, as if the mask were off.
+        # Rows before the first sequence and after the last one are ignored.
         outside = (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
         self.target = torch.where(outside, ignore_index, self.target)
 
-    def check(self, name, tensor, *shapes):
+    def check(self, name: str, tensor: Tensor, *shapes: torch.Size | tuple[int, ...]) -> None:
+        """Raises RuntimeError unless the tensor is real, on the device of the batch, without gradient, and has one of
+        the shapes."""
         if all(tensor.shape != shape for shape in shapes):
             expected = " or ".join(str(tuple(shape)) for shape in shapes)
             raise RuntimeError(f"{self.op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
@@ -114,67 +132,81 @@ class Batch:
         if tensor.requires_grad:
             raise RuntimeError(f"{self.op}: {name} requires grad, but there is no gradient for it: detach it")
 
-    def sequences(self, per_token, fill=0.0):
-        """(S, L) of numbers per token; what the mask leaves out, be it NaN, becomes ``fill``."""
-        return torch.where(self.live, self.floats(self.placed(per_token)), fill)
+    def padded_valid(self, per_token: Tensor, fill: float = 0.0) -> Tensor:
+        """(S, L) in at least the accumulate dtype; ``fill`` at ignored tokens, even where the input is NaN."""
+        return torch.where(self.valid, self.upcast(self.padded(per_token)), fill)
 
-    def placed(self, per_token):
-        """(S, L) of anything per token, of some token where there is none."""
-        return at_places(per_token, self.places) if self.packed else per_token.reshape(self.shape)
+    def padded(self, per_token: Tensor) -> Tensor:
+        """(S, L) from one value per token; padding has an arbitrary value."""
+        return (
+            per_token.reshape(self.shape)
+            if self.token_index is None
+            else gather_tokens(per_token, self.token_index)
+        )
 
-    def floats(self, tensor):
-        """Numbers in the dtype of the batch or a wider one, in which they are added up."""
-        return tensor.to(torch.promote_types(tensor.dtype, self.wide))
+    def upcast(self, tensor: Tensor) -> Tensor:
+        """The tensor in the accumulate dtype, or in its own dtype if that is wider."""
+        return tensor.to(torch.promote_types(tensor.dtype, self.accumulate_dtype))
 
-    def lengths(self):
-        """(S,) how many tokens of each sequence count."""
-        return self.live.sum(-1)
+    def lengths(self) -> Tensor:
+        """(S,) number of valid tokens of each sequence."""
+        return self.valid.sum(-1)
 
-    def spread(self, per_sequence):
-        """(N,) of numbers per sequence: each for all of its tokens."""
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """(N,) from (S,): the value of a sequence for each of its tokens."""
         if not self.packed:
             return per_sequence.unsqueeze(1).expand(self.shape).flatten()
         if self.shape[0] == 0:
             return per_sequence.new_zeros(self.target.shape)
         return per_sequence[self._sequence]
 
-    def rows(self, per_token, ignore_index):
-        """(N,) of numbers per token in their order, 0 where the mask is off."""
-        return torch.where(self.target != ignore_index, self.floats(per_token).flatten(), 0.0)
+    def valid_rows(self, per_token: Tensor, ignore_index: int) -> Tensor:
+        """(N,) in at least the accumulate dtype; 0 at ignored tokens."""
+        return torch.where(self.target != ignore_index, self.upcast(per_token).flatten(), 0.0)
 
 
-def at_places(per_token, places):
-    """(S, L) of anything per token of a packed batch, of some token where there is none."""
+def gather_tokens(per_token: Tensor, index: Tensor) -> Tensor:
+    """(S, L) from one value per token of a packed batch; padding has the value of some token."""
     flat = per_token.reshape(-1)
-    # A batch without a token has none to stand for others.
-    return flat[places] if flat.shape[0] else flat.new_zeros(places.shape)
+    # An empty batch has no row that an index could read.
+    return flat[index] if flat.shape[0] else flat.new_zeros(index.shape)
 
 
-def sequence_scores(per_token, lengths, average):
-    """(..., S) the sums of (..., S, L) over the tokens of sequences, or their means."""
+def sequence_scores(per_token: Tensor, lengths: Tensor, average: bool) -> Tensor:
+    """(..., S) from (..., S, L): the sum over the tokens of each sequence, or the mean over ``lengths``."""
     total = per_token.sum(-1)
     return total / lengths.clamp_min(1) if average else total
 
 
-def sigmoid(x):
-    """The same as torch's, with a derivative that keeps its digits: torch's, y * (1 - y), has few where y is near 1."""
+def sigmoid(x: Tensor) -> Tensor:
+    """torch.sigmoid with an exact derivative near 1, where the y * (1 - y) of torch cancels."""
     return F.logsigmoid(x).exp()
 
 
-def either(condition, yes, no, like):
-    """Two numbers by a condition, in the dtype of ``like``: ``torch.where`` alone takes the default dtype."""
+def where_scalar(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """``torch.where`` of two Python numbers in the dtype of ``like``; torch.where alone uses the default dtype."""
     return torch.where(condition, like.new_full((), yes), no)
 
 
-def as_scalar(name, value, batch):
-    """A number, or a tensor of one element, as a scalar of float32 or wider on the device of the batch."""
+class _Tokens(Protocol):
+    """A :class:`Batch`, or the tokens of a distillation batch."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def hidden(self) -> Tensor: ...
+
+
+def as_scalar(name: str, value: float | Tensor, batch: _Tokens) -> Tensor:
+    """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate dtype."""
     if isinstance(value, torch.Tensor) and value.is_meta and not batch.hidden.is_meta:
-        # Nothing could be copied from there.
+        # A meta tensor has no data that could be copied to the device.
         raise RuntimeError(
             f"{batch.op}: {name} is on meta, expected the device of the hidden states, {batch.hidden.device}"
         )
-    device, wide = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
+    device, dtype = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
     if not isinstance(value, torch.Tensor):
-        return torch.full((), value, dtype=wide, device=device)
+        return torch.full((), value, dtype=dtype, device=device)
     check_divisor(batch.op, name, value)
-    return value.detach().to(device, wide).reshape(())
+    return value.detach().to(device, dtype).reshape(())

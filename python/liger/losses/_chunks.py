@@ -1,9 +1,11 @@
-"""The chunks of groups of a loss: logits, and later their gradient, of as many groups at a time as there is memory for.
+"""The chunk loop of a loss: logits of as many groups as fit the memory budget, then their gradient in the same memory.
 
-Two ways with the same steps: by the products of torch (:class:`PortableChunks`), and by those of fused_linear_ce on
-compute capability 9.0 (:class:`Sm90Chunks`), where the logits become log-probabilities in the epilogue of their product
-and the sum of the weight gradient lies in the memory of the result.
+Two implementations with the same interface. :class:`PortableChunks` uses the GEMMs of torch. :class:`Sm90Chunks` uses
+the wgmma GEMMs of fused_linear_ce on compute capability 9.0: the epilogue of the first GEMM computes
+log-probabilities, and the gradient of the weight is accumulated in the memory of the result.
 """
+
+from __future__ import annotations
 
 from typing import NamedTuple
 
@@ -20,29 +22,32 @@ _LEAST_PERMUTE_BYTES = 64
 
 
 class Layout(NamedTuple):
-    """The rows of a batch: of each part all groups, so that those of a group lie in as many places."""
+    """The rows of a batch as (parts, groups, length): a group has ``length`` consecutive rows in each part.
+
+    Pairs have two parts, all chosen sequences before all rejected ones.
+    """
 
     parts: int
     groups: int
     length: int
 
-    def cut(self, rows, groups=slice(None)):
-        """(parts, groups, length, ...) a view of these groups of (rows, ...)."""
+    def view(self, rows, groups=slice(None)):
+        """A view (parts, groups, length, ...) of these groups of a tensor (rows, ...)."""
         return rows.view(*self, *rows.shape[1:])[:, groups]
 
 
-class Call(NamedTuple):
-    """What a chunk is made of; wanted: the gradients of input, weight and bias."""
+class ChunkArguments(NamedTuple):
+    """The arguments of one call of the op that both chunk loops read."""
 
     input: torch.Tensor
     target: torch.Tensor
     head: LMHead
     layout: Layout
-    wanted: tuple[bool, bool, bool]
-    exact: bool
+    needs_grad: tuple[bool, bool, bool]  # of input, weight and bias
+    exact: bool  # the gradient of the weight is accumulated in float32
     memory_budget: int | None
-    use_entropy: bool  # entropies are read, and their gradient will come
-    with_metrics: bool  # entropies and argmax are read
+    use_entropy: bool  # the loss reads the entropies, so they have a gradient
+    with_metrics: bool  # entropies and argmax are returned
 
     @property
     def group_rows(self):
@@ -53,120 +58,141 @@ class Call(NamedTuple):
         return torch.ops.liger.default_memory_budget() if self.memory_budget is None else self.memory_budget
 
 
-def chunks_of(call):
-    """The chunks, or None where not even the logits of one group fit the budget."""
-    return Sm90Chunks.plan(call) or PortableChunks.plan(call)
+def make_chunks(args):
+    """The chunk loop of a call, or None if the logits of a single group exceed the budget."""
+    return Sm90Chunks.plan(args) or PortableChunks.plan(args)
 
 
 class PortableChunks:
-    """One chunk after the other: :meth:`read` it, then :meth:`add` its gradient. At the end :meth:`finish`.
+    """The chunk loop on the GEMMs of torch: for each chunk :meth:`read` and :meth:`add`, then :meth:`finish` once.
 
     Attributes:
         slices: the groups of each chunk.
     """
 
     @classmethod
-    def plan(cls, call):
-        """The chunks, or None where not even the logits of one group fit the budget."""
-        weight, groups = call.head.weight, call.layout.groups
+    def plan(cls, args):
+        """The chunk loop, or None if the logits of a single group exceed the budget."""
+        weight, groups = args.head.weight, args.layout.groups
         gradients = Sm90LMHeadGradients.plan(
-            call.input, weight, call.head.bias, call.wanted, call.memory_budget, group_rows=call.group_rows
+            args.input,
+            weight,
+            args.head.bias,
+            args.needs_grad,
+            args.memory_budget,
+            group_rows=args.group_rows,
         )
         if gradients is not None:
-            return cls(call, gradients.layout.chunk_rows // call.group_rows, gradients)
-        if call.group_rows == 1:
-            step = planned_rows(call.input, weight, call.wanted[1], call.exact, call.memory_budget)[0]
+            return cls(args, gradients.layout.chunk_rows // args.group_rows, gradients)
+        if args.group_rows == 1:
+            step = planned_rows(args.input, weight, args.needs_grad[1], args.exact, args.memory_budget)[0]
         else:
-            row_bytes = weight.shape[0] * call.input.element_size()
-            step = call.budget // max(row_bytes * call.group_rows, 1)
+            row_bytes = weight.shape[0] * args.input.element_size()
+            step = args.budget // max(row_bytes * args.group_rows, 1)
         if step == 0:
             return None
         chunks = -(-groups // step)
-        return cls(call, -(-groups // max(chunks, 1)))
+        return cls(args, -(-groups // max(chunks, 1)))
 
-    def __init__(self, call, step, gradients=None):
-        self._call, head = call, call.head
-        groups = call.layout.groups if call.input.shape[0] else 0
+    def __init__(self, args, step, gradients=None):
+        self._args, head = args, args.head
+        groups = args.layout.groups if args.input.shape[0] else 0
         self.slices = [slice(i, min(i + step, groups)) for i in range(0, groups, max(step, 1))]
         self._gradients = gradients or LMHeadGradients(
-            call.input, head.weight, head.bias, call.wanted, len(self.slices), call.exact
+            args.input, head.weight, head.bias, args.needs_grad, len(self.slices), args.exact
         )
-        self._memory = self._gradients.new_logits(step * call.group_rows)
-        self._in_order = call.layout.parts == 1 or len(self.slices) <= 1
+        self._memory = self._gradients.new_logits(step * args.group_rows)
+        self._contiguous = args.layout.parts == 1 or len(self.slices) <= 1
 
     def read(self, groups, logprobs, entropy, argmax):
-        """Writes the log-probabilities of the groups of the next chunk, their entropies and their most probable classes
-        to the rows of the batch; the last two have no elements where they are not asked for."""
-        call, cut = self._call, self._call.layout.cut
-        x = cut(call.input, groups)
-        # Parts of a chunk lie apart: a copy has them side by side.
-        self._x = x.flatten(0, 2) if self._in_order else torch.cat([part.flatten(0, 1) for part in x])
-        self._groups, self._target = groups, cut(call.target, groups).flatten()
+        """Computes the log-probabilities, entropies and argmax of the next chunk and writes them to its rows.
+
+        Args:
+            groups: the slice of the chunk.
+            logprobs: (rows,) of the batch.
+            entropy, argmax: (rows,), or without elements if they are not needed.
+        """
+        args, view = self._args, self._args.layout.view
+        x = view(args.input, groups)
+        # The parts of a chunk are not adjacent in the batch; the GEMM needs a contiguous copy.
+        self._x = x.flatten(0, 2) if self._contiguous else torch.cat([part.flatten(0, 1) for part in x])
+        self._groups, self._target = groups, view(args.target, groups).flatten()
         self._logits = self._memory[: self._x.shape[0]]
-        call.head.write_logits(self._x, self._logits)
-        self._found = call.head.statistics(
+        args.head.write_logits(self._x, self._logits)
+        self._statistics = args.head.statistics(
             self._logits, self._target, entropy.numel() > 0, argmax.numel() > 0
         )
-        for result, rows in zip((logprobs, entropy, argmax), self._found, strict=False):
+        for result, rows in zip((logprobs, entropy, argmax), self._statistics, strict=False):
             if result.numel():
-                place = cut(result, groups)
-                place.copy_(rows.view(place.shape))
+                out = view(result, groups)
+                out.copy_(rows.view(out.shape))
 
-    def add(self, of_logprob, of_entropy):
-        """The gradient by what was read, (parts, groups, length); that by the entropies may be None."""
-        of_logprob, of_entropy = (g if g is None else g.reshape(-1) for g in (of_logprob, of_entropy))
-        self._call.head.write_gradient(self._logits, self._target, self._found, of_logprob, of_entropy)
-        place = grad_x = self._gradients.input
-        if self._call.wanted[0]:
-            place = self._call.layout.cut(place, self._groups)
-            grad_x = place.flatten(0, 2) if self._in_order else self._x
-        ignored = self._target == self._call.head.ignore_index
+    def add(self, grad_logprobs, grad_entropy):
+        """Accumulates the gradients of the chunk that was read last.
+
+        Args:
+            grad_logprobs: (parts, groups, length), the gradient with respect to the log-probabilities.
+            grad_entropy: the same with respect to the entropies, or None.
+        """
+        grad_logprobs, grad_entropy = (
+            g if g is None else g.reshape(-1) for g in (grad_logprobs, grad_entropy)
+        )
+        self._args.head.write_gradient(
+            self._logits, self._target, self._statistics, grad_logprobs, grad_entropy
+        )
+        need_input = self._args.needs_grad[0]
+        out = grad_x = self._gradients.input
+        if need_input:
+            out = self._args.layout.view(out, self._groups)
+            grad_x = out.flatten(0, 2) if self._contiguous else self._x
+        ignored = self._target == self._args.head.ignore_index
         self._gradients.add(self._x, self._logits, grad_x, ignored)
-        if self._call.wanted[0] and not self._in_order:
-            place.copy_(grad_x.view(place.shape))
+        if need_input and not self._contiguous:
+            out.copy_(grad_x.view(out.shape))
 
     def finish(self):
-        """(gradient of the input, of the weight, of the bias)"""
+        """(grad_input, grad_weight, grad_bias)"""
         return self._gradients.finish()
 
 
 class Sm90Chunks:
-    """The same by the wgmma engine of compute capability 9.0: bfloat16, no bias, no softcap, no gradient of entropies.
+    """The chunk loop on the wgmma engine of compute capability 9.0: bfloat16, without bias, softcap and gradient of
+    entropies.
 
-    Rows are gathered by index. If chunks have two ranges of rows, the input gradients are contiguous, chunk after
-    chunk, until :meth:`finish`: a GEMM needs its rows in one piece, and there is no other memory for them.
+    Rows are gathered by index. If a chunk has two ranges of rows, ``grad_input`` is stored in the order of chunks until
+    :meth:`finish` permutes it: a GEMM needs contiguous rows, and no other memory is available for them.
     """
 
     @classmethod
-    def plan(cls, call):
-        """The chunks, or None where the engine cannot or should not do them."""
-        head = call.head
-        if not call.input.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
+    def plan(cls, args):
+        """The chunk loop, or None if the engine does not support the call or is slower than the portable loop."""
+        head = args.head
+        if not args.input.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
-        if head.bias is not None or head.softcap is not None or call.use_entropy:
+        if head.bias is not None or head.softcap is not None or args.use_entropy:
             return None
         numbers, separate_rows, workspace_bytes = torch.ops.liger_sm90.plan.default(
-            call.input,
+            args.input,
             head.weight,
-            call.group_rows,
-            call.exact,
-            call.budget,
-            call.with_metrics,
-            *call.wanted[:2],
+            args.group_rows,
+            args.exact,
+            args.budget,
+            args.with_metrics,
+            *args.needs_grad[:2],
         )
-        return cls(call, LinearCePlan.decode(numbers), separate_rows, workspace_bytes) if numbers else None
+        return cls(args, LinearCePlan.decode(numbers), separate_rows, workspace_bytes) if numbers else None
 
-    def __init__(self, call, plan, separate_rows, workspace_bytes):
-        """``separate_rows``: of each chunk, whether its gathered rows need memory apart from their gradient."""
-        self._layout, self._temperature, self._plan = call.layout, call.head.temperature, plan
-        input, weight, (need_input, need_weight, _) = call.input, call.head.weight, call.wanted
+    def __init__(self, args, plan, separate_rows, workspace_bytes):
+        """``separate_rows``: for each chunk, whether its gathered rows and their gradient need separate memory."""
+        self._layout, self._temperature, self._plan = args.layout, args.head.temperature, plan
+        input, weight, (need_input, need_weight, _) = args.input, args.head.weight, args.needs_grad
         (rows, hidden), vocab = input.shape, weight.shape[0]
         self._separate_rows = separate_rows
         self.slices = [
-            slice(c.first // call.group_rows, (c.first + c.rows) // call.group_rows) for c in plan.chunks
+            slice(c.first // args.group_rows, (c.first + c.rows) // args.group_rows) for c in plan.chunks
         ]
-        # One chunk has the whole batch, in order.
-        self._ranges = call.layout.parts if len(self.slices) > 1 else 1
+        # A single chunk is the whole batch in its own order.
+        self._ranges = args.layout.parts if len(self.slices) > 1 else 1
         panels = vocab // _PANEL + plan.panel_offset
         permuted = _LEAST_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
         self._grad_input = input.new_empty((rows, hidden) if need_input else 0)
@@ -178,13 +204,16 @@ class Sm90Chunks:
         self._position = input.new_empty(rows, dtype=torch.int32)
         self._neg_grad_logprobs = input.new_empty(rows, dtype=torch.float32)
         dense = torch.ops.liger_sm90.dense.default
-        self._operands = dense(input), dense(weight), call.target.contiguous()
-        self._options = call.head.ignore_index, self._temperature, call.with_metrics, plan.encode()
+        self._operands = dense(input), dense(weight), args.target.contiguous()
+        self._options = args.head.ignore_index, self._temperature, args.with_metrics, plan.encode()
         self._next, self._vocab = 0, vocab
 
     def _rows(self):
-        """Memory for the rows of the next chunk: that of their gradient or, where rows are needed for longer, of one
-        that comes later. And where their gradient goes."""
+        """(memory of the gathered rows of the next chunk, memory of their gradient).
+
+        Both are the same unless the rows are read after their gradient is written. Then the rows are stored in
+        ``grad_input`` of a later chunk, or in new memory if that chunk is shorter.
+        """
         first, count, _ = self._plan.chunks[self._next]
         grad_rows = self._grad_input[first : first + count]
         if not self._separate_rows[self._next]:
@@ -195,6 +224,7 @@ class Sm90Chunks:
         return later, grad_rows
 
     def read(self, groups, logprobs, entropy, argmax):
+        """As :meth:`PortableChunks.read`."""
         rows, grad_rows = self._rows()
         self._arguments = (
             *self._operands, *self._options, self._next, self._ranges, self._position, self._grad_weight,
@@ -204,15 +234,19 @@ class Sm90Chunks:
         self._next += 1
         torch.ops.liger_sm90.logprobs.default(*self._arguments, logprobs, entropy, argmax)
 
-    def add(self, of_logprob, of_entropy):
-        # The kernels know the logits over the temperature only.
+    def add(self, grad_logprobs, grad_entropy):
+        """As :meth:`PortableChunks.add`; ``grad_entropy`` is None."""
+        # The kernels differentiate with respect to logits / temperature.
         torch.mul(
-            of_logprob, -1.0 / self._temperature, out=self._layout.cut(self._neg_grad_logprobs, self._groups)
+            grad_logprobs,
+            -1.0 / self._temperature,
+            out=self._layout.view(self._neg_grad_logprobs, self._groups),
         )
         torch.ops.liger_sm90.gradients.default(self._neg_grad_logprobs, *self._arguments)
         del self._arguments
 
     def finish(self):
+        """(grad_input, grad_weight, an empty tensor for the bias)"""
         if self._ranges > 1 and self._grad_input.numel():
             torch.ops.liger_sm90.permute_rows.default(self._position, self._panel_workspace, self._grad_input)
         return self._grad_input, self._grad_weight[: self._vocab], self._grad_weight.new_empty(0)

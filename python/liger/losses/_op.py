@@ -1,12 +1,13 @@
-"""The op behind every loss: a function of a linear layer's log-probabilities, with its gradient made in the forward.
+"""The op behind every loss: a function of the log-probabilities of a linear layer, with the gradient in the forward.
 
-The function is known to the op by a name. It runs as ordinary PyTorch inside the op, so that compilers see one opaque
-op whatever the function is, and none is compiled for it.
+The function is registered under a name, which the op takes as an argument. It runs in eager PyTorch inside the op, so
+``torch.compile`` sees one opaque op for every loss.
 
-Rows come as (parts, groups, length). What a group contributes to the loss depends on that group alone; so the logits of
-as many groups as fit the memory budget are made, turned into log-probabilities and, by the derivative of the function,
-into their own gradient: three products. Where not even one group fits, its log-probabilities come first and its logits
-a second time: four. Which of the two is decided by sizes alone.
+Rows are viewed as (parts, groups, length). The loss is a sum over groups, and each term depends on the rows of one
+group. The op computes the logits of as many groups as fit the memory budget, reduces them to log-probabilities, and
+overwrites them with their gradient from the derivative of the function: three GEMMs. If the logits of a single group
+exceed the budget, log-probabilities are computed first and logits again for the gradient: four GEMMs. Sizes alone
+decide between the two.
 """
 
 import contextlib
@@ -29,13 +30,13 @@ from .._core.forward_gradients import scaled_by_upstream
 from .._core.lm_head import LMHead, check_head
 from .._core.vmap import register_loops
 from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
-from ._chunks import Call, Layout, chunks_of
+from ._chunks import ChunkArguments, Layout, make_chunks
 
 _OP = "fused_linear_loss"
-_functions = weakref.WeakValueDictionary()
+_functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
-# given: tensors (parts, groups, ...); shared: tensors that every group sees whole; names: theirs, in this order.
-# use_entropy: the function sees the entropies; with_metrics: they and the most probable tokens are returned.
+# given: tensors (parts, groups, ...), sliced with the chunk; shared: tensors passed whole; names: of both, in order.
+# use_entropy: the function reads the entropies; with_metrics: entropies and argmax are returned.
 _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
     " Tensor[] shared, str function, str[] names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
@@ -47,11 +48,11 @@ _library.define(
 
 
 def register_function(name, owner):
-    """Makes ``owner.evaluate(logprobs, entropy, given, shared)`` known to the op for as long as the owner lives."""
+    """Registers ``owner.evaluate(logprobs, entropy, given, shared)`` under a name until the owner is deleted."""
     _functions[name] = owner
 
 
-# What the dispatcher leaves out while it runs a kernel below autograd.
+# The keys that the dispatcher excludes while it runs a kernel below autograd.
 _AUTOGRAD = (
     DispatchKeySet(DispatchKey.AutogradFunctionality)
     | DispatchKeySet(DispatchKey.AutogradOther)
@@ -60,15 +61,15 @@ _AUTOGRAD = (
 
 
 @contextlib.contextmanager
-def _autograd_as_outside():
-    """Inside a kernel: autograd records again, as it does for code that no op has called."""
+def _enable_autograd_in_kernel():
+    """Inside a kernel: includes the autograd keys again, so that autograd records as outside of any op."""
     include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
     with _ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad():
         yield
 
 
-class _Function:
-    """A registered function with the tensors of a call."""
+class _BoundFunction:
+    """A registered function, bound to the tensors of one call."""
 
     def __init__(self, name, names, given, shared, layout, use_entropy):
         self.evaluate, self.layout, self.use_entropy = _functions[name].evaluate, layout, use_entropy
@@ -80,17 +81,17 @@ class _Function:
         return self.evaluate(logprobs, entropy, given, self.shared).sum()
 
     def value(self, logprobs, entropy):
-        entropy = self.layout.cut(entropy) if self.use_entropy else None
-        return self._call(self.layout.cut(logprobs), entropy, slice(None))
+        entropy = self.layout.view(entropy) if self.use_entropy else None
+        return self._call(self.layout.view(logprobs), entropy, slice(None))
 
     def differentiate(self, logprobs, entropy, groups=slice(None)):
-        """(value of these groups, its gradient by their log-probabilities, by entropies or None), each (parts, groups,
-        length)."""
-        wanted = [self.layout.cut(t, groups).detach() for t in (logprobs, entropy)[: 1 + self.use_entropy]]
-        with _autograd_as_outside():
-            wanted = [t.requires_grad_() for t in wanted]
-            value = self._call(wanted[0], wanted[1] if self.use_entropy else None, groups)
-            grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+        """(scalar loss of these groups, its gradient with respect to their log-probabilities, and to their entropies or
+        None); gradients are (parts, groups, length)."""
+        inputs = [self.layout.view(t, groups).detach() for t in (logprobs, entropy)[: 1 + self.use_entropy]]
+        with _enable_autograd_in_kernel():
+            inputs = [t.requires_grad_() for t in inputs]
+            value = self._call(inputs[0], inputs[1] if self.use_entropy else None, groups)
+            grads = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
         return value.detach(), grads[0], grads[1] if self.use_entropy else None
 
 
@@ -101,27 +102,29 @@ def _forward(
     check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
     owner = _functions[function]
     check_classes(type(owner).__name__, owner.names.target, target, weight.shape[0], ignore_index)
-    wanted = need_grad_input, need_grad_weight, need_grad_bias
+    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     with_entropy = use_entropy or with_metrics
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
     layout = Layout(parts, groups, rows // max(parts * groups, 1))
-    function = _Function(function, names, given, shared, layout, use_entropy)
+    function = _BoundFunction(function, names, given, shared, layout, use_entropy)
     head = LMHead(weight, bias, temperature, ignore_index, softcap)
     chunks = None
-    if any(wanted):
-        chunks = chunks_of(
-            Call(input, target, head, layout, wanted, exact, memory_budget, use_entropy, with_metrics)
+    if any(needs_grad):
+        chunks = make_chunks(
+            ChunkArguments(
+                input, target, head, layout, needs_grad, exact, memory_budget, use_entropy, with_metrics
+            )
         )
     if chunks is None:
         logprobs, entropy, argmax = fused_linear_logprobs_forward(
             input, weight, target, bias, *head[2:], memory_budget, with_entropy, with_metrics
         )
-        if not any(wanted):
+        if not any(needs_grad):
             loss = function.value(logprobs, entropy)
-            return loss, logprobs, entropy, argmax, *(input.new_empty(0) for _ in wanted)
-        loss, *of_rows = function.differentiate(logprobs, entropy)
+            return loss, logprobs, entropy, argmax, *(input.new_empty(0) for _ in needs_grad)
+        loss, *row_grads = function.differentiate(logprobs, entropy)
         grads = fused_linear_logprobs_backward(
-            *(g if g is None else g.reshape(-1) for g in of_rows),
+            *(g if g is None else g.reshape(-1) for g in row_grads),
             input,
             weight,
             target,
@@ -129,20 +132,20 @@ def _forward(
             *head[2:],
             accum_dtype,
             memory_budget,
-            *wanted,
+            *needs_grad,
         )
         return loss, logprobs, entropy, argmax, *grads
 
     wide = accumulate_dtype(input.dtype)
-    # What ignored rows have; chunks may leave them out.
+    # The results of ignored rows, which chunks may skip.
     logprobs = input.new_zeros(rows, dtype=wide)
     entropy = input.new_zeros(rows if with_entropy else 0, dtype=wide)
     argmax = target.new_full((rows if with_metrics else 0,), -1, dtype=torch.int64)
     loss = input.new_zeros((), dtype=wide)
     for groups in chunks.slices:
         chunks.read(groups, logprobs, entropy, argmax)
-        value, of_logprob, of_entropy = function.differentiate(logprobs, entropy, groups)
-        chunks.add(of_logprob, of_entropy)
+        value, grad_logprobs, grad_entropy = function.differentiate(logprobs, entropy, groups)
+        chunks.add(grad_logprobs, grad_entropy)
         loss += value
     return loss, logprobs, entropy, argmax, *chunks.finish()
 
@@ -173,16 +176,16 @@ _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
 
 
 def _setup(ctx, inputs, output):
-    made = inputs[-3:]
-    wanted = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
-    if any(want and not is_made for want, is_made in zip(wanted, made, strict=True)):
+    computed = inputs[-3:]
+    needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
+    if any(need and not has for need, has in zip(needs_grad, computed, strict=True)):
         raise RuntimeError(
             f"{_OP}: a gradient is wanted that the call did not ask for: need_grad_input, need_grad_weight and "
-            f"need_grad_bias are {made}, and input, weight and bias require grad: {tuple(wanted)}"
+            f"need_grad_bias are {computed}, and input, weight and bias require grad: {tuple(needs_grad)}"
         )
-    saved = [g if want else None for g, want in zip(output[-3:], wanted, strict=True)]
+    saved = [g if need else None for g, need in zip(output[-3:], needs_grad, strict=True)]
     ctx.save_for_backward(*saved)
-    # The first of them counts as differentiable: refuse_gradient_outputs says why.
+    # The first saved gradient stays differentiable; refuse_gradient_outputs gives the reason.
     linked = next(g for g in saved if g is not None)
     ctx.mark_non_differentiable(*(o for o in output[1:] if o is not linked))
     ctx.set_materialize_grads(False)
@@ -194,8 +197,8 @@ def _backward(ctx, grad_loss, *grad_others):
     result = [None] * 20
     if grad_loss is not None:
         grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
-        for place, grad in zip(_DIFFERENTIABLE, grads, strict=True):
-            result[place] = grad
+        for argument, grad in zip(_DIFFERENTIABLE, grads, strict=True):
+            result[argument] = grad
     return tuple(result)
 
 

@@ -1,65 +1,94 @@
-"""The base of every loss: what a new one has to say, and how it reaches the op."""
+"""Base class of the losses over a chunked lm_head: options, the methods that a subclass defines, the call of the op."""
+
+from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._core.arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer, wrong_shape
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.memory_budget import check_budget_variable
 from ..ops.fused_linear_logprobs import logprobs_of_layer
-from ._batch import Batch, at_places, sequence_scores
+from ._batch import Batch, gather_tokens, sequence_scores
 from ._op import fused_linear_loss_forward, register_function
 
-_numbers = itertools.count()
+_instance_count = itertools.count()
 UNITS = ("token", "sequence", "pair", "batch")
+_T = TypeVar("_T")
 
 
 class TokenStatistics(NamedTuple):
-    """Of the tokens of a batch, each shaped as its targets, without gradients; 0, 0 and -1 where nothing counts."""
+    """Statistics of every token of a batch, without gradients, in the shape of the targets.
 
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    argmax: torch.Tensor
+    Attributes:
+        logprobs: log-probability of the target in nats, float32 (float64 for float64 inputs); 0 at ignored tokens.
+        entropy: entropy of the distribution in nats, in the same dtype; 0 at ignored tokens.
+        argmax: the most probable class, int64; -1 at ignored tokens.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    argmax: Tensor
+
+
+def _compute(self, logprobs: Tensor, entropy: Tensor | None, **tensors: Tensor) -> Tensor:
+    """The terms of the loss for some units of the batch; the loss is the sum of all terms.
+
+    Args:
+        logprobs: (tokens,), (sequences, L), (2, pairs, L) with the chosen sequences first, or (S, L) for ``"batch"``,
+            according to ``unit``. Float32, or float64 for float64 inputs; 0 at ignored tokens.
+        entropy: as ``logprobs``, or None.
+        tensors: the tensors of ``given``, sliced as ``logprobs``, and those of ``shared``, by name.
+
+    Returns:
+        A tensor of any shape. A divisor that depends on the whole batch must be passed in ``shared``.
+    """
+    raise NotImplementedError(f"{type(self).__name__} defines no compute")
 
 
 class FusedLinearLoss(nn.Module):
-    """A loss that sees ``hidden @ weight.T + bias`` through the log-probabilities of the targets (and the entropies).
+    """A loss of the log-probabilities of the targets (and of the entropies) under ``hidden @ weight.T + bias``.
 
-    A subclass defines ``compute``, in plain PyTorch, and calls :meth:`run`. The gradient of ``compute`` is taken inside
-    the forward; logits never exist for more than the memory budget, and ``torch.compile`` sees one op.
+    A subclass defines ``compute`` in plain PyTorch and calls :meth:`run`. The forward differentiates ``compute`` chunk
+    by chunk: the logits of the whole batch are never materialised, and ``torch.compile`` sees one op.
 
     Class attributes:
-        unit: what a term of the loss depends on, ``"token"``, ``"sequence"``, ``"pair"`` or ``"batch"``. Logits of as
-            many units as fit the budget are kept from the forward product to the two of the backward; where one unit
-            does not fit, its logits are computed twice.
-        uses_entropy: whether ``compute`` wants the entropies.
-        names: what ``forward`` calls the tensors of the projection, for errors.
+        unit: the rows that one term of the loss depends on: ``"token"``, ``"sequence"``, ``"pair"`` or ``"batch"``.
+            A chunk has the logits of as many units as fit the budget, from the forward GEMM to the two backward GEMMs.
+            If one unit exceeds the budget, its logits are computed twice.
+        uses_entropy: whether ``compute`` reads the entropies.
+        names: the argument names of ``forward`` for the tensors of the projection, for error messages.
 
     Args:
-        ignore_index: the target of tokens that do not count.
-        temperature: logits are divided by it.
-        softcap: logits become ``softcap * tanh(logits / softcap)`` first.
-        accum_dtype: in which dtype the gradient of the weight is summed over chunks; None means float32.
-        memory_budget: bytes of logits at a time; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
-        observe: None, or a function that every call hands the :class:`TokenStatistics` of its batch, for metrics.
+        ignore_index: the target of ignored tokens.
+        temperature: divisor of the logits, positive.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by temperature; None: no cap.
+        accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
+        memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512 MiB.
+        observe: None, or a function that is called with the :class:`TokenStatistics` of every batch, for metrics.
 
     Raises:
-        TypeError: an option of another type.
-        ValueError: an option out of range.
+        TypeError: an option has a wrong type.
+        ValueError: an option is out of range.
+
+    Source: the gradient in the forward follows Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
 
-    unit = "token"
-    uses_entropy = False
-    names = LayerNames("hidden")
+    unit: Literal["token", "sequence", "pair", "batch"] = "token"
+    uses_entropy: bool = False
+    names: ClassVar[LayerNames] = LayerNames("hidden")
 
     @arguments(error=ValueError, observe=FUNCTION, **HEAD)
     def __init__(
-        self, *, ignore_index=-100, temperature=1.0, softcap=None, accum_dtype=None, memory_budget=None, observe=None
-    ):  # fmt: skip
+        self, *, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
+        accum_dtype: torch.dtype | None = None, memory_budget: int | None = None,
+        observe: Callable[[TokenStatistics], object] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if self.unit not in UNITS:
             raise ValueError(
@@ -69,34 +98,26 @@ class FusedLinearLoss(nn.Module):
         self.accum_dtype, self.memory_budget, self.observe = accum_dtype, memory_budget, observe
         self._register()
 
-    def _register(self):
-        self._function = f"{type(self).__qualname__}.{next(_numbers)}"
+    def _register(self) -> None:
+        self._function = f"{type(self).__qualname__}.{next(_instance_count)}"
         register_function(self._function, self)
 
-    def __setstate__(self, state):
-        # A copy is a function of its own.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy or an unpickled object needs a registration of its own.
         super().__setstate__(state)
         self._register()
 
-    def compute(self, logprobs, entropy, **tensors):
-        """The terms of the loss; the loss is their sum.
+    # An attribute, as nn.Module.forward: the keywords of a subclass differ from those of the base.
+    compute: Callable[..., Tensor] = _compute
 
-        Args:
-            logprobs: (tokens,), (sequences, L), (2, pairs, L) with the chosen first, or for ``"batch"`` (S, L): of some
-                units of the batch. Float32; 0 where the target is ignored.
-            entropy: the same, or None.
-            tensors: those of ``given``, cut as ``logprobs`` are, and those of ``shared``, by name.
-
-        Any batch-wide divisor has to come in ``shared``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} defines no compute")
-
-    def evaluate(self, logprobs, entropy, given, shared):
-        """:meth:`compute` of what the op has: rows as (parts, groups, length)."""
+    def evaluate(
+        self, logprobs: Tensor, entropy: Tensor | None, given: Mapping[str, Tensor], shared: Mapping[str, Tensor]
+    ) -> Tensor:  # fmt: skip
+        """Calls :meth:`compute` with tensors of the op, whose rows are (parts, groups, length)."""
         shared = dict(shared)
-        places = shared.pop("places", None)
+        token_index = shared.pop("token_index", None)
 
-        def shaped(tensor):
+        def by_unit(tensor):
             if tensor is None or self.unit == "pair":
                 return tensor
             return tensor.squeeze(1) if self.unit == "batch" else tensor.squeeze(0)
@@ -104,18 +125,33 @@ class FusedLinearLoss(nn.Module):
         def rows(tensor):
             if tensor is None:
                 return None
-            if places is not None:
-                return _by_unit(self.unit, at_places(tensor, places))
-            return tensor.reshape(-1) if self.unit == "token" else shaped(tensor)
+            if token_index is not None:
+                return _split_pairs(self.unit, gather_tokens(tensor, token_index))
+            return tensor.reshape(-1) if self.unit == "token" else by_unit(tensor)
 
-        given = {name: shaped(tensor) for name, tensor in given.items()}
+        given = {name: by_unit(tensor) for name, tensor in given.items()}
         return self.compute(rows(logprobs), rows(entropy), **given, **shared)
 
-    def batch(self, hidden, target, **how):
-        """The :class:`Batch` of a call; raises RuntimeError where shapes do not fit."""
+    def batch(
+        self, hidden: Tensor, target: Tensor, *, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        max_length: int | None = None, mask_name: str = "mask",
+    ) -> Batch:  # fmt: skip
+        """The :class:`Batch` of a call.
+
+        Args:
+            hidden: (S, L, H), or packed, (T, H) or (1, T, H).
+            target: the shape of hidden without its last dimension, int64 or int32.
+            mask: the shape of target, 0 at tokens to ignore; or None.
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
+                length.
+            mask_name: the name of ``mask`` in error messages.
+
+        Raises:
+            RuntimeError: mismatched shapes, dtypes or devices; an odd number of sequences if ``unit`` is ``"pair"``.
+        """
         batch = Batch(
-            type(self).__name__, hidden, target, ignore_index=self.ignore_index, names=self.names, **how
-        )
+            type(self).__name__, hidden, target, mask, cu_seqlens, max_length, self.ignore_index, self.names, mask_name
+        )  # fmt: skip
         if self.unit == "pair" and batch.shape[0] % 2:
             raise RuntimeError(
                 f"{batch.op}: the batch has {batch.shape[0]} sequences, expected an even number: the chosen ones, then "
@@ -123,8 +159,16 @@ class FusedLinearLoss(nn.Module):
             )
         return batch
 
-    def check_reference(self, batch, weight, ref_input, ref_weight, ref_bias=None):
-        """Raises RuntimeError for a reference model, in use or not, that is none of this batch; either may be None."""
+    def check_reference(
+        self, batch: Batch, weight: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
+        ref_bias: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Checks the tensors of a reference model, whether or not the loss uses them. Each may be None.
+
+        Raises:
+            RuntimeError: the shapes of ``ref_input`` and the batch differ, or the vocabularies of the two models.
+            ValueError: ``ref_bias`` without ``ref_weight``.
+        """
         if ref_input is not None and (ref_input.dim() == 0 or ref_input.shape[:-1] != batch.token_shape):
             expected = f"that of {self.names.target}, {tuple(batch.token_shape)}, and a last dimension"
             raise wrong_shape(batch.op, "ref_input", ref_input, expected)
@@ -140,8 +184,13 @@ class FusedLinearLoss(nn.Module):
                 f"{self.names.weight}: both models must have the same vocabulary"
             )
 
-    def reference(self, batch, weight, ref_input, ref_weight, ref_bias=None):
-        """(..., as the targets) log-probabilities of a reference model, without gradients: one product."""
+    def reference(
+        self, batch: Batch, weight: Tensor, ref_input: Tensor, ref_weight: Tensor | None, ref_bias: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
+        """Log-probabilities of the targets under a reference model, in the shape of the targets, without gradients.
+
+        The cost is one GEMM of the reference's lm_head.
+        """
         if ref_weight is None:
             raise ValueError(f"{batch.op}: ref_input was given without ref_weight")
         self.check_reference(batch, weight, ref_input, ref_weight)
@@ -153,14 +202,22 @@ class FusedLinearLoss(nn.Module):
         return logprobs.view(batch.token_shape)
 
     def reference_scores(
-        self, batch, weight, ref_input, ref_weight, ref_bias, ref_logps, use_ref_model, average_log_prob
-    ):  # fmt: skip
-        """(S,) what a reference, model or log-probabilities, gives the sequences; zeros where none is wanted."""
+        self, batch: Batch, weight: Tensor, ref_input: Tensor | None, ref_weight: Tensor | None,
+        ref_bias: Tensor | None, ref_logps: Tensor | None, use_ref_model: bool, average_log_prob: bool,
+    ) -> Tensor:  # fmt: skip
+        """(S,) log-probabilities of the sequences under the reference model, from its tensors or from ``ref_logps``.
+
+        Zeros if ``use_ref_model`` is False.
+
+        Raises:
+            ValueError: no reference although ``use_ref_model`` is True, or a reference although it is False.
+            RuntimeError: mismatched shapes or vocabularies.
+        """
         if not use_ref_model:
             if any(t is not None for t in (ref_input, ref_weight, ref_bias, ref_logps)):
                 names = "ref_input, ref_weight, ref_bias or ref_logps"
                 raise ValueError(f"{batch.op}: a reference ({names}) was given, but use_ref_model is False")
-            return batch.live.new_zeros(batch.shape[0], dtype=batch.wide)
+            return batch.valid.new_zeros(batch.shape[0], dtype=batch.accumulate_dtype)
         if ref_logps is None:
             if ref_input is None:
                 raise ValueError(
@@ -172,72 +229,80 @@ class FusedLinearLoss(nn.Module):
             batch.check("ref_logps", ref_logps, batch.token_shape, batch.shape[:1])
         lengths = batch.lengths()
         if ref_logps.shape == batch.token_shape:
-            return sequence_scores(batch.sequences(ref_logps), lengths, average_log_prob)
-        # Those of a sequence without a token that counts are ignored, too.
-        ref_logps = torch.where(lengths > 0, batch.floats(ref_logps), 0.0)
+            return sequence_scores(batch.padded_valid(ref_logps), lengths, average_log_prob)
+        # The sum of a sequence without valid tokens is ignored, even if it is NaN.
+        ref_logps = torch.where(lengths > 0, batch.upcast(ref_logps), 0.0)
         return ref_logps / lengths.clamp_min(1) if average_log_prob else ref_logps
 
-    def run(self, batch, weight, bias=None, *, given=None, shared=None):
+    def run(
+        self, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
+        given: Mapping[str, Tensor | None] | None = None, shared: Mapping[str, Tensor | None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """The loss of a batch.
 
         Args:
             batch: from :meth:`batch`.
-            weight, bias: of the projection, (V, H) and (V,).
-            given: tensors by name, cut with the logits: (N,) for ``"token"``, else (S, ...).
-            shared: tensors by name that ``compute`` sees whole. None among either is left out.
+            weight, bias: of the projection, (V, H), and (V,) or None.
+            given: tensors by name, sliced as the logits: (N,) for ``"token"``, else (S, ...).
+            shared: tensors by name that every call of ``compute`` gets whole. Entries that are None are omitted.
 
         Returns:
-            (the loss, log-probabilities (S, L), entropies (S, L) or None); the last two without gradient.
+            (loss, log-probabilities (S, L), entropies (S, L) or None). The loss is a scalar in float32, or float64 for
+            float64 inputs; log-probabilities and entropies have no gradient.
+
+        Raises:
+            RuntimeError: mismatched shapes, dtypes or devices.
         """
-        given, shared = (
+        sliced, whole = (
             {name: t for name, t in (tensors or {}).items() if t is not None} for tensors in (given, shared)
         )
         check_budget_variable(self.memory_budget)
         sequences = batch.shape[0]
         if self.unit == "token":
             parts, groups = 1, batch.target.shape[0]
-            given = {name: t.unsqueeze(0) for name, t in given.items()}
-        elif batch.packed:
-            # Where sequences end is known to the device alone: the batch is one group.
+            sliced = {name: t.unsqueeze(0) for name, t in sliced.items()}
+        elif batch.token_index is not None:
+            # The host does not know cu_seqlens, so it cannot slice by sequence: the batch is one group.
             parts, groups = 1, 1
-            shared |= {name: _by_unit(self.unit, t) for name, t in given.items()} | {"places": batch.places}
-            given = {}
+            whole |= {name: _split_pairs(self.unit, t) for name, t in sliced.items()}
+            whole["token_index"] = batch.token_index
+            sliced = {}
         elif self.unit == "pair":
             parts, groups = 2, sequences // 2
-            given = {name: _by_unit("pair", t) for name, t in given.items()}
+            sliced = {name: _split_pairs("pair", t) for name, t in sliced.items()}
         else:
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
-            given = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in given.items()}
+            sliced = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in sliced.items()}
         hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
         check_layer(batch.op, self.names, hidden, weight, bias, batch.target)
         with_metrics = self.observe is not None
         loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
-            hidden, weight, batch.target, bias, list(given.values()), list(shared.values()), self._function,
-            [*given, *shared], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
+            hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), self._function,
+            [*sliced, *whole], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
             self.memory_budget, self.uses_entropy, with_metrics, *wants_grad(hidden, weight, bias),
         )  # fmt: skip
-        if batch.fits is not None:
-            loss = loss * batch.fits
-        if with_metrics:
+        if batch.packing_factor is not None:
+            loss = loss * batch.packing_factor
+        if self.observe is not None:
             self.observe(TokenStatistics(*(t.view(batch.token_shape) for t in (logprobs, entropy, argmax))))
-        logprobs = batch.sequences(logprobs.view(batch.token_shape))
-        entropy = batch.sequences(entropy.view(batch.token_shape)) if self.uses_entropy else None
+        logprobs = batch.padded_valid(logprobs.view(batch.token_shape))
+        entropy = batch.padded_valid(entropy.view(batch.token_shape)) if self.uses_entropy else None
         return loss, logprobs, entropy
 
 
-# What the tensors of a reference model are called; its targets are those of the policy.
+# Argument names of a reference model, for error messages; its targets are those of the policy.
 _REFERENCE = LayerNames("ref_input", "ref_weight", "target", "ref_bias")
 
 
-def _by_unit(unit, per_sequence):
-    """(S, ...) as ``compute`` sees it: pairs have the chosen sequences first, then the rejected ones."""
+def _split_pairs(unit, per_sequence):
+    """(2, S / 2, ...) from (S, ...) if ``unit`` is ``"pair"``: chosen sequences, then rejected ones; else unchanged."""
     return per_sequence.unflatten(0, (2, per_sequence.shape[0] // 2)) if unit == "pair" else per_sequence
 
 
-def choice(owner, name, value, known):
-    """The value; raises ValueError where it is none of the known ones."""
+def check_choice(owner: object, name: str, value: _T, known: tuple[_T, ...]) -> _T:
+    """Returns the value of an option; raises ValueError unless it is one of ``known``."""
     if value not in known:
         raise ValueError(
-            f"{type(owner).__name__}: unknown {name} '{value}', expected one of {', '.join(known)}"
+            f"{type(owner).__name__}: unknown {name} '{value}', expected one of {', '.join(map(str, known))}"
         )
     return value

@@ -1,9 +1,11 @@
-"""Distillation of a teacher into a student, with the cross entropy of the labels from the same logits."""
+"""Distillation losses between a teacher and a student, plus cross entropy with labels from the same logits."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._core.arguments import (
     DIVISOR,
@@ -30,36 +32,39 @@ from .._core.memory_budget import check_budget_variable
 from ..ops.divergence import jsd_divergence
 from ..ops.fused_linear_divergence import fused_linear_distillation
 from ._batch import as_scalar
-from .base import choice
+from .base import check_choice
 
 
 class _Rows(NamedTuple):
-    """The tokens of a batch: hidden states (N, H), and targets (N,), ``ignore_index`` where none counts, or None."""
+    """The tokens of a batch: hidden states (N, H), and targets (N,), ``ignore_index`` at ignored tokens, or None."""
 
     op: str
-    hidden: torch.Tensor
-    target: torch.Tensor | None
+    hidden: Tensor
+    target: Tensor | None
 
 
 class DistillationLoss(nn.Module):
-    """``weight_soft_loss`` times the distance of two heads' outputs, plus ``weight_hard_loss`` times cross entropy.
+    """``weight_soft_loss`` times a distance between the outputs of two lm_heads, plus ``weight_hard_loss`` times cross
+    entropy; both are means over valid tokens.
 
-    Means over the tokens that count. The student's logits are made once for both parts, and like the teacher's only a
-    chunk of tokens at a time; gradients are made in the forward.
+    One GEMM computes the student's logits of a chunk of tokens for both terms. The logits of all tokens are never
+    materialised, neither the student's nor the teacher's. Gradients are computed in the forward.
 
     Args:
-        weight_hard_loss, weight_soft_loss: factors of the two; a part whose factor is 0 is not computed.
-        ignore_index: the label of tokens that count for neither part.
-        temperature: what logits are divided by in the distance; cross entropy is that of temperature 1. The distance is
+        weight_hard_loss, weight_soft_loss: factors of cross entropy and of the distance; a term with factor 0 is not
+            computed.
+        ignore_index: the label of ignored tokens.
+        temperature: divisor of the logits in the distance; cross entropy is computed at temperature 1. The distance is
             not multiplied by the square of the temperature.
-        return_soft_hard_loss: ``forward`` returns (the loss, the distance, cross entropy), the last two without their
-            factors and without gradients.
-        accum_dtype: in which dtype the gradient of the weight is summed over chunks; None means float32.
-        memory_budget: bytes of logits at a time, of both models; None for ``LIGER_MEMORY_BUDGET``, else 512 MiB.
+        return_soft_hard_loss: ``forward`` returns (loss, distance, cross entropy), the last two without their factors
+            and without gradients.
+        accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
+        memory_budget: bytes for the logits of a chunk, of both models; None means ``LIGER_MEMORY_BUDGET``, by default
+            512 MiB.
 
     Raises:
-        TypeError: an option of another type.
-        ValueError: an option out of range, two factors of 0.
+        TypeError: an option has a wrong type.
+        ValueError: an option is out of range, or both factors are 0.
     """
 
     @arguments(
@@ -67,9 +72,10 @@ class DistillationLoss(nn.Module):
         **HEAD,
     )  # fmt: skip
     def __init__(
-        self, *, weight_hard_loss=0.5, weight_soft_loss=0.5, ignore_index=-100, temperature=1.0,
-        return_soft_hard_loss=False, accum_dtype=None, memory_budget=None,
-    ):  # fmt: skip
+        self, *, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, ignore_index: int = -100,
+        temperature: float = 1.0, return_soft_hard_loss: bool = False, accum_dtype: torch.dtype | None = None,
+        memory_budget: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if not weight_hard_loss + weight_soft_loss > 0.0:
             raise ValueError(
@@ -81,8 +87,8 @@ class DistillationLoss(nn.Module):
         self.return_soft_hard_loss = return_soft_hard_loss
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
 
-    def distance(self):
-        """(name of the divergence, its beta, a factor) as ``liger::fused_linear_divergence_forward`` knows them."""
+    def distance(self) -> tuple[str, float, float]:
+        """(divergence, beta, factor): the first two as ``liger::fused_linear_divergence_forward`` takes them."""
         raise NotImplementedError(f"{type(self).__name__} defines no distance")
 
     def _rows(self, hidden, labels, mask):
@@ -105,14 +111,14 @@ class DistillationLoss(nn.Module):
                     f"{self.weight_hard_loss}"
                 )
             if mask is not None:
-                # Any class but the one that says that a token does not count.
+                # Any class except ignore_index.
                 labels = mask.new_full(mask.shape, int(self.ignore_index == 0), dtype=torch.int64)
         if mask is not None:
             labels = torch.where(mask != 0, labels, self.ignore_index)
         return _Rows(op, hidden.flatten(0, -2), None if labels is None else labels.flatten())
 
-    def _of_tokens(self, rows, hidden, name, teacher):
-        """(N, ...) of something of the teacher per token."""
+    def _flatten_teacher(self, rows, hidden, name, teacher):
+        """(N, ...) from (..., ...): a tensor of the teacher with the token dimensions of the student."""
         if teacher.dim() == 0 or teacher.shape[:-1] != hidden.shape[:-1]:
             raise RuntimeError(
                 f"{rows.op}: {name} has shape {tuple(teacher.shape)}, expected that of student_input, "
@@ -122,7 +128,7 @@ class DistillationLoss(nn.Module):
         return teacher.flatten(0, -2)
 
     def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, num_items_in_batch):
-        # What is there of a teacher, logits or log-probabilities, is no operand of a product.
+        # Logits or log-probabilities of a teacher are not an operand of a GEMM, so autocast does not cast them.
         hidden, weight, bias, *heads = autocast_operands(
             rows.hidden,
             weight,
@@ -133,15 +139,9 @@ class DistillationLoss(nn.Module):
         )
         teacher = teacher if heads[0] is None else heads[0]
         check_layer(rows.op, _STUDENT, hidden, weight, bias, rows.target)
-        if rows.target is not None and self.weight_hard_loss:
-            check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
-        if indices is not None:
-            # What fills up a row means nothing.
-            known = torch.where(teacher > -torch.inf, indices, 0)
-            check_given_classes(rows.op, "teacher_indices", known, weight.shape[0])
-        elif teacher_weight is None:
+        if indices is None and teacher_weight is None:
             check_floating(rows.op, _TEACHER.input, teacher)
-        else:
+        elif indices is None:
             check_layer(rows.op, _TEACHER, teacher, *heads[1:])
             check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
         if num_items_in_batch is not None:
@@ -150,55 +150,76 @@ class DistillationLoss(nn.Module):
             divisor = as_scalar("num_items_in_batch", max(hidden.shape[0], 1), rows)
         else:
             divisor = (rows.target != self.ignore_index).sum().clamp_min(1)
-        share = divisor.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
+        row_weight = divisor.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
         divergence, beta, factor = self.distance()
         check_budget_variable(self.memory_budget)
-        loss, *parts = fused_linear_distillation(
-            rows.op, hidden, weight, teacher, heads[1], indices, rows.target, bias, heads[2],
-            share, divergence, beta, self.temperature, self.weight_soft_loss * factor,
-            self.weight_hard_loss, self.ignore_index, False, self.accum_dtype, self.memory_budget,
-        )  # fmt: skip
+        try:
+            loss, *terms = fused_linear_distillation(
+                rows.op, hidden, weight, teacher, heads[1], indices, rows.target, bias, heads[2],
+                row_weight, divergence, beta, self.temperature, self.weight_soft_loss * factor,
+                self.weight_hard_loss, self.ignore_index, False, self.accum_dtype, self.memory_budget,
+            )  # fmt: skip
+        except RuntimeError:
+            self._explain_classes(rows, weight.shape[0], teacher, indices)
+            raise
         if not self.return_soft_hard_loss:
             return loss
         return loss, *(
-            part.sum() / (weight or 1.0)
-            for part, weight in zip(parts, (self.weight_soft_loss, self.weight_hard_loss), strict=True)
+            term.sum() / (weight or 1.0)
+            for term, weight in zip(terms, (self.weight_soft_loss, self.weight_hard_loss), strict=True)
         )
+
+    def _explain_classes(self, rows, vocab, teacher, indices):
+        """Raises the error of the op for labels and indices that are not classes, with the names of this module."""
+        if rows.target is not None and self.weight_hard_loss:
+            check_given_classes(rows.op, _STUDENT.target, rows.target, vocab, self.ignore_index)
+        if indices is not None:
+            # The op ignores the indices of padding and of ignored tokens.
+            used = teacher > -torch.inf
+            if rows.target is not None:
+                used &= (rows.target != self.ignore_index).unsqueeze(1)
+            check_given_classes(rows.op, "teacher_indices", torch.where(used, indices, 0), vocab)
 
 
 _STUDENT = LayerNames("student_input", "student_weight", "true_labels", "student_bias")
 _TEACHER = LayerNames("teacher_input", "teacher_weight", bias="teacher_bias")
 
 
-class _OfTwoHeads(DistillationLoss):
+class _TwoHeadLoss(DistillationLoss):
     @arguments(num_items_in_batch=DIVISOR)
     def forward(
-        self, student_input, student_weight, teacher_input, teacher_weight=None, true_labels=None, student_bias=None,
-        teacher_bias=None, *, mask=None, num_items_in_batch=None,
-    ):  # fmt: skip
+        self, student_input: Tensor, student_weight: Tensor, teacher_input: Tensor,
+        teacher_weight: Tensor | None = None, true_labels: Tensor | None = None, student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None, *, mask: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The loss of a batch.
 
         Args:
-            student_input: (..., H) hidden states: (B, L, H), or packed, (T, H).
-            student_weight: (V, H), of the projection.
-            teacher_input: (..., Ht) hidden states of the teacher, of any size; or its logits, (..., V), of any floating
-                dtype, without ``teacher_weight``.
+            student_input: (..., H) hidden states, (B, L, H) or packed, (T, H); float16, bfloat16, float32 or float64.
+            student_weight: (V, H), the dtype of student_input, as student_bias, teacher_bias and teacher_weight.
+            teacher_input: (..., Ht) hidden states of the teacher in that dtype, of any hidden size; or, without
+                ``teacher_weight``, its logits (..., V) in any floating dtype.
             teacher_weight: (V, Ht) or None.
-            true_labels: (...), the token that each hidden state is to predict; None where ``weight_hard_loss`` is 0.
+            true_labels: (...), int64 or int32: the class that each hidden state predicts; None if ``weight_hard_loss``
+                is 0.
             student_bias, teacher_bias: (V,) or None.
-            mask: (...), 0 for tokens that do not count.
-            num_items_in_batch: takes the place of the number of tokens that count, which the sums are divided by: a
-                number, or a tensor of one element.
+            mask: (...), 0 at tokens to ignore.
+            num_items_in_batch: the divisor of both sums, a number or a tensor with one element; None means the number
+                of valid tokens.
 
         Returns:
-            The loss, float32; with ``return_soft_hard_loss`` a tuple. 0 where no token counts.
+            The loss, a scalar in float32 (float64 for float64 inputs); with ``return_soft_hard_loss`` (loss, distance,
+            cross entropy). 0 if all tokens are ignored.
 
         Raises:
+            TypeError: an argument has a wrong type.
             ValueError: no labels for the cross entropy.
-            RuntimeError: shapes that do not fit, other vocabularies, a tensor of the teacher that requires grad.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies; on the CPU, a label that is not a class; a
+                tensor of the teacher that requires grad.
         """
         rows = self._rows(student_input, true_labels, mask)
-        teacher = self._of_tokens(rows, student_input, "teacher_input", teacher_input)
+        teacher = self._flatten_teacher(rows, student_input, "teacher_input", teacher_input)
         if teacher_weight is not None and teacher_weight.dim() != 2:
             raise wrong_shape(rows.op, "teacher_weight", teacher_weight, "(vocab, hidden)")
         classes = teacher_input.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
@@ -220,113 +241,128 @@ class _OfTwoHeads(DistillationLoss):
         )
 
 
-class FusedLinearJSDLoss(_OfTwoHeads):
-    """Generalised Jensen-Shannon divergence (:func:`liger.jsd`), and cross entropy.
+class FusedLinearJSDLoss(_TwoHeadLoss):
+    """Generalised Jensen-Shannon divergence (:func:`liger.jsd`), plus cross entropy.
 
     Args:
-        beta: weight of the teacher in the mixture; 0 is the forward, 1 the reverse KL.
+        beta: weight of the teacher in the mixture; 0 is the forward KL, 1 the reverse KL.
         options: those of :class:`DistillationLoss`.
 
     Raises:
-        ValueError: a beta that is not between 0 and 1; as :class:`DistillationLoss`.
+        TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta outside [0, 1].
 
     Source: Agarwal et al., "GKD", arXiv 2306.13649.
     """
 
     @arguments(error=ValueError, beta=FRACTION)
-    def __init__(self, *, beta=0.5, **options):
+    def __init__(self, *, beta: float = 0.5, **options: Any) -> None:
         super().__init__(**options)
         self.beta = float(beta)
 
-    def distance(self):
+    def distance(self) -> tuple[str, float, float]:
         return jsd_divergence(self.beta), self.beta, 1.0
 
 
-class FusedLinearKLDivLoss(_OfTwoHeads):
-    """``KL(teacher || student)``, or the reverse (:func:`liger.kl_div`), and cross entropy.
+class FusedLinearKLDivLoss(_TwoHeadLoss):
+    """``KL(teacher || student)``, or the reverse (:func:`liger.kl_div`), plus cross entropy.
 
     Args:
-        reverse: ``KL(student || teacher)``, which seeks modes.
+        reverse: ``KL(student || teacher)``, which is mode-seeking.
         options: those of :class:`DistillationLoss`.
+
+    Raises:
+        TypeError, ValueError: as :class:`DistillationLoss`.
 
     Source: Hinton, Vinyals and Dean, arXiv 1503.02531; the reverse as in Gu et al., "MiniLLM", arXiv 2306.08543.
     """
 
     @arguments(reverse=FLAG)
-    def __init__(self, *, reverse=False, **options):
+    def __init__(self, *, reverse: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.reverse = reverse
 
-    def distance(self):
+    def distance(self) -> tuple[str, float, float]:
         return "reverse_kl" if self.reverse else "forward_kl", 0.5, 1.0
 
 
-class FusedLinearCosineSimilarityLoss(_OfTwoHeads):
-    """``beta * (1 - cosine)`` of the two logit vectors of each token, and cross entropy. No temperature changes it.
+class FusedLinearCosineSimilarityLoss(_TwoHeadLoss):
+    """``beta * (1 - cos(s, t))`` for the logit vectors s and t of each token, plus cross entropy.
 
     Args:
         beta: factor of the distance.
-        options: those of :class:`DistillationLoss`.
+        options: those of :class:`DistillationLoss`. The temperature has no effect on the cosine.
 
     Raises:
-        ValueError: a beta that is not positive; as :class:`DistillationLoss`.
+        TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta that is not positive.
+
+    Formula: ``cos(s, t) = s . t / (|s| |t|)``, over the classes.
     """
 
     @arguments(error=ValueError, beta=POSITIVE)
-    def __init__(self, *, beta=0.5, **options):
+    def __init__(self, *, beta: float = 0.5, **options: Any) -> None:
         super().__init__(**options)
         self.beta = float(beta)
 
-    def distance(self):
+    def distance(self) -> tuple[str, float, float]:
         return "cosine", 0.5, self.beta
 
 
-_RESTS = {"tail": "topk_tail", "renormalize": "topk"}
+Rest = Literal["tail", "renormalize"]
+_DIVERGENCES: dict[Rest, str] = {"tail": "topk_tail", "renormalize": "topk"}
 
 
 class FusedLinearTopKLoss(DistillationLoss):
-    """``KL(teacher || student)`` of a teacher that is known by its largest log-probabilities, and cross entropy.
+    """``KL(teacher || student)`` from the teacher's top-k log-probabilities, plus cross entropy.
 
-    A server of the teacher (vLLM, for example) sends them, so no head of it is computed.
+    An inference server (vLLM, for example) provides them, so the teacher's lm_head is not computed here.
 
     Args:
-        rest: what becomes of the other classes, of which the teacher says no more than their sum. ``"tail"``: they are
-            one class, for both models. ``"renormalize"``: for the teacher they have probability 0, and its others are
-            divided by their sum; the student's distribution remains that over all classes.
-        options: those of :class:`DistillationLoss`. The temperature divides the logits of the student alone: the
-            teacher's log-probabilities are to be those at that temperature.
+        rest: the treatment of the classes outside the top k. ``"tail"``: they form one class, for both models.
+            ``"renormalize"``: the teacher's probabilities are divided by their sum, and all other classes have
+            probability 0 under the teacher; the student's distribution is over all classes.
+        options: those of :class:`DistillationLoss`. The temperature divides the student's logits only: the teacher's
+            log-probabilities must be those at the same temperature.
 
     Raises:
-        ValueError: another ``rest``; as :class:`DistillationLoss`.
+        TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for an unknown ``rest``.
+
+    Formula: with q the student and p the teacher, ``sum over the k classes of p * (log p - log q)``, plus
+    ``p_rest * (log p_rest - log q_rest)`` for ``"tail"``; p_rest and q_rest are 1 minus the sums over the k classes.
     """
 
     @arguments(rest=TEXT)
-    def __init__(self, *, rest="tail", **options):
+    def __init__(self, *, rest: Rest = "tail", **options: Any) -> None:
         super().__init__(**options)
-        self.rest = choice(self, "rest", rest, tuple(_RESTS))
+        self.rest = check_choice(self, "rest", rest, get_args(Rest))
 
-    def distance(self):
-        return _RESTS[self.rest], 0.5, 1.0
+    def distance(self) -> tuple[str, float, float]:
+        return _DIVERGENCES[self.rest], 0.5, 1.0
 
     @arguments(num_items_in_batch=DIVISOR)
     def forward(
-        self, student_input, student_weight, teacher_logprobs, teacher_indices, true_labels=None, student_bias=None, *,
-        mask=None, num_items_in_batch=None,
-    ):  # fmt: skip
+        self, student_input: Tensor, student_weight: Tensor, teacher_logprobs: Tensor, teacher_indices: Tensor,
+        true_labels: Tensor | None = None, student_bias: Tensor | None = None, *, mask: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """The loss of a batch.
 
         Args:
-            teacher_logprobs: (..., k), any floating dtype. Entries of -inf fill up rows that have fewer; a row of
-                nothing else has no distance.
-            teacher_indices: (..., k), int64 or int32, the class of each; those of one row differ, but for -inf.
+            teacher_logprobs: (..., k), any floating dtype, in nats. Rows with fewer classes are padded with -inf; a row
+                of -inf only has distance 0.
+            teacher_indices: (..., k), int64 or int32, the class of each; distinct within a row, except for padding.
             student_input, student_weight, true_labels, student_bias, mask, num_items_in_batch: as in
                 :meth:`FusedLinearJSDLoss.forward`.
 
-        Returns, raises: as there.
+        Returns:
+            As :meth:`FusedLinearJSDLoss.forward`.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as :meth:`FusedLinearJSDLoss.forward`; RuntimeError also for an index
+                that is not a class, on the CPU.
         """
         rows = self._rows(student_input, true_labels, mask)
         logprobs, indices = (
-            self._of_tokens(rows, student_input, name, tensor)
+            self._flatten_teacher(rows, student_input, name, tensor)
             for name, tensor in (("teacher_logprobs", teacher_logprobs), ("teacher_indices", teacher_indices))
         )
         check_floating(rows.op, "teacher_logprobs", teacher_logprobs)

@@ -1,13 +1,15 @@
-"""Losses of policy optimisation on sampled answers: GRPO with its relatives, and PPO.
+"""Losses of policy optimisation on sampled answers: GRPO with its variants, and PPO.
 
-docs/losses.md defines every term. Of a loss whose importance weights are per token, a token's gradient depends on that
-token alone: logits are kept a chunk of tokens at a time, whatever the lengths. Importance weights of whole sequences
-keep the logits of one sequence.
+docs/losses.md defines every term. With importance weights per token, the gradient of a token depends on that token
+alone, and a chunk is any number of tokens. With importance weights per sequence, a chunk is one sequence or more.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from .._core.arguments import (
     COUNT,
@@ -21,45 +23,55 @@ from .._core.arguments import (
     LayerNames,
     arguments,
 )
-from ._batch import as_scalar, either, sigmoid
-from .base import FusedLinearLoss, choice
+from ._batch import as_scalar, sigmoid, where_scalar
+from .base import FusedLinearLoss, check_choice
 
-GRPO_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+GRPO_LOSS_TYPES: tuple[GRPOLossType, ...] = get_args(GRPOLossType)
+ImportanceSamplingLevel = Literal["token", "sequence"]
 
 
 class PolicyMetrics(NamedTuple):
-    """Means over the tokens that count, and the log-probabilities (S, L), without gradients.
+    """Metrics of policy optimisation, without gradients; means are over valid tokens.
 
-    ``clip_ratio``: the share of tokens whose importance weight is clipped; 0 with sapo, which clips none.
+    Attributes:
+        kl: scalar, the mean KL divergence from the reference in nats; None without a reference.
+        logprobs: (S, L) log-probabilities of the tokens in nats; 0 at ignored tokens.
+        entropy: scalar, the mean entropy in nats; None if ``entropy_coef`` is 0.
+        clip_ratio: scalar, the fraction of tokens whose importance weight is clipped; 0 with sapo, which does not clip.
     """
 
-    kl: torch.Tensor | None
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None
-    clip_ratio: torch.Tensor
+    kl: Tensor | None
+    logprobs: Tensor
+    entropy: Tensor | None
+    clip_ratio: Tensor
 
 
 class FusedLinearGRPOLoss(FusedLinearLoss):
-    """Group relative policy optimisation and its relatives.
+    """Group relative policy optimisation and its variants.
 
     Args:
-        beta: factor of the divergence from the reference model; 0 wants none.
-        use_ref_model: whether there is a reference at all.
-        epsilon_low, epsilon_high: the clip range of importance weights; for cispo ``epsilon_high`` is their largest.
+        beta: factor of the KL divergence from the reference model; 0: no divergence and no reference.
+        use_ref_model: False has the effect of ``beta=0``.
+        epsilon_low, epsilon_high: importance weights are clipped to ``[1 - epsilon_low, 1 + epsilon_high]``; for cispo
+            ``epsilon_high`` is their upper bound.
         loss_type: ``"grpo"`` (arXiv 2402.03300: mean over the tokens of a sequence, then over sequences), ``"bnpo"``
             (mean over all tokens), ``"dr_grpo"`` (2503.20783: over ``max_completion_length``), ``"dapo"`` (2503.14476:
             over ``num_items_in_batch``), ``"cispo"`` (2506.13585) and ``"sapo"`` (2511.20347).
-        max_completion_length: for dr_grpo; None means the length of the batch.
+        max_completion_length: in tokens, for dr_grpo; None means the padded length of the batch.
         importance_sampling_level: ``"token"``, or ``"sequence"`` for GSPO (2507.18071).
-        sapo_temperature_pos, sapo_temperature_neg: of sapo, for positive and other advantages.
-        temperature: that of sampling, which logits are divided by.
-        delta: the upper bound of unclipped importance weights (two-sided clipping); None for none.
-        use_bias_correction_kl: the divergence times the importance weight.
-        entropy_coef: factor of the mean entropy, which is subtracted.
+        sapo_temperature_pos, sapo_temperature_neg: of sapo, for positive and for all other advantages.
+        temperature: the sampling temperature, a divisor of the logits.
+        delta: upper bound of the unclipped importance weights (two-sided clipping); None: no bound.
+        use_bias_correction_kl: multiplies the divergence by the importance weight.
+        entropy_coef: factor of the mean entropy, which is subtracted from the loss.
         options: those of :class:`liger.losses.FusedLinearLoss`.
 
     Raises:
-        ValueError: an unknown loss type or level.
+        TypeError: an option has a wrong type.
+        ValueError: an unknown loss type or level, or an option out of range.
+
+    Source: Shao et al., "DeepSeekMath", arXiv 2402.03300, equation 3; the variants as named above.
     """
 
     names = LayerNames("_input", "lin_weight", "selected_token_ids")
@@ -71,15 +83,17 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         entropy_coef=FINITE,
     )  # fmt: skip
     def __init__(
-        self, *, beta=0.04, use_ref_model=True, epsilon_low=0.2, epsilon_high=0.2, loss_type="dapo",
-        max_completion_length=None, importance_sampling_level="token", sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05, temperature=1.0, delta=None, use_bias_correction_kl=False, entropy_coef=0.0,
-        **options,
-    ):  # fmt: skip
-        level = choice(self, "importance_sampling_level", importance_sampling_level, ("token", "sequence"))
+        self, *, beta: float = 0.04, use_ref_model: bool = True, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
+        loss_type: GRPOLossType = "dapo", max_completion_length: int | None = None,
+        importance_sampling_level: ImportanceSamplingLevel = "token", sapo_temperature_pos: float = 1.0,
+        sapo_temperature_neg: float = 1.05, temperature: float = 1.0, delta: float | None = None,
+        use_bias_correction_kl: bool = False, entropy_coef: float = 0.0, **options: Any,
+    ) -> None:  # fmt: skip
+        levels = get_args(ImportanceSamplingLevel)
+        level = check_choice(self, "importance_sampling_level", importance_sampling_level, levels)
         self.unit, self.uses_entropy = level, entropy_coef != 0.0
         super().__init__(temperature=temperature, **options)
-        self.loss_type = choice(self, "loss_type", loss_type, GRPO_LOSS_TYPES)
+        self.loss_type = check_choice(self, "loss_type", loss_type, GRPO_LOSS_TYPES)
         self.beta = beta if use_ref_model else 0.0
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.max_completion_length, self.use_bias_correction_kl = (
@@ -90,94 +104,116 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         self.entropy_coef = entropy_coef
 
     def _ratio(self, logprobs, old, mask):
-        """Importance weights, per token or (sequences, 1)."""
+        """Importance weights: in the shape of logprobs, or (sequences, 1)."""
         difference = logprobs - old
         if self.unit == "sequence":
             difference = (difference * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
         return difference.exp()
 
     def _kl(self, logprobs, ref):
-        """The estimate of the divergence by Schulman, never negative."""
+        """The k3 estimator of the KL divergence (Schulman, "Approximating KL divergence", 2020), never negative."""
         return (ref - logprobs).expm1() - (ref - logprobs)
 
     def compute(
-        self, logprobs, entropy, *, weight, mask, advantages, old=None, ref=None, sampler_ratio=None, tokens=None
-    ):  # fmt: skip
+        self, logprobs: Tensor, entropy: Tensor | None, *, weight: Tensor, mask: Tensor, advantages: Tensor,
+        old: Tensor | None = None, ref: Tensor | None = None, sampler_ratio: Tensor | None = None,
+        tokens: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         ratio = self._ratio(logprobs, logprobs.detach() if old is None else old, mask)
         if self.loss_type == "cispo":
             losses = -ratio.clamp(max=self.epsilon_high).detach() * advantages * logprobs
         elif self.loss_type == "sapo":
-            tau = either(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, ratio)
+            tau = where_scalar(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, ratio)
             losses = -advantages * sigmoid(tau * (ratio - 1)) * 4 / tau
         else:
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
-            free = ratio if self.delta is None else ratio.clamp(max=self.delta)
-            losses = -torch.minimum(free * advantages, clipped * advantages)
+            unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
+            losses = -torch.minimum(unclipped * advantages, clipped * advantages)
         if sampler_ratio is not None:
             losses = losses * sampler_ratio
         if ref is not None:
             kl = self._kl(logprobs, ref)
             losses = losses + self.beta * (kl * ratio if self.use_bias_correction_kl else kl)
-        # What the mask leaves out may not reach the sum, not even as 0 * inf.
+        # Ignored tokens may have infinite losses, which a factor of 0 would turn into NaN.
         losses = torch.where(mask, losses, 0.0) * weight
-        if entropy is None:
+        if entropy is None or tokens is None:
             return losses
         return losses - self.entropy_coef * torch.where(mask, entropy, 0.0) / tokens
 
     def _weights(self, batch, num_items_in_batch):
-        """(S,) what the loss of a token counts."""
+        """(S,) weight of the loss of each token of a sequence."""
         lengths = batch.lengths()
         sequences, length = batch.shape
         count = max(sequences, 1)
         if self.loss_type in ("grpo", "sapo"):
             if num_items_in_batch is not None:
                 count = as_scalar("num_items_in_batch", num_items_in_batch, batch)
-            return (lengths.clamp_min(1) * count).to(batch.wide).reciprocal()
+            return (lengths.clamp_min(1) * count).to(batch.accumulate_dtype).reciprocal()
         if self.loss_type == "dr_grpo":
             divisor = count * (self.max_completion_length or length)
         else:
             divisor = lengths.sum().clamp_min(1)
         if num_items_in_batch is not None and self.loss_type != "dr_grpo":
             divisor = as_scalar("num_items_in_batch", num_items_in_batch, batch).clamp_min(1)
-        return batch.live.new_ones(sequences, dtype=batch.wide) / divisor
+        return batch.valid.new_ones(sequences, dtype=batch.accumulate_dtype) / divisor
 
     def _per_token(self, batch, name, tensor):
-        """Numbers per token as ``compute`` sees them; None stays None."""
+        """A tensor with one value per token in the shape of ``compute``'s arguments; None for None."""
         if tensor is None:
             return None
         batch.check(name, tensor, batch.token_shape)
-        return batch.rows(tensor, self.ignore_index) if self.unit == "token" else batch.sequences(tensor)
+        if self.unit == "token":
+            return batch.valid_rows(tensor, self.ignore_index)
+        return batch.padded_valid(tensor)
+
+    def _per_sequence(self, batch, tensor):
+        """A tensor (S,), expanded to all tokens in the shape of ``compute``'s arguments."""
+        return batch.spread(tensor) if self.unit == "token" else tensor.unsqueeze(-1).expand(batch.shape)
+
+    def _per_token_or_sequence(self, batch, name, tensor):
+        if tensor is None or tensor.shape == batch.token_shape:
+            return self._per_token(batch, name, tensor)
+        return self._per_sequence(batch, batch.upcast(tensor).reshape(-1))
 
     @arguments(optional=("attention_mask",), num_items_in_batch=ITEMS, max_length=INTEGER)
     def forward(
-        self, _input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, ref_per_token_logps=None,
-        old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, vllm_is_ratio=None,
-        num_items_in_batch=None, *, cu_seqlens=None, max_length=None,
-    ):  # fmt: skip
+        self, _input: Tensor, lin_weight: Tensor, selected_token_ids: Tensor, attention_mask: Tensor | None,
+        advantages: Tensor, bias: Tensor | None = None, ref_per_token_logps: Tensor | None = None,
+        old_per_token_logps: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, vllm_is_ratio: Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None, *, cu_seqlens: Tensor | None = None,
+        max_length: int | None = None,
+    ) -> tuple[Tensor, PolicyMetrics]:  # fmt: skip
         """The loss of sampled answers, and its metrics.
 
         Args:
-            _input: (S, L, H) hidden states; or packed, (T, H) or (1, T, H).
-            lin_weight: (V, H), of the projection.
-            selected_token_ids: (S, L), (T,) or (1, T): the tokens that were sampled.
-            attention_mask: shaped as they are, 0 for tokens that do not count; None for none but ``ignore_index``.
-            advantages: (S,), or one per token.
-            bias: (V,).
-            ref_per_token_logps: log-probabilities of the reference model, per token.
-            old_per_token_logps: those when the answers were sampled; None where the policy is still the same.
-            ref_input, ref_weight, ref_bias: the reference model, in place of its log-probabilities: one more product.
-            vllm_is_ratio: (S,), (S, 1) or per token: factors that correct for the sampler's own probabilities.
-            num_items_in_batch: takes the place of what the sum is divided by: the number of tokens (of sequences for
-                grpo and sapo; nothing for dr_grpo). Where gradients are averaged over processes, that of all of them
-                over the number of processes.
-            cu_seqlens, max_length: of a packed batch, (S + 1,) where sequences begin, and the longest length.
+            _input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
+                same dtype for lin_weight and bias.
+            lin_weight: (V, H).
+            selected_token_ids: (S, L), (T,) or (1, T), int64 or int32: the sampled tokens.
+            attention_mask: the shape of selected_token_ids, 0 at tokens to ignore; None: only tokens equal to
+                ``ignore_index`` are ignored.
+            advantages: (S,), or the shape of selected_token_ids.
+            bias: (V,) or None.
+            ref_per_token_logps: log-probabilities of the reference model, in the shape of selected_token_ids.
+            old_per_token_logps: log-probabilities of the policy that sampled the answers, in the same shape; None means
+                that the policy has not changed since.
+            ref_input, ref_weight, ref_bias: the reference model, instead of its log-probabilities. It costs one GEMM.
+            vllm_is_ratio: (S,), (S, 1) or the shape of selected_token_ids: factors of the loss that correct for
+                different probabilities of the sampler.
+            num_items_in_batch: the divisor of the sum, a number or a tensor with one element; None means the number of
+                valid tokens (of sequences for grpo and sapo). Without effect for dr_grpo. If gradients are averaged
+                over processes, pass the global number over the number of processes.
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
+                length.
 
         Returns:
-            (the loss, :class:`PolicyMetrics`).
+            (loss, :class:`PolicyMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
 
         Raises:
-            ValueError: no reference, with beta other than 0.
-            RuntimeError: shapes that do not fit, another vocabulary of the reference.
+            TypeError: an argument has a wrong type.
+            ValueError: no reference although beta is not 0.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies.
         """
         batch = self.batch(
             _input, selected_token_ids, mask=attention_mask, cu_seqlens=cu_seqlens, max_length=max_length,
@@ -199,23 +235,13 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             batch.check(
                 "vllm_is_ratio", vllm_is_ratio, batch.token_shape, batch.shape[:1], (batch.shape[0], 1)
             )
-        by_token = self.unit == "token"
-
-        def of_sequences(tensor):
-            return batch.spread(tensor) if by_token else tensor.unsqueeze(-1).expand(batch.shape)
-
-        def spread(tensor):
-            if tensor is None or tensor.shape == batch.token_shape:
-                return self._per_token(batch, "", tensor)
-            return of_sequences(batch.floats(tensor).reshape(-1))
-
         given = {
-            "weight": of_sequences(self._weights(batch, num_items_in_batch)),
-            "mask": batch.target != self.ignore_index if by_token else batch.live,
-            "advantages": spread(advantages),
+            "weight": self._per_sequence(batch, self._weights(batch, num_items_in_batch)),
+            "mask": batch.target != self.ignore_index if self.unit == "token" else batch.valid,
+            "advantages": self._per_token_or_sequence(batch, "advantages", advantages),
             "old": self._per_token(batch, "old_per_token_logps", old_per_token_logps),
             "ref": self._per_token(batch, "ref_per_token_logps", ref_per_token_logps),
-            "sampler_ratio": spread(vllm_is_ratio),
+            "sampler_ratio": self._per_token_or_sequence(batch, "vllm_is_ratio", vllm_is_ratio),
         }
         shared = {}
         if self.uses_entropy:
@@ -229,11 +255,11 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         count = batch.lengths().sum().clamp_min(1)
 
         def mean(x):
-            return torch.where(batch.live, x, 0.0).sum() / count
+            return torch.where(batch.valid, x, 0.0).sum() / count
 
         per_token = advantages.shape == batch.token_shape
-        advantages = batch.sequences(advantages) if per_token else advantages.unsqueeze(-1)
-        ratio = self._ratio(logprobs, logprobs if old is None else batch.sequences(old), batch.live)
+        advantages = batch.padded_valid(advantages) if per_token else advantages.unsqueeze(-1)
+        ratio = self._ratio(logprobs, logprobs if old is None else batch.padded_valid(old), batch.valid)
         if self.loss_type == "sapo":
             clipped = torch.zeros_like(ratio)
         elif self.loss_type == "cispo":
@@ -243,7 +269,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
                 (ratio > 1 + self.epsilon_high) & (advantages > 0)
             )
         return PolicyMetrics(
-            None if ref is None else mean(self._kl(logprobs, batch.sequences(ref))),
+            None if ref is None else mean(self._kl(logprobs, batch.padded_valid(ref))),
             logprobs,
             None if entropy is None else mean(entropy),
             mean(clipped.to(logprobs.dtype)),
@@ -251,16 +277,22 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
 
 
 class FusedLinearPPOLoss(FusedLinearGRPOLoss):
-    """The clipped policy loss of PPO, a mean over tokens: advantages per token, no reference unless ``beta`` is set.
+    """The clipped policy loss of PPO: a mean over tokens, advantages per token, no reference unless ``beta`` is set.
 
     Args:
-        epsilon: the clip range of importance weights, on either side.
-        beta: factor of the divergence from a reference model.
-        options: those of :class:`FusedLinearGRPOLoss`, ``entropy_coef`` among them.
+        epsilon: importance weights are clipped to ``[1 - epsilon, 1 + epsilon]``.
+        beta: factor of the KL divergence from a reference model.
+        loss_type: as in :class:`FusedLinearGRPOLoss`; ``"bnpo"`` is the mean over tokens.
+        options: those of :class:`FusedLinearGRPOLoss`, such as ``entropy_coef``.
+
+    Raises:
+        TypeError, ValueError: as :class:`FusedLinearGRPOLoss`.
 
     Source: Schulman et al., arXiv 1707.06347, equation 7.
     """
 
     @arguments(error=ValueError, epsilon=NOT_NEGATIVE, beta=NOT_NEGATIVE, loss_type=TEXT)
-    def __init__(self, *, epsilon=0.2, beta=0.0, loss_type="bnpo", **options):
+    def __init__(
+        self, *, epsilon: float = 0.2, beta: float = 0.0, loss_type: GRPOLossType = "bnpo", **options: Any
+    ) -> None:  # fmt: skip
         super().__init__(beta=beta, epsilon_low=epsilon, epsilon_high=epsilon, loss_type=loss_type, **options)

@@ -1,12 +1,15 @@
-"""Losses of pairs, a chosen and a rejected answer: DPO, ORPO, CPO, SimPO.
+"""Losses of preference pairs, a chosen and a rejected answer: DPO, ORPO, CPO, SimPO.
 
-The batch holds the chosen sequences, then as many rejected ones, in the same order. docs/losses.md defines every term.
+A batch has all chosen sequences, then all rejected ones in the same order. docs/losses.md defines every term.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .._core.arguments import (
     DIVISOR,
@@ -24,36 +27,42 @@ from .._core.arguments import (
 )
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores, sigmoid
-from .base import FusedLinearLoss, choice
+from .base import FusedLinearLoss, check_choice
 
 
 class PreferenceMetrics(NamedTuple):
-    """What preference training logs, one number per pair except for the first, without gradients.
+    """Metrics of preference training, without gradients, in float32 (float64 for float64 inputs).
 
-    ``chosen_logps`` and ``rejected_logps`` are what the loss saw: sums over the tokens of a sequence, or means of them.
+    Attributes:
+        nll_loss: scalar, the mean negative log-likelihood of the chosen tokens in nats; None without that term.
+        chosen_logps, rejected_logps: (pairs,) log-probabilities of the sequences in nats: sums over their tokens, or
+            means with ``average_log_prob``.
+        chosen_rewards, rejected_rewards: (pairs,) ``beta`` times the difference to the reference's log-probabilities.
     """
 
-    nll_loss: torch.Tensor | None
-    chosen_logps: torch.Tensor
-    rejected_logps: torch.Tensor
-    chosen_rewards: torch.Tensor
-    rejected_rewards: torch.Tensor
+    nll_loss: Tensor | None
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
 
 
 class PreferenceLoss(FusedLinearLoss):
-    """The base of losses of pairs: a subclass defines ``preference_loss``.
+    """Base class of the losses of pairs: a subclass defines ``preference_loss``.
 
-    The loss is the sum over pairs of ``preference_loss`` over the number of pairs, plus, with ``compute_nll_loss``,
-    ``alpha`` times the negative log-likelihood of the chosen tokens over their number. A pair without a token that
-    counts adds nothing to the sum.
+    The loss is the mean of ``preference_loss`` over pairs. ``compute_nll_loss`` adds ``alpha`` times the mean negative
+    log-likelihood of the chosen tokens. A pair without valid tokens adds 0 to the sum.
 
     Args:
         beta: scale of the rewards.
         alpha: factor of the likelihood term.
-        compute_nll_loss: whether there is one.
-        average_log_prob: the log-probability of a sequence is the mean over its tokens, not their sum.
-        use_ref_model: whether log-probabilities are compared with those of a reference model.
+        compute_nll_loss: whether to add the likelihood term.
+        average_log_prob: the log-probability of a sequence is the mean over its tokens instead of their sum.
+        use_ref_model: whether to subtract the log-probabilities of a reference model.
         options: those of :class:`FusedLinearLoss`.
+
+    Raises:
+        TypeError, ValueError: as :class:`FusedLinearLoss`.
     """
 
     unit = "pair"
@@ -64,18 +73,24 @@ class PreferenceLoss(FusedLinearLoss):
         use_ref_model=FLAG,
     )  # fmt: skip
     def __init__(
-        self, *, beta=0.1, alpha=1.0, compute_nll_loss=False, average_log_prob=False, use_ref_model=False, **options
-    ):  # fmt: skip
+        self, *, beta: float = 0.1, alpha: float = 1.0, compute_nll_loss: bool = False, average_log_prob: bool = False,
+        use_ref_model: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**options)
         self.beta, self.alpha, self.compute_nll_loss = beta, alpha, compute_nll_loss
         self.average_log_prob, self.use_ref_model = average_log_prob, use_ref_model
 
-    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
-        """(pairs,) losses of pairs from the log-probabilities of their sequences; those of the reference are 0 where
-        there is none."""
+    def preference_loss(
+        self, chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
+    ) -> Tensor:  # fmt: skip
+        """(pairs,) losses from the (pairs,) log-probabilities of the sequences; those of the reference are 0 without a
+        reference model."""
         raise NotImplementedError(f"{type(self).__name__} defines no preference_loss")
 
-    def compute(self, logprobs, entropy, *, mask, ref_logps, pairs, nll_mask=None, nll_tokens=None):
+    def compute(
+        self, logprobs: Tensor, entropy: Tensor | None, *, mask: Tensor, ref_logps: Tensor, pairs: Tensor,
+        nll_tokens: Tensor, nll_mask: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         lengths = mask.sum(-1)
         scores = sequence_scores(logprobs * mask, lengths, self.average_log_prob)
         losses = self.preference_loss(*scores, *ref_logps)
@@ -86,99 +101,113 @@ class PreferenceLoss(FusedLinearLoss):
 
     @arguments(num_items_in_batch=DIVISOR, max_length=INTEGER)
     def forward(
-        self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, *,
-        ref_logps=None, nll_target=None, nll_mask=None, mask=None, cu_seqlens=None, max_length=None,
-        num_items_in_batch=None,
-    ):  # fmt: skip
+        self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, *,
+        ref_logps: Tensor | None = None, nll_target: Tensor | None = None, nll_mask: Tensor | None = None,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_length: int | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> tuple[Tensor, PreferenceMetrics]:  # fmt: skip
         """The loss of a batch of pairs, and its metrics.
 
         Args:
-            lin_weight: (V, H), of the projection.
+            lin_weight: (V, H), float16, bfloat16, float32 or float64; the same dtype for _input and bias.
             _input: (2 * pairs, L, H) hidden states, the chosen sequences first; or packed, (T, H) or (1, T, H).
-            target: (2 * pairs, L), or (T,) or (1, T): the token that each hidden state is to predict.
-            bias: (V,).
-            ref_input, ref_weight, ref_bias: the same of the reference model, which costs one product.
-            ref_logps: in their place, log-probabilities per token, shaped as target, or their sums per sequence,
-                (2 * pairs,).
-            nll_target: shaped as target, the tokens of the likelihood term; None for those of target. Where a token of
-                a chosen sequence differs from that of target, and both count, its log-probability is computed apart.
-            nll_mask: shaped as target, in place of ``nll_target`` where only more tokens of target are to count
-                (prompts, too): 0 for those that do not count in the likelihood term, whatever ``mask`` is there.
-            mask: shaped as target, 0 for tokens that do not count.
-            cu_seqlens, max_length: of a packed batch, (2 * pairs + 1,) where sequences begin, and the longest length.
-            num_items_in_batch: takes the place of the number of pairs, which the sum is divided by.
+            target: (2 * pairs, L), or (T,) or (1, T), int64 or int32: the class that each hidden state predicts.
+            bias: (V,) or None.
+            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
+            ref_logps: instead of these, log-probabilities of the reference: per token in the shape of target, or sums
+                per sequence, (2 * pairs,).
+            nll_target: the targets of the likelihood term, in the shape of target; None for target itself. If a chosen
+                token has two different valid targets, the log-probability of the second one costs another GEMM.
+            nll_mask: instead of ``nll_target``, if the likelihood term has the same targets but other valid tokens
+                (prompts, for example): the shape of target, 0 at tokens to ignore in that term. ``mask`` does not apply
+                to it.
+            mask: the shape of target, 0 at tokens to ignore.
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (2 * pairs + 1,), int32 or int64, and the
+                longest length.
+            num_items_in_batch: the divisor of the sum over pairs, a number or a tensor with one element; None means the
+                number of pairs.
 
         Returns:
-            (the loss, :class:`PreferenceMetrics`).
+            (loss, :class:`PreferenceMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
 
         Raises:
-            ValueError: a reference that is missing or not wanted, both ``nll_target`` and ``nll_mask``.
-            RuntimeError: an odd number of sequences, shapes that do not fit, another vocabulary of the reference.
+            TypeError: an argument has a wrong type.
+            ValueError: no reference although ``use_ref_model`` is True, a reference although it is False, or both
+                ``nll_target`` and ``nll_mask``.
+            RuntimeError: an odd number of sequences; mismatched shapes, dtypes, devices or vocabularies.
         """
-        where = {"cu_seqlens": cu_seqlens, "max_length": max_length}
-        batch = preferred = likely = self.batch(_input, target, mask=mask, **where)
-        live = of_likelihood = preferred.live
+
+        def make_batch(target, mask=None):
+            return self.batch(_input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
+
+        # batch has the targets of the op; it differs from preference_batch where only the likelihood term is valid.
+        batch = preference_batch = nll_batch = make_batch(target, mask)
+        valid = nll_valid = preference_batch.valid
         half = batch.shape[0] // 2
         if nll_target is not None and nll_mask is not None:
             raise ValueError(f"{batch.op}: both nll_target and nll_mask were given, expected one of them")
         for name, tensor in (("nll_target", nll_target), ("nll_mask", nll_mask)):
             if tensor is not None:
-                preferred.check(name, tensor, target.shape)
+                preference_batch.check(name, tensor, target.shape)
         if self.compute_nll_loss and nll_target is not None:
             check_indices(batch.op, "nll_target", nll_target)
-            likely = self.batch(_input, nll_target, **where)
+            nll_batch = make_batch(nll_target)
         elif self.compute_nll_loss and nll_mask is not None:
-            likely = self.batch(_input, target, mask=nll_mask, **where)
-        if likely is not preferred:
-            both = torch.where(preferred.target != self.ignore_index, preferred.target, likely.target)
-            batch = self.batch(_input, both.view(target.shape), **where)
-            of_likelihood = likely.live & batch.placed(likely.target == batch.target)
-        nll_tokens = likely.live[:half].sum().clamp_min(1)
+            nll_batch = make_batch(target, nll_mask)
+        if nll_batch is not preference_batch:
+            merged = torch.where(
+                preference_batch.target != self.ignore_index, preference_batch.target, nll_batch.target
+            )
+            batch = make_batch(merged.view(target.shape))
+            nll_valid = nll_batch.valid & batch.padded(nll_batch.target == batch.target)
+        nll_tokens = nll_batch.valid[:half].sum().clamp_min(1)
         pairs = max(batch.shape[0] // 2, 1) if num_items_in_batch is None else num_items_in_batch
         ref_logps = self.reference_scores(
-            preferred, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
+            preference_batch, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
             self.average_log_prob,
         )  # fmt: skip
         loss, logprobs, _ = self.run(
             batch, lin_weight, bias,
             given={
-                "mask": live, "ref_logps": ref_logps, "nll_mask": of_likelihood if self.compute_nll_loss else None,
+                "mask": valid, "ref_logps": ref_logps, "nll_mask": nll_valid if self.compute_nll_loss else None,
             },
             shared={"pairs": as_scalar("num_items_in_batch", pairs, batch), "nll_tokens": nll_tokens},
         )  # fmt: skip
-        scores = sequence_scores(logprobs * live, live.sum(-1), self.average_log_prob)
+        scores = sequence_scores(logprobs * valid, valid.sum(-1), self.average_log_prob)
         rewards = self.beta * (scores - ref_logps)
         nll_loss = None
         if self.compute_nll_loss:
-            nll_loss = -(logprobs * of_likelihood)[:half].sum() / nll_tokens
+            nll_loss = -(logprobs * nll_valid)[:half].sum() / nll_tokens
             if nll_target is not None:
-                others = self._of_other_tokens(batch, likely, lin_weight, bias) / nll_tokens
+                others = self._sum_of_other_targets(batch, nll_batch, lin_weight, bias) / nll_tokens
                 loss, nll_loss = loss - self.alpha * others, nll_loss - others.detach()
         return loss, PreferenceMetrics(nll_loss, scores[:half], scores[half:], rewards[:half], rewards[half:])
 
-    def _of_other_tokens(self, batch, likely, weight, bias):
-        """The sum of the log-probabilities of chosen tokens of ``likely`` where those of ``batch`` are others."""
+    def _sum_of_other_targets(self, batch, nll_batch, weight, bias):
+        """The sum of the log-probabilities of ``nll_batch``'s targets of chosen tokens that differ from ``batch``'s."""
         chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
-        other = torch.where(chosen & (likely.target != batch.target), likely.target, self.ignore_index)
+        other = torch.where(chosen & (nll_batch.target != batch.target), nll_batch.target, self.ignore_index)
         options = self.temperature, self.ignore_index, self.softcap, self.memory_budget
         return fused_linear_logprobs(batch.hidden, weight, other, bias, *options).sum()
 
 
 # --- DPO ----------------------------------------------------------------------------------------------------------
 
-DPO_LOSS_TYPES = (
+DPOLossType = Literal[
     "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
     "discopop",
-)  # fmt: skip
+]  # fmt: skip
+DPO_LOSS_TYPES: tuple[DPOLossType, ...] = get_args(DPOLossType)
 
 
 def _smoothed_sigmoid(x, smoothing):
-    """The cross entropy of ``sigmoid(x)`` with the label 1, which is wrong with probability ``smoothing``."""
+    """Cross entropy of ``sigmoid(x)`` with the label 1, smoothed by the probability ``smoothing`` of the label 0."""
     return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
 
 
 class FusedLinearDPOLoss(PreferenceLoss):
-    """Direct preference optimisation, with the losses that go by its name.
+    """Direct preference optimisation and its variants.
 
     Args:
         beta, alpha, compute_nll_loss, average_log_prob, use_ref_model: as in :class:`PreferenceLoss`.
@@ -189,10 +218,13 @@ class FusedLinearDPOLoss(PreferenceLoss):
         label_smoothing: the probability that a label is wrong; for sigmoid, robust (below 0.5) and exo_pair (positive;
             0 stands for 1e-3).
         discopop_tau: temperature of discopop.
-        options: those of :class:`FusedLinearLoss`.
+        options: those of :class:`PreferenceLoss`.
 
     Raises:
-        ValueError: an unknown loss type, a label smoothing out of range.
+        TypeError: an option has a wrong type.
+        ValueError: an unknown loss type, or an option out of range.
+
+    Source: Rafailov et al., arXiv 2305.18290, equation 7; the variants as named above, with the formulas of TRL.
     """
 
     @arguments(
@@ -200,12 +232,13 @@ class FusedLinearDPOLoss(PreferenceLoss):
         use_ref_model=FLAG,
     )  # fmt: skip
     def __init__(
-        self, *, loss_type="sigmoid", beta=0.1, label_smoothing=0.0, discopop_tau=0.05, use_ref_model=True, **options
-    ):  # fmt: skip
+        self, *, loss_type: DPOLossType = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
+        discopop_tau: float = 0.05, use_ref_model: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(beta=beta, use_ref_model=use_ref_model, **options)
-        self.loss_type = choice(self, "loss_type", loss_type, DPO_LOSS_TYPES)
+        self.loss_type = check_choice(self, "loss_type", loss_type, DPO_LOSS_TYPES)
         if loss_type in ("ipo", "sppo_hard"):
-            # Their target margins are divided by beta.
+            # Their target margin is inversely proportional to beta.
             check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
         below = 0.5 if loss_type == "robust" else 1.0
         if not 0.0 <= label_smoothing < below:
@@ -215,7 +248,9 @@ class FusedLinearDPOLoss(PreferenceLoss):
         self.label_smoothing, self.discopop_tau = label_smoothing, discopop_tau
         self.average_log_prob |= loss_type == "ipo"
 
-    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+    def preference_loss(
+        self, chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
+    ) -> Tensor:  # fmt: skip
         chosen, rejected = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
         a, b = self.beta * chosen, self.beta * rejected
         margin, smoothing = a - b, self.label_smoothing
@@ -248,34 +283,42 @@ class FusedLinearDPOLoss(PreferenceLoss):
         return sigmoid(-margin / self.discopop_tau) * -F.logsigmoid(margin) + mix * torch.exp(-margin)
 
 
-# --- without a reference ------------------------------------------------------------------------------------------
+# --- without a reference model ------------------------------------------------------------------------------------
 
 
 def _log1mexp(x):
-    """``log(1 - exp(x))`` of x <= 0, finite at 0."""
+    """``log(1 - exp(x))`` for x <= 0, finite at 0."""
     x = x.clamp_max(-torch.finfo(x.dtype).eps)
     return torch.where(x > -0.693, torch.log(-torch.expm1(x)), torch.log1p(-torch.exp(x)))
 
 
 class FusedLinearORPOLoss(PreferenceLoss):
-    """Odds ratio preference optimisation: the likelihood of the chosen answers and ``beta`` times the log-odds term.
+    """Odds ratio preference optimisation: negative log-likelihood of the chosen answers, and ``beta`` times the
+    odds-ratio term.
 
     Args:
-        beta, compute_nll_loss, options: as in :class:`PreferenceLoss`.
+        beta: factor of the odds-ratio term.
+        compute_nll_loss, options: as in :class:`PreferenceLoss`. Log-probabilities of sequences are means over tokens.
+
+    Raises:
+        TypeError, ValueError: as :class:`PreferenceLoss`.
 
     Source: Hong et al., arXiv 2403.07691, equations 4 to 7.
     """
 
     @arguments(error=ValueError, beta=NOT_NEGATIVE, compute_nll_loss=FLAG)
-    def __init__(self, *, beta=0.1, compute_nll_loss=True, **options):
+    def __init__(self, *, beta: float = 0.1, compute_nll_loss: bool = True, **options: Any) -> None:
         super().__init__(beta=beta, compute_nll_loss=compute_nll_loss, average_log_prob=True, **options)
 
-    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+    def preference_loss(
+        self, chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
+    ) -> Tensor:  # fmt: skip
         log_odds = chosen_logps - rejected_logps - (_log1mexp(chosen_logps) - _log1mexp(rejected_logps))
         return -self.beta * F.logsigmoid(log_odds)
 
 
-CPO_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
+CPOLossType = Literal["sigmoid", "hinge", "ipo"]
+CPO_LOSS_TYPES: tuple[CPOLossType, ...] = get_args(CPOLossType)
 
 
 class FusedLinearCPOLoss(PreferenceLoss):
@@ -286,6 +329,10 @@ class FusedLinearCPOLoss(PreferenceLoss):
         loss_type: ``"sigmoid"``, ``"hinge"`` or ``"ipo"``.
         label_smoothing: the probability that a label is wrong, for sigmoid.
 
+    Raises:
+        TypeError: an option has a wrong type.
+        ValueError: an unknown loss type, or an option out of range.
+
     Source: Xu et al., arXiv 2401.08417.
     """
 
@@ -294,15 +341,18 @@ class FusedLinearCPOLoss(PreferenceLoss):
         compute_nll_loss=FLAG,
     )  # fmt: skip
     def __init__(
-        self, *, beta=0.1, alpha=1.0, label_smoothing=0.0, loss_type="sigmoid", compute_nll_loss=True, **options
-    ):  # fmt: skip
+        self, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,
+        loss_type: CPOLossType = "sigmoid", compute_nll_loss: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss, **options)
-        self.loss_type = choice(self, "loss_type", loss_type, CPO_LOSS_TYPES)
+        self.loss_type = check_choice(self, "loss_type", loss_type, CPO_LOSS_TYPES)
         if loss_type == "ipo":
             check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
         self.label_smoothing = label_smoothing
 
-    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+    def preference_loss(
+        self, chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
+    ) -> Tensor:  # fmt: skip
         difference = chosen_logps - rejected_logps
         if self.loss_type == "ipo":
             return (difference - 1 / (2 * self.beta)).square()
@@ -312,12 +362,15 @@ class FusedLinearCPOLoss(PreferenceLoss):
 
 
 class FusedLinearSimPOLoss(PreferenceLoss):
-    """Simple preference optimisation: means over tokens, and a target margin ``gamma``.
+    """Simple preference optimisation: length-normalised rewards without a reference, and a target margin ``gamma``.
 
     Args:
         beta, alpha, compute_nll_loss, options: as in :class:`PreferenceLoss`.
-        gamma: the margin by which the scaled mean of the chosen answer is to be larger.
+        gamma: target margin between the rewards of the chosen and the rejected answer.
         label_smoothing: the probability that a label is wrong.
+
+    Raises:
+        TypeError, ValueError: as :class:`PreferenceLoss`.
 
     Source: Meng et al., arXiv 2405.14734.
     """
@@ -327,13 +380,16 @@ class FusedLinearSimPOLoss(PreferenceLoss):
         compute_nll_loss=FLAG,
     )  # fmt: skip
     def __init__(
-        self, *, beta=0.1, alpha=1.0, gamma=0.5, label_smoothing=0.0, compute_nll_loss=True, **options
-    ):  # fmt: skip
+        self, *, beta: float = 0.1, alpha: float = 1.0, gamma: float = 0.5, label_smoothing: float = 0.0,
+        compute_nll_loss: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(
             beta=beta, alpha=alpha, compute_nll_loss=compute_nll_loss, average_log_prob=True, **options
         )
         self.gamma, self.label_smoothing = gamma, label_smoothing
 
-    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+    def preference_loss(
+        self, chosen_logps: Tensor, rejected_logps: Tensor, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
+    ) -> Tensor:  # fmt: skip
         margin = self.beta * (chosen_logps - rejected_logps) - self.gamma
         return _smoothed_sigmoid(margin, self.label_smoothing)

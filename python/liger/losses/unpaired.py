@@ -1,8 +1,11 @@
-"""Losses of single answers that are marked desirable or not: KTO."""
+"""Losses of single answers with a binary label, desirable or undesirable: KTO."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from .._core.arguments import (
     DIVISOR,
@@ -14,34 +17,41 @@ from .._core.arguments import (
     LayerNames,
     arguments,
 )
-from ._batch import as_scalar, either, sequence_scores, sigmoid
-from .base import FusedLinearLoss, choice
+from ._batch import as_scalar, sequence_scores, sigmoid, where_scalar
+from .base import FusedLinearLoss, check_choice
 
-KTO_LOSS_TYPES = ("kto", "apo_zero_unpaired")
+KTOLossType = Literal["kto", "apo_zero_unpaired"]
+KTO_LOSS_TYPES: tuple[KTOLossType, ...] = get_args(KTOLossType)
 
 
 class KTOMetrics(NamedTuple):
-    """Sums over the desirable ("chosen") and the other ("rejected") sequences, without gradients."""
+    """Sums over the desirable ("chosen") and the undesirable ("rejected") sequences: scalars without gradients.
 
-    chosen_logps_sum: torch.Tensor
-    rejected_logps_sum: torch.Tensor
-    chosen_rewards_sum: torch.Tensor
-    rejected_rewards_sum: torch.Tensor
+    Attributes:
+        chosen_logps_sum, rejected_logps_sum: of the log-probabilities of the sequences, in nats.
+        chosen_rewards_sum, rejected_rewards_sum: of ``beta`` times their difference to the reference.
+    """
+
+    chosen_logps_sum: Tensor
+    rejected_logps_sum: Tensor
+    chosen_rewards_sum: Tensor
+    rejected_rewards_sum: Tensor
 
 
 class FusedLinearKTOLoss(FusedLinearLoss):
-    """Kahneman-Tversky optimisation, a mean over sequences; one without a token that counts adds nothing to the sum.
+    """Kahneman-Tversky optimisation: a mean over sequences. A sequence without valid tokens adds 0 to the sum.
 
     Args:
         beta: scale of the rewards.
-        use_ref_model: whether log-probabilities are compared with those of a reference model.
-        average_log_prob: the log-probability of a sequence is the mean over its tokens, not their sum.
-        loss_type: ``"kto"``, or ``"apo_zero_unpaired"`` (arXiv 2408.06266), which has no divergence.
-        desirable_weight, undesirable_weight: factors of the losses of either kind.
+        use_ref_model: whether to subtract the log-probabilities of a reference model.
+        average_log_prob: the log-probability of a sequence is the mean over its tokens instead of their sum.
+        loss_type: ``"kto"``, or ``"apo_zero_unpaired"`` (arXiv 2408.06266), which does not subtract ``kl``.
+        desirable_weight, undesirable_weight: factors of the losses of desirable and of undesirable answers.
         options: those of :class:`FusedLinearLoss`.
 
     Raises:
-        ValueError: an unknown loss type.
+        TypeError: an option has a wrong type.
+        ValueError: an unknown loss type, or an option out of range.
 
     Source: Ethayarajh et al., arXiv 2402.01306, equation 7.
     """
@@ -54,48 +64,60 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         desirable_weight=NOT_NEGATIVE, undesirable_weight=NOT_NEGATIVE,
     )  # fmt: skip
     def __init__(
-        self, *, beta=0.1, use_ref_model=True, average_log_prob=False, loss_type="kto", desirable_weight=1.0,
-        undesirable_weight=1.0, **options,
-    ):  # fmt: skip
+        self, *, beta: float = 0.1, use_ref_model: bool = True, average_log_prob: bool = False,
+        loss_type: KTOLossType = "kto", desirable_weight: float = 1.0, undesirable_weight: float = 1.0, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__(**options)
-        self.loss_type = choice(self, "loss_type", loss_type, KTO_LOSS_TYPES)
+        self.loss_type = check_choice(self, "loss_type", loss_type, KTO_LOSS_TYPES)
         self.beta, self.use_ref_model, self.average_log_prob = beta, use_ref_model, average_log_prob
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
-    def compute(self, logprobs, entropy, *, mask, ref_logps, desirable, kl, sequences):
+    def compute(
+        self, logprobs: Tensor, entropy: Tensor | None, *, mask: Tensor, ref_logps: Tensor, desirable: Tensor,
+        kl: Tensor, sequences: Tensor,
+    ) -> Tensor:  # fmt: skip
         lengths = mask.sum(-1)
         ratio = sequence_scores(logprobs * mask, lengths, self.average_log_prob) - ref_logps - kl
-        losses = sigmoid(either(desirable, -self.beta, self.beta, ratio) * ratio)
-        weight = either(desirable, self.desirable_weight, self.undesirable_weight, ratio)
+        losses = sigmoid(where_scalar(desirable, -self.beta, self.beta, ratio) * ratio)
+        weight = where_scalar(desirable, self.desirable_weight, self.undesirable_weight, ratio)
         return torch.where(lengths > 0, losses * weight, 0.0) / sequences
 
     @arguments(num_items_in_batch=DIVISOR, max_length=INTEGER, kl=NUMBER_OR_TENSOR)
     def forward(
-        self, _input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, ref_weight=None,
-        ref_bias=None, kl=None, *, ref_logps=None, mask=None, cu_seqlens=None, max_length=None,
-        num_items_in_batch=None,
-    ):  # fmt: skip
+        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        preference_labels: Tensor | None = None, ref_input: Tensor | None = None, ref_weight: Tensor | None = None,
+        ref_bias: Tensor | None = None, kl: float | Tensor | None = None, *, ref_logps: Tensor | None = None,
+        mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_length: int | None = None,
+        num_items_in_batch: float | Tensor | None = None,
+    ) -> tuple[Tensor, KTOMetrics]:  # fmt: skip
         """The loss of a batch of answers, and its metrics.
 
         Args:
-            _input: (S, L, H) hidden states; or packed, (T, H) or (1, T, H).
-            lin_weight: (V, H), of the projection.
-            target: (S, L), (T,) or (1, T): the token that each hidden state is to predict.
-            bias: (V,).
+            _input: (S, L, H) hidden states, or packed, (T, H) or (1, T, H); float16, bfloat16, float32 or float64, the
+                same dtype for lin_weight and bias.
+            lin_weight: (V, H).
+            target: (S, L), (T,) or (1, T), int64 or int32: the class that each hidden state predicts.
+            bias: (V,) or None.
             preference_labels: (S,), true or 1 for desirable answers.
-            ref_input, ref_weight, ref_bias: the same of the reference model, which costs one product.
-            kl: one element, the divergence from the reference, for example from :meth:`estimate_kl`; None means 0.
-            ref_logps: in place of the reference model, log-probabilities per token, or their sums per sequence, (S,).
-            mask: shaped as target, 0 for tokens that do not count.
-            cu_seqlens, max_length: of a packed batch, (S + 1,) where sequences begin, and the longest length.
-            num_items_in_batch: takes the place of the number of sequences, which the sum is divided by.
+            ref_input, ref_weight, ref_bias: the same for the reference model. They cost one GEMM.
+            kl: a number or a tensor with one element, the KL divergence from the reference in nats, for example from
+                :meth:`estimate_kl`; None means 0.
+            ref_logps: instead of the reference model, its log-probabilities per token in the shape of target, or their
+                sums per sequence, (S,).
+            mask: the shape of target, 0 at tokens to ignore.
+            cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
+                length.
+            num_items_in_batch: the divisor of the sum over sequences, a number or a tensor with one element; None means
+                the number of sequences.
 
         Returns:
-            (the loss, :class:`KTOMetrics`).
+            (loss, :class:`KTOMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
 
         Raises:
-            ValueError: no preference labels; a reference that is missing or not wanted.
-            RuntimeError: shapes that do not fit, another vocabulary of the reference.
+            TypeError: an argument has a wrong type.
+            ValueError: no preference labels; no reference although ``use_ref_model`` is True, or a reference although
+                it is False.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies.
         """
         batch = self.batch(_input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         if preference_labels is None:
@@ -113,7 +135,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
             kl = 0.0
         loss, logprobs, _ = self.run(
             batch, lin_weight, bias,
-            given={"mask": batch.live, "ref_logps": ref_logps, "desirable": desirable},
+            given={"mask": batch.valid, "ref_logps": ref_logps, "desirable": desirable},
             shared={"kl": as_scalar("kl", kl, batch), "sequences": as_scalar("num_items_in_batch", sequences, batch)},
         )  # fmt: skip
         scores = sequence_scores(logprobs, batch.lengths(), self.average_log_prob)
@@ -126,17 +148,31 @@ class FusedLinearKTOLoss(FusedLinearLoss):
     @torch.no_grad()
     @arguments(max_length=INTEGER)
     def estimate_kl(
-        self, _input, lin_weight, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None, *,
-        ref_logps=None, mask=None, cu_seqlens=None, max_length=None,
-    ):  # fmt: skip
-        """The divergence that :meth:`forward` takes as ``kl``: of answers that belong to other prompts, the mean of the
-        log-ratios of policy and reference, at least 0. Arguments as there. Average it over processes where there are
-        several."""
+        self, _input: Tensor, lin_weight: Tensor, target: Tensor, bias: Tensor | None = None,
+        ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, *,
+        ref_logps: Tensor | None = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        max_length: int | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Estimates the KL divergence that :meth:`forward` takes as ``kl``, from answers paired with other prompts.
+
+        Arguments are those of :meth:`forward`; ``target`` has the mismatched answers.
+
+        Returns:
+            A scalar in nats: the mean over sequences of the log-ratio of policy and reference, clamped to at least 0.
+            In distributed training, average it over processes.
+
+        Raises:
+            ValueError: no reference.
+            RuntimeError: mismatched shapes, dtypes, devices or vocabularies.
+
+        Source: the reference point of Ethayarajh et al., arXiv 2402.01306.
+        """
         batch = self.batch(_input, target, mask=mask, cu_seqlens=cu_seqlens, max_length=max_length)
         ref_logps = self.reference_scores(
             batch, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, True, self.average_log_prob
         )
         own = self.reference(batch, lin_weight, _input, lin_weight, bias)
-        scores = sequence_scores(batch.sequences(own), batch.lengths(), self.average_log_prob)
+        scores = sequence_scores(batch.padded_valid(own), batch.lengths(), self.average_log_prob)
         mean = (scores - ref_logps).sum() / max(batch.shape[0], 1)
-        return (mean if batch.fits is None else mean * batch.fits).clamp_min(0.0)
+        factor = batch.packing_factor
+        return (mean if factor is None else mean * factor).clamp_min(0.0)

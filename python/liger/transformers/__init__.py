@@ -1,4 +1,8 @@
-"""Hugging Face models on the ops of liger: one call patches a model, another restores it. docs/patching.md explains."""
+"""Patching of Hugging Face models: one call replaces modules by liger, another restores them (docs/patching.md)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from ._architectures import (
     apply_liger_kernel_to_llama,
@@ -23,8 +27,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
-    # The auto classes of transformers import much more than patching needs.
+if TYPE_CHECKING:
+    from ._auto import AutoLigerKernelForCausalLM
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy: the auto classes of transformers import much more than patching needs.
     if name == "AutoLigerKernelForCausalLM":
         from ._auto import AutoLigerKernelForCausalLM
 

@@ -1,25 +1,33 @@
-"""The architectures with a function of their own. Supporting another one is one row of TABLE and one function line.
+"""The ``apply_liger_kernel_to_*`` functions. A new architecture needs one row of TABLE and one line at the end.
 
-Nothing here says how their modules compute: _behaviour.py finds that out by trying them.
+The table does not describe modules: _behaviour.py recognises them by trial.
 """
 
+from __future__ import annotations
+
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
 
 from ._patching import Options, apply, patch, unpatch
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Where transformers keeps a model type, and which class its models derive from."""
+    """A model type of transformers: its module, and the name of the base class of its models."""
 
     model_type: str
     module: str
     base: str
 
-    def base_class(self):
+    def base_class(self) -> Any:
         return getattr(importlib.import_module(self.module), self.base)
 
+
+ModelType = Literal["llama", "mistral", "qwen2", "qwen3"]
 
 TABLE = {
     row.model_type: row
@@ -32,8 +40,8 @@ TABLE = {
 }
 
 
-def known(model_type):
-    """The row of a model type; raises ValueError for one that is not in the table."""
+def architecture_of(model_type: str) -> Architecture:
+    """The row of a model type; raises ValueError if the table has none."""
     if model_type not in TABLE:
         raise ValueError(
             f"liger knows no model type '{model_type}', only {', '.join(TABLE)}. liger.patch(model) takes any model: "
@@ -43,18 +51,18 @@ def known(model_type):
 
 
 def _apply_to(model_type, model, options):
-    row = known(model_type)
+    row = architecture_of(model_type)
     if model is None:
         _patch_future_models(row, Options(**options))
     else:
-        found = getattr(getattr(model, "config", None), "model_type", None)
-        if found != model_type:
-            raise ValueError(f"apply_liger_kernel_to_{model_type} was given a model of type '{found}'")
+        given = getattr(getattr(model, "config", None), "model_type", None)
+        if given != model_type:
+            raise ValueError(f"apply_liger_kernel_to_{model_type} was given a model of type '{given}'")
         patch(model, **options)
 
 
 def _patch_future_models(row, options):
-    """Every constructor of transformers ends with post_init: there the new model is patched, and it alone."""
+    """Patches every new model in ``post_init``, which all constructors of transformers call at their end."""
     base = row.base_class()
     revert(row.model_type)
     if not options.any:
@@ -70,10 +78,10 @@ def _patch_future_models(row, options):
     base.post_init = post_init
 
 
-def revert(model_type=None):
-    """Ends the effect of ``apply_liger_kernel_to_*()`` called without a model: models made from now on are plain again.
+def revert(model_type: ModelType | None = None) -> None:
+    """Undoes ``apply_liger_kernel_to_*()`` without a model: models that are constructed afterwards are not patched.
 
-    Models that exist already stay patched; :func:`liger.unpatch` restores those.
+    Existing models remain patched; :func:`liger.unpatch` restores them.
 
     Args:
         model_type: ``"llama"``, ``"mistral"``, ``"qwen2"`` or ``"qwen3"``; None for all of them.
@@ -81,7 +89,7 @@ def revert(model_type=None):
     Raises:
         ValueError: an unknown model type.
     """
-    for row in TABLE.values() if model_type is None else [known(model_type)]:
+    for row in TABLE.values() if model_type is None else [architecture_of(model_type)]:
         base = row.base_class()
         post_init = base.__dict__.get("post_init")
         if not hasattr(post_init, "liger_shadows"):
@@ -92,20 +100,20 @@ def revert(model_type=None):
             base.post_init = post_init.liger_shadows
 
 
-def _make_function(model_type):
+def _make_function(model_type: ModelType) -> Callable[..., None]:
     def apply_liger_kernel(
-        rope=True,
-        rms_norm=True,
-        swiglu=True,
-        cross_entropy=False,
-        fused_linear_cross_entropy=True,
-        mlp=None,
-        model=None,
-        inplace=True,
-        tiled_mlp=False,
-        tiled_mlp_num_shards=None,
-        geglu=True,
-    ):
+        rope: bool = True,
+        rms_norm: bool = True,
+        swiglu: bool = True,
+        cross_entropy: bool = False,
+        fused_linear_cross_entropy: bool = True,
+        mlp: bool | None = None,
+        model: nn.Module | None = None,
+        inplace: bool = True,
+        tiled_mlp: bool = False,
+        tiled_mlp_num_shards: int | None = None,
+        geglu: bool = True,
+    ) -> None:
         options = {
             "rope": rope,
             "rms_norm": rms_norm,
@@ -121,16 +129,16 @@ def _make_function(model_type):
         _apply_to(model_type, model, options)
 
     apply_liger_kernel.__name__ = apply_liger_kernel.__qualname__ = f"apply_liger_kernel_to_{model_type}"
-    apply_liger_kernel.__doc__ = f"""Patches {model_type} models: the one given, or all that are made from now on.
+    apply_liger_kernel.__doc__ = f"""Patches one {model_type} model, or all that are constructed afterwards.
 
     Args:
         rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp,
         tiled_mlp_num_shards, geglu: as in :func:`liger.patch`.
-        model: the one model to change; None for every {model_type} model whose constructor runs from now on, until
-            ``liger.transformers.revert("{model_type}")`` or a call with everything False.
+        model: the model to patch; None: every {model_type} model that is constructed afterwards, until
+            ``liger.transformers.revert("{model_type}")`` or a call with every option False.
 
     Raises:
-        ValueError: a model of another type, or what :func:`liger.patch` refuses.
+        ValueError: a model of another type, or an error of :func:`liger.patch`.
     """
     return apply_liger_kernel
 

@@ -1,13 +1,17 @@
-"""AutoModelForCausalLM whose models come patched."""
+"""AutoModelForCausalLM that returns patched models."""
 
+from __future__ import annotations
+
+import os
 from dataclasses import fields
+from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ._architectures import known
+from ._architectures import architecture_of
 from ._patching import Options, patch
 
-# What AutoConfig needs to find the same files as the model; the other keywords are the model's own.
+# Keywords that locate the files of a model, which AutoConfig needs, too; all others belong to the model.
 _HUB_KEYWORDS = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token",
     "trust_remote_code",
@@ -19,25 +23,30 @@ def _take_options(keywords):
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):
-    """:class:`transformers.AutoModelForCausalLM` with the keywords of :func:`liger.patch` beside its own.
+    """:class:`transformers.AutoModelForCausalLM` with the keywords of :func:`liger.patch` in addition to its own.
 
     Raises:
-        ValueError: a model type that ``liger.transformers`` has no function for, before any weight is loaded.
+        ValueError: a model type without ``apply_liger_kernel_to_*`` function, before any weight is loaded; an error of
+            :func:`liger.patch`.
     """
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *model_args, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
+    ) -> Any:  # fmt: skip
+        """The patched model; arguments are those of ``AutoModelForCausalLM.from_pretrained`` and of ``liger.patch``."""
         options = _take_options(kwargs)
         Options(**options)
         config = kwargs.get("config")
         if config is None:
             hub = {name: kwargs[name] for name in _HUB_KEYWORDS if name in kwargs}
             config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        known(config.model_type)
+        architecture_of(config.model_type)
         return patch(super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs), **options)
 
     @classmethod
-    def from_config(cls, config, **kwargs):
+    def from_config(cls, config: PretrainedConfig, **kwargs: Any) -> Any:
+        """The patched model; arguments are those of ``AutoModelForCausalLM.from_config`` and of ``liger.patch``."""
         options = _take_options(kwargs)
-        known(config.model_type)
+        architecture_of(config.model_type)
         return patch(super().from_config(config, **kwargs), **options)

@@ -1,9 +1,9 @@
-"""What can be patched: modules are recognised by how they look and trusted only after they have been tried.
+"""Recognition of modules that can be patched: first by their attributes, then by a trial.
 
-A module that looks like a norm, an MLP, an attention or a causal language model is run on a few random numbers, small
-and large ones, in evaluation and in training, as a stand-in of the same class without its parameters, beside the op
-that would replace its code. Only if the results agree is it patched. Each function here returns a recipe, a reason in
-words why a module that looks right is left alone, or None for a module that does not look like one.
+A trial runs the forward of a module that looks like a norm, an MLP, an attention or a causal language model on a few
+random numbers, small and large ones, in evaluation and in training. It uses a stand-in: an object of the same class
+without the parameters. The module is patched only if the op that would replace it gives the same results. Each function
+returns a recipe, a string with the reason for leaving the module alone, or None for a module of another kind.
 """
 
 import inspect
@@ -24,10 +24,10 @@ from ._rename import globals_used, rename_global, uses_global
 logger = logging.getLogger("liger.transformers")
 
 EPS_NAMES = ("variance_epsilon", "eps")
-# (offset, casting_mode): Llama and its kin, Gemma, norms without casts.
+# (offset, casting_mode) in the order of trials: Llama and similar models, Gemma, variants, norms without casts.
 NORM_KINDS = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0.0, "none"))
 MLP_INPUTS = (("gate_proj", "up_proj"), ("gate_up_proj",))
-# Of gated MLPs, in the order in which they are tried.
+# Activations of gated MLPs, in the order of trials.
 SWIGLU_ACTIVATIONS = ("silu",)
 GEGLU_ACTIVATIONS = ("gelu_tanh", "gelu")
 TILED_ACTIVATIONS = SWIGLU_ACTIVATIONS + GEGLU_ACTIVATIONS
@@ -123,16 +123,16 @@ def attention(module):
 
 
 def _rotates(apply_rotary_pos_emb, interleaved):
-    """Whether the function rotates pairs of neighbours (``interleaved``) or of halves, as liger.rope does."""
+    """Whether the function gives the results of liger.rope with this value of ``interleaved``."""
     random, ours = _trials.Random(), rotary_function(apply_rotary_pos_emb, interleaved)
     scales = len(_trials.SCALES)
     q, k = random.of_all_scales(4, 3, 8), random.of_all_scales(2, 3, 8)
     heads_last = q.transpose(1, 2), k.transpose(1, 2)
     for rotary_dim in (8, 4):
-        # Not of one angle: a factor of the attention may be in either.
+        # Independent random cos and sin: attention scaling may be part of either.
         half = random(2, scales, 3, rotary_dim // 2)
         cos, sin = half.repeat_interleave(2, -1) if interleaved else torch.cat((half, half), -1)
-        for usual, (tensors, rows, options) in enumerate(
+        for variant, (tensors, rows, options) in enumerate(
             (
                 ((q, k), slice(None), {}),
                 (heads_last, slice(None), {"unsqueeze_dim": 2}),
@@ -143,8 +143,8 @@ def _rotates(apply_rotary_pos_emb, interleaved):
             try:
                 expected = apply_rotary_pos_emb(*tensors, cos[rows], sin[rows], **options)
             except (RuntimeError, TypeError):
-                # It has no partial rotation, or no such layout, so it will never be asked for one.
-                if usual == 0 and rotary_dim == 8:
+                # The function supports neither partial rotation nor this layout, so the model never uses it.
+                if variant == 0 and rotary_dim == 8:
                     raise
                 continue
             if max(map(_trials.error, ours(*tensors, cos[rows], sin[rows], **options), expected)) > 1:
@@ -153,10 +153,10 @@ def _rotates(apply_rotary_pos_emb, interleaved):
 
 
 def causal_lm(module, fused):
-    """A recipe for the model and the linear layers of its head, a reason, or None."""
+    """A recipe for the model, a reason, or None. ``fused``: the lm_head computes the loss."""
     if not isinstance(module, PreTrainedModel):
         return None
-    # transformers takes the causal loss for any class whose name tells it nothing.
+    # transformers uses the causal loss for every class name that it does not know.
     if LOSS_MAPPING.get(module.loss_type, ForCausalLMLoss) is not ForCausalLMLoss:
         return None
     head = module.get_output_embeddings()
@@ -177,8 +177,8 @@ def causal_lm(module, fused):
 
 
 @dataclass
-class _MadeUpOutput(MoeModelOutputWithPast):
-    """The output of a backbone. What else its model reads from it is None."""
+class _BackboneOutput(MoeModelOutputWithPast):
+    """The output of a stand-in for the backbone; every other attribute is None."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -187,16 +187,16 @@ class _MadeUpOutput(MoeModelOutputWithPast):
 
 
 def _try_causal_lm(module, head_name):
-    """Runs the model's own forward between a made-up backbone and head, and watches what reaches its loss function."""
-    random, seen = _trials.Random(), []
+    """Runs the forward of the model with stand-ins for backbone and head, and records the arguments of its loss."""
+    random, recorded = _trials.Random(), []
     hidden, weight = random.of_all_scales(4, 16), random(20, 16)
 
     def loss_function(logits, labels, *_, **__):
-        seen.append(logits)
+        recorded.append(logits)
         return logits.new_zeros(())
 
     attributes = {
-        module.base_model_prefix: lambda *_, **__: _MadeUpOutput(last_hidden_state=hidden),
+        module.base_model_prefix: lambda *_, **__: _BackboneOutput(last_hidden_state=hidden),
         head_name: lambda x: nn.functional.linear(x, weight),
         "_loss_function": loss_function,
     }
@@ -208,25 +208,25 @@ def _try_causal_lm(module, head_name):
     except _trials.ERRORS as error:
         return _no_trial(module, error)
     logits, softcap = hidden @ weight.T, getattr(module.config, SOFTCAP_NAME, None)
-    if len(seen) == 2 and all(given.shape == logits.shape for given in seen):
-        if _all_are(seen, logits):
+    if len(recorded) == 2 and all(given.shape == logits.shape for given in recorded):
+        if _all_close(recorded, logits):
             return CausalLMRecipe(head_name, fused=True)
-        if softcap is not None and _all_are(seen, softcap * torch.tanh(logits / softcap)):
+        if softcap is not None and _all_close(recorded, softcap * torch.tanh(logits / softcap)):
             return CausalLMRecipe(head_name, fused=True, softcap=float(softcap))
     return "between head and loss it changes the logits, or it does not use its loss function"
 
 
-def _all_are(seen, expected):
-    return all(_trials.error(given, expected) <= 1 for given in seen)
+def _all_close(results, expected):
+    return all(_trials.error(result, expected) <= 1 for result in results)
 
 
-# --- what nothing here looks at -------------------------------------------------------------------------------------
+# --- modules without a trial ------------------------------------------------------------------------------------------
 
 
 def not_looked_at(module):
-    """What a module computes that no option of patching replaces, although liger has an op for it or its kin; or None.
+    """A description of a computation that liger has a similar op for but patching does not replace; None for others.
 
-    It is called for modules that are neither patched nor left for a reason.
+    Called for modules that are neither patched nor left for a reason.
     """
     name = _trials.original(module).__name__
     if name.endswith("Experts"):
@@ -249,11 +249,11 @@ def not_looked_at(module):
 
 
 def _in_both_modes(stand_in, x):
-    """What the module's own forward makes of x in evaluation and in training."""
+    """(output in evaluation, output in training) of the module's own forward."""
     return type(stand_in).forward(stand_in, x), type(stand_in).forward(_trials.in_training(stand_in), x)
 
 
 def _no_trial(module, error):
-    # The words of the error are about the stand-in and not about the model.
+    # The error message is about the stand-in, not about the model, so it is logged only.
     logger.debug("liger: no trial of a %s: %s: %s", type(module).__name__, type(error).__name__, error)
     return "its forward needs more than a trial can give it, so that nothing is known of what it computes"

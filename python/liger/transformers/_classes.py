@@ -1,10 +1,10 @@
-"""Patched subclasses: a module is patched by giving it a class of its own, and restored by giving back the old one.
+"""Patched subclasses: patching sets the ``__class__`` of a module to a subclass, unpatching restores the original.
 
-The instance is left alone: parameters, buffers, hooks and state_dict stay as they are, ``copy.deepcopy`` and pickle
-keep the patch, and other instances of the class know nothing of it. FSDP2 does the same to the modules it shards.
+Attributes of the instance do not change: parameters, buffers, hooks and state_dict. ``copy.deepcopy`` and pickle
+preserve the patch, and other instances of the original class are not affected. FSDP2 uses the same technique.
 
-A recipe says how a class is patched: a frozen dataclass with ``kind`` and ``members(original)``, which returns what the
-subclass overrides.
+A recipe describes a patched class: a frozen dataclass with ``kind`` and ``members(original)``, which returns the
+members that the subclass overrides.
 """
 
 import copyreg
@@ -16,15 +16,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 @functools.cache
 def patched_class(original, recipe):
-    """The subclass of ``original`` that the recipe describes; always the same one for the same pair.
+    """The subclass of ``original`` that the recipe describes; cached, so equal arguments give the same class.
 
-    It has the name of the original, by which transformers, PEFT and FSDP policies recognise classes, and shows itself
-    only when the model is printed; a model of transformers not even then, because the Trainer asks it for its printed
-    name to find out whether its labels are to be shifted.
+    It has the name of the original, by which transformers, PEFT and FSDP policies recognise classes. The printed name
+    of a module gets the prefix Liger. A model of transformers does not, because the Trainer decides from its printed
+    name whether to shift labels.
     """
 
     def reduce(self, protocol):
-        # A class made here cannot be found by name, so an instance is pickled and copied by class and recipe.
+        # pickle cannot find this class by name, so it stores the original class and the recipe.
         rebuild, arguments, *state = original.__reduce_ex__(self, protocol)
         if rebuild is copyreg.__newobj__ and arguments == (cls,):
             rebuild, arguments = _new_instance, (original, recipe)
@@ -51,31 +51,35 @@ def _new_instance(original, recipe):
 
 
 def recipe_of(module):
-    """The recipe that the module was patched by, or None; classes that FSDP2 derived from a patched one count."""
+    """The recipe of a patched module, or None. FSDP2 derives classes from patched ones, which inherit the recipe."""
     return getattr(type(module), "_liger_recipe", None)
 
 
 def give_class(module, cls):
-    """Changes the class of a module; a forward that accelerate has put behind its hooks follows."""
+    """Sets the class of a module, and updates the forward that accelerate stored as ``_old_forward``."""
     before = type(module).forward
     module.__class__ = cls
     if getattr(module.__dict__.get("_old_forward"), "__func__", None) is before:
         module._old_forward = MethodType(cls.forward, module)
 
 
-def hiding_forward(module):
-    """The forward set on the instance that hides that of the class; None if there is none, or accelerate's hooks, which
-    call that of the class."""
+def instance_forward(module):
+    """The forward attribute of the instance, which overrides that of the class; None if there is none.
+
+    None also for the hooks of accelerate, which call the forward of the class.
+    """
     forward = module.__dict__.get("forward")
     if forward is None or _is_of_class(module, "_old_forward"):
         return None
     return forward
 
 
-def forward_in_its_place(module):
-    """The same after patching, when what wraps the forward of the patched class, as the autocast of
-    ``accelerator.prepare`` does, hides nothing."""
-    forward = hiding_forward(module)
+def overriding_forward(module):
+    """The instance forward of a patched module that replaces that of the patched class; None if there is none.
+
+    None also for a wrapper of the patched forward, such as the autocast of ``accelerator.prepare``.
+    """
+    forward = instance_forward(module)
     if forward is None or _is_of_class(module, "_original_forward"):
         return None
     return module.__dict__.get("_original_forward", forward)
@@ -86,7 +90,7 @@ def _is_of_class(module, name):
 
 
 def restore_class(module):
-    """Takes the patch off a module. Raises RuntimeError if another class has been derived from the patched one."""
+    """Restores the original class. Raises RuntimeError if the class of the module was derived from the patched one."""
     if "_liger_original" in type(module).__dict__:
         give_class(module, type(module)._liger_original)
     elif recipe_of(module) is not None:

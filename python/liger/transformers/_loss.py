@@ -1,10 +1,10 @@
-"""The loss of a causal language model, computed inside its head.
+"""The loss of a causal language model, computed inside its lm_head.
 
-A model's own forward calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. In a
-patched model the call of forward announces its labels; the head, finding them, returns the loss where it would have
-returned logits, and the loss function passes it on. So the head's weight is used within the head's own call, where the
-hooks of FSDP2 and ZeRO-3 have gathered it. A head that does not take part (a LoRA layer, a sharded weight) returns
-logits as ever, and the loss function computes the loss from them.
+The forward of a model calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. A patched
+model stores the labels of the call in a thread-local variable. The head reads them there and returns the loss instead
+of logits, and the loss function passes it through. So the weight is read inside the call of the head, where the hooks
+of FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a LoRA layer, a sharded weight) returns logits, and
+the loss function computes the loss from them.
 """
 
 import functools
@@ -27,10 +27,10 @@ logger = logging.getLogger("liger.transformers")
 
 
 class _Active(threading.local):
-    """The innermost call of a patched model in this thread that wants its loss from the head."""
+    """The innermost call of a patched model in this thread whose head computes the loss; None if there is none."""
 
     def __init__(self):
-        # For every thread, by threading.local. torch.compile takes an attribute of the class for a constant.
+        # threading.local calls this in every thread. torch.compile treats a class attribute as a constant.
         self.call = None
 
 
@@ -38,15 +38,18 @@ _active = _Active()
 
 
 class _LossCall:
-    """One forward of a model: what the head needs beside the hidden states, and then the loss."""
+    """One forward of a model: the inputs of the head's loss besides the hidden states, and then the loss."""
 
     def __init__(self, heads, labels, keywords, softcap):
         self.heads, self.labels, self.keywords, self.softcap = heads, labels, keywords, softcap
         self.loss = None
-        self.shared = None, None  # a weight, and what stands for it since an embedding has used it
+        self.shared = (
+            None,
+            None,
+        )  # (a tied weight, the output of the embedding's autograd node that replaces it)
 
     def lookup(self, embedding, ids):
-        """The rows of an embedding that shares its weight with a head, or None if autograd must take them apart."""
+        """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
         if self.shared[0] is not None or not any(can_share(embedding, head) for head in self.heads):
             return None
         rows, weight = lookup(embedding, ids)
@@ -64,9 +67,9 @@ class _LossCall:
 
 
 def _target_and_options(
-    rows, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **others_are_ignored
+    rows, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **ignored
 ):
-    """The flat target and the loss options that transformers' ForCausalLMLoss reads from its keywords."""
+    """(flat target, options of the loss) from the keywords that transformers' ForCausalLMLoss reads."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     if isinstance(num_items_in_batch, torch.Tensor):
@@ -76,11 +79,11 @@ def _target_and_options(
 
 
 def _loss_from_logits(logits, labels, vocab_size=None, **keywords):
-    """Replaces ForCausalLMLoss, whose arguments it has. ``logits`` is what the model made of its head's result."""
+    """Replaces ForCausalLMLoss and has its arguments. ``logits`` is the output of the head, perhaps transformed."""
     call = _active.call
     if call is not None and call.loss is not None:
-        # What the head's call returned and not call.loss: hooks on the head may have wrapped it, to gather the weight
-        # before the backward. After a softcap only its place in the graph is left of it, which the sum keeps.
+        # The output of the head's call, not call.loss: hooks on the head may have wrapped it, to gather the weight
+        # before the backward. After a softcap the value is wrong, and the sum with factor 0 keeps its graph node.
         return logits if call.softcap is None else call.loss + 0.0 * logits
     target, options = _target_and_options(logits, labels, **keywords)
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
@@ -88,14 +91,14 @@ def _loss_from_logits(logits, labels, vocab_size=None, **keywords):
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """An nn.Linear that returns the loss while a call of its model wants that, and logits otherwise."""
+    """An nn.Linear that returns the loss if a call of its model is active, and logits otherwise."""
 
-    kind: ClassVar[None] = None  # a part of what CausalLMRecipe replaces
+    kind: ClassVar[None] = None  # reported as part of CausalLMRecipe
 
     def members(self, original):
         def forward(self, input):
             call = _active.call
-            # A tensor-parallel weight is a DTensor, of which this module holds only a part.
+            # A tensor-parallel weight is a DTensor; this rank has only a shard of it.
             if call is None or is_dtensor(self.weight) or not any(head is self for head in call.heads):
                 return original.forward(self, input)
             return call.compute(input, self.weight, self.bias)
@@ -105,9 +108,9 @@ class HeadRecipe:
 
 @dataclass(frozen=True)
 class EmbeddingRecipe:
-    """An nn.Embedding with the weight of the head: while a call wants its loss, both get one gradient between them."""
+    """An nn.Embedding tied to the head: in an active call one autograd node adds up the gradients of both."""
 
-    kind: ClassVar[None] = None  # a part of what CausalLMRecipe replaces
+    kind: ClassVar[None] = None  # reported as part of CausalLMRecipe
 
     def members(self, original):
         def forward(self, input):
@@ -119,7 +122,7 @@ class EmbeddingRecipe:
 
 @dataclass(frozen=True)
 class CausalLMRecipe:
-    """A model that takes its loss from its head (``fused``), or only replaces its loss function."""
+    """A model whose head computes the loss (``fused``), or whose loss function is replaced."""
 
     head_name: str
     fused: bool
@@ -146,7 +149,7 @@ def _set_loss_function(self, value):
 
 
 def linear_heads(head):
-    """The nn.Linear modules that a head may run: itself, or the copies in PEFT's wrapper of ``modules_to_save``."""
+    """The nn.Linear modules of a head: itself, or the copies in PEFT's wrapper for ``modules_to_save``."""
     if isinstance(head, nn.Linear):
         return [head]
     copies = getattr(head, "modules_to_save", None)
@@ -159,7 +162,7 @@ def linear_heads(head):
 
 
 def sharing_embeddings(module, heads):
-    """The nn.Embedding modules of a model that may share the weight of a head: many models are tied after patching."""
+    """The nn.Embedding modules with the weight shape of a head. Models may be tied after patching, so shapes decide."""
     shapes = [head.weight.shape for head in heads]
     return [
         m for m in module.modules() if type(m).forward is nn.Embedding.forward and m.weight.shape in shapes

@@ -1,6 +1,7 @@
-"""Recipes for norms, MLPs and attention: what a patched class does, once _behaviour.py has found it to be the same.
+"""Recipes for norms, MLPs and attention: the forward of a patched class.
 
-What an op does not take (mixed dtypes, DTensors beside plain tensors, unusual arguments) goes to the original code.
+The original code runs for inputs that an op does not support: mixed dtypes, DTensors beside plain tensors, unusual
+arguments.
 """
 
 import functools
@@ -39,7 +40,7 @@ class NormRecipe:
 
         def forward(self, *args, **kwargs):
             weight = self.weight
-            # With a wider weight, as under autocast, eager code returns the dtype of the weight.
+            # If the weight is wider than x, as under autocast, the original returns the dtype of the weight.
             if (
                 kwargs
                 or len(args) != 1
@@ -52,16 +53,16 @@ class NormRecipe:
         return {"forward": functools.wraps(original.forward)(forward)}
 
 
-# Activation -> the option that patches it, and the ops of separate and of packed gate and up.
+# Activation -> (option of patch, op for separate gate and up, op for packed gate and up).
 _GATED = {
     "silu": ("swiglu", swiglu, swiglu_packed),
     **{
         name: (
             "geglu",
-            functools.partial(geglu, approximate=how),
-            functools.partial(geglu_packed, approximate=how),
+            functools.partial(geglu, approximate=approximate),
+            functools.partial(geglu_packed, approximate=approximate),
         )
-        for how, name in GELU_NAMES.items()
+        for approximate, name in GELU_NAMES.items()
     },
 }
 
@@ -85,17 +86,17 @@ class MLPRecipe:
 
     def run(self, module, x):
         projections = [getattr(module, name) for name in self.inputs]
-        # Gate and up belong to this call alone, unless a forward hook has seen them.
+        # Only this call refers to gate and up, unless a forward hook has stored them.
         inplace = self.inplace and not any(p._forward_hooks for p in projections)
         gate_up = [projection(x) for projection in projections]
-        # A packed DTensor may be sharded where gate and up meet, which would have to be gathered.
+        # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather it.
         if (self.packed and is_dtensor(gate_up[0])) or gate_up[0].dtype != gate_up[-1].dtype:
             gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
             product = getattr(module, self.act_name)(gate) * up
         else:
             _, separate, packed = _GATED[self.activation]
             product = (packed if self.packed else separate)(*gate_up, inplace=inplace)
-        # The product, too, belongs to this call alone.
+        # Only this call refers to the product, too.
         return linear_over(module.down_proj, product) if inplace else module.down_proj(product)
 
     def members(self, original):
@@ -111,10 +112,10 @@ class MLPRecipe:
 
 @dataclass(frozen=True)
 class TiledMLPRecipe:
-    """``down_proj(activation(gate) * up)``, a shard of tokens at a time.
+    """``down_proj(activation(gate) * up)``, one shard of tokens at a time.
 
-    Projections that are more than a weight and a bias (LoRA, quantised, with hooks) are called, shard by shard, and
-    computed again in the backward as a whole.
+    If a projection is not a plain linear layer (LoRA, quantised, with hooks), the original forward runs per shard and
+    is recomputed in the backward.
     """
 
     inputs: tuple
@@ -147,7 +148,7 @@ class TiledMLPRecipe:
             if kwargs or len(args) != 1 or is_dtensor(args[0]):
                 return original.forward(self, *args, **kwargs)
             projections = [getattr(self, name) for name in (*recipe.inputs, "down_proj")]
-            if all(map(_is_only_its_parameters, projections)):
+            if all(map(_is_plain_linear, projections)):
                 return recipe.run(self, args[0])
             function = functools.partial(original.forward, self)
             return tiled(function, args[0], num_shards=recipe._shards(args[0]))
@@ -155,12 +156,12 @@ class TiledMLPRecipe:
         return {"forward": functools.wraps(original.forward)(forward)}
 
 
-def _is_only_its_parameters(projection):
-    """Whether calling a layer does nothing but multiply by its weight and add its bias."""
+def _is_plain_linear(projection):
+    """Whether a layer is a plain nn.Linear with an unsharded weight and without hooks."""
     own_forward = type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__
     if own_forward or is_dtensor(projection.weight):
         return False
-    # Those of ZeRO-3 gather the weight, which reading it does as well.
+    # The hooks of ZeRO-3 only gather the weight, and reading the weight gathers it as well.
     partitioned = hasattr(projection.weight, "ds_id")
     hooks = (projection._forward_hooks, projection._forward_pre_hooks, projection._backward_hooks)
     return partitioned or not any(hooks)
@@ -168,7 +169,7 @@ def _is_only_its_parameters(projection):
 
 @dataclass(frozen=True)
 class RopeRecipe:
-    """An attention whose forward calls liger.rope where it called its module's apply_rotary_pos_emb."""
+    """An attention whose forward calls liger.rope instead of its module's apply_rotary_pos_emb."""
 
     interleaved: bool
     kind: ClassVar[str] = "rope"
@@ -180,7 +181,7 @@ class RopeRecipe:
 
 
 def rotary_function(original, interleaved):
-    """liger.rope with the arguments that transformers' apply_rotary_pos_emb is called with."""
+    """liger.rope with the signature of transformers' apply_rotary_pos_emb."""
 
     @functools.wraps(original)
     def apply(q, k, cos, sin, *args, unsqueeze_dim=1, **kwargs):

@@ -1,17 +1,20 @@
-"""patch, unpatch and their report."""
+"""``patch``, ``unpatch`` and ``patch_report``."""
+
+from __future__ import annotations
 
 import functools
 import logging
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from . import _behaviour
 from ._classes import (
-    forward_in_its_place,
     give_class,
-    hiding_forward,
+    instance_forward,
+    overriding_forward,
     patched_class,
     recipe_of,
     restore_class,
@@ -23,7 +26,7 @@ logger = logging.getLogger("liger.transformers")
 
 @dataclass(frozen=True)
 class Options:
-    """What to patch; the keywords of :func:`patch`."""
+    """The keywords of :func:`patch`."""
 
     rope: bool = True
     rms_norm: bool = True
@@ -36,7 +39,7 @@ class Options:
     tiled_mlp: bool = False
     tiled_mlp_num_shards: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.cross_entropy and self.fused_linear_cross_entropy:
             raise ValueError(
                 "cross_entropy and fused_linear_cross_entropy cannot both be True: the fused form has no logits to "
@@ -52,35 +55,35 @@ class Options:
             object.__setattr__(self, "geglu", self.mlp)
 
     @property
-    def any(self):
+    def any(self) -> bool:
         losses = (self.cross_entropy, self.fused_linear_cross_entropy)
         return any((self.rope, self.rms_norm, self.swiglu, self.geglu, self.tiled_mlp, *losses))
 
     @property
-    def activations(self):
-        """Of the gated MLPs to patch."""
+    def activations(self) -> tuple[str, ...]:
+        """Activations of the gated MLPs to patch."""
         swiglu = _behaviour.SWIGLU_ACTIVATIONS if self.swiglu else ()
         return (*swiglu, *_behaviour.GEGLU_ACTIVATIONS) if self.geglu else swiglu
 
 
 @dataclass
 class PatchReport:
-    """What of a model runs on liger, by module name ("" is the model itself).
+    """The modules of a model that run on liger and those that do not, by module name ("" is the model itself).
 
     Attributes:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``,
-            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` where ``liger.trl.patch`` has
-            given a trainer's model its head.
-        left: module name -> why a module that looks as if it could be patched runs as before.
-        not_looked_at: module name -> what it computes (experts, layer norm, another rotary embedding), where patching
-            has no replacement to try.
+            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
+            replaced by ``liger.trl.patch``.
+        left: module name -> the reason why a module of a known kind was not patched.
+        not_looked_at: module name -> a computation without a replacement to try (experts, layer norm, another rotary
+            embedding).
     """
 
-    replaced: dict = field(default_factory=dict)
-    left: dict = field(default_factory=dict)
-    not_looked_at: dict = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    not_looked_at: dict[str, str] = field(default_factory=dict)
 
-    def __str__(self):
+    def __str__(self) -> str:
         kinds = list(self.replaced.values())
         lines = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
         reasons = list(self.left.values())
@@ -93,51 +96,54 @@ class PatchReport:
         return "; ".join(lines) or "nothing"
 
 
-def patch(model, **options):
-    """Makes one model use the ops of liger. Other models, its classes and torch.nn stay as they are.
+_Model = TypeVar("_Model", bound=nn.Module)
 
-    Any module of the model is patched that looks like one liger can replace and that gives, tried on a few random
-    numbers, the same results. Parameters, buffers, hooks and ``state_dict`` are untouched. Patching again replaces the
-    former patch. In training, with labels, the loss is computed inside the head and ``output.logits`` is None: call the
-    model with ``skip_logits=False`` to get them, or with ``skip_logits=True`` to do without them in evaluation.
+
+def patch(model: _Model, **options: Any) -> _Model:
+    """Replaces modules of one model by ops of liger. Other models, the classes and torch.nn do not change.
+
+    A module is patched if it is of a known kind and gives the results of the op in a trial on a few random numbers.
+    Parameters, buffers, hooks and ``state_dict`` do not change. Patching again replaces the previous patch. In training
+    with labels, the lm_head computes the loss and ``output.logits`` is None. ``skip_logits=False`` in the call of the
+    model returns logits; ``skip_logits=True`` omits them in evaluation, too.
 
     Args:
-        model: a transformers model, or a module that contains some (PEFT, DDP). Before ``fully_shard`` and
-            ``accelerator.prepare``, after which forward methods may no longer be those of the classes.
+        model: a transformers model, or a module that contains models (PEFT, DDP). Patch before ``fully_shard`` and
+            ``accelerator.prepare``, which may replace forward methods.
         rope: rotary position embeddings, default True.
         rms_norm: RMS norms, default True.
         swiglu: MLPs of the form ``down(silu(gate) * up)``, default True.
         geglu: MLPs of the form ``down(gelu(gate) * up)``, exact or approximated by tanh, default True.
         cross_entropy: the loss from the logits, default False.
         fused_linear_cross_entropy: the loss without logits, default True. Not together with cross_entropy.
-        mlp: swiglu and geglu at once.
-        inplace: whether MLPs reuse, in the backward, the memory of their activations, default True. A graph
-            kept by ``retain_graph=True`` is left alone.
-        tiled_mlp: gated MLPs, also those with GELU, a shard of tokens at a time, so that their activations never
-            exist for all tokens: :func:`liger.tiled_mlp`. Default False.
-        tiled_mlp_num_shards: into how many shards, default None: as a memory budget says.
+        mlp: sets both swiglu and geglu; default None.
+        inplace: whether the backward of MLPs reuses the memory of their activations, default True. Not done for a
+            graph that is retained by ``retain_graph=True``.
+        tiled_mlp: gated MLPs, one shard of tokens at a time (:func:`liger.tiled_mlp`): the activations of all tokens
+            are never materialised. Default False.
+        tiled_mlp_num_shards: number of shards; default None: by the memory budget.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
 
     Raises:
         TypeError: model is not a module, or an unknown option.
-        ValueError: cross_entropy and fused_linear_cross_entropy together, fewer than one shard or shards without
-            tiled_mlp, or nothing in the model can be patched.
+        ValueError: cross_entropy and fused_linear_cross_entropy together; a number of shards below 1 or without
+            tiled_mlp; no module of the model can be patched.
         RuntimeError: the model was patched and then sharded by ``fully_shard``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"liger.patch expects a torch.nn.Module, not {type(model).__name__}")
-    options = Options(**options)
+    parsed = Options(**options)
     unpatch(model)
-    report = apply(model, options)
-    if options.any and not report.replaced:
+    report = apply(model, parsed)
+    if parsed.any and not report.replaced:
         raise ValueError(f"liger.patch: nothing in {type(model).__name__} can be patched as asked ({report})")
     return model
 
 
-def unpatch(model):
-    """Restores a model that :func:`patch` changed; a model that is not patched stays as it is.
+def unpatch(model: _Model) -> _Model:
+    """Restores a model that :func:`patch` changed. No effect on a model that is not patched.
 
     Args:
         model: the patched model, or a module that contains it.
@@ -154,11 +160,10 @@ def unpatch(model):
     return model
 
 
-def patch_report(model):
-    """The :class:`PatchReport` of a model, or of any module of one, as it is now; an empty one if nothing is patched.
+def patch_report(model: nn.Module) -> PatchReport:
+    """The current :class:`PatchReport` of a model or of any other module; empty if no module is patched.
 
-    What has taken the place of a patched forward since (the head that a trainer of TRL gives its model, for example) is
-    reported as left.
+    A module whose patched forward was replaced afterwards (by a TRL trainer, for example) is reported as left.
     """
     report = PatchReport()
     modules = dict(model.named_modules())
@@ -178,14 +183,14 @@ def patch_report(model):
 
 
 def _state(module):
-    """(which op a module runs on, why it runs as before); both None if it never looked like anything to patch."""
+    """(kind of replacement, reason for leaving the module alone); both None for a module of no known kind."""
     recipe, reason = recipe_of(module), module.__dict__.get(_LEFT)
-    forward = _function(hiding_forward(module) if recipe is None else forward_in_its_place(module))
+    forward = _function(instance_forward(module) if recipe is None else overriding_forward(module))
     if getattr(forward, "liger_trainer_loss", False):
         return "trainer_loss", None
     kind = getattr(recipe, "kind", None)
     if kind is not None and forward is not None:
-        return None, _hidden_by(forward)
+        return None, _override_reason(forward)
     return kind, reason
 
 
@@ -193,21 +198,21 @@ def _function(method):
     return getattr(method, "__func__", method)
 
 
-def _hidden_by(function):
-    words = "its forward was replaced on the instance"
+def _override_reason(function):
+    reason = "its forward was replaced on the instance"
     # Not __module__, which functools.wraps copies.
     if not getattr(function, "__globals__", {}).get("__name__", "").startswith("trl."):
-        return words
-    return f"{words} by a trainer of TRL, which computes the loss there: liger.trl.patch(trainer) does so by liger"
+        return reason
+    return f"{reason} by a trainer of TRL, which computes the loss there: liger.trl.patch(trainer) does so by liger"
 
 
-# Where a module that was left alone keeps the reason, which copies and what wraps the model take along.
+# Attribute of a module with the reason why it was not patched; copies and wrappers of the model preserve it.
 _LEFT = "_liger_left"
 
 
-def apply(model, options):
-    """Patches what can be patched."""
-    # Trials run on the CPU, also while a model is being made on the meta device, and may draw random numbers.
+def apply(model: nn.Module, options: Options) -> PatchReport:
+    """Patches all modules that can be patched, logs the report and returns it."""
+    # Trials run on the CPU, even if the model is constructed on the meta device, and may draw random numbers.
     with (
         torch.device("cpu"),
         torch.no_grad(),
@@ -217,8 +222,8 @@ def apply(model, options):
         for module in list(model.modules()):
             recipe = _recipe(module, options)
             if recipe is not None and not isinstance(recipe, str):
-                forward = _function(hiding_forward(module))
-                recipe = recipe if forward is None else _hidden_by(forward)
+                forward = _function(instance_forward(module))
+                recipe = recipe if forward is None else _override_reason(forward)
             if isinstance(recipe, str):
                 module.__dict__[_LEFT] = recipe
             elif recipe is not None:
@@ -231,7 +236,7 @@ def apply(model, options):
 
 
 def _recipe(module, options):
-    """How to patch one module, why not (a string), or None if it does not look like anything liger replaces."""
+    """The recipe of one module, a string with the reason for leaving it alone, or None for a module of another kind."""
     trials = []
     if options.rms_norm:
         trials.append(_behaviour.norm)

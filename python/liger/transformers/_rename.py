@@ -1,8 +1,9 @@
-"""A copy of a function that looks up one global under another name.
+"""Copies of functions in which one global has another name.
 
-A patched attention module must call another ``apply_rotary_pos_emb`` than the modules of unpatched models, which share
-its code and its globals. Only the name in the copied code object differs: the globals stay the live ones of the model's
-module, so later changes there are seen, and the new name is all that is ever added to them.
+A patched attention must call another ``apply_rotary_pos_emb`` than unpatched models, which share its code and globals.
+Only a name in the copied code object differs. The globals dictionary is that of the model's module, so later changes
+are visible, and only the new name is added to it. A new CPython version may need changes here: the code depends on the
+layout of code objects.
 """
 
 import dis
@@ -10,7 +11,7 @@ from types import CellType, CodeType, FunctionType
 
 
 def uses_global(function, name):
-    """The globals in which the function, or one that it wraps, looks up this name; None if none of them does."""
+    """The globals dictionary in which the function, or one that it wraps, looks up the name; None without a lookup."""
     for inner in _with_wrapped(function):
         if name in _names(inner.__code__, "LOAD_GLOBAL"):
             return inner.__globals__
@@ -23,18 +24,18 @@ def globals_used(function):
 
 
 def rename_global(function, old, new):
-    """A copy of the function, and of those that it wraps, in which the global ``old`` is looked up as ``new``.
+    """A copy of the function, and of those that it wraps, with the global ``old`` renamed to ``new``.
 
     Raises:
-        ValueError: the code also uses ``old`` as the name of an attribute, which would be renamed too.
+        ValueError: the code also has an attribute named ``old``, which would be renamed, too.
     """
-    # Only functions that lead to the name are copied; whatever else they enclose stays shared with the originals.
+    # Only functions that refer to the name are copied; other closure cells are shared with the originals.
     affected = [f for f in _with_wrapped(function) if uses_global(f, old) is not None]
     copies = {f: _copy(f, old, new, affected) for f in affected}
     for original, copy in copies.items():
-        for theirs, ours in zip(original.__closure__ or (), copy.__closure__ or (), strict=True):
-            if ours is not theirs:
-                ours.cell_contents = copies[theirs.cell_contents]
+        for cell, new_cell in zip(original.__closure__ or (), copy.__closure__ or (), strict=True):
+            if new_cell is not cell:
+                new_cell.cell_contents = copies[cell.cell_contents]
         wrapped = original.__dict__.get("__wrapped__")
         if wrapped in copies:
             copy.__wrapped__ = copies[wrapped]
@@ -42,12 +43,12 @@ def rename_global(function, old, new):
 
 
 def _with_wrapped(function):
-    """The function and every function that decorators have enclosed in it, each once."""
-    found = [function]
-    for outer in found:
+    """The function and, recursively, every function in its closure (as decorators leave them), each once."""
+    functions = [function]
+    for outer in functions:
         enclosed = (_enclosed_function(cell) for cell in outer.__closure__ or ())
-        found += [inner for inner in dict.fromkeys(enclosed) if inner is not None and inner not in found]
-    return found
+        functions += [f for f in dict.fromkeys(enclosed) if f is not None and f not in functions]
+    return functions
 
 
 def _enclosed_function(cell):
@@ -71,13 +72,13 @@ def _copy(function, old, new, affected):
 
 
 def _names(code, opname):
-    """Names that instructions of this kind refer to, also in the comprehensions and functions inside."""
+    """Names in instructions of one kind, including those of nested functions and comprehensions."""
     names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == opname}
     return names.union(*(_names(c, opname) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _rename(code, old, new):
-    # co_names holds the names of attributes beside those of globals.
+    # co_names has the names of globals and of attributes.
     if old in _names(code, "LOAD_ATTR") | _names(code, "LOAD_METHOD"):
         raise ValueError(f"{code.co_name} uses {old} as a global and as an attribute")
     constants = tuple(_rename(c, old, new) if isinstance(c, CodeType) else c for c in code.co_consts)

@@ -1,7 +1,7 @@
-"""Autograd nodes of patched models that save memory where autograd would hold two large tensors at once.
+"""Autograd nodes of patched models that reuse memory where autograd would allocate a second large tensor.
 
-Both compute what the operations of torch compute, with the same roundings. Where a graph is kept for another backward
-nothing is written over, and the formulas are those of torch.
+Both give the results of the torch operations, with the same rounding. If the graph is retained for another backward,
+they overwrite nothing and use the formulas of torch.
 """
 
 import torch
@@ -9,14 +9,14 @@ from torch import nn
 
 from .._core.autograd import is_traced, may_write_saved
 
-# --- an embedding whose weight is the head's too ------------------------------------------------------------------
+# --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
 
 
 class _SharedLookup(torch.autograd.Function):
-    """(rows of the weight, the weight for the head). Its backward has the gradients of both at once.
+    """Returns (rows of the weight, the weight for the head); its backward gets the gradients of both.
 
-    Autograd would make a second gradient of the size of the weight, most of it zeros, and add the two. Here the
-    gradient of the lookup is added to that of the head in place, in the rows that the lookup has used.
+    Autograd would allocate a second, mostly zero gradient of the size of the weight and add the two. This node adds the
+    gradient of the lookup to that of the head in place, in the rows that the lookup has read.
     """
 
     @staticmethod
@@ -31,7 +31,7 @@ class _SharedLookup(torch.autograd.Function):
         if grad_rows is None:
             return None, grad_weight, None
         (ids,) = ctx.saved_tensors
-        # The gradient of the head has come from its node alone and goes nowhere else: it may be written over.
+        # The gradient of the head has no other reader, so it may be overwritten.
         owned = may_write_saved(ctx, grad_rows, grad_weight)
         if grad_weight is not None and owned and _ROWS_PER_TOKEN * ids.numel() < ctx.weight_rows:
             _add_to_rows(grad_weight, grad_rows, ids, ctx.padding_idx)
@@ -44,14 +44,14 @@ class _SharedLookup(torch.autograd.Function):
         return None, grad, None
 
 
-# The most rows of the hidden size that _add_to_rows holds at a time, per token.
+# Peak memory of _add_to_rows per token, in rows of the hidden size.
 _ROWS_PER_TOKEN = 2
 
 
 def _add_to_rows(total, grads, ids, padding_idx):
-    """``total[id] += sum of the grads of that id``: sums in float32, rounded, then added, as two gradients would be.
+    """``total[id] += sum of the grads of that id``: float32 sums, rounded and then added, as autograd does.
 
-    Nothing depends on the data in shape, so nothing waits for the device; no sum depends on the order of threads.
+    Shapes do not depend on data, so the host does not synchronise. The order of every sum is fixed.
     """
     ids, grads = ids.reshape(-1), grads.reshape(-1, grads.shape[-1])
     tokens = ids.numel()
@@ -63,20 +63,20 @@ def _add_to_rows(total, grads, ids, padding_idx):
     rank = starts.cumsum(0)
     numbers = torch.empty_like(rank).scatter_(0, order, rank)
     if padding_idx >= 0:
-        # A number of its own for padding, of which no gradient is taken: the rows that padding reads stay zero.
+        # Padding has no gradient: a separate index, which embedding_dense_backward skips, gives zero rows.
         numbers = numbers.masked_fill(ids == padding_idx, tokens)
     sums = torch.ops.aten.embedding_dense_backward(grads, numbers, tokens + 1, tokens, False)
     rows = sums.index_select(0, rank)
     del sums
     rows += total.index_select(0, sorted_ids)
-    # Tokens with the same id write the same numbers to the same row.
+    # Tokens with the same id write the same values to the same row.
     total.index_copy_(0, sorted_ids, rows)
 
 
 def can_share(embedding, head):
-    """Whether the embedding and the head use one weight that both see as it is: no hook gathers or replaces it.
+    """Whether embedding and head share a plain parameter, which no hook gathers or replaces.
 
-    A hook behind the embedding is harmless: gradient checkpointing of transformers sets one.
+    Forward hooks of the embedding are allowed: gradient checkpointing of transformers registers one.
     """
     weight = embedding.weight
     return (
@@ -93,21 +93,21 @@ def can_share(embedding, head):
 
 
 def lookup(embedding, ids):
-    """What the embedding returns, and its weight for the head, with one gradient for both."""
+    """(output of the embedding, its weight for the head); both share one autograd node."""
     return _SharedLookup.apply(ids, embedding.weight, embedding.padding_idx)
 
 
 # --- a linear layer that may overwrite its input ------------------------------------------------------------------
 
-# Bytes of an input above which its memory is worth the host time of two more autograd nodes (40 us).
+# Smaller inputs, in bytes, are not worth the host time of two more autograd nodes (40 us).
 WORTH_REUSING = 64 << 20
 
 
 class _Saved(torch.autograd.Function):
-    """Keeps what the backward of :class:`_LinearOver` needs.
+    """Saves the tensors for the backward of :class:`_LinearOver`.
 
-    A node of its own, because gradient checkpointing ends the second forward when the last tensor has been saved, and
-    a node saves after it has run: this one runs nothing, so that the product is not computed again.
+    Gradient checkpointing stops the recomputation when the last tensor has been saved, and a node saves after its
+    forward. This node has no computation, so the GEMM of _LinearOver is not recomputed.
     """
 
     @staticmethod
@@ -121,7 +121,7 @@ class _Saved(torch.autograd.Function):
 
 
 class _LinearOver(torch.autograd.Function):
-    """``linear(x, weight, bias)`` whose backward writes the gradient of x over x, unless the graph is kept."""
+    """``linear(x, weight, bias)`` whose backward overwrites x with its gradient, unless the graph is retained."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -135,7 +135,7 @@ class _LinearOver(torch.autograd.Function):
         grad_weight = flat_grad.t() @ flat_x if ctx.needs_input_grad[1] else None
         grad_bias = flat_grad.sum(0) if ctx.needs_input_grad[2] else None
         if may_write_saved(ctx, grad, x, weight) and x.is_contiguous():
-            # Detached, because x would carry its history into the gradient.
+            # Detached: a gradient must not have the history of x.
             grad_x = x.detach()
             torch.mm(flat_grad, weight, out=grad_x.view(flat_x.shape))
         else:
@@ -144,10 +144,9 @@ class _LinearOver(torch.autograd.Function):
 
 
 def linear_over(layer, x):
-    """``layer(x)``, whose backward may write over x: the caller has just made x and gives it up.
+    """``layer(x)``; the backward may overwrite x, so the caller must have no other use of it.
 
-    A layer that is not a plain linear one, or is watched by hooks, is called as it is; so is one with a small
-    input.
+    A layer that is not a plain nn.Linear, has hooks, or has a small input, is called unchanged.
     """
     weight = getattr(layer, "weight", None)
     if (

@@ -1,19 +1,19 @@
-"""What a trial needs: stand-ins for modules, numbers of every size, and the comparison of two results."""
+"""Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two results."""
 
 import copy
 
 import torch
 from torch import nn
 
-# The first dimension of all numbers of a trial. Eps shows with the small ones, a clamp with the large ones.
+# Scales along the first dimension of the inputs. Small ones reveal eps, large ones a clamp.
 SCALES = (1.0, 1e-3, 30.0, 1e4)
 
-# What code of a model may raise when it runs on a stand-in.
+# Exceptions that the code of a model may raise on a stand-in.
 ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 class Projection:
-    """What a linear layer looks like to the code of an MLP."""
+    """Stand-in for a linear layer of an MLP."""
 
     _forward_hooks = ()
     bias = None
@@ -31,29 +31,29 @@ def original(module):
 
 
 def stand_in(module, **attributes):
-    """An object of the module's class with its settings, but with none of its tensors and submodules.
+    """An object of the module's original class with its attributes, but without its tensors and submodules.
 
-    Made without calling any constructor: those are intercepted while ZeRO-3 partitions parameters, and by FSDP2.
+    No constructor is called: ZeRO-3 (while it partitions parameters) and FSDP2 intercept constructors.
     """
-    made = object.__new__(original(module))
-    made.__dict__.update(module.__dict__)
-    made.__dict__.update(_parameters={}, _buffers={}, _modules={}, training=False)
-    made.__dict__.update(attributes)
-    return made
+    result = object.__new__(original(module))
+    result.__dict__.update(module.__dict__)
+    result.__dict__.update(_parameters={}, _buffers={}, _modules={}, training=False)
+    result.__dict__.update(attributes)
+    return result
 
 
-def in_training(made):
-    """The same stand-in in training, as are the modules that were given to it, such as an activation."""
-    copied = object.__new__(type(made))
-    copied.__dict__.update(made.__dict__, training=True)
-    for name, value in made.__dict__.items():
+def in_training(module):
+    """A copy of a stand-in in training mode, as are copies of its modules, such as an activation."""
+    copied = object.__new__(type(module))
+    copied.__dict__.update(module.__dict__, training=True)
+    for name, value in module.__dict__.items():
         if isinstance(value, nn.Module):
             copied.__dict__[name] = copy.deepcopy(value).train()
     return copied
 
 
 class Random:
-    """The same numbers in every trial, and none taken from the global generator."""
+    """Random numbers from a generator with a fixed seed; the global generator does not advance."""
 
     def __init__(self):
         self.generator = torch.Generator().manual_seed(0)
@@ -68,12 +68,14 @@ class Random:
 
 
 def error(actual, expected):
-    """The largest error of any scale in units of four roundings of the dtype; infinite where shape or dtype differ, or
-    where the result is not finite."""
+    """The largest relative error of any scale, divided by 4 eps of the dtype.
+
+    Infinite if shape or dtype differ, or if a result is not finite.
+    """
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
-    difference, size = (
+    difference, magnitude = (
         (t.float().flatten(1).abs().amax(1)) for t in (actual.float() - expected.float(), expected)
     )
-    units = difference / (size * torch.finfo(expected.dtype).eps * 4).clamp_min(1e-30)
-    return units.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
+    errors = difference / (magnitude * torch.finfo(expected.dtype).eps * 4).clamp_min(1e-30)
+    return errors.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()

@@ -1,4 +1,4 @@
-"""TRL's trainers on the losses of liger: ``liger.trl.patch(trainer)``. docs/trl.md explains."""
+"""Integration with TRL: ``liger.trl.patch(trainer)`` computes a trainer's loss with liger. See docs/trl.md."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""What the adapters of all trainers share."""
+"""Helpers of the trainer adapters: fused heads, replaced methods, model proxies, divisors."""
 
 import contextlib
 import functools
@@ -10,7 +10,7 @@ from ._head import FusedHead
 
 
 def base_model(trainer, model):
-    """The model of transformers inside what trainers and PEFT have wrapped around it."""
+    """The transformers model inside the wrappers of accelerate and PEFT."""
     model = trainer.accelerator.unwrap_model(model)
     if is_peft_available():
         from peft import PeftModel
@@ -20,25 +20,25 @@ def base_model(trainer, model):
     return model
 
 
-def add_heads(trainer, wanted=(), temperature=1.0, cast_to_float32=False):
-    """Gives the policy, and the reference if there is one, a :class:`FusedHead`; returns the policy's."""
+def add_heads(trainer, scores=(), temperature=1.0, cast_to_float32=False):
+    """Installs a :class:`FusedHead` on the policy and on the reference model, if any; returns the policy's."""
     options = {"temperature": temperature, "cast_to_float32": cast_to_float32}
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
-        # It has been prepared, with its own autocast around the forward that is replaced.
+        # accelerate.prepare wrapped the forward in autocast; the fused forward replaces both.
         FusedHead(base_model(trainer, reference), autocast=trainer.accelerator.autocast, **options)
-    return FusedHead(base_model(trainer, trainer.model), wanted=wanted, **options)
+    return FusedHead(base_model(trainer, trainer.model), scores=scores, **options)
 
 
 def replace(trainer, name, function):
-    """Makes ``trainer.name(...)`` call ``function(original, ...)``."""
+    """Replaces the method ``name`` of one trainer by ``function(original, ...)``."""
     original = getattr(trainer, name)
     setattr(trainer, name, functools.wraps(original)(functools.partial(function, original)))
 
 
 @contextlib.contextmanager
 def overriding(trainer, **attributes):
-    """While it lasts, attributes of the trainer have other values."""
+    """Context manager that sets attributes of the trainer and restores them on exit."""
     missing = object()
     before = {name: trainer.__dict__.get(name, missing) for name in attributes}
     trainer.__dict__.update(attributes)
@@ -52,20 +52,20 @@ def overriding(trainer, **attributes):
                 trainer.__dict__[name] = value
 
 
-class Observed:
-    """A loss of :mod:`liger.losses` that returns, in place of its own metrics, those of the tokens."""
+class LossWithStatistics:
+    """A loss of :mod:`liger.losses` that returns (loss, TokenStatistics) instead of (loss, its own metrics)."""
 
     def __init__(self, loss_class, **options):
-        self._seen = []
-        self.loss = loss_class(observe=self._seen.append, **options)
+        self._statistics = []
+        self.loss = loss_class(observe=self._statistics.append, **options)
 
     def __call__(self, *args, **kwargs):
         value, _ = self.loss(*args, **kwargs)
-        return value, self._seen.pop()
+        return value, self._statistics.pop()
 
 
-class WithKeywords:
-    """A model, or what wraps it, whose fused calls have more keywords."""
+class KeywordProxy:
+    """Proxy of a model, wrapped or not, that adds keywords to every fused call."""
 
     def __init__(self, model, **keywords):
         self.model, self.keywords = model, keywords
@@ -79,8 +79,12 @@ class WithKeywords:
         return getattr(self.model, name)
 
 
-class WithLoss(WithKeywords):
-    """A model whose fused calls take their loss from ``function``. ``loss`` is that of the last."""
+class LossProxy(KeywordProxy):
+    """Proxy of a model whose fused calls compute their loss by ``function``.
+
+    Attributes:
+        loss: the loss of the last fused call.
+    """
 
     def __init__(self, model, function):
         super().__init__(model, liger_loss=function)
@@ -92,23 +96,26 @@ class WithLoss(WithKeywords):
             self.loss = outputs.loss
         return outputs
 
-    def gradient_for(self, theirs):
-        """The trainer's loss, which it has computed from scores without gradients, with the gradient of ours. What
-        else is in it, such as the loss of a router, keeps its own."""
-        return theirs + (self.loss - self.loss.detach())
+    def attach_gradient(self, trainer_loss):
+        """The value of the trainer's loss with the gradient of ``loss``.
+
+        The trainer computed it from scores without gradients. Other terms, such as a router's auxiliary loss, keep
+        their own gradient.
+        """
+        return trainer_loss + (self.loss - self.loss.detach())
 
 
-def over_processes(num_items_in_batch, trainer):
-    """A tensor of the number of items of all processes, at least 1, over theirs. Float32: a tensor of integers over a
-    number has the default dtype."""
+def items_per_process(num_items_in_batch, trainer):
+    """The global number of items, at least 1, divided by the number of processes: a float32 tensor."""
+    # The quotient of an integer tensor and a number would have the default dtype.
     return num_items_in_batch.clamp(min=1).to(torch.float32) / trainer.accelerator.num_processes
 
 
 def token_count(target, num_items_in_batch):
-    """The number given, or else that of the targets that count, at least 1, on the device of the targets."""
+    """``num_items_in_batch``, or the number of valid targets if it is None: a device tensor, at least 1."""
     if num_items_in_batch is None:
         return (target != -100).sum().clamp(min=1)
     if not isinstance(num_items_in_batch, torch.Tensor):
-        # Unlike a tensor made from the number, this waits for nothing.
+        # torch.tensor(number, device=...) would synchronise with the device.
         num_items_in_batch = torch.full((), num_items_in_batch, dtype=torch.float32, device=target.device)
     return num_items_in_batch.to(target.device).clamp(min=1)

@@ -1,17 +1,26 @@
-"""GKD and distillation on own samples: the divergence of student and teacher, of neither of which there are logits."""
+"""GKDTrainer and DistillationTrainer: the divergence of student and teacher without materialised logits."""
+
+from typing import NamedTuple
 
 import torch
 from trl import DistillationTrainer
 
-from ..losses import TokenStatistics
 from ..ops.fused_linear_divergence import fused_linear_jsd
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
-from ._adapter import add_heads, base_model, over_processes, replace, token_count
+from ._adapter import add_heads, base_model, items_per_process, replace, token_count
 from ._head import FusedHead
 
-_NOTHING = TokenStatistics(None, None, None)
-# What a batch of a DistillationTrainer may hold for models that also see images.
-_OF_IMAGES = (
+
+class _Statistics(NamedTuple):
+    """The fields of TokenStatistics; None if not computed."""
+
+    logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    argmax: torch.Tensor | None = None
+
+
+# Keys of vision inputs in the batch of a DistillationTrainer.
+_IMAGE_KEYS = (
     "pixel_values", "image_grid_thw", "pixel_attention_mask", "spatial_shapes", "image_sizes", "token_type_ids",
     "mm_token_type_ids", "image_position_ids",
 )  # fmt: skip
@@ -43,22 +52,22 @@ def adapt_distillation(trainer):
     def compute_loss(original, model, inputs, return_outputs=False, num_items_in_batch=None):
         training = trainer.model.training
         if training and inputs.get("num_items_in_batch") is not None:
-            # Of all processes, over which gradients are averaged.
-            num_items_in_batch = over_processes(inputs["num_items_in_batch"], trainer)
-        answer, counts = inputs["completion_ids"], inputs["completion_mask"]
+            # A global number; gradients are averaged over processes.
+            num_items_in_batch = items_per_process(inputs["num_items_in_batch"], trainer)
+        answer, mask = inputs["completion_ids"], inputs["completion_mask"]
         if "tool_mask" in inputs:
-            counts = counts * inputs["tool_mask"]
+            mask = mask * inputs["tool_mask"]
         labels = torch.cat(
-            (torch.full_like(inputs["prompt_ids"], -100), answer.masked_fill(counts == 0, -100)), 1
+            (torch.full_like(inputs["prompt_ids"], -100), answer.masked_fill(mask == 0, -100)), 1
         )
         tokens = {
             "input_ids": torch.cat((inputs["prompt_ids"], answer), 1),
             "attention_mask": torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1),
-            **{name: inputs[name] for name in _OF_IMAGES if name in inputs},
+            **{name: inputs[name] for name in _IMAGE_KEYS if name in inputs},
         }
         outputs = divergence_of(model, tokens, labels, num_items_in_batch, keep=answer.shape[1])
-        found = torch.stack((outputs.entropy.sum(), outputs.label_mask.sum()))
-        entropy, count = trainer.accelerator.gather_for_metrics(found.unsqueeze(0)).sum(0).tolist()
+        sums = torch.stack((outputs.entropy.sum(), outputs.label_mask.sum()))
+        entropy, count = trainer.accelerator.gather_for_metrics(sums.unsqueeze(0)).sum(0).tolist()
         trainer._metrics["train" if training else "eval"]["entropy"].append(entropy / count if count else 0.0)
         return (outputs.loss, None) if return_outputs else outputs.loss
 
@@ -66,9 +75,9 @@ def adapt_distillation(trainer):
     return None
 
 
-def _divergence(trainer, temperature=1.0, wanted=()):
-    """The function that calls both models; its result has the loss, and the scores of the student that are wanted."""
-    student = add_heads(trainer, wanted, temperature)
+def _divergence(trainer, temperature=1.0, scores=()):
+    """A function that calls both models and returns the student's output with the loss and the given scores."""
+    student = add_heads(trainer, scores, temperature)
     teacher = FusedHead(
         base_model(trainer, trainer.teacher_model), temperature, autocast=trainer.accelerator.autocast
     )
@@ -83,7 +92,7 @@ def _divergence(trainer, temperature=1.0, wanted=()):
         call_of_both = {"labels": labels, "fused_lm_head": True, "liger_keep": keep, **tokens}
 
         def with_student(hidden, weight, bias, target):
-            made = []
+            losses = []
 
             def with_teacher(teacher_hidden, teacher_weight, teacher_bias, _):
                 with torch.enable_grad():
@@ -93,19 +102,19 @@ def _divergence(trainer, temperature=1.0, wanted=()):
                         denominator=token_count(target, num_items_in_batch), beta=trainer.beta,
                         temperature=transform.temperature,
                     )  # fmt: skip
-                made.append(loss)
-                # The hooks of the teacher are to know nothing of a backward.
-                return loss.detach(), _NOTHING
+                losses.append(loss)
+                # Backward hooks of the teacher must not run.
+                return loss.detach(), _Statistics()
 
-            # Within both heads the weights of both are whole, whatever shards them.
+            # The call of the teacher is nested in that of the student's head: both gathered weights are available.
             with torch.no_grad():
                 trainer.teacher_model(liger_loss=with_teacher, **call_of_both)
-                found = _NOTHING
-                if "entropy" in wanted:
-                    found = fused_linear_logprobs(
+                statistics = _Statistics()
+                if "entropy" in scores:
+                    statistics = fused_linear_logprobs(
                         hidden, weight, target, bias, transform.temperature, return_entropy=True
                     )
-            return made[0], found
+            return losses[0], statistics
 
         trainer.teacher_model.eval()
         return model(liger_loss=with_student, **call_of_both)

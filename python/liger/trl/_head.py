@@ -1,7 +1,7 @@
-"""A fused head: what a model returns for ``model(..., labels=labels, fused_lm_head=True)``, as TRL's trainers call it.
+"""The fused lm_head of TRL's calls ``model(..., labels=labels, fused_lm_head=True)``, which return no logits.
 
-The head's weight is used within the head's own call, where the hooks of FSDP2 and ZeRO-3 have gathered it, and the head
-within the model's, where those of DDP, FSDP and ZeRO-3 expect it.
+The weight of the head is read inside the call of the head module, where the hooks of FSDP2 and ZeRO-3 have gathered it,
+and the head is called inside the forward of the model, as the hooks of DDP, FSDP and ZeRO-3 require.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from ._scores import Scores, Transform, score, top1, with_logit_statistics
 
 
 class _HeadCall:
-    """One call of a head, whose linear layers return what ``function(hidden, weight, bias)`` makes of their input."""
+    """One call of a head whose linear layers return ``function(hidden, weight, bias)`` instead of logits."""
 
     def __init__(self, function):
         self.function, self.result = function, None
@@ -27,13 +27,15 @@ class _HeadCall:
         if is_dtensor(linear.weight):
             return ()
         self.result = self.function(hidden, linear.weight, linear.bias)
-        # Hooks on the head, which gather its weight before the backward, have to see what is differentiated.
+        # Backward hooks on the head gather its weight, so its outputs must include every differentiable tensor.
         return tuple(t for t in self.result if t is not None and t.requires_grad)
 
     @contextlib.contextmanager
-    def through(self, linear):
-        """While it lasts, the linear layer computes this. Its hooks run as ever, be they of modules or of accelerate's,
-        which keep the forward under another name."""
+    def replace_forward(self, linear):
+        """Context manager: the forward of the linear layer is :meth:`compute`; its hooks still run.
+
+        The hooks of accelerate call the attribute ``_old_forward``.
+        """
         name = "_old_forward" if "_old_forward" in linear.__dict__ else "forward"
         before = linear.__dict__.get(name)
         linear.__dict__[name] = functools.partial(self.compute, linear)
@@ -47,60 +49,60 @@ class _HeadCall:
 
 
 def call_head(head, hidden, function):
-    """What ``function(hidden, weight, bias)``, a tuple of tensors and None, returns within a call of the head.
+    """Returns ``function(hidden, weight, bias)``, a NamedTuple of tensors and None, computed inside a call of the head.
 
     Raises:
-        RuntimeError: the head is not a linear layer whose weight is whole.
+        RuntimeError: the head is not a linear layer with an unsharded weight.
     """
     call = _HeadCall(function)
     linears = linear_heads(head)
     if linears:
         with contextlib.ExitStack() as stack:
             for linear in linears:
-                stack.enter_context(call.through(linear))
-            differentiated = head(hidden)
+                stack.enter_context(call.replace_forward(linear))
+            differentiable = head(hidden)
     if call.result is None:
         raise RuntimeError(
             f"liger.trl: the head is a {type(head).__module__}.{type(head).__qualname__}, expected a torch.nn.Linear "
             "with a whole weight (no adapter in target_modules, no tensor parallelism)"
         )
-    seen = iter(differentiated)
-    made = (t if t is None or not t.requires_grad else next(seen) for t in call.result)
-    return type(call.result)(*made)
+    outputs = iter(differentiable)
+    result = (t if t is None or not t.requires_grad else next(outputs) for t in call.result)
+    return type(call.result)(*result)
 
 
 class FusedHead:
-    """The fused head of one model.
+    """The fused lm_head of one model; the constructor replaces the forward of the model.
 
-    A fused call with ``liger_loss``, a function of (hidden, weight, bias, target), takes its loss from there: it
-    returns the loss, and the :class:`liger.losses.TokenStatistics` of the targets or of their last columns. The scores
-    of such a call have no gradients. With ``liger_keep`` only so many of the last targets have scores.
+    Keywords of a fused call: ``liger_loss`` is a function of (hidden, weight, bias, target) that returns the loss and
+    the :class:`liger.losses.TokenStatistics` of the targets, or of their last columns; the scores of such a call have
+    no gradient. ``liger_keep``: the number of last targets to compute.
 
     Args:
-        model: of transformers, with a linear head; not the wrapper of PEFT.
-        temperature: that logits are divided by.
-        wanted: the names in :class:`Scores` that the trainer looks at, beside the log-probabilities.
-        cast_to_float32: whether the head computes in float32, outside of autocast.
-        autocast: a context manager for calls of a model that was prepared for evaluation, or None.
+        model: a transformers model with a linear head; not the PEFT wrapper.
+        temperature: divisor of the logits.
+        scores: names in :class:`Scores` that the trainer reads besides the log-probabilities.
+        cast_to_float32: the head computes in float32 with autocast disabled.
+        autocast: a function that returns a context manager, for models that were prepared for evaluation; or None.
     """
 
-    def __init__(self, model, temperature=1.0, wanted=(), cast_to_float32=False, autocast=None):
+    def __init__(self, model, temperature=1.0, scores=(), cast_to_float32=False, autocast=None):
         self.transform = Transform.of(model.config.get_text_config(), temperature)
-        self.wanted, self.cast_to_float32, self.autocast = frozenset(wanted), cast_to_float32, autocast
+        self.scores, self.cast_to_float32, self.autocast = frozenset(scores), cast_to_float32, autocast
         self._install(model)
 
     def _install(self, model):
-        fused, plain = self, model.forward
+        fused_head, original = self, model.forward
 
-        # `generate` looks at the signature.
+        # `generate` inspects the signature.
         @functools.wraps(type(model).forward)
         def forward(self, *args, fused_lm_head=False, **kwargs):
             if not fused_lm_head:
-                return plain(*args, **kwargs)
-            with contextlib.nullcontext() if fused.autocast is None else fused.autocast():
-                return fused.run(self, *args, **kwargs)
+                return original(*args, **kwargs)
+            with contextlib.nullcontext() if fused_head.autocast is None else fused_head.autocast():
+                return fused_head.run(self, *args, **kwargs)
 
-        forward.liger_trainer_loss = True  # for patch_report
+        forward.liger_trainer_loss = True  # read by patch_report
         model.forward = types.MethodType(forward, model)
 
     def run(
@@ -114,13 +116,13 @@ class FusedHead:
         outputs = model.base_model(*args, **kwargs)
         hidden, target = outputs.last_hidden_state, shift_labels
         if target is None:
-            # The last token predicts nothing. Taking it off would copy all hidden states.
+            # The last token has no target. Slicing it off would copy all hidden states.
             target = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
         if liger_keep is not None:
             hidden, target = hidden[:, -liger_keep - 1 :], target[:, -liger_keep - 1 :]
         if self.cast_to_float32:
             hidden = hidden.float()
-        with torch.autocast(hidden.device.type, enabled=False) if self.cast_to_float32 else _NOTHING:
+        with torch.autocast(hidden.device.type, enabled=False) if self.cast_to_float32 else _NULL_CONTEXT:
             scores = self._scores(model.get_output_embeddings(), hidden, target, liger_loss)
         if shift_labels is None:
             scores = Scores(scores.loss, *(t if t is None else t[:, :-1] for t in scores[1:]))
@@ -129,16 +131,16 @@ class FusedHead:
 
     def _scores(self, head, hidden, target, loss):
         def function(hidden, weight, bias):
-            # A model that is split over devices ends on that of its head.
+            # With device_map, the head may be on another device than the targets.
             tokens = target.to(hidden.device)
-            given = hidden, weight, bias, tokens
+            inputs = hidden, weight, bias, tokens
             if loss is None:
-                return score(*given, self.transform, self.wanted)
-            value, found = loss(*given)
-            scores = Scores(value, found.logprobs, found.entropy)
-            if "is_top1" in self.wanted:
-                scores = scores._replace(is_top1=top1(found.argmax, tokens))
-            return with_logit_statistics(scores, *given, self.transform, self.wanted)
+                return score(*inputs, self.transform, self.scores)
+            value, statistics = loss(*inputs)
+            scores = Scores(value, statistics.logprobs, statistics.entropy)
+            if "is_top1" in self.scores:
+                scores = scores._replace(is_top1=top1(statistics.argmax, tokens))
+            return with_logit_statistics(scores, *inputs, self.transform, self.scores)
 
         return call_head(head, hidden, function)
 
@@ -152,15 +154,15 @@ class FusedHead:
             aux_loss = _load_balancing_loss(outputs.router_logits, config, kwargs.get("attention_mask"))
             if scores.loss is None:
                 total = total + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
-        named = scores._asdict() | {"loss": total, "label_mask": mask, "aux_loss": aux_loss}
-        return FusedCausalLMOutput(**named)
+        fields = scores._asdict() | {"loss": total, "label_mask": mask, "aux_loss": aux_loss}
+        return FusedCausalLMOutput(**fields)
 
 
-_NOTHING = contextlib.nullcontext()
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
 def _load_balancing_loss(router_logits, config, attention_mask):
-    # All mixtures of experts in transformers have this one.
+    # Every mixture-of-experts model of transformers uses this function.
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     experts = getattr(config, "num_experts", None) or config.num_local_experts

@@ -1,20 +1,20 @@
-"""ORPO and CPO, whose trainers of TRL make all logits: their forward is replaced by one with a fused head."""
+"""ORPOTrainer and CPOTrainer, which compute all logits: their forward is replaced by one with a fused head."""
 
 from torch.nn.functional import pad
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from ..losses import FusedLinearCPOLoss, FusedLinearORPOLoss, FusedLinearSimPOLoss
-from ._adapter import Observed, WithLoss, add_heads, replace
-from ._answers import Longest, of_answers
+from ._adapter import LossProxy, LossWithStatistics, add_heads, replace
+from ._answers import AnswerWidth, crop_to_answers
 
 
 def adapt_orpo(trainer):
     head = _add_head(trainer)
-    loss_of = Observed(FusedLinearORPOLoss, beta=trainer.beta, **head.transform._asdict())
-    # The likelihood is that of prompts, too; the last position has no part in the mean of logits.
-    shape = {"average": True, "with_nll": True, "nll_of_prompts": True, "positions": slice(None, -1)}
-    return _adapt(trainer, ORPOTrainer, loss_of, trainer.padding_value, **shape)
+    loss_of = LossWithStatistics(FusedLinearORPOLoss, beta=trainer.beta, **head.transform._asdict())
+    # The likelihood term includes prompts; the mean of logits excludes the last position.
+    options = {"average": True, "with_nll": True, "nll_of_prompts": True, "positions": slice(None, -1)}
+    return _adapt(trainer, ORPOTrainer, loss_of, trainer.padding_value, **options)
 
 
 def adapt_cpo(trainer):
@@ -28,14 +28,14 @@ def adapt_cpo(trainer):
     if trainer.alpha != 0.0:
         reason = f"alpha={trainer.alpha} (AlphaPO)"
     elif simpo:
-        loss_of = Observed(FusedLinearSimPOLoss, gamma=trainer.simpo_gamma, **options)
+        loss_of = LossWithStatistics(FusedLinearSimPOLoss, gamma=trainer.simpo_gamma, **options)
     else:
         options |= {"loss_type": trainer.loss_type, "average_log_prob": average}
-        loss_of = Observed(FusedLinearCPOLoss, **options)
-    shape = {
+        loss_of = LossWithStatistics(FusedLinearCPOLoss, **options)
+    batch_options = {
         "average": average, "with_nll": trainer.cpo_alpha != 0, "nll_of_prompts": False, "positions": slice(None),
     }  # fmt: skip
-    return _adapt(trainer, CPOTrainer, loss_of, trainer.pad_token_id, **shape) or reason
+    return _adapt(trainer, CPOTrainer, loss_of, trainer.pad_token_id, **batch_options) or reason
 
 
 def _add_head(trainer):
@@ -58,33 +58,33 @@ def _adapt(trainer, cls, loss_of, padding_value, *, average, with_nll, nll_of_pr
         )
         ids, mask = merged["concatenated_input_ids"], merged["concatenated_attention_mask"]
         answers = _next(merged["concatenated_labels"])
-        likely = _next(ids.masked_fill(mask == 0, -100)) if nll_of_prompts else answers
+        nll_target = _next(ids.masked_fill(mask == 0, -100)) if nll_of_prompts else answers
         pairs = batch["chosen_labels"].shape[0]
 
-        def function(hidden, weight, bias, target, preferred):
-            # Only where they differ does the loss need both.
+        def function(hidden, weight, bias, target, answer):
+            # A separate mask only if the likelihood term has other valid tokens.
             nll_mask = target != -100 if nll_of_prompts else None
-            return loss_of(weight, hidden, target, bias, mask=preferred != -100, nll_mask=nll_mask)
+            return loss_of(weight, hidden, target, bias, mask=answer != -100, nll_mask=nll_mask)
 
         if loss_of is not None:
-            model = WithLoss(model, of_answers(function, Longest(likely != -100), answers))
+            model = LossProxy(model, crop_to_answers(function, AnswerWidth(nll_target != -100), answers))
             policies.append(model)
         options = {"output_router_logits": True} if trainer.aux_loss_enabled else {}
-        outputs = model(ids, attention_mask=mask, shift_labels=likely, fused_lm_head=True, **options)
-        kept = answers != -100
-        logps = (outputs.log_probs * kept).sum(-1)
-        logps = logps / kept.sum(-1) if average else logps
+        outputs = model(ids, attention_mask=mask, shift_labels=nll_target, fused_lm_head=True, **options)
+        valid = answers != -100
+        logps = (outputs.log_probs * valid).sum(-1)
+        logps = logps / valid.sum(-1) if average else logps
         nll = logps.new_zeros(())
         if with_nll:
-            nll = -outputs.log_probs[:pairs].sum() / (likely[:pairs] != -100).sum()
-        # Of the logits the trainer logs nothing but the mean.
+            nll = -outputs.log_probs[:pairs].sum() / (nll_target[:pairs] != -100).sum()
+        # The trainer logs the mean of the logits and reads nothing else of them.
         means = outputs.mean_logits[:, positions]
-        found = (logps[:pairs], logps[pairs:], means[:pairs], means[pairs:], nll)
-        return (*found, outputs.aux_loss) if trainer.aux_loss_enabled else found
+        results = (logps[:pairs], logps[pairs:], means[:pairs], means[pairs:], nll)
+        return (*results, outputs.aux_loss) if trainer.aux_loss_enabled else results
 
     def get_batch_loss_metrics(original, *args, **kwargs):
-        theirs, metrics = original(*args, **kwargs)
-        return policies.pop().gradient_for(theirs), metrics
+        trainer_loss, metrics = original(*args, **kwargs)
+        return policies.pop().attach_gradient(trainer_loss), metrics
 
     replace(trainer, "concatenated_forward", concatenated_forward)
     if loss_of is not None:
@@ -93,5 +93,5 @@ def _adapt(trainer, cls, loss_of, padding_value, *, average, with_nll, nll_of_pr
 
 
 def _next(labels):
-    """What each position is to predict; the last one nothing."""
+    """Labels shifted by one: the target of each position, -100 for the last one."""
     return pad(labels, (0, 1), value=-100)[:, 1:]

@@ -1,12 +1,20 @@
-"""The one entry: which adapter a trainer gets."""
+"""``liger.trl.patch`` and the table of adapters."""
+
+from __future__ import annotations
 
 import importlib
 import logging
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 logger = logging.getLogger("liger.trl")
 
-# Trainers of TRL and the module and function of their adapters, subclasses before their bases. A module of
-# trl.experimental is imported only if a trainer of that name is at hand.
+_Trainer = TypeVar("_Trainer", bound="Trainer")
+
+# Trainer of TRL -> (module, function) of its adapter, subclasses before their bases. An adapter may import
+# trl.experimental, so it is imported only for a trainer of that class.
 _ADAPTERS = {
     "GKDTrainer": ("_distillation", "adapt_gkd"),
     "DistillationTrainer": ("_distillation", "adapt_distillation"),
@@ -20,24 +28,25 @@ _ADAPTERS = {
 }
 
 
-def patch(trainer):
-    """Makes one trainer of TRL compute its loss without logits, by the losses of liger. No other trainer changes.
+def patch(trainer: _Trainer) -> _Trainer:
+    """Makes one TRL trainer compute its loss with the losses of liger, without materialised logits.
 
-    Call it between the trainer's constructor and ``trainer.train()``. Options, data, logged metrics and checkpoints
-    stay as they are. Where liger.losses has the trainer's loss, its gradient is made in the forward of the model's
-    head; otherwise the trainer computes its own loss from log-probabilities made by liger, and the log says why.
+    Call it between the trainer's constructor and ``trainer.train()``. Other trainers, options, data, logged metrics and
+    checkpoints do not change. If ``liger.losses`` implements the trainer's loss, the forward of the model's lm_head
+    computes loss and gradient. Otherwise the trainer computes its own loss from log-probabilities by liger, and a
+    message of the logger ``liger.trl`` gives the reason.
 
     Args:
         trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer, GKDTrainer
-            or DistillationTrainer, or of a class derived from one.
+            or DistillationTrainer, or an object of a derived class.
 
     Returns:
-        The same trainer; patching it again changes nothing.
+        The same trainer. Patching it again has no effect.
 
     Raises:
-        TypeError: another trainer.
-        ValueError: a model that is not a causal language model, or scales its logits by what is not positive.
-        RuntimeError: in training, a head that is not a plain linear layer.
+        TypeError: not one of these trainers.
+        ValueError: the model is not a causal language model, or scales its logits by a factor that is not positive.
+        RuntimeError: in training, if the lm_head is not a plain linear layer with an unsharded weight.
     """
     if getattr(trainer, "liger_patched", False):
         return trainer
@@ -50,7 +59,7 @@ def patch(trainer):
     module, function = _ADAPTERS[name]
     adapt = getattr(importlib.import_module(f".{module}", __package__), function)
     reason = adapt(trainer)
-    trainer.liger_patched = True
+    vars(trainer)["liger_patched"] = True
     if reason is None:
         logger.info("liger: %s computes its loss in the model's head", name)
     else:

@@ -1,19 +1,19 @@
-"""GRPO, and RLOO with its own loss on our log-probabilities."""
+"""GRPOTrainer, and RLOOTrainer, whose own loss reads log-probabilities by liger."""
 
 from torch.nn.functional import pad
 from trl import GRPOTrainer
 
 from ..losses import FusedLinearGRPOLoss, TokenStatistics
 from ..losses.policy import GRPO_LOSS_TYPES
-from ._adapter import Observed, WithKeywords, WithLoss, add_heads, over_processes, replace
+from ._adapter import KeywordProxy, LossProxy, LossWithStatistics, add_heads, items_per_process, replace
 
-# Of these the sum over tokens has a divisor that does not depend on the batch at hand.
-_OVER_ALL_TOKENS = ("cispo", "dapo")
+# Loss types that are divided by the global number of tokens.
+_GLOBAL_TOKEN_MEAN = ("cispo", "dapo")
 
 
-def _leave_out_prompts(trainer):
+def _skip_prompts(trainer):
     def log_probabilities(original, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        model = WithKeywords(model, liger_keep=logits_to_keep)
+        model = KeywordProxy(model, liger_keep=logits_to_keep)
         return original(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
 
     replace(trainer, "_get_per_token_logps_and_entropies", log_probabilities)
@@ -21,18 +21,18 @@ def _leave_out_prompts(trainer):
 
 def adapt_rloo(trainer):
     add_heads(trainer, ("entropy",), trainer.temperature)
-    _leave_out_prompts(trainer)
+    _skip_prompts(trainer)
     return "RLOO has no loss in liger.losses"
 
 
 def adapt_grpo(trainer):
     args = trainer.args
     head = add_heads(trainer, ("entropy",), trainer.temperature, args.cast_lm_head_to_fp32)
-    _leave_out_prompts(trainer)
+    _skip_prompts(trainer)
     reason = _why_not_grpo(trainer)
     if reason is not None:
         return reason
-    loss_of = Observed(
+    loss_of = LossWithStatistics(
         FusedLinearGRPOLoss, loss_type=trainer.loss_type, beta=trainer.beta, epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high, max_completion_length=trainer.max_completion_length,
         importance_sampling_level=trainer.importance_sampling_level, delta=args.delta,
@@ -51,30 +51,30 @@ def adapt_grpo(trainer):
         training = trainer.model.training
         steps = trainer.current_gradient_accumulation_steps if training else 1
         divisor, factor = None, 1.0 / steps
-        if trainer.loss_type in _OVER_ALL_TOKENS:
-            # Of all processes and of all steps between two generations.
-            divisor = over_processes(inputs["num_items_in_batch"], trainer)
+        if trainer.loss_type in _GLOBAL_TOKEN_MEAN:
+            # The number covers all processes and all steps between two generations.
+            divisor = items_per_process(inputs["num_items_in_batch"], trainer)
             divisor, factor = divisor * (steps / args.steps_per_generation if training else 1.0), 1.0
 
         def function(hidden, weight, bias, target):
-            # The last hidden state predicts nothing.
+            # The last hidden state has no target.
             answer = slice(-length - 1, -1)
-            value, found = loss_of(
+            value, statistics = loss_of(
                 hidden[:, answer], weight, target[:, answer], mask, inputs["advantages"], bias,
                 inputs.get("ref_per_token_logps"), inputs.get("old_per_token_logps"), vllm_is_ratio=sampler,
                 num_items_in_batch=divisor,
             )  # fmt: skip
-            return value * factor, TokenStatistics(*(pad(t, (0, 1)) for t in found))
+            return value * factor, TokenStatistics(*(pad(t, (0, 1)) for t in statistics))
 
-        policy = WithLoss(model, function)
-        return policy.gradient_for(original(policy, inputs))
+        policy = LossProxy(model, function)
+        return policy.attach_gradient(original(policy, inputs))
 
     replace(trainer, "_compute_loss", compute_loss)
     return None
 
 
 def _why_not_grpo(trainer):
-    """Why the loss stays TRL's own formula on our log-probabilities, or None."""
+    """The reason why TRL's own formula computes the loss from log-probabilities by liger, or None."""
     for name in ("_compute_loss", "_get_per_token_logps_and_entropies"):
         if getattr(type(trainer), name) is not getattr(GRPOTrainer, name):
             return f"{type(trainer).__name__} has a {name} of its own"

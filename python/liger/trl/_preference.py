@@ -1,4 +1,4 @@
-"""DPO and KTO: the reference comes first, so that the policy's head can make the loss and its gradient at once."""
+"""DPOTrainer and KTOTrainer: the reference model runs first, so the policy's head can compute loss and gradient."""
 
 import torch
 from trl import DPOTrainer, KTOTrainer
@@ -6,14 +6,14 @@ from trl import DPOTrainer, KTOTrainer
 from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss
 from ..losses.preference import DPO_LOSS_TYPES
 from ..losses.unpaired import KTO_LOSS_TYPES
-from ._adapter import Observed, WithLoss, add_heads, overriding, replace
-from ._answers import Longest, of_answers
+from ._adapter import LossProxy, LossWithStatistics, add_heads, overriding, replace
+from ._answers import AnswerWidth, crop_to_answers
 
 _METRICS = ("entropy", "mean_logits", "is_top1")
 
 
 def _reference(trainer):
-    # Without a reference model it is the policy without its adapters, which the trainer sees to.
+    # Without a reference model the reference is the policy with its adapters disabled; the trainer disables them.
     return trainer.model if trainer.ref_model is None else trainer.ref_model
 
 
@@ -21,44 +21,43 @@ def _reference(trainer):
 
 
 def adapt_dpo(trainer):
-    wanted = (*_METRICS, "log_sum_sq_probs") if trainer.use_weighting else _METRICS
-    head = add_heads(trainer, wanted)
+    head = add_heads(trainer, (*_METRICS, "log_sum_sq_probs") if trainer.use_weighting else _METRICS)
     reason = _why_not_dpo(trainer)
     if reason is not None:
         return reason
     (kind,), (factor,) = trainer.loss_types, trainer.loss_weights
-    loss_of = Observed(
+    loss_of = LossWithStatistics(
         FusedLinearDPOLoss, loss_type=kind, beta=trainer.beta, discopop_tau=trainer.args.discopop_tau,
-        # TRL smooths no other labels.
+        # TRL applies label smoothing to these loss types only.
         label_smoothing=trainer.label_smoothing if kind in ("exo_pair", "robust") else 0.0,
         **head.transform._asdict(),
     )  # fmt: skip
 
     def compute_loss(original, model, inputs, return_outputs):
-        known, longest = {}, Longest(inputs["completion_mask"][:, 1:])
+        ref_logps, answer_width = {}, AnswerWidth(inputs["completion_mask"][:, 1:])
         if not trainer.precompute_ref_logps:
             pair = trainer.compute_ref_log_probs(_reference(trainer), inputs)
-            known = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), pair, strict=True))
-        inputs = {**inputs, **known}
+            ref_logps = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), pair, strict=True))
+        inputs = {**inputs, **ref_logps}
         references = torch.cat((inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]))
 
         def function(hidden, weight, bias, target):
-            value, found = loss_of(weight, hidden, target, bias, ref_logps=references.to(hidden.device))
-            return value * factor, found
+            value, statistics = loss_of(weight, hidden, target, bias, ref_logps=references.to(hidden.device))
+            return value * factor, statistics
 
-        policy = WithLoss(model, of_answers(function, longest))
+        policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True):
             result = original(policy, inputs, return_outputs)
         if return_outputs:
-            return policy.gradient_for(result[0]), result[1]
-        return policy.gradient_for(result)
+            return policy.attach_gradient(result[0]), result[1]
+        return policy.attach_gradient(result)
 
     replace(trainer, "_compute_loss", compute_loss)
     return None
 
 
 def _why_not_dpo(trainer):
-    """Why the loss stays TRL's own formula on our log-probabilities, or None."""
+    """The reason why TRL's own formula computes the loss from log-probabilities by liger, or None."""
     if type(trainer)._compute_loss is not DPOTrainer._compute_loss:
         return f"{type(trainer).__name__} has a loss of its own"
     if len(trainer.loss_types) != 1 or trainer.loss_types[0] not in DPO_LOSS_TYPES:
@@ -78,7 +77,7 @@ def adapt_kto(trainer):
     reason = _why_not_kto(trainer)
     if reason is not None:
         return reason
-    loss_of = Observed(
+    loss_of = LossWithStatistics(
         FusedLinearKTOLoss, loss_type=trainer.loss_type, beta=trainer.beta,
         desirable_weight=trainer.desirable_weight, undesirable_weight=trainer.undesirable_weight,
         **head.transform._asdict(),
@@ -87,14 +86,14 @@ def adapt_kto(trainer):
     def compute_loss(original, model, inputs, return_outputs):
         device = trainer.accelerator.device
         inputs = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
-        longest = Longest(inputs["completion_mask"][:, 1:])
+        answer_width = AnswerWidth(inputs["completion_mask"][:, 1:])
         mismatched = trainer._compute_kl_logps(model, inputs)
         if not trainer.precompute_ref_logps:
-            found = trainer.compute_ref_log_probs(_reference(trainer), inputs)
-            inputs |= dict(zip(("ref_logps", "ref_KL_logps"), found, strict=True))
+            pair = trainer.compute_ref_log_probs(_reference(trainer), inputs)
+            inputs |= dict(zip(("ref_logps", "ref_KL_logps"), pair, strict=True))
         kl = None
         if trainer.calculate_KL:
-            # As the trainer does; the loss has no other part that depends on other processes.
+            # The only term that depends on other processes; the trainer computes it in the same way.
             kl = (mismatched - inputs["ref_KL_logps"]).mean()
             kl = trainer.accelerator.gather_for_metrics(kl).mean().clamp(min=0)
 
@@ -104,12 +103,12 @@ def adapt_kto(trainer):
                 ref_logps=inputs["ref_logps"].to(hidden.device),
             )  # fmt: skip
 
-        policy = WithLoss(model, of_answers(function, longest))
+        policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True, _compute_kl_logps=lambda *_: mismatched):
             result = original(policy, inputs, return_outputs)
         if return_outputs:
-            return policy.gradient_for(result[0]), result[1]
-        return policy.gradient_for(result)
+            return policy.attach_gradient(result[0]), result[1]
+        return policy.attach_gradient(result)
 
     replace(trainer, "_compute_loss", compute_loss)
     return None
@@ -120,5 +119,5 @@ def _why_not_kto(trainer):
         return f"{type(trainer).__name__} has a loss of its own"
     if trainer.loss_type not in KTO_LOSS_TYPES:
         return f"loss_type='{trainer.loss_type}'"
-    # The trainer's function of the reference alone passes nothing but text.
+    # compute_ref_log_probs of the trainer passes text inputs only.
     return "images" if trainer._is_vision_dataset and not trainer.precompute_ref_logps else None

@@ -1,4 +1,4 @@
-"""What trainers want to know of every token, computed where the head's weight is at hand."""
+"""Scores of tokens that trainers read or log, computed inside the call of the lm_head."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from ..ops.fused_linear_logprobs import fused_linear_logprobs
 
 
 class Scores(NamedTuple):
-    """Per token, shaped as the targets, and a loss where one was asked for. None is what nobody wants to know.
+    """A scalar loss, and scores per token in the shape of the targets. Fields that are not computed are None.
 
-    Where the target is -100 all but ``mean_logits`` are zero.
+    At ignored tokens (-100) all scores except ``mean_logits`` are 0.
     """
 
     loss: torch.Tensor | None = None
@@ -25,17 +25,17 @@ class Scores(NamedTuple):
 
 
 class Transform(NamedTuple):
-    """What becomes of ``hidden @ weight.T + bias`` before the softmax, in the terms of the ops."""
+    """Transformation of ``hidden @ weight.T + bias`` before the softmax, as arguments of the ops."""
 
     temperature: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config, temperature):
-        """As a text configuration of transformers says, with a temperature of sampling on top.
+        """From a text configuration of transformers and a sampling temperature.
 
-        With s the factor and c the cap of a model, ``c * tanh(s * z / c) / T`` is ``C * tanh(z / C) / (T / s)`` for a
-        C of ``c / s``.
+        With the logit scale s and the softcap c of a model, ``c * tanh(s * z / c) / T`` equals
+        ``C * tanh(z / C) / (T / s)`` with ``C = c / s``.
         """
         scale = _logit_scale(config)
         if not scale > 0.0:
@@ -47,7 +47,7 @@ class Transform(NamedTuple):
 
 
 def _logit_scale(config):
-    """The factor of the logits, under the names that architectures have for it."""
+    """The factor of the logits, which architectures store under different names."""
     for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
         value = getattr(config, name, None)
         if value is not None:
@@ -58,48 +58,50 @@ def _logit_scale(config):
     return divisor if config.model_type == "hyperclovax" else 1.0 / divisor
 
 
-def score(hidden, weight, bias, target, transform, wanted):
-    """The :class:`Scores` of tokens, the names in ``wanted`` beside the log-probabilities; differentiable are these and
-    the entropies."""
-    found = fused_linear_logprobs(
+def score(hidden, weight, bias, target, transform, names):
+    """The :class:`Scores` of tokens: log-probabilities, and the scores in ``names``.
+
+    Log-probabilities and entropies are differentiable.
+    """
+    result = fused_linear_logprobs(
         hidden, weight, target, bias, transform.temperature, -100, transform.softcap,
-        return_entropy="entropy" in wanted, return_argmax="is_top1" in wanted,
+        return_entropy="entropy" in names, return_argmax="is_top1" in names,
     )  # fmt: skip
-    logprobs, entropy, argmax = found if isinstance(found, tuple) else (found, None, None)
+    logprobs, entropy, argmax = result if isinstance(result, tuple) else (result, None, None)
     return with_logit_statistics(
-        Scores(None, logprobs, entropy, top1(argmax, target)), hidden, weight, bias, target, transform, wanted
+        Scores(None, logprobs, entropy, top1(argmax, target)), hidden, weight, bias, target, transform, names
     )
 
 
 def top1(argmax, target):
-    """Whether the target is the most probable token; None of None."""
+    """Whether the target is the most probable token; None if argmax is None."""
     return None if argmax is None else (argmax == target) & (target != -100)
 
 
 @torch.no_grad()
-def with_logit_statistics(scores, hidden, weight, bias, target, transform, wanted):
-    """The scores, and of the statistics of logits those that are wanted.
+def with_logit_statistics(scores, hidden, weight, bias, target, transform, names):
+    """Adds ``mean_logits`` and ``log_sum_sq_probs`` to the scores, where ``names`` has them.
 
-    The mean of logits is the projection by the mean of the weight's rows. After a softcap it is not; that, and the sum
-    of squares, take the logits once more, a chunk at a time.
+    The mean of the logits is the product with the mean of the rows of the weight. With a softcap it is not. Then, and
+    for the sum of squares, the logits are computed again, a chunk at a time.
     """
     wide, rows = accumulate_dtype(hidden.dtype), hidden.flatten(0, -2)
     functions = {}
-    if "log_sum_sq_probs" in wanted:
+    if "log_sum_sq_probs" in names:
         functions["log_sum_sq_probs"] = lambda x: _log_sum_sq_probs(_logits(x, weight, bias, transform))
-    if "mean_logits" in wanted and transform.softcap is not None:
+    if "mean_logits" in names and transform.softcap is not None:
         functions["mean_logits"] = lambda x: _logits(x, weight, bias, transform).mean(-1)
-    elif "mean_logits" in wanted:
+    elif "mean_logits" in names:
         row = weight.mean(0, dtype=wide) / transform.temperature
         constant = 0.0 if bias is None else bias.mean(dtype=wide) / transform.temperature
-        # No product of matrices, which autocast would round.
+        # Elementwise: autocast would round the operands of a matrix product.
         functions["mean_logits"] = lambda x: (x.to(wide) * row).sum(-1) + constant
     budget = default_memory_budget()
     for name, function in functions.items():
         width = hidden.shape[-1] if name == "mean_logits" and transform.softcap is None else weight.shape[0]
         chunks = row_chunks(rows.shape[0], max(budget // (wide.itemsize * width), 1))
-        made = torch.cat([function(rows[chunk]) for chunk in chunks] or [rows.new_zeros(0, dtype=wide)])
-        scores = scores._replace(**{name: made.view(target.shape)})
+        values = torch.cat([function(rows[chunk]) for chunk in chunks] or [rows.new_zeros(0, dtype=wide)])
+        scores = scores._replace(**{name: values.view(target.shape)})
     if scores.log_sum_sq_probs is None:
         return scores
     return scores._replace(log_sum_sq_probs=torch.where(target != -100, scores.log_sum_sq_probs, 0.0))

@@ -1,14 +1,14 @@
-"""SFT: cross entropy without logits, which also yields the entropies and the accuracy that the trainer logs."""
+"""SFTTrainer: cross entropy without materialised logits, plus the entropies and the accuracy that the trainer logs."""
 
 from trl import SFTTrainer
 
 from ..losses import FusedLinearLoss, TokenStatistics
 from ..ops.fused_linear_ce import fused_linear_ce
-from ._adapter import Observed, WithLoss, add_heads, replace, token_count
+from ._adapter import LossProxy, LossWithStatistics, add_heads, replace, token_count
 
 
 class _TokenLoss(FusedLinearLoss):
-    """Negative log-likelihood, also where logits are scaled, or that of dynamic fine-tuning (arXiv 2508.05629)."""
+    """Negative log-likelihood with a temperature, or the loss of dynamic fine-tuning (arXiv 2508.05629)."""
 
     unit = "token"
 
@@ -32,40 +32,40 @@ def adapt_sft(trainer):
     transform, dynamic = head.transform, trainer.args.loss_type == "dft"
     loss_of = None
     if dynamic or transform.temperature != 1.0:
-        loss_of = Observed(_TokenLoss, dynamic=dynamic, **transform._asdict())
+        loss_of = LossWithStatistics(_TokenLoss, dynamic=dynamic, **transform._asdict())
 
     def compute_loss(original, model, inputs, return_outputs=False, num_items_in_batch=None):
         def function(hidden, weight, bias, target):
             tokens = token_count(target, num_items_in_batch)
             if loss_of is not None:
-                value, found = loss_of(hidden, weight, target, bias, tokens.float())
+                value, statistics = loss_of(hidden, weight, target, bias, tokens.float())
             else:
-                value, found = _cross_entropy(hidden, weight, bias, target, tokens, transform.softcap)
+                value, statistics = _cross_entropy(hidden, weight, bias, target, tokens, transform.softcap)
             if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
-                # The number of tokens is that of all processes, over which gradients are averaged.
+                # The number of tokens is global, and gradients are averaged over processes.
                 value = value * (trainer.accelerator.num_processes // trainer.get_tp_size())
-            return value, found
+            return value, statistics
 
-        policy = WithLoss(model, function)
+        policy = LossProxy(model, function)
         result = original(policy, inputs, return_outputs, num_items_in_batch)
         if return_outputs:
-            return policy.gradient_for(result[0]), result[1]
-        return policy.gradient_for(result)
+            return policy.attach_gradient(result[0]), result[1]
+        return policy.attach_gradient(result)
 
     replace(trainer, "compute_loss", compute_loss)
     return None
 
 
 def _cross_entropy(hidden, weight, bias, target, tokens, softcap):
-    found = fused_linear_ce(
+    result = fused_linear_ce(
         hidden, weight, target, bias, denominator=tokens, softcap=softcap, return_predicted_tokens=True,
         return_logprobs=True, return_entropy=True,
     )  # fmt: skip
-    return found.loss, TokenStatistics(found.logprobs, found.entropy, found.predicted_tokens)
+    return result.loss, TokenStatistics(result.logprobs, result.entropy, result.predicted_tokens)
 
 
 def _why_not_sft(trainer):
-    """Why the loss stays that of the trainer on our log-probabilities, or None."""
+    """The reason why the trainer computes its own loss from log-probabilities by liger, or None."""
     if type(trainer).compute_loss is not SFTTrainer.compute_loss:
         return f"{type(trainer).__name__} has a loss of its own"
     if trainer.compute_loss_func is not None:
