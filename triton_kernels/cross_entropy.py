@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._core.cross_entropy_math import CEOptions
 from .common import (
     dense_vector,
     on_device_of,
@@ -68,19 +69,12 @@ def backward_kernel(
 # --- launchers ----------------------------------------------------------------------------------------------------
 
 
-def _forward(
-    gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
-    softcap, reduction, *metrics,
-):  # fmt: skip
+def _forward(gradient, logits, target, options, metrics):
     """(*reduced results, lse, denominator). Also writes ``gradient``, which may be the logits, unless it is None."""
-    torch.ops.liger.check_cross_entropy(
-        "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
-    )  # fmt: skip
+    options.check("cross_entropy", logits, target)
     require_dtype("cross_entropy", "logits", logits)
-    rule = Rule(
-        "cross_entropy", logits.shape[1], target, ce_weight, token_weight, ignore_index, label_smoothing,
-        lse_square_scale, softcap,
-    )  # fmt: skip
+    rule = Rule.of_options("cross_entropy", logits.shape[1], target, options)
+    denominator, reduction = options.denominator, options.reduction
     results = RowResults(rule, *metrics)
     rows = rows_of(logits)
     if gradient is None:
@@ -94,46 +88,25 @@ def _forward(
     return *results.reduced(used_denominator, reduction), results.lse, used_denominator
 
 
-def cross_entropy_forward(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy,
-    need_grad,
-):  # fmt: skip
+def cross_entropy_forward(logits, target, *rest):
+    *rest, need_grad = rest
     gradient = torch.empty_like(logits) if need_grad else None
-    results = _forward(
-        gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens,
-        return_logprobs, return_entropy,
-    )  # fmt: skip
+    results = _forward(gradient, logits, target, CEOptions(*rest[:8]), rest[8:])
     return *results, logits.new_empty(0) if gradient is None else gradient
 
 
 def cross_entropy_forward_(logits, target, *rest):
-    return _forward(logits, logits, target, *rest)[:6]
+    return _forward(logits, logits, target, CEOptions(*rest[:8]), rest[8:])[:6]
 
 
-def _backward(
-    op, out, grad_loss, logits, target, lse, used_denominator, ce_weight, token_weight, ignore_index, label_smoothing,
-    lse_square_scale, softcap,
-):  # fmt: skip
-    torch.ops.liger.check_cross_entropy(
-        op, logits, target, ce_weight, token_weight, None, label_smoothing, softcap, "none"
-    )
+def _backward(op, out, grad_loss, logits, target, lse, used_denominator, *options):
+    options = CEOptions.of_backward(*options)
+    options.check(op, logits, target)
     require_dtype(op, "logits", logits)
     require_same_shape(op, "lse", lse, "target", target)
     if grad_loss.dim():
         require_same_shape(op, "grad_loss", grad_loss, "target", target)
-    rule = Rule(
-        op,
-        logits.shape[1],
-        target,
-        ce_weight,
-        token_weight,
-        ignore_index,
-        label_smoothing,
-        lse_square_scale,
-        softcap,
-    )
+    rule = Rule.of_options(op, logits.shape[1], target, options)
     if logits.numel() == 0:
         return
     in_place = out is logits
@@ -144,8 +117,8 @@ def _backward(
         backward_kernel[(logits.shape[0],)](
             grad_loss, grad_loss.stride(0) if grad_loss.dim() else 0, logits_rows, logits_stride, out_rows, out_stride,
             rule.target, dense_vector(lse), used_denominator, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
-            rule.n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, rule.smoothing, *tile,
-            num_warps=warps,
+            rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing,
+            *tile, num_warps=warps,
         )  # fmt: skip
     write_back(out, out_rows)
 

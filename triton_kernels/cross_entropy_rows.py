@@ -227,6 +227,14 @@ class Rule:
         if self.smoothing and self.ce_weight is not None:
             self.class_weight_sum = self.ce_weight.sum(dtype=torch.float32)
 
+    @classmethod
+    def of_options(cls, op, n_cols, target, options):
+        """From :class:`CEOptions`."""
+        return cls(
+            op, n_cols, target, options.ce_weight, options.token_weight, options.ignore_index,
+            options.label_smoothing, options.lse_square_scale, options.softcap,
+        )  # fmt: skip
+
     def buffer(self, shape, needed, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=self.target.device) if needed else None
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from .._core.cross_entropy_math import Metrics, at_original_rows
+from .._core.cross_entropy_math import CEOptions, Metrics, at_original_rows
 from .._core.matmul import product, without_ignored, write_linear
 from .common import require_dtype
 from .cross_entropy_rows import RowResults, Rule
@@ -18,24 +18,14 @@ from .valid_rows import ValidRows
 _IN_GRAD_WEIGHT, _IN_GRAD_INPUT = 1, 2
 
 
-def fused_linear_ce_forward(
-    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,
-    return_predicted_tokens, return_logprobs, return_entropy, need_grad_input, need_grad_weight, need_grad_bias,
-):  # fmt: skip
-    torch.ops.liger.check_fused_linear_ce(
-        input, weight, target, bias, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
-        accum_dtype, memory_budget,
-    )  # fmt: skip
+def fused_linear_ce_forward(input, weight, target, bias, *rest):
+    options, (accum_dtype, memory_budget, *flags) = CEOptions(*rest[:8]), rest[8:]
+    metrics, (need_grad_input, need_grad_weight, need_grad_bias) = Metrics(*flags[:5]), flags[5:]
+    options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
     require_dtype("fused_linear_ce", "input", input)
     (rows, hidden), vocab = input.shape, weight.shape[0]
-    rule = Rule(
-        "fused_linear_ce", vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
-        softcap,
-    )  # fmt: skip
-    metrics = Metrics(
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
-    )
+    rule = Rule.of_options("fused_linear_ce", vocab, target, options)
+    denominator, reduction = options.denominator, options.reduction
     results = RowResults(rule, *metrics)
     need_grad_bias = need_grad_bias and bias is not None
     used_denominator = None
@@ -71,7 +61,7 @@ def fused_linear_ce_forward(
         if all_valid or valid_rows is not None:
             return x
         rows = slice(first, first + x.shape[0])
-        ignored = rule.target[rows] == ignore_index
+        ignored = rule.target[rows] == rule.ignore_index
         return without_ignored(x, ignored, grad_input[rows] if need_grad_input else None)
 
     # The device computes the logits of the first rows, needed in any case, while the host waits for the valid count.
@@ -79,7 +69,7 @@ def fused_linear_ce_forward(
     may_wait = not (input.is_cuda and torch.cuda.is_current_stream_capturing())
     # With LIGER_CHECK_TARGETS the kernel prints row numbers, which must be those of the batch.
     if prefetch_rows and may_wait and not rule.check_targets:
-        valid_rows, done = ValidRows(rule.target, ignore_index), prefetch_rows
+        valid_rows, done = ValidRows(rule.target, rule.ignore_index), prefetch_rows
         write_linear(gather(0, prefetch_rows), weight, bias, logits_at(offsets[0], prefetch_rows))
         valid_rows.wait()
         *_, chunks, offsets = lay_out(valid_rows.count, valid_rows.leading_rows)

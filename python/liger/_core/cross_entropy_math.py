@@ -30,6 +30,38 @@ def check_row_values(op, logits, **values):
             )
 
 
+class CEOptions(NamedTuple):
+    """The options of cross entropy, in the order of the op schemas."""
+
+    ce_weight: torch.Tensor | None = None
+    token_weight: torch.Tensor | None = None
+    denominator: torch.Tensor | None = None
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    lse_square_scale: float = 0.0
+    softcap: float | None = None
+    reduction: str = "mean"
+
+    @classmethod
+    def of_backward(cls, ce_weight, token_weight, *numbers):
+        """From the arguments of the backward ops, which have no denominator and no reduction of their own."""
+        return cls(ce_weight, token_weight, None, *numbers, "none")
+
+    def check(self, op, logits, target):
+        """Raises RuntimeError if they do not fit logits (N, V) and target (N,)."""
+        torch.ops.liger.check_cross_entropy(
+            op, logits, target, self.ce_weight, self.token_weight, self.denominator, self.label_smoothing,
+            self.softcap, self.reduction,
+        )  # fmt: skip
+
+    def check_linear(self, input, weight, target, bias, accum_dtype, memory_budget):
+        """Raises RuntimeError if they do not fit input (N, H), weight (V, H) and target (N,)."""
+        torch.ops.liger.check_fused_linear_ce(
+            input, weight, target, bias, self.ce_weight, self.token_weight, self.denominator, self.label_smoothing,
+            self.softcap, self.reduction, accum_dtype, memory_budget,
+        )  # fmt: skip
+
+
 class Metrics(NamedTuple):
     """Flags of the requested metrics, in the order of the op schemas."""
 
@@ -87,24 +119,22 @@ def read_targets(target, vocab, ignore_index, class_weight, wide):
     return Targets(valid, has_class, index, weight)
 
 
-def make_rule(
-    op, dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale, softcap,
-):  # fmt: skip
+def make_rule(op, dtype, vocab, target, options):
     """The :class:`RowRule` of a call. Raises RuntimeError for a CPU target out of range."""
     if target.device.type == "cpu":
-        check_targets(op, target, vocab, ignore_index)
+        check_targets(op, target, vocab, options.ignore_index)
     wide = accumulate_dtype(dtype)
-    class_weight = None if ce_weight is None else ce_weight.to(wide)
+    class_weight = None if options.ce_weight is None else options.ce_weight.to(wide)
     return RowRule(
         wide=wide,
         vocab=vocab,
-        **read_targets(target, vocab, ignore_index, class_weight, wide)._asdict(),
-        token_weight=None if token_weight is None else token_weight.to(wide),
+        **read_targets(target, vocab, options.ignore_index, class_weight, wide)._asdict(),
+        token_weight=None if options.token_weight is None else options.token_weight.to(wide),
         class_weight=class_weight,
         class_weight_sum=float(vocab) if class_weight is None else class_weight.sum(),
-        label_smoothing=label_smoothing,
-        lse_square_scale=lse_square_scale,
-        softcap=softcap,
+        label_smoothing=options.label_smoothing,
+        lse_square_scale=options.lse_square_scale,
+        softcap=options.softcap,
     )
 
 

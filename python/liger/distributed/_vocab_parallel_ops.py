@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .._core.autograd import differentiable, differentiable_once
-from .._core.cross_entropy_math import Metrics
+from .._core.cross_entropy_math import CEOptions, Metrics
 from .._core.cross_entropy_results import fake_results
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
@@ -127,21 +127,18 @@ def _chunks(rows, chunk_rows, chunks):
     return [slice(i, min(i + chunk_rows, rows)) for i in range(0, rows, max(chunk_rows, 1))], in_flight
 
 
-def _fused_forward(
-    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, vocab_start, vocab_size, group_name,
-    return_z_loss, return_logprobs, need_grad_input, need_grad_weight, need_grad_bias,
-):  # fmt: skip
-    torch.ops.liger.check_fused_linear_ce(
-        input, weight, target, bias, None, token_weight, denominator, label_smoothing, softcap, reduction, accum_dtype,
-        memory_budget,
-    )  # fmt: skip
+def _fused_forward(input, weight, target, bias, *rest):
+    options = CEOptions(*rest[:8])
+    (
+        accum_dtype, memory_budget, vocab_start, vocab_size, group_name, return_z_loss, return_logprobs, *needs_grad,
+    ) = rest[8:]  # fmt: skip
+    need_grad_input, need_grad_weight, need_grad_bias = needs_grad
+    # ce_weight has all classes: Rows checks it.
+    options._replace(ce_weight=None).check_linear(input, weight, target, bias, accum_dtype, memory_budget)
     group = _resolve_process_group(group_name)
     (rows, hidden), classes = input.shape, weight.shape[0]
-    whole_rows = Rows(
-        FUSED, input.dtype, classes, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, vocab_start, vocab_size, metrics_of(return_z_loss, return_logprobs),
-    )  # fmt: skip
+    metrics = metrics_of(return_z_loss, return_logprobs)
+    whole_rows = Rows(FUSED, input.dtype, classes, target, options, vocab_start, vocab_size, metrics)
     # Planned from sizes that are equal on all processes, so that all run the same collectives.
     rank_classes = -(-vocab_size // dist.get_world_size(group))
     chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
@@ -166,7 +163,7 @@ def _fused_forward(
         coefficients = whole_rows.fill(chunk.rows, chunk.gathered)
         if any(gradients.needs_grad):
             whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
-            gradients.add(chunk.rows, chunk.logits, target[chunk.rows] == ignore_index)
+            gradients.add(chunk.rows, chunk.logits, target[chunk.rows] == options.ignore_index)
 
     pending = deque()
     for index, chunk in enumerate(slices):
@@ -204,18 +201,12 @@ fused_op = differentiable_ce(torch.ops.liger_distributed.fused_linear_ce_forward
 # --- the op without the lm_head -------------------------------------------------------------------------------------
 
 
-def _plain_forward(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, vocab_start, vocab_size, group_name, return_z_loss, return_logprobs,
-):  # fmt: skip
-    torch.ops.liger.check_cross_entropy(
-        PLAIN, logits, target, None, token_weight, denominator, label_smoothing, softcap, reduction
-    )
-    rows = Rows(
-        PLAIN, logits.dtype, logits.shape[1], target, ce_weight, token_weight, denominator, ignore_index,
-        label_smoothing, lse_square_scale, softcap, reduction, vocab_start, vocab_size,
-        metrics_of(return_z_loss, return_logprobs),
-    )  # fmt: skip
+def _plain_forward(logits, target, *rest):
+    options, (vocab_start, vocab_size, group_name, *flags) = CEOptions(*rest[:8]), rest[8:]
+    # ce_weight has all classes: Rows checks it.
+    options._replace(ce_weight=None).check(PLAIN, logits, target)
+    classes = logits.shape[1]
+    rows = Rows(PLAIN, logits.dtype, classes, target, options, vocab_start, vocab_size, metrics_of(*flags))
     every = slice(0, logits.shape[0])
     gathered, work = gather(rows.stats(every, logits), _resolve_process_group(group_name))
     if work is not None:

@@ -40,20 +40,18 @@ class Rows:
     number."""
 
     def __init__(
-        self, op, dtype, classes, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, vocab_start, vocab_size, metrics,
+        self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics
     ):  # fmt: skip
+        ce_weight = options.ce_weight
         _check_class_weights(op, ce_weight, target, vocab_size)
-        self.rule = make_rule(
-            op, dtype, vocab_size, target, ce_weight, token_weight, ignore_index, label_smoothing, lse_square_scale,
-            softcap,
-        )  # fmt: skip
+        self.rule = make_rule(op, dtype, vocab_size, target, options)
         self.results = RowResults(self.rule, metrics)
-        self.denominator, self.reduction = self.rule.denominator(denominator, reduction), reduction
-        self.smoothing = label_smoothing != 0.0
+        self.denominator = self.rule.denominator(options.denominator, options.reduction)
+        self.reduction = options.reduction
+        self.smoothing = options.label_smoothing != 0.0
         self.target = target
         self.shard_weight = None if ce_weight is None else ce_weight[vocab_start : vocab_start + classes]
-        self.options = (vocab_start, ignore_index, softcap)
+        self.options = (vocab_start, options.ignore_index, options.softcap)
 
     def stats(self, rows, logits):
         return cross_entropy_stats(

@@ -21,7 +21,7 @@ from .._core.autograd import (
     refuse_inplace_leaf,
     wants_grad,
 )
-from .._core.cross_entropy_math import Metrics
+from .._core.cross_entropy_math import CEOptions, Metrics
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
 from .._core.dtensor import align_tokens
 from .._core.dtypes import accumulate_dtype
@@ -188,30 +188,18 @@ def _inplace_applies(logits):
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def _run(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, metrics, inplace,
-):  # fmt: skip
-    logits, target, token_weight = align_tokens("cross_entropy", logits, target, token_weight)
+def _run(logits, target, options, metrics, inplace):
+    logits, target, token_weight = align_tokens("cross_entropy", logits, target, options.token_weight)
     rows, flat_target, flat_weight = flatten_rows("cross_entropy", "logits", logits, target, token_weight)
-    arguments = (
-        rows, flat_target, ce_weight, flat_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
-        softcap, reduction, *metrics,
-    )  # fmt: skip
-    need_grad = _gradient_in_forward(rows, reduction)
+    arguments = rows, flat_target, *options._replace(token_weight=flat_weight), *metrics
+    need_grad = _gradient_in_forward(rows, options.reduction)
     in_place = inplace and _inplace_applies(rows)
     results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)
-    return output_like(target, reduction, metrics, results)
+    return output_like(target, options.reduction, metrics, results)
 
 
-def _composite(
-    logits, target, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100, label_smoothing=0.0,
-    lse_square_scale=0.0, softcap=None, reduction="mean",
-):  # fmt: skip
-    return _run(
-        logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-        reduction, Metrics(), inplace=False,
-    )  # fmt: skip
+def _composite(logits, target, *options):
+    return _run(logits, target, CEOptions(*options), Metrics(), inplace=False)
 
 
 _library = torch.library.Library("liger", "IMPL")
@@ -324,7 +312,8 @@ def cross_entropy(
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )
-    return _run(
-        logits, target, ce_weight, token_weight, denominator_tensor(denominator, logits), ignore_index,
-        label_smoothing, lse_square_scale, softcap, reduction, metrics, inplace,
+    options = CEOptions(
+        ce_weight, token_weight, denominator_tensor(denominator, logits), ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction,
     )  # fmt: skip
+    return _run(logits, target, options, metrics, inplace)

@@ -5,60 +5,40 @@ It processes blocks of rows, which bounds the size of float32 temporaries.
 
 import torch
 
-from .._core.cross_entropy_math import Metrics, RowResults, make_rule, row_gradient
+from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, make_rule, row_gradient
 from .._core.row_blocks import row_blocks
 
 
-def _forward(
-    gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale,
-    softcap, reduction, *metrics,
-):  # fmt: skip
+def _forward(gradient, logits, target, options, metrics):
     """(the reduced results, lse, the denominator). Writes the gradient to ``gradient``, which may be the logits, unless
     it is None."""
-    torch.ops.liger.check_cross_entropy(
-        "cross_entropy", logits, target, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
-    )  # fmt: skip
-    rule = make_rule(
-        "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
-        label_smoothing, lse_square_scale, softcap,
-    )  # fmt: skip
-    results = RowResults(rule, Metrics(*metrics))
-    used_denominator = rule.denominator(denominator, reduction)
+    options.check("cross_entropy", logits, target)
+    rule = make_rule("cross_entropy", logits.dtype, logits.shape[1], target, options)
+    results = RowResults(rule, metrics)
+    used_denominator = rule.denominator(options.denominator, options.reduction)
     upstream = 1.0 / used_denominator
     for block in row_blocks(logits):
         if gradient is None:
             results.fill(block, logits[block])
         else:
             results.fill_with_gradient(block, logits[block], upstream, gradient[block])
-    return *results.reduced(used_denominator, reduction), results.lse, used_denominator
+    return *results.reduced(used_denominator, options.reduction), results.lse, used_denominator
 
 
-def cross_entropy_forward_torch(
-    logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap,
-    reduction, return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy,
-    need_grad,
-):  # fmt: skip
+def cross_entropy_forward_torch(logits, target, *rest):
+    *rest, need_grad = rest
     gradient = torch.empty_like(logits) if need_grad else None
-    results = _forward(
-        gradient, logits, target, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, return_z_loss, return_token_accuracy, return_predicted_tokens,
-        return_logprobs, return_entropy,
-    )  # fmt: skip
+    results = _forward(gradient, logits, target, CEOptions(*rest[:8]), Metrics(*rest[8:]))
     return *results, logits.new_empty(0) if gradient is None else gradient
 
 
 def cross_entropy_forward__torch(logits, target, *rest):
-    return _forward(logits, logits, target, *rest)[:6]
+    return _forward(logits, logits, target, CEOptions(*rest[:8]), Metrics(*rest[8:]))[:6]
 
 
-def _write_gradient(
-    out, grad_loss, logits, target, lse, used_denominator, ce_weight, token_weight, ignore_index, label_smoothing,
-    lse_square_scale, softcap,
-):  # fmt: skip
-    rule = make_rule(
-        "cross_entropy", logits.dtype, logits.shape[1], target, ce_weight, token_weight, ignore_index,
-        label_smoothing, lse_square_scale, softcap,
-    )  # fmt: skip
+def _write_gradient(out, grad_loss, logits, target, lse, used_denominator, *options):
+    options = CEOptions.of_backward(*options)
+    rule = make_rule("cross_entropy", logits.dtype, logits.shape[1], target, options)
     upstream = grad_loss.to(rule.wide) / used_denominator
     for block in row_blocks(logits):
         per_row = upstream[block] if upstream.dim() else upstream

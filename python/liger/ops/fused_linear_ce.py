@@ -15,7 +15,7 @@ import torch
 from .._core.arguments import CE_OPTIONS, arguments
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
-from .._core.cross_entropy_math import Metrics, RowResults, at_original_rows, make_rule
+from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
 from .._core.dtensor import align_tokens
 from .._core.dtypes import accumulate_dtype
@@ -61,25 +61,14 @@ def _restricted(rule, rows):
     return dataclasses.replace(rule, **{name: getattr(rule, name)[rows] for name in names})
 
 
-def fused_linear_ce_forward_torch(
-    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,
-    return_predicted_tokens, return_logprobs, return_entropy, need_grad_input, need_grad_weight, need_grad_bias,
-):  # fmt: skip
-    torch.ops.liger.check_fused_linear_ce(
-        input, weight, target, bias, ce_weight, token_weight, denominator, label_smoothing, softcap, reduction,
-        accum_dtype, memory_budget,
-    )  # fmt: skip
+def fused_linear_ce_forward_torch(input, weight, target, bias, *rest):
+    options, (accum_dtype, memory_budget, *flags) = CEOptions(*rest[:8]), rest[8:]
+    metrics, (need_grad_input, need_grad_weight, need_grad_bias) = Metrics(*flags[:5]), flags[5:]
+    options.check_linear(input, weight, target, bias, accum_dtype, memory_budget)
     (rows, hidden), vocab = input.shape, weight.shape[0]
-    rule = make_rule(
-        "fused_linear_ce", input.dtype, vocab, target, ce_weight, token_weight, ignore_index, label_smoothing,
-        lse_square_scale, softcap,
-    )  # fmt: skip
-    metrics = Metrics(
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
-    )
+    rule = make_rule("fused_linear_ce", input.dtype, vocab, target, options)
     exact = accum_dtype in (None, torch.float32)
-    used_denominator = rule.denominator(denominator, reduction)
+    used_denominator = rule.denominator(options.denominator, options.reduction)
     upstream = 1.0 / used_denominator
     # Ignored rows are left out of the GEMMs, except on a GPU, where finding them would need a synchronisation.
     computed, index = rows, None
@@ -127,9 +116,9 @@ def fused_linear_ce_forward_torch(
             if need_bias:
                 grad_bias += logits.sum(0, dtype=rule.wide)
 
-    reduced = results.reduced(used_denominator, reduction)
+    reduced = results.reduced(used_denominator, options.reduction)
     if index is not None:
-        reduced = at_original_rows(reduced, metrics, reduction, index, rows)
+        reduced = at_original_rows(reduced, metrics, options.reduction, index, rows)
     return (
         *reduced,
         grad_input,
@@ -149,16 +138,11 @@ register_family(
 
 
 @register_fake("liger::fused_linear_ce_forward")
-def _(
-    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, return_z_loss, return_token_accuracy,
-    return_predicted_tokens, return_logprobs, return_entropy, need_grad_input, need_grad_weight, need_grad_bias,
-):  # fmt: skip
-    metrics = Metrics(
-        return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
-    )
+def _(input, weight, target, bias, *rest):
+    options, (_, _, *flags) = CEOptions(*rest[:8]), rest[8:]
+    need_grad_input, need_grad_weight, need_grad_bias = flags[5:]
     return (
-        *fake_results(input, input.shape[0], reduction, metrics),
+        *fake_results(input, input.shape[0], options.reduction, Metrics(*flags[:5])),
         input.new_empty(input.shape if need_grad_input else (0,)),
         input.new_empty(weight.shape if need_grad_weight else (0,)),
         input.new_empty(bias.shape if need_grad_bias and bias is not None else (0,)),
@@ -183,29 +167,20 @@ fused_linear_ce_forward = differentiable_ce(
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def _run(
-    input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-    lse_square_scale, softcap, reduction, accum_dtype, memory_budget, metrics,
-):  # fmt: skip
+def _run(input, weight, target, bias, options, accum_dtype, memory_budget, metrics):
     input, weight, bias = autocast_operands(input, weight, bias)
-    input, target, token_weight = align_tokens("fused_linear_ce", input, target, token_weight)
+    input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
     results = fused_linear_ce_forward(
-        rows, weight, flat_target, bias, ce_weight, flat_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, accum_dtype, memory_budget, *metrics,
-        *((False,) * 3 if reduction == "none" else wants_grad(rows, weight, bias)),
+        rows, weight, flat_target, bias, *options._replace(token_weight=flat_weight), accum_dtype, memory_budget,
+        *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
     )  # fmt: skip
-    return output_like(target, reduction, metrics, results)
+    return output_like(target, options.reduction, metrics, results)
 
 
-def _composite(
-    input, weight, target, bias=None, ce_weight=None, token_weight=None, denominator=None, ignore_index=-100,
-    label_smoothing=0.0, lse_square_scale=0.0, softcap=None, reduction="mean", accum_dtype=None, memory_budget=None,
-):  # fmt: skip
-    return _run(
-        input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index, label_smoothing,
-        lse_square_scale, softcap, reduction, accum_dtype, memory_budget, Metrics(),
-    )  # fmt: skip
+def _composite(input, weight, target, bias=None, *rest):
+    accum_dtype, memory_budget = (*rest[8:], None, None)[:2]
+    return _run(input, weight, target, bias, CEOptions(*rest[:8]), accum_dtype, memory_budget, Metrics())
 
 
 _library = torch.library.Library("liger", "IMPL")
@@ -321,7 +296,8 @@ def fused_linear_ce(
     metrics = Metrics(
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy
     )
-    return _run(
-        input, weight, target, bias, ce_weight, token_weight, denominator_tensor(denominator, input), ignore_index,
-        label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, metrics,
+    options = CEOptions(
+        ce_weight, token_weight, denominator_tensor(denominator, input), ignore_index, label_smoothing,
+        lse_square_scale, softcap, reduction,
     )  # fmt: skip
+    return _run(input, weight, target, bias, options, accum_dtype, memory_budget, metrics)
