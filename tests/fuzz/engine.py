@@ -7,8 +7,8 @@ that formula in float64.
 An error may be two roundings of the result and eight of float32, in which it is computed, plus four times the sum of
 two: the error of plain torch in the same dtype, and what a stable algorithm cannot avoid, the change of the exact
 result where its inputs change by a rounding of their own, but at least eight of float32. Torch's error and the size of
-the result are the largest of this case and of four others with the same options and other numbers, the change is the
-larger one of two: a number may be lucky, or small by cancellation. Nothing is tuned by case.
+the result are the largest of this case and of four others (twelve in long runs) with the same options, other numbers;
+the change is the larger one of two (four): a number may be lucky, or small by cancellation. Nothing is tuned by case.
 
 LIGER_FUZZ_CASES: how many cases, in all tests together; without it the few thousand of every test run, which are the
 same each time. With it they are others each time, unless LIGER_FUZZ_SEED is set; the seed is printed.
@@ -230,9 +230,9 @@ def compare(ours, formula, given, wanted, plain=None, vary=None):
     mine, exact = _run(ours, given, wanted, upstream), exact_of(given)
     moved = [
         _run(formula, _perturbed(given, vary or wanted, relative, generator), wanted, upstream)
-        for _ in range(2)
+        for _ in range(4 if CASES else 2)
     ]
-    draws = [given, *(_others(given, vary or wanted, generator) for _ in range(4))]
+    draws = [given, *(_others(given, vary or wanted, generator) for _ in range(12 if CASES else 4))]
     of_plain = [
         (_run(plain, {n: _cast(t, tested) for n, t in one.items()}, wanted, upstream), exact_of(one))
         for one in draws

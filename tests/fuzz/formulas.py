@@ -156,10 +156,6 @@ def kl(log_p, log_q):
     return torch.where(there, log_p.exp() * (log_p - log_q), 0.0).sum(-1)
 
 
-def mixture(log_p, log_q, share):
-    return torch.logaddexp(log_p + math.log(share), log_q + math.log1p(-share))
-
-
 def divergence(kind, log_p, log_q, beta=0.5):
     """Of the teacher p and the student q."""
     if kind == "forward_kl" or (kind == "jsd" and beta == 0):
@@ -168,8 +164,29 @@ def divergence(kind, log_p, log_q, beta=0.5):
         return kl(log_q, log_p)
     if kind == "tvd":
         return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
-    log_m = mixture(log_p, log_q, beta)
-    return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
+    return jsd(log_p, log_q, beta)
+
+
+def jsd(log_p, log_q, beta):
+    """``beta KL(p || m) + (1 - beta) KL(q || m)`` with ``m = beta p + (1 - beta) q``.
+
+    The logarithm of m comes from that of the larger one: by ``logaddexp`` rows whose p and q are alike would keep few
+    digits, in float64 too.
+    """
+    ratio = torch.where((log_p == -torch.inf) & (log_q == -torch.inf), 0.0, log_p - log_q)
+    larger = ratio > 0
+    # Not by where() of two numbers, which are rounded to the default dtype.
+    share = torch.full_like(ratio, beta).masked_fill(larger, 1 - beta)
+    log_m_over_larger = torch.log1p(share * torch.expm1(-ratio.abs()))
+    log_p_over_m = torch.where(larger, 0.0, ratio) - log_m_over_larger
+    log_q_over_m = torch.where(larger, -ratio, 0.0) - log_m_over_larger
+    return beta * expectation(log_p, log_p_over_m) + (1 - beta) * expectation(log_q, log_q_over_m)
+
+
+def expectation(log_p, values):
+    """The sum of p * values; classes without probability add nothing."""
+    present = log_p > -torch.inf
+    return torch.where(present, log_p.exp() * torch.where(present, values, 0.0), 0.0).sum(-1)
 
 
 def reduced(losses, live, token_weight, denominator, reduction, batch):
