@@ -85,5 +85,5 @@ install-test:
 	scripts/install.sh $(PYTHON) test 90a
 
 clean:
-	rm -rf build dist demo-output .pytest_cache .ruff_cache
+	rm -rf build dist demo-output .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
