@@ -139,9 +139,16 @@ class DistillationLoss(nn.Module):
         )
         teacher = teacher if heads[0] is None else heads[0]
         check_layer(rows.op, _STUDENT, hidden, weight, bias, rows.target)
-        if indices is None and teacher_weight is None:
+        # The op checks classes too, but does not know the names of these arguments.
+        if rows.target is not None and self.weight_hard_loss:
+            check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
+        if indices is not None:
+            # Padding of a row has no class.
+            present = torch.where(teacher > -torch.inf, indices, 0)
+            check_given_classes(rows.op, "teacher_indices", present, weight.shape[0])
+        elif teacher_weight is None:
             check_floating(rows.op, _TEACHER.input, teacher)
-        elif indices is None:
+        else:
             check_layer(rows.op, _TEACHER, teacher, *heads[1:])
             check_like(rows.op, _TEACHER.input, teacher, _STUDENT.input, hidden)
         if num_items_in_batch is not None:
@@ -153,32 +160,17 @@ class DistillationLoss(nn.Module):
         row_weight = divisor.to(torch.promote_types(hidden.dtype, torch.float32)).reciprocal()
         divergence, beta, factor = self.distance()
         check_budget_variable(self.memory_budget)
-        try:
-            loss, *terms = fused_linear_distillation(
-                rows.op, hidden, weight, teacher, heads[1], indices, rows.target, bias, heads[2],
-                row_weight, divergence, beta, self.temperature, self.weight_soft_loss * factor,
-                self.weight_hard_loss, self.ignore_index, False, self.accum_dtype, self.memory_budget,
-            )  # fmt: skip
-        except RuntimeError:
-            self._explain_classes(rows, weight.shape[0], teacher, indices)
-            raise
+        loss, *terms = fused_linear_distillation(
+            rows.op, hidden, weight, teacher, heads[1], indices, rows.target, bias, heads[2], row_weight, divergence,
+            beta, self.temperature, self.weight_soft_loss * factor, self.weight_hard_loss, self.ignore_index, False,
+            self.accum_dtype, self.memory_budget,
+        )  # fmt: skip
         if not self.return_soft_hard_loss:
             return loss
         return loss, *(
             term.sum() / (weight or 1.0)
             for term, weight in zip(terms, (self.weight_soft_loss, self.weight_hard_loss), strict=True)
         )
-
-    def _explain_classes(self, rows, vocab, teacher, indices):
-        """Raises the error of the op for labels and indices that are not classes, with the names of this module."""
-        if rows.target is not None and self.weight_hard_loss:
-            check_given_classes(rows.op, _STUDENT.target, rows.target, vocab, self.ignore_index)
-        if indices is not None:
-            # The op ignores the indices of padding and of ignored tokens.
-            used = teacher > -torch.inf
-            if rows.target is not None:
-                used &= (rows.target != self.ignore_index).unsqueeze(1)
-            check_given_classes(rows.op, "teacher_indices", torch.where(used, indices, 0), vocab)
 
 
 _STUDENT = LayerNames("student_input", "student_weight", "true_labels", "student_bias")
