@@ -172,7 +172,7 @@ def _run(input, weight, target, bias, options, accum_dtype, memory_budget, metri
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
     results = fused_linear_ce_forward(
-        rows, weight, flat_target, bias, *options._replace(token_weight=flat_weight), accum_dtype, memory_budget,
+        rows, weight, flat_target, bias, options.ce_weight, flat_weight, *options[2:], accum_dtype, memory_budget,
         *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
     )  # fmt: skip
     return output_like(target, options.reduction, metrics, results)
