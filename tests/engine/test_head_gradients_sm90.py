@@ -87,7 +87,7 @@ def test_distillation(sm90, plans, shape, name):
     assert plans[-1] is not None
     assert (plans[-1].layout.chunk_rows < rows) == (shape in SEVERAL_CHUNKS)
     assert (plans[-1].layout.first_rows > plans[-1].layout.chunk_rows) == (shape == "a longer first chunk")
-    assert plans[-1].class_parts[1] > 1 or shape != "parts of the classes"
+    assert plans[-1].layout.k_splits > 1 or shape != "parts of the classes"
     with liger.use_backend("triton"):
         theirs_loss, theirs = ours(name, *values, memory_budget=budget)
     assert plans[-1] is None
@@ -180,7 +180,7 @@ def test_targets_and_a_teacher_in_parts(sm90, plans, vocab, how):
         return [loss.detach() for loss in found], torch.autograd.grad(found[0], leaves)
 
     losses, grads = run()
-    assert plans[-1] is not None and plans[-1].part_rows < rows
+    assert plans[-1] is not None and plans[-1].layout.slice_rows < rows
     with liger.use_backend("triton"):
         their_losses, theirs = run()
     with liger.use_backend("torch"):
