@@ -17,7 +17,7 @@ struct Stats {
   float sum;  // of exp(z - max)
 };
 template <>
-struct Stats<true> {
+struct alignas(16) Stats<true> {
   float max;
   float sum;
   float entropy_sum;   // of exp(z - max) * (z - max)

@@ -34,32 +34,6 @@ __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Stores one word to the shared memory of the block of that rank, at the offset that `local` has in this
-// block.
-__device__ __forceinline__ void cluster_store(uint32_t* local, uint32_t rank, uint32_t value) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(local)), "r"(rank));
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
-}
-
-// Every thread of the cluster gets the value of every warp, which is the same in all lanes of it. slots: one
-// per warp of the cluster, at the same offset in the shared memory of each block.
-template <typename S>
-__device__ __forceinline__ void cluster_all_gather(const S& s, S* slots, int rank, int blocks) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  if (lane < blocks) {
-    constexpr int kWords = sizeof(S) / sizeof(uint32_t);
-    const uint32_t* words = reinterpret_cast<const uint32_t*>(&s);
-    uint32_t* slot = reinterpret_cast<uint32_t*>(&slots[rank * warps + warp]);
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) cluster_store(slot + i, lane, words[i]);
-  }
-  __syncwarp();
-  // No block accesses the memory of another one behind this barrier, so each may exit.
-  cluster_arrive();
-  cluster_wait();
-}
-
 // --- mbarrier and bulk copy --------------------------------------------------------------------------------
 
 // One arrival and its expected bytes complete a phase. The block needs a barrier behind the fence.

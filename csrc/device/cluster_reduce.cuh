@@ -1,5 +1,5 @@
-// Reduction over a thread-block cluster through distributed shared memory (DSMEM), for persistent kernels of
-// sm_90 and later: every warp contributes a partial result, every thread gets the reduced one.
+// Reduction over a thread-block cluster through distributed shared memory (DSMEM), for kernels of sm_90 and
+// later that reduce once per row: every warp contributes a partial result, every thread gets the reduced one.
 #pragma once
 
 #include "device/cluster.cuh"

@@ -1,7 +1,7 @@
 // The divergence of two rows of logits, and its gradient with respect to the first, the student's.
 // Probabilities are never materialised. These kernels run on any device and for rows of any length, with one
 // block per row: the loss reads both rows twice (once for the online softmax, once for the terms), the
-// gradient reads them once more. divergence/rows_persistent.cuh needs one read for all of that.
+// gradient reads them once more. divergence/rows_smem.cuh needs one read for all of that.
 //
 // Rows may start at any address. Accesses are 16 bytes wide if student, teacher and gradient are aligned
 // alike, else single elements.

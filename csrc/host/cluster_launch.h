@@ -1,8 +1,6 @@
 // Launches of kernels whose blocks form thread-block clusters and use most of the shared memory.
 #pragma once
 
-#include <algorithm>
-
 #include "host/shared_memory.h"
 #include "host/torch.h"
 
@@ -32,20 +30,5 @@ inline cudaLaunchConfig_t cluster_config(int blocks, int threads, int shared_byt
 // than a launch.
 int max_active_clusters(const char* op, const void* kernel, const cudaLaunchConfig_t& config,
                         const DeviceAttributes& device);
-
-// Launches kernel(arguments..., plan) as min(rows, max_active_clusters) clusters of plan.blocks blocks.
-// Returns false if no cluster can be active.
-template <typename Plan, typename... Parameters, typename... Arguments>
-bool launch_persistent_clusters(const char* op, void (*kernel)(Parameters...), const Plan& plan, int threads,
-                                int shared_bytes, int64_t rows, const DeviceAttributes& device,
-                                cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute cluster{};
-  cudaLaunchConfig_t config = cluster_config(plan.blocks, threads, shared_bytes, stream, cluster);
-  const int active = max_active_clusters(op, reinterpret_cast<const void*>(kernel), config, device);
-  if (active == 0) return false;
-  config.gridDim.x = static_cast<unsigned>(std::min<int64_t>(rows, active) * plan.blocks);
-  check_cuda(cudaLaunchKernelEx(&config, kernel, arguments..., plan), op);
-  return true;
-}
 
 }  // namespace liger

@@ -7,12 +7,10 @@
 #include <tuple>
 
 #include "host/dispatch.h"
-#include "host/persistent_launch.h"
+#include "host/smem_row_launch.h"
 #include "host/torch.h"
-#include "norm/group_norm_persistent.cuh"
-#include "norm/group_norm_resident.cuh"
+#include "norm/group_norm_smem.cuh"
 #include "norm/host.cuh"
-#include "norm/resident_plan.h"
 
 namespace liger {
 namespace {
@@ -50,60 +48,40 @@ bool fits_in_registers(int64_t vectors) {
   return vectors <= 4 * kForwardThreads<4>;
 }
 
-// Returns false if no cluster size holds a row. Two blocks per SM are faster than a smaller cluster at one
-// block per SM.
+// Launches the forward with rows in shared memory; returns false if no cluster size holds a row. Two blocks per
+// SM are faster than a smaller cluster at one block per SM.
 template <typename T>
-bool launch_persistent(const char* op, const GroupNorm& p, const DeviceAttributes& device,
-                       cudaStream_t stream) {
-  using TwoPerSm = PersistentShape<256, 4, PartialMoments, 1, 2>;
-  using OnePerSm = PersistentShape<512, 4, PartialMoments, 1, 1>;
-  const auto launch = [&](auto shape) {
+bool launch_forward_smem(const char* op, const GroupNorm& p, const DeviceAttributes& device,
+                         cudaStream_t stream) {
+  SmemRowLaunch<GroupNorm> launch(op, p.hidden / kVec<T>, device);
+  const auto add = [&](auto shape) {
     using Shape = decltype(shape);
-    PersistentLaunch<GroupNorm> launch(op, p.hidden / kVec<T>, device);
-    launch.template add_candidate<Shape>(group_norm_persistent_kernel<T, Shape>);
-    return launch.run(p.rows, stream, p);
+    if (launch.blocks() == 0)
+      launch.template add_candidate<Shape>(group_norm_smem_kernel<T, Shape>, Grid::kPersistent);
   };
-  return launch(TwoPerSm{}) || launch(OnePerSm{});
+  add(SmemRowShape<256, 4, PartialMoments, 1, 2>{});
+  add(SmemRowShape<512, 4, PartialMoments, 1, 1>{});
+  return launch.run(p.rows, stream, p);
 }
 
-// The launch of the persistent backward, without a candidate (blocks() == 0) if the shape does not fit it.
+// The launch of the backward with rows in shared memory, without a candidate (blocks() == 0) if no cluster
+// size holds a row.
 template <typename T>
-PersistentLaunch<GroupNormBackward> choose_backward_launch(const char* op, const Sizes& sizes,
-                                                           bool vectorised, const DeviceAttributes& device) {
-  PersistentLaunch<GroupNormBackward> launch(op, sizes.row() / kVec<T>, device);
-  if (!vectorised || device.code.architecture < 90 || sizes.channels_per_group() > kMaxChannels ||
-      sizes.spatial / kVec<T> < kMinChannelVectors) {
-    return launch;
-  }
-  using TwoPerSm = GroupNormBackwardShape<256, 2>;
-  using OnePerSm = GroupNormBackwardShape<512, 1>;
-  launch.template add_candidate<TwoPerSm>(group_norm_backward_persistent_kernel<T, TwoPerSm>, 1, 1);
-  if (launch.blocks() == 0) {
-    launch.template add_candidate<OnePerSm>(group_norm_backward_persistent_kernel<T, OnePerSm>);
-  }
+SmemRowLaunch<GroupNormBackward> choose_backward_launch(const char* op, const Sizes& sizes, bool vectorised,
+                                                        const DeviceAttributes& device) {
+  const int64_t channel_vectors = std::max<int64_t>(sizes.spatial / kVec<T>, 1);
+  SmemRowLaunch<GroupNormBackward> launch(op, sizes.row() / kVec<T>, device,
+                                          backward_part_bytes(channel_vectors));
+  if (!vectorised || device.code.architecture < 90) return launch;
+  const auto add = [&](auto shape, int max_blocks) {
+    using Shape = decltype(shape);
+    if (launch.blocks() == 0)
+      launch.template add_candidate<Shape>(group_norm_backward_smem_kernel<T, Shape>, Grid::kPersistent, 1,
+                                           max_blocks);
+  };
+  add(GroupNormBackwardShape<256, 2>{}, 1);
+  add(GroupNormBackwardShape<512, 1>{}, kPortableCluster);
   return launch;
-}
-
-// The plan of the backward that stages rows of x and grad_y; blocks == 0 if the shape does not fit it.
-SmemRowPlan smem_row_plan(const Sizes& sizes, int vector, int segment_vectors, bool vectorised,
-                          const DeviceAttributes& device) {
-  if (!vectorised || segment_vectors == 0 || device.code.architecture < 90) return {};
-  return plan_smem_rows(sizes.row() / vector, segment_vectors, 2, sizeof(float2), sizeof(float2), device);
-}
-
-template <typename Kernel, typename... Arguments>
-void launch_resident(const char* op, Kernel kernel, const SmemRowPlan& r, int64_t rows,
-                     const DeviceAttributes& device, cudaStream_t stream, const Arguments&... arguments) {
-  if (r.persistent) {
-    require(
-        launch_persistent_clusters(op, kernel, r, r.threads, r.shared, rows, device, stream, arguments...),
-        op, ": no cluster of ", r.blocks, " blocks fits this device");
-    return;
-  }
-  // Several blocks per SM overlap the loads of one with the arithmetic of another.
-  check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
-  kernel<<<static_cast<unsigned>(rows), static_cast<unsigned>(r.threads), static_cast<size_t>(r.shared),
-           stream>>>(arguments..., r);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_groups,
@@ -149,8 +127,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
     const int64_t n = vectorised ? kVec<T> : 1;
     p.affine.vectors = ChannelDivide(sizes.spatial / n, p.hidden / n);
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    const bool persistent = vectorised && device.code.architecture >= 90 && !fits_in_registers(p.hidden / n);
-    if (persistent && launch_persistent<T>(op, p, device, current_stream(x))) return;
+    const bool in_smem = vectorised && device.code.architecture >= 90 && !fits_in_registers(p.hidden / n);
+    if (in_smem && launch_forward_smem<T>(op, p, device, current_stream(x))) return;
     const int chunks = moment_norm_chunks<T>(p.hidden, vectorised);
     const Tensor chunk_moments = empty({p.rows * chunks, 2}, ScalarType::Float, x);
     p.chunk_moments = static_cast<Moments*>(chunk_moments.mutable_data_ptr());
@@ -209,30 +187,19 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
   const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ChannelSegments segments =
-        vectorised ? channel_segments(sizes.spatial / kVec<T>) : ChannelSegments{};
     const DeviceAttributes& device = device_attributes(x.get_device_index());
-    const bool rows_in_smem = vectorised && need_grad_x;
-    const PersistentLaunch<GroupNormBackward> persistent =
-        choose_backward_launch<T>(op, sizes, rows_in_smem, device);
-    const SmemRowPlan smem_plan = persistent.blocks() > 0
-                                      ? SmemRowPlan{}
-                                      : smem_row_plan(sizes, kVec<T>, segments.vectors, rows_in_smem, device);
+    const SmemRowLaunch<GroupNormBackward> smem =
+        choose_backward_launch<T>(op, sizes, vectorised && need_grad_x, device);
     // One partial sum per sample, or per block of a group if its row is staged in shared memory.
-    const int64_t blocks = std::max(persistent.blocks(), smem_plan.blocks);
-    const int64_t partials = sizes.samples * std::max<int64_t>(blocks, 1);
+    const int64_t blocks = smem.blocks(), partials = sizes.samples * std::max<int64_t>(blocks, 1);
     const Tensor sums = empty({partials, 2, sizes.channels}, ScalarType::Float, x);
     const Tensor gradients =
         empty({blocks > 0 ? 0 : sizes.rows(), sizeof(RowGradient) / sizeof(float)}, ScalarType::Float, x);
     p.sums = static_cast<float*>(sums.mutable_data_ptr());
     p.gradients = static_cast<RowGradient*>(gradients.mutable_data_ptr());
-    if (blocks > 0) p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
-    if (persistent.blocks() > 0) {
-      require(persistent.run(sizes.rows(), stream, p), op, ": no cluster of ", persistent.blocks(),
-              " blocks fits this device");
-    } else if (smem_plan.blocks > 0) {
-      launch_resident(op, group_norm_backward_resident_kernel<T>, smem_plan, sizes.rows(), device, stream, p,
-                      segments);
+    if (blocks > 0) {
+      p.by_channel = ChannelDivide(sizes.spatial / kVec<T>, sizes.row() / kVec<T>);
+      smem.run(sizes.rows(), stream, p);
     } else {
       launch_group_norm_backward<T>(p, vectorised, stream);
     }

@@ -1,16 +1,14 @@
 // Softmax and its gradient for rows staged in shared memory (sm_90 and later): every element is read once
-// from global memory. One block per row; two or more blocks per SM, so that one computes while others load
-// and store. Rows may start at any address, but equally far from a 16-byte boundary in all operands.
+// from global memory. A row belongs to a block or to a cluster, and each warp loads its own part of every
+// pipeline stage (device/smem_rows.cuh). Where a cluster has several rows, a warp starts the copy of its part
+// of the next row as soon as it has stored the results of the same part of this row. Rows may start at any
+// address, but equally far from a 16-byte boundary in all operands.
 #pragma once
 
-#include "device/aligned_row.cuh"
-#include "device/cluster.cuh"
+#include "device/smem_rows.cuh"
 #include "softmax/softmax.cuh"
 
 namespace liger {
-
-inline constexpr int kSmemThreads = 512;  // maximum block size
-inline constexpr int kSmemStages = 4;     // pipeline stages of a row: bulk copies with one mbarrier each
 
 // y from x: the row rule of the forward. Stats of a row -> the function that maps its vectors to results.
 template <typename T>
@@ -91,66 +89,77 @@ struct RuleRows {
   }
 };
 
-// grid: rows. Block size: any multiple of 32 up to kSmemThreads. Dynamic shared memory: `capacity` vectors
-// per tensor, at least as many as a row has between its edge elements.
-template <typename T, typename Rule>
-__global__ void __launch_bounds__(kSmemThreads, 3) softmax_smem_kernel(const Softmax p, int capacity) {
+// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: SmemRowShape.
+template <typename T, typename Rule, typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
+    softmax_smem_kernel(const Softmax p, const SmemRowPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>, kTensors = Rule::kTensors;
+  static_assert(Shape::kCopies == kTensors);
+  using Stats = typename Rule::Stats;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ typename Rule::Stats slots[kSmemThreads / 32];
-  __shared__ uint64_t arrived[kSmemStages];
-  const int columns = static_cast<int>(p.extent.columns), step = blockDim.x;
-  const RuleRows<T, Rule> rows(p, blockIdx.x);
-  const AlignedRow aligned = align_row(rows.data[0], columns);
-  const int stage = (aligned.vectors + kSmemStages * step - 1) / (kSmemStages * step) * step;
-  T* const smem_row = reinterpret_cast<T*>(memory);
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kSmemStages; ++i) mbarrier_init(&arrived[i]);
-    mbarrier_init_fence();
-    for (int i = 0; i * stage < aligned.vectors; ++i) {
-      const int first = i * stage, bytes = min(aligned.vectors - first, stage) * 16;
-      mbarrier_arrive_expect(&arrived[i], kTensors * bytes);
+  const int columns = static_cast<int>(p.extent.columns);
+  const int rank = blockIdx.x % plan.blocks;
+  const int64_t row_step = gridDim.x / plan.blocks;
+  WarpSlices<T, Shape> slices(memory, plan);
+  typename Shape::ClusterReduce cluster_reduce(memory + Shape::slices_bytes(plan), rank, plan.blocks,
+                                               slices.warp);
+  const int step = slices.copy_stride();
+
+  Vec<T, 1> edge[kTensors] = {};
+  const auto slice_of = [&](int64_t row) {
+    return Slice<T>(row_of<T>(p.x, row), columns, plan, rank, row < p.extent.rows);
+  };
+
+  cluster_reduce.arrive_peers();
+  int64_t row = blockIdx.x / plan.blocks;
+  Slice<T> now = slice_of(row);
+  int edge_column = now.edge_column(rank, columns);
+  {
+    const RuleRows<T, Rule> rows(p, row);
+    slices.load_row(now, rows.data);
+    if (edge_column >= 0) load_edge(edge, rows.data, edge_column);
+  }
+  cluster_reduce.wait_peers();
+
+  for (; row < p.extent.rows; row += row_step) {
+    Stats stats;
+    slices.first_pass(now, [&](auto count, const T* part, int) {
+      Vec<T, N> x[kTensors][count];
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
-        bulk_load(smem_row + (t * capacity + first) * N, rows.data[t] + aligned.head + first * N, bytes,
-                  &arrived[i]);
+#pragma unroll
+        for (int u = 0; u < count; ++u) x[t][u] = load<T, N>(part + t * step + u * 32 * N);
       }
-    }
-  }
-  const int edge_column =
-      static_cast<int>(threadIdx.x) < aligned.edges() ? aligned.edge_column(threadIdx.x, columns) : -1;
-  Vec<T, 1> edge[kTensors] = {};
-  if (edge_column >= 0) load_edge(edge, rows.data, edge_column);
-  __syncthreads();  // makes the initialised mbarriers visible to all threads
-
-  typename Rule::Stats stats;
-  for (int i = 0; i * stage < aligned.vectors; ++i) {
-    mbarrier_wait(&arrived[i], 0);
-    const int stop = min(aligned.vectors, (i + 1) * stage);
-#pragma unroll 2
-    for (int v = i * stage + static_cast<int>(threadIdx.x); v < stop; v += step) {
-      Vec<T, N> x[kTensors][1];
-#pragma unroll
-      for (int t = 0; t < kTensors; ++t) x[t][0] = load<T, N>(smem_row + (t * capacity + v) * N);
       Rule::add(stats, x);
-    }
-  }
-  if (edge_column >= 0) add_edge<Rule>(stats, edge);
-  __syncwarp();
-  merge_block(stats, slots);
+    });
+    if (edge_column >= 0) add_edge<Rule>(stats, edge);
+    __syncwarp();
+    stats.merge_warp();
+    const Rule result =
+        cluster_reduce.template reduce<sizeof(Stats) / 4>(stats, [&](const Stats* partials, int count) {
+          merge_slots(stats, partials, count);
+          return Rule(stats);
+        });
 
-  const Rule result(stats);
-  T* const out = static_cast<T*>(p.out.data) + int64_t{blockIdx.x} * p.out.stride;
-#pragma unroll 2
-  for (int v = threadIdx.x; v < aligned.vectors; v += step) {
-    Vec<T, N> x[kTensors];
+    T* const out = static_cast<T*>(p.out.data) + row * p.out.stride;
+    if (edge_column >= 0) store(out + edge_column, result(edge));
+    const Slice<T> next = slice_of(row + row_step);
+    const RuleRows<T, Rule> rows(p, row + row_step);
+    edge_column = next.valid ? next.edge_column(rank, columns) : -1;
+    if (edge_column >= 0) load_edge(edge, rows.data, edge_column);
+    slices.last_pass(now, next, rows.data, [&](auto count, const T* part, int column) {
+      Vec<T, N> x[count][kTensors];
 #pragma unroll
-    for (int t = 0; t < kTensors; ++t) x[t] = load<T, N>(smem_row + (t * capacity + v) * N);
-    store_whole(out + aligned.head + v * N, result(x));
+      for (int u = 0; u < count; ++u) {
+#pragma unroll
+        for (int t = 0; t < kTensors; ++t) x[u][t] = load<T, N>(part + t * step + u * 32 * N);
+      }
+#pragma unroll
+      for (int u = 0; u < count; ++u) store_whole(out + column + u * 32 * N, result(x[u]));
+    });
+    now = next;
   }
-  if (edge_column >= 0) store(out + edge_column, result(edge));
 #endif
 }
 

@@ -2,14 +2,10 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <algorithm>
-
-#include "device/integers.h"
-#include "host/cluster_launch.h"
 #include "host/dispatch.h"
 #include "host/elementwise.h"
-#include "host/persistent_launch.h"
-#include "softmax/persistent.cuh"
+#include "host/smem_row_launch.h"
+#include "softmax/smem.cuh"
 
 namespace liger {
 namespace {
@@ -32,46 +28,20 @@ Alignment common_alignment(const Softmax& p, int64_t element_size) {
   return Alignment::kPeel;
 }
 
-// Upper bound of the static shared memory of softmax_smem_kernel.
-constexpr int kStaticSharedMemory = 1 << 10;
-
-// Launches softmax_smem_kernel; returns false if shared memory has no room for two blocks per SM. The driver
-// reserves 1 KB of shared memory per resident block.
+// Launches softmax_smem_kernel; returns false if no cluster size holds a row.
 template <typename T, typename Rule>
 bool launch_smem(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
-  const int64_t vectors = p.extent.columns / kVec<T>;
-  const int64_t bytes = vectors * 16 * Rule::kTensors;
-  if (bytes > (device.shared_memory_per_block_optin + 1024) / 2 - 1024 - kStaticSharedMemory) return false;
-  const auto kernel = softmax_smem_kernel<T, Rule>;
-  check_cuda(allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kShared), op);
-  // About four vectors per thread.
-  const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, kSmemThreads);
-  kernel<<<static_cast<unsigned>(p.extent.rows), static_cast<unsigned>(threads), static_cast<size_t>(bytes),
-           stream>>>(p, static_cast<int>(vectors));
-  return true;
-}
-
-// Returns false if no cluster size holds a row.
-template <typename T, typename Rule>
-bool launch_persistent(const char* op, const Softmax& p, const DeviceAttributes& device,
-                       cudaStream_t stream) {
   constexpr int kTensors = Rule::kTensors, kLaneVectors = 4 / kTensors;
-  using TwoBlocks = PersistentShape<256, kLaneVectors, typename Rule::Stats, kTensors, 2>;
-  using OneBlock = PersistentShape<512, kLaneVectors, typename Rule::Stats, kTensors, 1>;
-  const auto launch = [&](auto shape) {
+  using Stats = typename Rule::Stats;
+  SmemRowLaunch<Softmax> launch(op, p.extent.columns / kVec<T>, device);
+  const auto add = [&](auto shape, Grid grid) {
     using Shape = decltype(shape);
-    PersistentLaunch<Softmax> launch(op, p.extent.columns / kVec<T>, device);
-    launch.template add_candidate<Shape>(softmax_persistent_kernel<T, Rule, Shape>);
-    return launch.run(p.extent.rows, stream, p);
+    if (launch.blocks() == 0) launch.template add_candidate<Shape>(softmax_smem_kernel<T, Rule, Shape>, grid);
   };
-  // In the forward, with one tensor, two blocks per SM are faster even at a lower SM utilisation.
-  return (kTensors == 1 && launch(TwoBlocks{})) || launch(OneBlock{});
-}
-
-// Launches a kernel that stages rows in shared memory; returns false if neither holds a row.
-template <typename T, typename Rule>
-bool launch_staged(const char* op, const Softmax& p, const DeviceAttributes& device, cudaStream_t stream) {
-  return launch_smem<T, Rule>(op, p, device, stream) || launch_persistent<T, Rule>(op, p, device, stream);
+  add(SmemRowShape<256, kLaneVectors, Stats, kTensors, 3>{}, Grid::kClusterPerRow);
+  add(SmemRowShape<256, kLaneVectors, Stats, kTensors, 2>{}, Grid::kClusterPerRow);
+  add(SmemRowShape<512, kLaneVectors, Stats, kTensors, 1>{}, Grid::kPersistent);
+  return launch.run(p.extent.rows, stream, p);
 }
 
 template <typename T>
@@ -91,8 +61,8 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
   }
   if (alignment != Alignment::kElements && device.code.architecture >= 90) {
     const bool launched = p.grad_y.data == nullptr
-                              ? launch_staged<T, SoftmaxForward<T>>(op, p, device, stream)
-                              : launch_staged<T, SoftmaxBackward<T>>(op, p, device, stream);
+                              ? launch_smem<T, SoftmaxForward<T>>(op, p, device, stream)
+                              : launch_smem<T, SoftmaxBackward<T>>(op, p, device, stream);
     if (launched) return;
   }
   if (alignment == Alignment::kVectors) {

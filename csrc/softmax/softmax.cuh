@@ -1,11 +1,10 @@
 // Softmax over rows, in float, and its gradient y * (grad_y - sum(grad_y * y)). No float copy of a row is
-// ever written to global memory. Four kinds of kernels:
+// ever written to global memory. Three kinds of kernels:
 //
-//   register    any device: 4 to 32 lanes or one block have a short row in their registers; one read
-//   smem        sm_90+: one block stages its row in shared memory; one read (softmax/smem.cuh)
-//   persistent  sm_90+: persistent blocks or clusters stage longer rows; one read (softmax/persistent.cuh)
-//   streamed    any device, any row length: one block reads its row twice, the second time backwards from its
-//               end, which the caches still have
+//   register   any device: 4 to 32 lanes or one block have a short row in their registers; one read
+//   smem       sm_90+: a block or a cluster stages a longer row in shared memory; one read (softmax/smem.cuh)
+//   streamed   any device, any row length: one block reads its row twice, the second time backwards from its
+//              end, which the caches still have
 //
 // 16-byte accesses need rows whose starts are equally misaligned in all operands; otherwise kernels of single
 // elements (N == 1) run.

@@ -98,9 +98,10 @@ def check_rows(values, target, layout, inplace, **chosen):
         assert inplace or torch.equal(logits, values)
 
 
-# The bytes of a row at which the cuda backend changes how it keeps it: two rows on a multiprocessor with 228 KB of
-# shared memory, a cluster that comes and goes; blocks that stay, alone, in clusters of two, four and eight.
-LIMITS = [111616, 131072, 230912, 461312, 920576, 1835008]
+# The bytes of a row at which the cuda backend changes its kernel or the shape of its launch, with 228 KB of shared
+# memory per SM: shared memory without and with extras, five blocks per SM, alone, in pairs and in the largest clusters,
+# three with extras, four, and one.
+LIMITS = [16384, 32768, 45312, 90496, 76160, 358912, 452096, 602112, 1835008]
 
 
 @pytest.mark.gpu

@@ -1,23 +1,22 @@
-// GroupNorm by persistent blocks with the current row, a group of channels of one sample, staged in shared
-// memory (sm_90 and later, device/persistent_rows.cuh): forward and backward read every element once and
-// write it once. A reduction over the cluster of a row (DSMEM) gives its moments, or the two sums of its
-// gradient.
+// GroupNorm with rows, a group of channels of one sample, staged in shared memory (sm_90 and later,
+// device/smem_rows.cuh): forward and backward read every element once and write it once. A reduction over the
+// cluster of a row (DSMEM) gives its moments, or the two sums of its gradient.
 //
 // Grid: clusters of plan.blocks blocks, at most as many clusters as rows. All tensors are contiguous and
 // aligned to 16 bytes, and the spatial size is a multiple of kVec<T>, so no vector has elements of two
 // channels.
 #pragma once
 
-#include "device/persistent_rows.cuh"
+#include "device/smem_rows.cuh"
 #include "norm/group_norm_backward.cuh"
 
 namespace liger {
 
-// Parameters as in norm/moment_norm.cuh, without chunks. Shape: a PersistentShape with the slot
+// Parameters as in norm/moment_norm.cuh, without chunks. Shape: a SmemRowShape with the slot
 // PartialMoments.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
-    group_norm_persistent_kernel(const GroupNorm p, const PersistentPlan plan) {
+    group_norm_smem_kernel(const GroupNorm p, const SmemRowPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char memory[];
@@ -85,38 +84,59 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
 #endif
 }
 
-// The backward stages rows of x and grad_y. Each warp has sums for up to kMaxChannels channels of a group in
-// shared memory, in two sets that alternate.
-inline constexpr int kMaxChannels = 64;
+// The backward stages rows of x and grad_y.
 template <int kThreads, int kBlocksPerSm>
-using GroupNormBackwardShape = PersistentShape<kThreads, 2, float2, 2, kBlocksPerSm,
-                                               2 * kThreads / 32 * kMaxChannels* int{sizeof(float2)}>;
-// The minimum number of vectors per channel. A warp's part of a stage is not larger, so it has at most two
-// channels.
-inline constexpr int kMinChannelVectors = 64;
+using GroupNormBackwardShape = SmemRowShape<kThreads, 2, float2, 2, kBlocksPerSm>;
+
+// Channels that a part of a stage, 64 vectors at most, can have elements of.
+__host__ __device__ constexpr int part_channels(int64_t channel_vectors) {
+  return static_cast<int>((62 + channel_vectors) / channel_vectors) + 1;
+}
+// Shared memory per part: two sets, which alternate, of sum(grad_y * xhat) and sum(grad_y) of each channel.
+constexpr int backward_part_bytes(int64_t channel_vectors) {
+  return 2 * part_channels(channel_vectors) * static_cast<int>(sizeof(float2));
+}
+
+// Adds up x and y of the lanes that belong to one channel; the first of them gets the sums. `after`: lanes of
+// the channel behind this one, in this warp or beyond it.
+__device__ __forceinline__ void add_channel_lanes(float2& sums, int after) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const float x = __shfl_down_sync(0xffffffffu, sums.x, offset);
+    const float y = __shfl_down_sync(0xffffffffu, sums.y, offset);
+    if (offset <= after && lane + offset < 32) sums.x += x, sums.y += y;
+  }
+}
 
 // Writes grad_x and p.sums (samples x plan.blocks, 2, channels), the partial sums of the parameter gradients.
-// Requires at least kMinChannelVectors vectors per channel and at most kMaxChannels channels per group.
 // p.by_channel divides by the vectors per channel.
+//
+// Each part of a stage has the sums of its channels in shared memory. They give the row's two sums by a
+// reduction over the cluster, and those of the channels by adding up the parts in order: no atomics, so
+// results are deterministic.
 template <typename T, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
-    group_norm_backward_persistent_kernel(const GroupNormBackward p, const PersistentPlan plan) {
+    group_norm_backward_smem_kernel(const GroupNormBackward p, const SmemRowPlan plan) {
 #if __CUDA_ARCH__ >= 900
-  static_assert(Shape::kWarpVectors <= kMinChannelVectors);
-  constexpr int N = kVec<T>, kSet = Shape::kWarps * kMaxChannels;
+  static_assert(Shape::kWarpVectors == 64, "part_channels()");
+  constexpr int N = kVec<T>;
   extern __shared__ __align__(128) unsigned char memory[];
   const int64_t hidden = p.channels_per_group * p.spatial;
   const int channels = static_cast<int>(p.channels_per_group),
             groups = static_cast<int>(p.channels / channels);
   const int64_t rows = p.samples * groups;
   const int columns = static_cast<int>(hidden), rank = blockIdx.x % plan.blocks;
+  const int channel_vectors = static_cast<int>(p.by_channel.divisor);
   const int64_t row_step = gridDim.x / plan.blocks;
   const float inverse_hidden = 1.0f / static_cast<float>(hidden);
   WarpSlices<T, Shape> slices(memory, plan);
   typename Shape::ClusterReduce cluster_reduce(memory + Shape::slices_bytes(plan), rank, plan.blocks,
                                                slices.warp);
-  float2* const sums = reinterpret_cast<float2*>(memory + Shape::extra_offset(plan));
-  const int step = slices.copy_stride();
+  // Two sets of (stages, warps, per_part).
+  float2* const part_sums = reinterpret_cast<float2*>(memory + Shape::extra_offset(plan));
+  const int per_part = part_channels(channel_vectors), set_size = plan.stages * Shape::kWarps * per_part;
+  const int step = slices.copy_stride(), lane = slices.lane;
 
   struct Sources {
     const T* rows[2];
@@ -134,9 +154,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
     const Sources sources(p, row * hidden);
     slices.load_row(current, sources.rows);
   }
-  for (int i = threadIdx.x; i < 2 * kSet; i += Shape::kThreads) sums[i] = {0.0f, 0.0f};
   float mean = p.mean[row], rstd = p.rstd[row];
-  __syncthreads();
   cluster_reduce.wait_peers();
 
   for (int set = 0; row < rows; row += row_step, set ^= 1) {
@@ -146,61 +164,96 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       load_parameter<T, 1>(p.weight, p.float_weight, 0.0f, 1.0f, channel + channel_in_group, w);
       return w[0];
     };
-    float2* const own = sums + set * kSet + slices.warp * kMaxChannels;
+    float2* const sums = part_sums + set * set_size;
     float2 weighted = {0.0f, 0.0f};
-    // Sums of the current part, by the parity of the channel: its channels, two at most, are consecutive.
-    float2 parity_sums[2] = {};
-    slices.first_pass(
-        current,
-        [&](auto count, const T* part, int column) {
+    slices.first_pass_by_part(current, [&](int k, int begin, int count, const T* part) {
+      float2* const own = sums + (k * Shape::kWarps + slices.warp) * per_part;
+      const int first_vector = current.begin + begin, first = p.by_channel.quotient(first_vector);
+      // The sums of the vector of this lane among the 32 from `at` on.
+      const auto vector_sums = [&](int at) {
+        float2 lane_sums = {0.0f, 0.0f};
+        if (at + lane >= count) return lane_sums;
+        float xs[N], gs[N];
+        unpack(load<T, N>(part + (at + lane) * N), xs);
+        unpack(load<T, N>(part + step + (at + lane) * N), gs);
 #pragma unroll
-          for (int u = 0; u < count; ++u) {
-            float xs[N], gs[N];
-            unpack(load<T, N>(part + u * 32 * N), xs);
-            unpack(load<T, N>(part + step + u * 32 * N), gs);
-            float2 vector_sums{};
+        for (int i = 0; i < N; ++i) {
+          lane_sums.x = fmaf(gs[i], xs[i] - mean, lane_sums.x);
+          lane_sums.y += gs[i];
+        }
+        return lane_sums;
+      };
+      // Of a channel, or of the rest of one: entry of the part, and contribution to the row's sums.
+      const auto add_channel = [&](int c, float w, float2 channel_sums, bool continues) {
+        channel_sums.x *= rstd;
+        weighted.x = fmaf(w, channel_sums.x, weighted.x);
+        weighted.y = fmaf(w, channel_sums.y, weighted.y);
+        float2& entry = own[c - first];
+        entry.x = channel_sums.x + (continues ? entry.x : 0.0f);
+        entry.y = channel_sums.y + (continues ? entry.y : 0.0f);
+      };
+      if (p.by_channel.quotient(first_vector + count - 1) == first) {
+        const float w = weight_of(first);
+        float2 lane_sums = {0.0f, 0.0f};
 #pragma unroll
-            for (int k = 0; k < N; ++k) {
-              vector_sums.x = fmaf(gs[k], xs[k] - mean, vector_sums.x);
-              vector_sums.y += gs[k];
-            }
-            const bool odd = p.by_channel.quotient(column / N + u * 32) % 2 != 0;
-            parity_sums[0].x += odd ? 0.0f : vector_sums.x, parity_sums[0].y += odd ? 0.0f : vector_sums.y;
-            parity_sums[1].x += odd ? vector_sums.x : 0.0f, parity_sums[1].y += odd ? vector_sums.y : 0.0f;
-          }
-        },
-        [&](int begin, int count) {
-          __syncwarp();
-          const int first = p.by_channel.quotient(current.begin + begin);
-          const int last = p.by_channel.quotient(current.begin + begin + count - 1);
-          for (int c = first; c <= last; ++c) {
-            const float2 lane_sums = c % 2 != 0 ? parity_sums[1] : parity_sums[0];
-            const float2 warp_sums = {warp_reduce<Sum>(lane_sums.x) * rstd, warp_reduce<Sum>(lane_sums.y)};
-            const float w = weight_of(c);
-            weighted.x = fmaf(w, warp_sums.x, weighted.x);
-            weighted.y = fmaf(w, warp_sums.y, weighted.y);
-            if (slices.lane == 0) own[c].x += warp_sums.x, own[c].y += warp_sums.y;
-          }
-          parity_sums[0] = parity_sums[1] = {0.0f, 0.0f};
-        });
+        for (int at = 0; at < Shape::kWarpVectors; at += 32) {
+          const float2 more = vector_sums(at);
+          lane_sums.x += more.x, lane_sums.y += more.y;
+        }
+        lane_sums = {warp_reduce<Sum>(lane_sums.x), warp_reduce<Sum>(lane_sums.y)};
+        if (lane == 0) add_channel(first, w, lane_sums, false);
+        __syncwarp();
+        return;
+      }
+#pragma unroll 1
+      for (int at = 0; at < count; at += 32) {
+        const int vector = first_vector + at + lane, c = p.by_channel.quotient(vector);
+        const int from_first = vector - c * channel_vectors;
+        const bool inside = at + lane < count, head = inside && (lane == 0 || from_first == 0);
+        const float w = head ? weight_of(c) : 0.0f;
+        float2 channel_sums = vector_sums(at);
+        add_channel_lanes(channel_sums, channel_vectors - 1 - from_first);
+        // Lane 0 continues the channel of the 32 vectors before.
+        if (head) add_channel(c, w, channel_sums, at > 0 && from_first > 0);
+        __syncwarp();
+      }
+    });
+    weighted = {warp_reduce<Sum>(weighted.x), warp_reduce<Sum>(weighted.y)};
     const float2 total = cluster_reduce.template reduce<2>(weighted, [](const float2* partials, int count) {
       float2 all{};
       for (int i = threadIdx.x; i < count; i += 32) all.x += partials[i].x, all.y += partials[i].y;
       return float2{warp_reduce<Sum>(all.x), warp_reduce<Sum>(all.y)};
     });
 
-    // The reduction ends with a block barrier: the sums of all warps are visible. This set is written again
-    // only after the barrier of the next one.
+    // The reduction ends with a block barrier: the sums of all parts are visible. This set is written again
+    // only after the barrier of the next reduction.
     float* const partial = p.sums + (sample * plan.blocks + rank) * 2 * p.channels + channel;
-    for (int c = threadIdx.x; c < channels; c += Shape::kThreads) {
-      double2 block_sums{};
-      for (int warp = 0; warp < Shape::kWarps; ++warp) {
-        float2& warp_sums = sums[set * kSet + warp * kMaxChannels + c];
-        block_sums.x += warp_sums.x, block_sums.y += warp_sums.y;
-        warp_sums = {0.0f, 0.0f};
+    // The sums of channel c over every `by`th part from `from` on.
+    const auto add_parts = [&](int c, int from, int by) {
+      const int begin = max(c * channel_vectors - current.begin, 0),
+                stop = min((c + 1) * channel_vectors - current.begin, current.count);
+      float2 channel_sums{};
+      if (begin >= stop) return channel_sums;
+      const int last = slices.part_with(stop - 1);
+      for (int part = slices.part_with(begin) + from; part <= last; part += by) {
+        const int first = p.by_channel.quotient(current.begin + slices.part_begin(part));
+        const float2 entry = sums[part * per_part + c - first];
+        channel_sums.x += entry.x, channel_sums.y += entry.y;
       }
-      partial[c] = static_cast<float>(block_sums.x);
-      partial[p.channels + c] = static_cast<float>(block_sums.y);
+      return channel_sums;
+    };
+    const auto write = [&](int c, float2 channel_sums) {
+      partial[c] = channel_sums.x;
+      partial[p.channels + c] = channel_sums.y;
+    };
+    if (channel_vectors <= 4 * Shape::kWarpVectors) {
+      for (int c = threadIdx.x; c < channels; c += Shape::kThreads) write(c, add_parts(c, 0, 1));
+    } else {
+      for (int c = slices.warp; c < channels; c += Shape::kWarps) {
+        const float2 lane_sums = add_parts(c, lane, 32);
+        const float2 warp_sums = {warp_reduce<Sum>(lane_sums.x), warp_reduce<Sum>(lane_sums.y)};
+        if (lane == 0) write(c, warp_sums);
+      }
     }
     const RowGradient gradient(mean, rstd, total.y, total.x, inverse_hidden);
     const Slice<T> next = slice_of(row + row_step);

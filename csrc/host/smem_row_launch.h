@@ -1,33 +1,40 @@
-// Chooses the launch of a persistent kernel whose rows are staged in shared memory
-// (device/persistent_rows.cuh).
+// Chooses and runs the launch of a kernel whose rows are staged in shared memory (device/smem_rows.cuh).
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
-#include "device/persistent_rows.cuh"
+#include "device/smem_rows.cuh"
 #include "host/cluster_launch.h"
 
 namespace liger {
+
+// How many clusters a launch has.
+enum class Grid {
+  kClusterPerRow,  // the other blocks of an SM hide the latency of a row, and the hardware balances the rows
+  kPersistent,     // the active ones; each loops over rows and loads the next row early
+};
 
 // Takes the candidate with the highest SM utilisation: clusters need SMs of one GPC, so some cluster sizes
 // leave SMs idle. Only the device and the row length enter the choice, so a row has the same bits in any
 // batch. Arguments: the kernel's parameters before its plan.
 template <typename... Arguments>
-class PersistentLaunch {
+class SmemRowLaunch {
  public:
-  using Kernel = void (*)(Arguments..., PersistentPlan);
+  using Kernel = void (*)(Arguments..., SmemRowPlan);
 
-  PersistentLaunch(const char* op, int64_t row_vectors, const DeviceAttributes& device)
-      : op_(op), row_vectors_(row_vectors), device_(device) {}
+  // part_bytes: as in SmemRowPlan.
+  SmemRowLaunch(const char* op, int64_t row_vectors, const DeviceAttributes& device, int part_bytes = 0)
+      : op_(op), row_vectors_(row_vectors), device_(device), part_bytes_(part_bytes) {}
 
-  // Adds the kernel of a PersistentShape with the smallest cluster in [fewest, most] whose shared memory
+  // Adds the kernel of a SmemRowShape with the smallest cluster in [fewest, most] whose shared memory
   // holds a row, and with the next larger one that does. At equal utilisation the earlier candidate is kept.
   template <typename Shape>
-  void add_candidate(Kernel kernel, int fewest = 1, int most = kPortableCluster) {
+  void add_candidate(Kernel kernel, Grid grid, int fewest = 1, int most = kPortableCluster) {
     const int block_slots = device_.sm_count * Shape::kBlocksPerSm;
     for (int more = 0; more < 2 && utilisation_ < 1.0f; ++more) {
-      const PersistentPlan plan =
-          Shape::plan(row_vectors_, fewest, most, device_.shared_memory_per_block_optin);
+      const SmemRowPlan plan =
+          Shape::plan(row_vectors_, fewest, most, device_.shared_memory_per_block_optin, part_bytes_);
       if (plan.stages == 0) return;
       fewest = plan.blocks + 1;
       cudaLaunchAttribute cluster{};
@@ -39,6 +46,7 @@ class PersistentLaunch {
           std::min(1.0f, static_cast<float>(active * plan.blocks) / static_cast<float>(block_slots));
       if (utilisation <= utilisation_) continue;
       kernel_ = kernel, plan_ = plan, threads_ = Shape::kThreads, shared_bytes_ = shared_bytes;
+      clusters_ = grid == Grid::kPersistent ? active : INT_MAX;
       utilisation_ = utilisation;
     }
   }
@@ -48,17 +56,25 @@ class PersistentLaunch {
 
   // Launches the kernel. Returns false without a candidate.
   bool run(int64_t rows, cudaStream_t stream, const Arguments&... arguments) const {
-    return kernel_ != nullptr && launch_persistent_clusters(op_, kernel_, plan_, threads_, shared_bytes_,
-                                                            rows, device_, stream, arguments...);
+    if (kernel_ == nullptr) return false;
+    const int64_t clusters = std::min<int64_t>(rows, clusters_);
+    require(clusters * plan_.blocks <= INT_MAX, op_, ": ", rows, " rows are more than one launch can take");
+    cudaLaunchAttribute cluster{};
+    cudaLaunchConfig_t config = cluster_config(plan_.blocks, threads_, shared_bytes_, stream, cluster);
+    config.gridDim.x = static_cast<unsigned>(clusters * plan_.blocks);
+    check_cuda(cudaLaunchKernelEx(&config, kernel_, arguments..., plan_), op_);
+    return true;
   }
 
  private:
   const char* op_;
   int64_t row_vectors_;
   const DeviceAttributes& device_;
+  int part_bytes_;
   Kernel kernel_ = nullptr;
-  PersistentPlan plan_{};
+  SmemRowPlan plan_{};
   int threads_ = 0, shared_bytes_ = 0;
+  int64_t clusters_ = 0;      // at most
   float utilisation_ = 0.0f;  // resident blocks over the blocks that all SMs have room for
 };
 

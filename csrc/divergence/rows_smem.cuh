@@ -1,5 +1,5 @@
 // Two rows of logits -> their divergence and its gradient with one read and one write of global memory, by
-// persistent blocks or clusters (sm_90 and later). The pipeline is that of cross_entropy/rows_persistent.cuh:
+// persistent blocks or clusters (sm_90 and later). The pipeline is that of cross_entropy/rows_smem.cuh:
 // each warp has the same part of the student's and the teacher's row in every stage, and starts the copies of
 // the next two rows as soon as it has stored the gradient of that part. If two or three blocks fit on an SM,
 // one computes while others wait for memory or for their cluster. Probabilities are never written to global
@@ -7,12 +7,12 @@
 #pragma once
 
 #include "cross_entropy/rows.cuh"
-#include "device/persistent_rows.cuh"
+#include "device/smem_rows.cuh"
 #include "divergence/passes.cuh"
 
 namespace liger::divergence {
 
-// Copies in shared memory (PersistentShape::kCopies): student, teacher and, for the float32 values that Jsd
+// Copies in shared memory (SmemRowShape::kCopies): student, teacher and, for the float32 values that Jsd
 // computes from half types, one more.
 template <typename T, typename Rule>
 constexpr int smem_copies() {
@@ -65,13 +65,13 @@ __device__ __forceinline__ void load_pair(const T* smem, int step, float (&s)[N]
 }
 #endif
 
-// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape. The rows of
+// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: SmemRowShape. The rows of
 // student and teacher, of dtype T, must be equally far from a 16-byte boundary. The gradient, of dtype G, may
 // overwrite the student's logits if G is T, because the first element is written after the whole row has been
 // read. If G is not T, it must not overlap the logits.
 template <typename T, typename G, typename Rule, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
-    rows_persistent(const Problem p, const Results r, const PersistentPlan plan) {
+    rows_smem(const Problem p, const Results r, const SmemRowPlan plan) {
 #if __CUDA_ARCH__ >= 900
   using P = Passes<Rule>;
   constexpr int N = kVec<T>;

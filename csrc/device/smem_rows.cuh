@@ -1,11 +1,14 @@
-// Rows staged in the shared memory of persistent blocks: the layout and the loop that the persistent kernels
-// of cross_entropy, divergence, softmax and group_norm share.
+// Rows staged in shared memory: the layout and the loop that kernels of cross_entropy, divergence, softmax and
+// group_norm share.
 //
 // A row belongs to one block, or to a cluster of blocks if one cannot hold it; each block has a slice of it.
 // A slice is cut into pipeline stages, and a stage into one part per warp. Each warp loads its own part by a
 // bulk copy (cp.async.bulk) that completes on an mbarrier of its own, and only this warp reads it, so no
 // block-wide barrier is needed. In a full stage every lane has kVectors vectors; the last stage divides the
 // rest among all warps.
+//
+// A launch has one cluster per row, or persistent clusters that loop over rows (host/smem_row_launch.h). The
+// kernels are the same: with one row per cluster the loop runs once and loads no next row.
 #pragma once
 
 #include "device/aligned_row.cuh"
@@ -15,44 +18,47 @@
 namespace liger {
 
 // How a row is split over a cluster. stages == 0: no cluster size holds the row.
-struct PersistentPlan {
+struct SmemRowPlan {
   int blocks;        // per row: the cluster size
   int slice;         // 16-byte vectors of a row per block
   int warp_vectors;  // vectors of a row per warp, at most
   int stages;        // of a slice
+  int part_bytes;    // further shared memory per part, for the kernel's own use
 };
 
-// The compile-time shape of a persistent kernel.
+// The compile-time shape of a kernel.
 //   kThreads      block size
 //   kVectors      16-byte vectors per lane in a full stage
 //   Slot          the partial result of a warp, for ClusterReduce
 //   kCopies       vectors of shared memory per vector of a row: one for each tensor that is read, say
 //   kBlocksPerSm  resident blocks per SM that the shared memory is divided among
-//   kExtraBytes   further shared memory of a block, a multiple of 16
-template <int kThreads_, int kVectors_, typename Slot_, int kCopies_, int kBlocksPerSm_, int kExtraBytes_ = 0>
-struct PersistentShape {
+template <int kThreads_, int kVectors_, typename Slot_, int kCopies_, int kBlocksPerSm_>
+struct SmemRowShape {
   static constexpr int kThreads = kThreads_, kVectors = kVectors_, kWarps = kThreads / 32;
   static constexpr int kCopies = kCopies_, kBlocksPerSm = kBlocksPerSm_;
   // In vectors, of a full stage.
   static constexpr int kWarpVectors = 32 * kVectors, kStageVectors = kThreads * kVectors;
   using ClusterReduce = liger::ClusterReduce<Slot_, kWarps>;
 
-  // Dynamic shared memory, in this order: slices of the warps, ClusterReduce, extra bytes, mbarriers.
-  static constexpr int slices_bytes(const PersistentPlan& plan) {
+  // Dynamic shared memory, in this order: slices of the warps, ClusterReduce, part_bytes per part, mbarriers.
+  static constexpr int slices_bytes(const SmemRowPlan& plan) {
     return kWarps * plan.warp_vectors * kCopies * 16;
   }
-  static constexpr int extra_offset(const PersistentPlan& plan) {
+  static constexpr int extra_offset(const SmemRowPlan& plan) {
     return slices_bytes(plan) + ClusterReduce::bytes(plan.blocks);
   }
-  static constexpr int shared_bytes(const PersistentPlan& plan) {
-    return extra_offset(plan) + kExtraBytes_ + kWarps * plan.stages * static_cast<int>(sizeof(uint64_t));
+  static constexpr int shared_bytes(const SmemRowPlan& plan) {
+    return extra_offset(plan) + kWarps * plan.stages * (plan.part_bytes + static_cast<int>(sizeof(uint64_t)));
   }
 
-  // The smallest cluster in [fewest, most] whose shared memory holds a row. The driver reserves 1 KB of
-  // shared memory per resident block.
-  static constexpr PersistentPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin) {
+  // The smallest cluster in [fewest, most] whose shared memory holds a row. Odd sizes above one are no
+  // candidates: they measured 2 to 8 % slower (docs/performance/cross_entropy.md). The driver reserves 1 KB of
+  // shared memory per resident block. part_bytes: a multiple of 8.
+  static constexpr SmemRowPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin,
+                                    int part_bytes = 0) {
     const int available = (shared_memory_optin + 1024) / kBlocksPerSm - 1024;
     for (int blocks = fewest; blocks <= most; ++blocks) {
+      if (blocks > 1 && blocks % 2 != 0) continue;
       const int64_t slice = ceil_div(row_vectors, blocks);
       if (slice * kCopies * 16 > available) continue;
       const int vectors = static_cast<int>(slice);
@@ -60,11 +66,11 @@ struct PersistentShape {
       const int per_warp = ceil_div(rest, kWarps);
       // If there is room, the last stage is divided in multiples of 32 vectors: fewer warps have work in it.
       for (const int last : {round_up(per_warp, 32), per_warp}) {
-        const PersistentPlan plan{blocks, vectors, full * kWarpVectors + last, full + (rest > 0)};
+        const SmemRowPlan plan{blocks, vectors, full * kWarpVectors + last, full + (rest > 0), part_bytes};
         if (shared_bytes(plan) <= available) return plan;
       }
     }
-    return {0, 0, 0, 0};
+    return {};
   }
 };
 
@@ -77,8 +83,7 @@ struct Slice {
   int begin, count;
   bool valid;  // false: the row is not to be read
 
-  __device__ __forceinline__ Slice(const T* row, int columns, const PersistentPlan& plan, int rank,
-                                   bool valid)
+  __device__ __forceinline__ Slice(const T* row, int columns, const SmemRowPlan& plan, int rank, bool valid)
       : row(row),
         aligned(align_row(row, columns)),
         begin(min(rank * plan.slice, aligned.vectors)),
@@ -107,7 +112,7 @@ struct WarpSlices {
   uint32_t phase = 0;
 
   // memory: Shape::shared_bytes(plan).
-  __device__ __forceinline__ WarpSlices(unsigned char* memory, const PersistentPlan& plan)
+  __device__ __forceinline__ WarpSlices(unsigned char* memory, const SmemRowPlan& plan)
       : warp_vectors(plan.warp_vectors), stages(plan.stages), lane(threadIdx.x % 32) {
     // The shuffle tells the compiler that the warp index is uniform: bulk copies need no loop over lanes.
     warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
@@ -130,21 +135,32 @@ struct WarpSlices {
       for (int k = 0; k < stages; ++k) load_part(s, rows, k);
     }
   }
-  // The first pass over a row waits for each stage. done(begin, count) is called by all lanes behind each
-  // stage, with the part of this warp as vectors of the slice.
+  // The first pass over a row waits for each stage.
   template <typename Body>
   __device__ __forceinline__ void first_pass(const Slice<T>& s, const Body& body) {
-    first_pass(s, body, [](int, int) {});
-  }
-  template <typename Body, typename Done>
-  __device__ __forceinline__ void first_pass(const Slice<T>& s, const Body& body, const Done& done) {
-    over_stages(
-        s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body,
-        [&](int k) {
-          const auto [begin, count] = part_of(s, k);
-          if (count > 0) done(begin, count);
-        });
+    over_stages(s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body, [](int) {});
     phase ^= 1;
+  }
+  // The same for passes whose lanes exchange values: all lanes call body(k, begin, count, part) for each stage
+  // in which this warp has vectors, `count` of the slice from `begin` on. part points to the first of them.
+  template <typename Body>
+  __device__ __forceinline__ void first_pass_by_part(const Slice<T>& s, const Body& body) {
+#pragma unroll 1
+    for (int k = 0; k < stages; ++k) {
+      mbarrier_wait(&arrived[k], phase);
+      const auto [begin, count] = part_of(s, k);
+      if (count > 0) body(k, begin, count, first + k * kWarpVectors * N);
+    }
+    phase ^= 1;
+  }
+  // The parts of a slice, of all warps, are numbered in the order of their vectors: stage * kWarps + warp.
+  __device__ __forceinline__ int part_with(int vector) const {
+    const int k = vector / kStageVectors;
+    return k * Shape::kWarps + (vector - k * kStageVectors) / part_size(k);
+  }
+  __device__ __forceinline__ int part_begin(int part) const {
+    const int k = part / Shape::kWarps;
+    return k * kStageVectors + (part - k * Shape::kWarps) * part_size(k);
   }
   template <typename Body>
   __device__ __forceinline__ void pass(const Slice<T>& s, const Body& body) const {
@@ -163,10 +179,13 @@ struct WarpSlices {
   }
 
  private:
+  // Vectors per part of stage k.
+  __device__ __forceinline__ int part_size(int k) const {
+    return min(kWarpVectors, warp_vectors - k * kWarpVectors);
+  }
   // This warp's part of a stage: its first vector and the number of vectors, which may be zero or negative.
   __device__ __forceinline__ int2 part_of(const Slice<T>& s, int k) const {
-    const int size = min(kWarpVectors, warp_vectors - k * kWarpVectors),
-              begin = k * kStageVectors + warp * size;
+    const int size = part_size(k), begin = k * kStageVectors + warp * size;
     return make_int2(begin, min(size, s.count - begin));
   }
   // Called by one lane.

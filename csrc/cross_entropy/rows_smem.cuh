@@ -1,26 +1,25 @@
-// rows_smem for long rows, by persistent blocks (sm_90 and later): loss and gradient with one read and one
-// write of global memory. It has no extras, with which rows_smem is faster.
+// Rows staged in shared memory (sm_90 and later): loss and gradient with one read and one write of global
+// memory.
 //
-// A block, or a cluster if one block cannot hold a row, loops over rows. A row is staged in shared memory
-// (device/persistent_rows.cuh). Each warp waits for its own part of a stage and adds it to the statistics.
-// After the cluster reduction it computes the gradient of that part, stores it, and starts the bulk copy of
-// the same part of the next row. So loads overlap with the gradient of the row before without a producer
-// warp, and warps wait for each other only in the cluster reduction. There the first warp of each block
-// merges the statistics and broadcasts the coefficients of the gradient.
+// A row belongs to a block, or to a cluster if one block cannot hold it (device/smem_rows.cuh). Each warp
+// waits for its own part of a pipeline stage and adds it to the statistics. After the cluster reduction it
+// computes the gradient of that part and stores it. In a persistent launch it then starts the bulk copy of the
+// same part of the next row: loads overlap with the gradient without a producer warp. Warps wait for each
+// other only in the cluster reduction. There the first warp of each block merges the statistics and broadcasts
+// the coefficients of the gradient.
 #pragma once
 
 #include "cross_entropy/rows.cuh"
-#include "device/persistent_rows.cuh"
+#include "device/smem_rows.cuh"
 
 namespace liger::ce {
 
-// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: PersistentShape.
-template <typename T, typename Shape>
+// grid: clusters of plan.blocks blocks, at most as many clusters as rows. Shape: SmemRowShape.
+template <typename T, bool kExtras, typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
-    rows_persistent(const Problem p, const PersistentPlan plan) {
+    rows_smem(const Problem p, const SmemRowPlan plan) {
 #if __CUDA_ARCH__ >= 900
   constexpr int N = kVec<T>;
-  constexpr bool kExtras = false;
   extern __shared__ __align__(128) unsigned char memory[];
   const int rank = blockIdx.x % plan.blocks;
   const int64_t row_step = gridDim.x / plan.blocks;
@@ -75,8 +74,8 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
         // another block may overwrite that one as soon as the reduction is complete.
         row_data.z_target = __shfl_sync(0xffffffffu, row_data.z_target, 0);
       }
-      const GradientCoefficients g =
-          cluster_reduce.template reduce<2>(stats, [&](const Stats<kExtras>* partials, int count) {
+      const GradientCoefficients g = cluster_reduce.template reduce<kExtras ? 6 : 2>(
+          stats, [&](const Stats<kExtras>* partials, int count) {
             merge_slots(stats, partials, count);
             return gradient_coefficients(p, row_data, stats.max + logf(stats.sum),
                                          row_data.token_weight / denominator, stats.max, stats.sum);
