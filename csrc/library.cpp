@@ -18,6 +18,12 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> (Tensor y, Tensor new_residual, Tensor rstd)");
   m.def("fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight, Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
+  // x and gate (..., H), activation "silu" or "sigmoid": y = rms_norm(x) * activation(gate), or with
+  // norm_before_gate = False y = rms_norm(x * activation(gate)). Each group_size elements of the last dimension
+  // are normalised alone; rstd is (..., H / group_size), or (...) without group_size
+  m.def("rms_norm_gated(Tensor x, Tensor gate, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\", int? group_size=None, bool norm_before_gate=True, str activation=\"silu\") -> (Tensor y, Tensor rstd)");
+  m.def("rms_norm_gated_backward(Tensor grad_y, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, float offset, str casting_mode, int? group_size, bool norm_before_gate, str activation, bool need_grad_x, bool need_grad_gate, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_gate, Tensor grad_weight)");
+
   // x (..., H) -> y like x, mean and rstd (...) float32
   m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
@@ -139,6 +145,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
 
   // Argument checks for the Python backends, so that every backend raises the same message
   m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
+  m.def("check_rms_norm_gated(str op, Tensor x, Tensor gate, Tensor? weight, str casting_mode, int? group_size, str activation, float eps=0.0, float offset=0.0) -> ()");
   m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
@@ -185,6 +192,7 @@ void check_written_of_python(const std::string& op, const std::vector<std::strin
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
+  m.impl("check_rms_norm_gated", TORCH_BOX(&check_rms_norm_gated));
   m.impl("check_layer_norm", TORCH_BOX(&check_layer_norm));
   m.impl("check_group_norm", TORCH_BOX(&check_group_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));

@@ -135,6 +135,20 @@ void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<
   require(std::isfinite(offset), op, ": offset is ", offset, ", expected a finite value");
 }
 
+void check_rms_norm_gated(const std::string& op, const Tensor& x, const Tensor& gate,
+                          const std::optional<Tensor>& weight, const std::string& casting_mode,
+                          std::optional<int64_t> group_size, const std::string& activation, double eps,
+                          double offset) {
+  check_rms_norm(op, x, std::nullopt, weight, casting_mode, eps, offset);
+  check_same_shape(op, "gate", gate, "x", x);
+  check_same_dtype(op, "gate", gate, "x", x);
+  check_same_device(op, "gate", gate, "x", x);
+  require(!group_size || (*group_size > 0 && x.size(-1) % *group_size == 0), op, ": group_size is ",
+          group_size.value_or(0), ", expected a divisor of the last dimension of x, ", x.size(-1));
+  require(activation == "silu" || activation == "sigmoid", op, ": activation is '", activation,
+          "', expected 'silu' or 'sigmoid'");
+}
+
 void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias, double eps) {
   require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");

@@ -39,6 +39,10 @@ std::string device_text(const Tensor& tensor);
 void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
                     const std::optional<Tensor>& weight, const std::string& casting_mode, double eps = 0.0,
                     double offset = 0.0);
+void check_rms_norm_gated(const std::string& op, const Tensor& x, const Tensor& gate,
+                          const std::optional<Tensor>& weight, const std::string& casting_mode,
+                          std::optional<int64_t> group_size, const std::string& activation, double eps = 0.0,
+                          double offset = 0.0);
 void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
                       const std::optional<Tensor>& bias, double eps = 0.0);
 void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,

@@ -16,6 +16,7 @@ from .backend import BackendUnavailable, _initialise, backend_report, set_backen
 # backend_report() and messages list the ops in the order of these imports.
 # isort: off
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
+from .ops.rms_norm_gated import rms_norm_gated
 from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
 from .ops.complex_rope import complex_rope
 from .ops import rescale as _rescale  # noqa: F401  (registers its ops)
@@ -65,6 +66,7 @@ __all__ = [
     "patch",
     "relu_squared",
     "rms_norm",
+    "rms_norm_gated",
     "rope",
     "set_backend",
     "softmax",

@@ -87,6 +87,23 @@ def test_norms_of_sharded_tokens(dim, weighted):
     assert all(r.placements == (Shard(dim),) for r in results)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_gated_norms_of_sharded_tokens(dim, group_size):
+    inputs = [random(B, T, H), random(B, T, H, seed=1), random(H, seed=2)]
+    (y,), grads = compare(
+        lambda x, gate, w: liger.rms_norm_gated(x, gate, w, group_size=group_size, norm_before_gate=dim == 0),
+        inputs,
+        [Shard(dim), Shard(dim), R],
+    )
+    assert all(t.placements == (Shard(dim),) for t in (y, *grads[:2])) and grads[2].placements == (Partial(),)
+    x, gate, _ = (distribute(t, Shard(dim)) for t in inputs)
+    _, rstd = torch.ops.liger.rms_norm_gated(x, gate, None, group_size=group_size)
+    assert rstd.placements == (Shard(dim),)
+    whole = torch.ops.liger.rms_norm_gated(*inputs[:2], None, group_size=group_size)[1]
+    torch.testing.assert_close(rstd.full_tensor(), whole)
+
+
 @pytest.mark.parametrize("placement", [Shard(2), Partial()], ids=["hidden", "partial"])
 def test_norms_need_whole_rows(placement):
     (y,), _ = compare(lambda x, w: liger.rms_norm(x, w), [random(B, T, H), random(H)], [placement, R], True)

@@ -26,6 +26,7 @@ from liger.triton_kernels import (
     relu_squared,
     rescale,
     rms_norm,
+    rms_norm_gated,
     rope,
     softmax,
     swiglu,
@@ -62,6 +63,18 @@ def rms_norm_launches(dtype, tokens=9):
             rms_norm.rms_norm_backward(x, x, weight, rstd, 0.0, casting_mode, True, True)
         rms_norm.fused_add_rms_norm(x, x, None)
         rms_norm.fused_add_rms_norm_backward(x, x, x, weight, rstd, 1.0, "gemma", True, False)
+
+
+def rms_norm_gated_launches(dtype, tokens=9):
+    # Several rows per program, one row per program, and rows larger than a tile; whole rows and groups.
+    for hidden, group_size in ((128, None), (512, 128), (4096, None), (40000, None)):
+        x, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+        for form in ((True, "silu"), (False, "sigmoid")):
+            for mode, parameter in (("llama", weight), ("gemma", None), ("none", weight)):
+                options = 0.0, mode, group_size, *form
+                _, rstd = rms_norm_gated.rms_norm_gated(x, x, parameter, 1e-6, *options)
+                rms_norm_gated.rms_norm_gated_backward(x, x, x, parameter, rstd, *options, True, True, True)
+    rms_norm_gated.rms_norm_gated_backward(x, x, x, weight, rstd, *options, False, False, True)
 
 
 def layer_norm_launches(dtype, tokens=9):
@@ -225,6 +238,7 @@ LAUNCHES = {
     group_norm: group_norm_launches,
     layer_norm: layer_norm_launches,
     rms_norm: rms_norm_launches,
+    rms_norm_gated: rms_norm_gated_launches,
     rope: rope_launches,
     geglu: geglu_launches,
     swiglu: gated_launches,

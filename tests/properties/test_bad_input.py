@@ -172,7 +172,8 @@ def test_options_of_constructors(name):
 
 # What a module calls, in whose name it may raise.
 CALLED = {
-    "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "ApplyRotaryEmb": "rope", "CrossEntropyLoss": "cross_entropy",
+    "RMSNorm": "rms_norm", "RMSNormGated": "rms_norm_gated", "LayerNorm": "layer_norm",
+    "ApplyRotaryEmb": "rope", "CrossEntropyLoss": "cross_entropy",
     "FusedLinearCrossEntropyLoss": "fused_linear_ce", "TiledSwiGLUMLP": "tiled_mlp", "TiledGEGLUMLP": "tiled_mlp",
 }  # fmt: skip
 

@@ -63,6 +63,12 @@ CASES = {
         lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
         (1, 1, None),
     ),
+    "rms_norm_gated": Case(
+        liger.rms_norm_gated,
+        lambda x, gate, weight: _plain_rms_norm(x, weight) * F.silu(gate),
+        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
+        (1, 1, None),
+    ),
     "layer_norm": Case(
         liger.layer_norm,
         lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),

@@ -38,6 +38,44 @@ def _fused_add_rms_norm_backward(d):
     ]
 
 
+def _rms_norm_gated(d):
+    return [
+        (floats(d, 3, 16), floats(d, 3, 16), floats(d, 16)),
+        (transposed(floats(d, 3, 4, 16)), floats(d, 3, 4, 16), None, 1e-5, 1.0, "gemma", 8, False, "sigmoid"),
+        (floats(d, 0, 16), floats(d, 0, 16), floats(d, 16), 1e-6, 0.0, "none", 4),
+    ]
+
+
+def _rms_norm_gated_backward(d):
+    x, gate, weight = floats(d, 2, 3, 16), transposed(floats(d, 2, 3, 16)), floats(d, 16)
+    first = (
+        floats(d, 2, 3, 16),
+        transposed(x),
+        gate,
+        weight,
+        floats(d, 2, 3).abs(),
+        0.0,
+        "llama",
+        None,
+        True,
+        "silu",
+    )
+    second = (
+        floats(d, 2, 3, 16),
+        x,
+        gate,
+        weight,
+        floats(d, 2, 3, 4).abs(),
+        1.0,
+        "gemma",
+        4,
+        False,
+        "sigmoid",
+    )
+    third = (floats(d, 2, 3, 16), x, gate, None, floats(d, 6).abs(), 0.0, "none", None, False, "silu")
+    return [(*first, True, True, True), (*second, False, True, True), (*third, True, False, False)]
+
+
 def _layer_norm(d):
     return [
         (floats(d, 3, 16), floats(d, 16), floats(d, 16)),
@@ -190,6 +228,8 @@ SAMPLES = {
     "rms_norm_backward": _rms_norm_backward,
     "fused_add_rms_norm": _fused_add_rms_norm,
     "fused_add_rms_norm_backward": _fused_add_rms_norm_backward,
+    "rms_norm_gated": _rms_norm_gated,
+    "rms_norm_gated_backward": _rms_norm_gated_backward,
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
     "group_norm": _group_norm,
@@ -233,6 +273,9 @@ SAMPLES = {
     "rescale": _rescale,
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", floats(d, 3, 16), None, floats(d, 16), "llama")],
+    "check_rms_norm_gated": lambda d: [
+        ("rms_norm_gated", floats(d, 3, 16), floats(d, 3, 16), floats(d, 16), "llama", 4, "silu")
+    ],
     "check_layer_norm": lambda d: [("layer_norm", *arguments[:3]) for arguments in _layer_norm(d)],
     "check_group_norm": lambda d: [
         ("group_norm", *(*arguments, None, None)[:4]) for arguments in _group_norm(d)

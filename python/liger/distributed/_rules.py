@@ -21,21 +21,27 @@ from ._loss_rules import LOSS_RULES
 def _norm(call):
     x = call["x"]
     rows = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(rows, "x", "residual")
+    call.redistribute(rows, "x", "residual", "gate")
     call.redistribute(call.replicated, "weight")
     *ys, rstd = call.run()
-    return *(call.wrap(y, rows, x.shape) for y in ys), call.wrap(rstd, rows, x.shape[:-1])
+    group_size = call.arguments.get("group_size")
+    groups = () if group_size is None else (x.shape[-1] // group_size,)
+    return *(call.wrap(y, rows, x.shape) for y in ys), call.wrap(rstd, rows, (*x.shape[:-1], *groups))
 
 
 def _norm_backward(call):
     main = "new_residual" if "new_residual" in call.arguments else "x"
     x, need_weight = call[main], call["need_grad_weight"] and call["weight"] is not None
     rows = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(rows, main, "rstd", "grad_y", "grad_new_residual")
+    call.redistribute(rows, main, "gate", "rstd", "grad_y", "grad_new_residual")
     call.redistribute(call.replicated, "weight")
-    grad_x, grad_weight = call.run()
+    *grads, grad_weight = call.run()
+    needed = (call[f"need_grad_{name}"] for name in ("x", "gate")[: len(grads)])
     return (
-        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.placeholder(grad_x),
+        *(
+            call.wrap(grad, rows, x.shape) if need else call.placeholder(grad)
+            for grad, need in zip(grads, needed, strict=True)
+        ),
         call.wrap(grad_weight, where_sharded(rows, Partial()))
         if need_weight
         else call.placeholder(grad_weight),
@@ -242,6 +248,8 @@ RULES = {
     "rms_norm_backward": _norm_backward,
     "fused_add_rms_norm": _norm,
     "fused_add_rms_norm_backward": _norm_backward,
+    "rms_norm_gated": _norm,
+    "rms_norm_gated_backward": _norm_backward,
     "layer_norm": _moment_norm,
     "layer_norm_backward": _moment_norm_backward,
     "group_norm": _moment_norm,

@@ -224,7 +224,7 @@ _fused_add_rms_norm = differentiable(
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
-def _batched(op, tensors):
+def batched_norm(op, tensors):
     """vmap rule of a norm whose first ``tensors`` arguments are activations: the mapped dimension becomes one more
     dimension of rows."""
 
@@ -242,8 +242,8 @@ def _batched(op, tensors):
     return rule
 
 
-torch.library.register_vmap("liger::rms_norm", _batched(torch.ops.liger.rms_norm, 1))
-torch.library.register_vmap("liger::fused_add_rms_norm", _batched(torch.ops.liger.fused_add_rms_norm, 2))
+torch.library.register_vmap("liger::rms_norm", batched_norm(torch.ops.liger.rms_norm, 1))
+torch.library.register_vmap("liger::fused_add_rms_norm", batched_norm(torch.ops.liger.fused_add_rms_norm, 2))
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

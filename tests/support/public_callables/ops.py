@@ -13,6 +13,15 @@ add(
     tensors(x=X, residual=X, weight=(HIDDEN,)),
     "x residual weight",
 )
+_gated_norm = tensors(x=X, gate=X, weight=(HIDDEN,))
+add("rms_norm_gated", liger.rms_norm_gated, _gated_norm, "x gate weight")
+add(
+    "rms_norm_gated gate first",
+    liger.rms_norm_gated,
+    with_options(_gated_norm, group_size=4, norm_before_gate=False, activation="sigmoid"),
+    "x gate weight",
+    public="rms_norm_gated",
+)
 add("layer_norm", liger.layer_norm, tensors(x=X, weight=(HIDDEN,), bias=(HIDDEN,)), "x weight bias")
 add(
     "group_norm",
