@@ -37,6 +37,10 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor grad_q, Tensor grad_k)");
   m.def("rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool interleaved=False) -> ()");
 
+  // rope of rms_norm over each head; q_weight and k_weight (D,). The backward recomputes the norm from q and k
+  m.def("qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\", bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
+  m.def("qk_norm_rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps, float offset, str casting_mode, bool interleaved, bool need_grad_q, bool need_grad_k, bool need_grad_q_weight, bool need_grad_k_weight) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor grad_k_weight)");
+
   // silu(gate) * up
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
   m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False) -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
@@ -149,6 +153,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
+  m.def("check_qk_norm_rope(str op, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
   m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def("check_rowwise(str op, str name, Tensor x, Tensor? grad_y) -> ()");
   m.def("check_approximate(str op, str approximate) -> ()");
@@ -196,6 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_layer_norm", TORCH_BOX(&check_layer_norm));
   m.impl("check_group_norm", TORCH_BOX(&check_group_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));
+  m.impl("check_qk_norm_rope", TORCH_BOX(&check_qk_norm_rope));
   m.impl("check_gated", TORCH_BOX(&check_gated));
   m.impl("check_rowwise", TORCH_BOX(&check_rowwise));
   m.impl("check_approximate", TORCH_BOX(&check_approximate));

@@ -77,6 +77,8 @@ GOALS = (
     Goal("layer_norm backward 16384x4096", COPY, 0.90),
     Goal(f"rope forward {ROPE}", COPY, 0.95),
     Goal(f"rope backward {ROPE}", COPY, 0.95),
+    Goal(f"qk_norm_rope forward {ROPE}", COPY, 0.90),
+    Goal(f"qk_norm_rope backward {ROPE}", COPY, 0.90),
     Goal("cross_entropy forward and backward 8192x128256", COPY, 0.95),
     Goal("cross_entropy forward and backward 8192x32000", COPY, 0.95),
     Goal(HEAD, GEMMS, 1.03, 1640, exact=True),

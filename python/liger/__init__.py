@@ -31,6 +31,7 @@ from .ops.layer_norm import layer_norm
 from .ops.mrope import mrope
 from .ops.relu_squared import relu_squared
 from .ops.rope import rope
+from .ops.qk_norm_rope import qk_norm_rope
 from .ops.softmax import softmax
 from .ops.swiglu import swiglu, swiglu_packed
 from .ops.tiled_mlp import tiled_mlp
@@ -64,6 +65,7 @@ __all__ = [
     "mrope",
     "nn",
     "patch",
+    "qk_norm_rope",
     "relu_squared",
     "rms_norm",
     "rms_norm_gated",

@@ -160,6 +160,25 @@ def test_rope(part, table):
     assert {t.placements for t in (*results, *grads)} == {(part,)}
 
 
+@pytest.mark.parametrize(
+    "part", [(Shard(0), Shard(0)), (Shard(1), R), (Shard(2), Shard(2)), (Shard(3), Shard(3))], ids=str
+)
+def test_qk_norm_rope(part):
+    angles = random(B, T, 8, seed=3)
+    cos, sin = (distribute(t, R) for t in (angles.cos(), angles.sin()))
+    heads = [random(B, 4, T, 8), random(B, 2, T, 8, seed=1)]
+    weights = [random(8, seed=2), random(8, seed=4)]
+
+    def call(q, k, v, w):
+        distributed = isinstance(q, DTensor)
+        return liger.qk_norm_rope(q, k, v, w, *((cos, sin) if distributed else (angles.cos(), angles.sin())))
+
+    _, grads = compare(call, [*heads, *weights], [*part, R, R], part[0] == Shard(3))
+    if part[0] != Shard(3):
+        assert [g.placements for g in grads[:2]] == [(p,) for p in part]
+        assert [g.placements for g in grads[2:]] == [(R if p == R else Partial(),) for p in part]
+
+
 def test_rope_with_few_heads_of_k():
     """One head of k stays whole on every rank while the heads of q are sharded."""
     angles = random(T, 8, seed=2)

@@ -23,6 +23,7 @@ from liger.triton_kernels import (
     geglu,
     group_norm,
     layer_norm,
+    qk_norm_rope,
     relu_squared,
     rescale,
     rms_norm,
@@ -233,6 +234,21 @@ def valid_rows_launches(dtype, tokens=9):
         rows.expand_(torch.zeros(tokens, hidden, dtype=dtype))
 
 
+def qk_norm_rope_launches(dtype, tokens=9):
+    # Full and partial rotation, interleaved, with and without weights and gradients.
+    for dim, rotary, interleaved, mode in (
+        (128, 128, False, "llama"),
+        (96, 64, True, "gemma"),
+        (80, 32, False, "none"),
+    ):
+        q, k = (torch.zeros(2, tokens, h, dim, dtype=dtype).transpose(1, 2) for h in (8, 2))
+        table, weight = torch.zeros(tokens, rotary, dtype=dtype), torch.zeros(dim, dtype=dtype)
+        for weights in ((weight, weight), (None, weight)):
+            arguments = q, k, *weights, table, table, 1e-6, 0.0, mode, interleaved
+            qk_norm_rope.qk_norm_rope(*arguments)
+            qk_norm_rope.qk_norm_rope_backward(q, k, *arguments, True, False, True, True)
+
+
 LAUNCHES = {
     valid_rows: valid_rows_launches,
     group_norm: group_norm_launches,
@@ -240,6 +256,7 @@ LAUNCHES = {
     rms_norm: rms_norm_launches,
     rms_norm_gated: rms_norm_gated_launches,
     rope: rope_launches,
+    qk_norm_rope: qk_norm_rope_launches,
     geglu: geglu_launches,
     swiglu: gated_launches,
     relu_squared: relu_squared_launches,

@@ -22,6 +22,8 @@ MODULES = [public for public in FIRST if public.startswith("nn.")]
 
 # Numbers that may be negative, or infinite.
 SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl"}
+# Tensors without a default that may be None.
+OPTIONAL = {"up_weight", "attention_mask", "q_weight", "k_weight"}
 # Of these any object may be right, and torch judges them.
 OPAQUE = {"device", "config", "function", "arguments", "keywords", "parameters"}
 
@@ -123,7 +125,7 @@ def test_tensors(name):
         if not isinstance(given.get(argument), torch.Tensor):
             continue
         bad = list(wrong_tensors(given[argument]))
-        if parameter.default is parameter.empty and argument not in ("up_weight", "attention_mask"):
+        if parameter.default is parameter.empty and argument not in OPTIONAL:
             bad.append(None)
         for value in bad:
             if name == "tiled" and isinstance(value, torch.Tensor) and value.is_complex():

@@ -87,6 +87,18 @@ CASES = {
         lambda t: (_randn(2, 4, t, HIDDEN), _randn(2, 2, t, HIDDEN), *torch.rand(2, t, HIDDEN)),
         (2, 2, 0, 0),
     ),
+    "qk_norm_rope": Case(
+        liger.qk_norm_rope,
+        lambda q, k, v, w, cos, sin: _plain_rope(_plain_rms_norm(q, v), _plain_rms_norm(k, w), cos, sin),
+        lambda t: (
+            _randn(2, 4, t, HIDDEN),
+            _randn(2, 2, t, HIDDEN),
+            _randn(HIDDEN),
+            _randn(HIDDEN),
+            *torch.rand(2, t, HIDDEN),
+        ),
+        (2, 2, None, None, 0, 0),
+    ),
     "swiglu": Case(
         liger.swiglu,
         lambda gate, up: F.silu(gate) * up,
@@ -133,7 +145,8 @@ CASES = {
 
 def differentiable(name, index, tensor):
     """Whether this input of the op gets a gradient: all that floats but the tables of rope."""
-    return tensor.is_floating_point() and not (name == "rope" and index > 1)
+    tables_from = {"rope": 2, "qk_norm_rope": 4}
+    return tensor.is_floating_point() and index < tables_from.get(name, index + 1)
 
 
 def inputs_of(name, device, tokens=6):

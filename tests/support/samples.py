@@ -128,6 +128,24 @@ def _rope(d):
     ]
 
 
+def _qk_norm_rope(d):
+    plain, strided, empty = _rope(d)
+    return [
+        (*plain[:2], floats(d, 8), floats(d, 8), *plain[2:]),
+        (*strided[:2], None, floats(d, 8), *strided[2:4], 1e-5, 1.0, "gemma", True),
+        (*empty[:2], floats(d, 8), None, *empty[2:], 1e-6, 0.0, "none"),
+    ]
+
+
+def _qk_norm_rope_backward(d):
+    samples = []
+    for i, (q, k, *tensors) in enumerate(arguments[:6] for arguments in _qk_norm_rope(d)):
+        options = [(1e-6, 0.0, "llama", False), (1e-5, 1.0, "gemma", True), (1e-6, 0.0, "none", False)][i]
+        for needed in ((True, True, True, True), (False, True, True, False)):
+            samples.append((torch.randn_like(q), torch.randn_like(k), q, k, *tensors, *options, *needed))
+    return samples
+
+
 def _gate_and_up(d):
     return [
         (floats(d, 3, 16), floats(d, 3, 16)),
@@ -237,6 +255,8 @@ SAMPLES = {
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope,
+    "qk_norm_rope": _qk_norm_rope,
+    "qk_norm_rope_backward": _qk_norm_rope_backward,
     "swiglu": _gate_and_up,
     "swiglu_backward": lambda d: [
         *_after_gradient(_gate_and_up, _first)(d),
@@ -281,6 +301,9 @@ SAMPLES = {
         ("group_norm", *(*arguments, None, None)[:4]) for arguments in _group_norm(d)
     ],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
+    "check_qk_norm_rope": lambda d: [
+        ("qk_norm_rope", *arguments[:6], "llama") for arguments in _qk_norm_rope(d)
+    ],
     "check_rowwise": lambda d: [("softmax", "x", floats(d, 3, 16), None)],
     "check_written": lambda d: [("rope_", ["q", "k", "cos"], [floats(d, 3), floats(d, 3), floats(d, 3)], 2)],
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],

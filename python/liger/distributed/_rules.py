@@ -190,6 +190,29 @@ def _rope(call):
     return tuple(call.wrap(local, *placements) for local, placements in zip(call.run(), placed, strict=True))
 
 
+def _qk_norm_rope(call):
+    call.redistribute(call.replicated, "q_weight", "k_weight")
+    return _rope(call)
+
+
+def _qk_norm_rope_backward(call):
+    placed = _redistribute_rope(call, "q", "k")
+    call.redistribute(call.replicated, "q_weight", "k_weight")
+    for name, (placements, _) in zip("qk", placed, strict=True):
+        call.redistribute(placements, f"grad_{name}_out")
+    *grads, grad_q_weight, grad_k_weight = call.run()
+    results = [
+        call.wrap(grad, *placements) if call[f"need_grad_{name}"] else call.placeholder(grad)
+        for name, grad, placements in zip("qk", grads, placed, strict=True)
+    ]
+    for name, grad, (placements, _) in zip("qk", (grad_q_weight, grad_k_weight), placed, strict=True):
+        needed = call[f"need_grad_{name}_weight"] and call[f"{name}_weight"] is not None
+        results.append(
+            call.wrap(grad, where_sharded(placements, Partial())) if needed else call.placeholder(grad)
+        )
+    return tuple(results)
+
+
 def _rope_(call):
     _redistribute_rope(call, "q", "k")
     call.run()
@@ -257,6 +280,8 @@ RULES = {
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope_,
+    "qk_norm_rope": _qk_norm_rope,
+    "qk_norm_rope_backward": _qk_norm_rope_backward,
     **_gated_rules("swiglu"),
     **_gated_rules("geglu"),
     "relu_squared": _elementwise,

@@ -87,6 +87,14 @@ add(
     "q k",
     public="rope",
 )
+
+
+def _normed_rotary(device, dtype):
+    weights = {name: normal(device, dtype, HIDDEN) for name in ("q_weight", "k_weight")}
+    return rotary(device, dtype) | weights
+
+
+add("qk_norm_rope", liger.qk_norm_rope, _normed_rotary, "q k q_weight k_weight")
 add("mrope", liger.mrope, _mrope, "q k")
 add("complex_rope", liger.complex_rope, _complex_rope, "q k")
 
