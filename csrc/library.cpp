@@ -18,6 +18,12 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> (Tensor y, Tensor new_residual, Tensor rstd)");
   m.def("fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight, Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
 
+  // x and gate (..., H), activation "silu" or "sigmoid": y = rms_norm(x) * activation(gate), or with
+  // norm_before_gate = False y = rms_norm(x * activation(gate)). Each group_size elements of the last dimension
+  // are normalised alone; rstd is (..., H / group_size), or (...) without group_size
+  m.def("rms_norm_gated(Tensor x, Tensor gate, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\", int? group_size=None, bool norm_before_gate=True, str activation=\"silu\") -> (Tensor y, Tensor rstd)");
+  m.def("rms_norm_gated_backward(Tensor grad_y, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, float offset, str casting_mode, int? group_size, bool norm_before_gate, str activation, bool need_grad_x, bool need_grad_gate, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_gate, Tensor grad_weight)");
+
   // x (..., H) -> y like x, mean and rstd (...) float32
   m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor mean, Tensor rstd)");
   m.def("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
@@ -30,6 +36,10 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
   m.def("rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor grad_q, Tensor grad_k)");
   m.def("rope_(Tensor(a!) q, Tensor(b!) k, Tensor cos, Tensor sin, bool interleaved=False) -> ()");
+
+  // rope of rms_norm over each head; q_weight and k_weight (D,). The backward recomputes the norm from q and k
+  m.def("qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\", bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
+  m.def("qk_norm_rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps, float offset, str casting_mode, bool interleaved, bool need_grad_q, bool need_grad_k, bool need_grad_q_weight, bool need_grad_k_weight) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor grad_k_weight)");
 
   // silu(gate) * up
   m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
@@ -139,9 +149,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
 
   // Argument checks for the Python backends, so that every backend raises the same message
   m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
+  m.def("check_rms_norm_gated(str op, Tensor x, Tensor gate, Tensor? weight, str casting_mode, int? group_size, str activation, float eps=0.0, float offset=0.0) -> ()");
   m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
+  m.def("check_qk_norm_rope(str op, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
   m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
   m.def("check_rowwise(str op, str name, Tensor x, Tensor? grad_y) -> ()");
   m.def("check_approximate(str op, str approximate) -> ()");
@@ -185,9 +197,11 @@ void check_written_of_python(const std::string& op, const std::vector<std::strin
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
+  m.impl("check_rms_norm_gated", TORCH_BOX(&check_rms_norm_gated));
   m.impl("check_layer_norm", TORCH_BOX(&check_layer_norm));
   m.impl("check_group_norm", TORCH_BOX(&check_group_norm));
   m.impl("check_rope", TORCH_BOX(&check_rope));
+  m.impl("check_qk_norm_rope", TORCH_BOX(&check_qk_norm_rope));
   m.impl("check_gated", TORCH_BOX(&check_gated));
   m.impl("check_rowwise", TORCH_BOX(&check_rowwise));
   m.impl("check_approximate", TORCH_BOX(&check_approximate));

@@ -111,6 +111,38 @@ def group_norm_sizes():
             run(lambda x, weight, bias: liger.group_norm(x, 32, weight, bias), x, weight, bias)
 
 
+def gated_norm_sizes():
+    import torch
+
+    import liger
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for columns, group_size in (
+            (64, None),
+            (128, 16),
+            (1000, 125),
+            (4096, 1024),
+            (9001, None),
+            (131072, 65536),
+        ):
+            x, gate, weight = tensors(dtype, (3, columns), (3, columns), (columns,))
+            for first in (True, False):
+                run(liger.rms_norm_gated, x, gate, weight, group_size=group_size, norm_before_gate=first)
+
+
+def qk_norm_rope_sizes():
+    import torch
+
+    import liger
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim, rotary in ((128, 128), (256, 64), (72, 32), (33, 20), (1024, 1024)):
+            q, k, v, w = tensors(dtype, (2, 5, 70, dim), (2, 3, 70, dim), (dim,), (dim,))
+            cos, sin = torch.rand(2, 70, rotary, device="cuda", dtype=dtype)
+            for interleaved in (False, True):
+                run(liger.qk_norm_rope, q, k, v, w, cos=cos, sin=sin, interleaved=interleaved)
+
+
 def linear_sizes():
     import torch
 
@@ -145,8 +177,10 @@ def public(name, weights=0):
 SIZES = {
     "softmax sizes": public("softmax"),
     "rms_norm sizes": public("rms_norm", 1),
+    "rms_norm_gated sizes": gated_norm_sizes,
     "layer_norm sizes": public("layer_norm", 2),
     "group_norm sizes": group_norm_sizes,
+    "qk_norm_rope sizes": qk_norm_rope_sizes,
     "cross_entropy sizes": cross_entropy_sizes,
     "divergence sizes": divergence_sizes,
     "linear sizes": linear_sizes,

@@ -26,6 +26,25 @@ def load_float(rows_ptr, cols, mask):
     return tl.load(rows_ptr + cols[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
+# Of rms_norm and rms_norm_gated, whose casting modes they follow.
+
+
+@triton.jit
+def load_weight(weight_ptr, cols, n_cols, offset):
+    return tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :] + offset
+
+
+@triton.jit
+def round_xhat(xhat, dtype: tl.constexpr, CASTING: tl.constexpr):
+    return xhat if CASTING == "gemma" else xhat.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def inverse_rms(square_sum, n_cols, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
+    rstd = tl.rsqrt(square_sum / n_cols + eps)
+    return rstd.to(dtype).to(tl.float32) if CASTING == "none" else rstd
+
+
 @triton.jit(do_not_specialize=["n_partials"])
 def sum_partials_kernel(
     partial_ptr, out_ptr, other_ptr, n_partials, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
@@ -106,13 +125,14 @@ class BackwardPlan:
         return allocate(self.programs, gradients, x.shape[-1], dtype=torch.float32, device=x.device)
 
 
-def backward_plan(n_rows, x, inputs):
-    """The :class:`BackwardPlan` for ``inputs`` input tensors of the size of x."""
-    block_rows, block_cols, whole = _tile(x.shape[-1], _BACKWARD_ELEMENTS)
+def backward_plan(n_rows, x, inputs, n_cols=None, groups=1):
+    """The :class:`BackwardPlan` for ``inputs`` input tensors of the size of x; for one of ``groups`` groups of
+    ``n_cols`` columns, which share the SMs."""
+    block_rows, block_cols, whole = _tile(n_cols or x.shape[-1], _BACKWARD_ELEMENTS)
     # Two rows per tile amortise the cost of an iteration, as far as 16 warps have registers for them.
     block_rows = max(block_rows, min(2, 8192 // block_cols))
     warps, programs_per_sm, stages = _backward_plan(
         block_rows * block_cols, whole, inputs * x.element_size(), shared_memory_per_sm(x)
     )
-    programs = min(programs_per_sm * sm_count(x), triton.cdiv(n_rows, block_rows))
+    programs = min(max(programs_per_sm * sm_count(x) // groups, 1), triton.cdiv(n_rows, block_rows))
     return BackwardPlan((block_rows, block_cols, whole), warps, stages, programs)

@@ -19,7 +19,15 @@ from .common import (
     warps_for,
     write_back,
 )
-from .norm_rows import backward_plan, forward_tile, load_float, sum_partials
+from .norm_rows import (
+    backward_plan,
+    forward_tile,
+    inverse_rms,
+    load_float,
+    load_weight,
+    round_xhat,
+    sum_partials,
+)
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -34,27 +42,11 @@ def _load_sum(x_rows, residual_rows, cols, mask):
 
 
 @triton.jit
-def _load_weight(weight_ptr, cols, n_cols, offset):
-    return tl.load(weight_ptr + cols, mask=cols < n_cols, other=0.0).to(tl.float32)[None, :] + offset
-
-
-@triton.jit
-def _round_xhat(xhat, dtype: tl.constexpr, CASTING: tl.constexpr):
-    return xhat if CASTING == "gemma" else xhat.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _inverse_rms(square_sum, n_cols, eps, dtype: tl.constexpr, CASTING: tl.constexpr):
-    rstd = tl.rsqrt(square_sum / n_cols + eps)
-    return rstd.to(dtype).to(tl.float32) if CASTING == "none" else rstd
-
-
-@triton.jit
 def _store_normalised(y_rows, x, rstd, weight_ptr, cols, n_cols, offset, mask, CASTING: tl.constexpr):
     dtype: tl.constexpr = y_rows.dtype.element_ty
-    y = _round_xhat(x * rstd[:, None], dtype, CASTING)
+    y = round_xhat(x * rstd[:, None], dtype, CASTING)
     if weight_ptr is not None:
-        y *= _load_weight(weight_ptr, cols, n_cols, offset)
+        y *= load_weight(weight_ptr, cols, n_cols, offset)
     tl.store(y_rows + cols[None, :], y.to(dtype), mask=mask)
 
 
@@ -80,7 +72,7 @@ def forward_kernel(
         x = _load_sum(x_rows, residual_rows, cols, mask)
         if residual_ptr is not None:
             tl.store(new_rows + cols[None, :], x.to(dtype), mask=mask)
-        rstd = _inverse_rms(tl.sum(x * x, 1), n_cols, eps, dtype, CASTING)
+        rstd = inverse_rms(tl.sum(x * x, 1), n_cols, eps, dtype, CASTING)
         _store_normalised(y_rows, x, rstd, weight_ptr, cols, n_cols, offset, mask, CASTING)
     else:
         squares = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -91,7 +83,7 @@ def forward_kernel(
             if residual_ptr is not None:
                 tl.store(new_rows + cols[None, :], x.to(dtype), mask=mask)
             squares += x * x
-        rstd = _inverse_rms(tl.sum(squares, 1), n_cols, eps, dtype, CASTING)
+        rstd = inverse_rms(tl.sum(squares, 1), n_cols, eps, dtype, CASTING)
         for start in range(0, n_cols, BLOCK_COLS):
             cols = start + tl.arange(0, BLOCK_COLS)
             mask = row_mask & (cols < n_cols)[None, :]
@@ -124,7 +116,7 @@ def backward_kernel(
         all_cols = tl.arange(0, BLOCK_COLS)
         grad_weight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
         if weight_ptr is not None:
-            weight = _load_weight(weight_ptr, all_cols, n_cols, offset)
+            weight = load_weight(weight_ptr, all_cols, n_cols, offset)
 
     for tile in tl.range(program, tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -143,7 +135,7 @@ def backward_kernel(
             g = load_float(grad_y_rows, all_cols, mask)
             xhat = load_float(x_rows, all_cols, mask) * rstd
             if partial_ptr is not None:
-                grad_weight += g * _round_xhat(xhat, dtype, CASTING)
+                grad_weight += g * round_xhat(xhat, dtype, CASTING)
             if grad_x_ptr is not None:
                 if weight_ptr is not None:
                     g *= weight
@@ -157,7 +149,7 @@ def backward_kernel(
                     mask = row_mask & (cols < n_cols)[None, :]
                     g = load_float(grad_y_rows, cols, mask)
                     if weight_ptr is not None:
-                        g *= _load_weight(weight_ptr, cols, n_cols, offset)
+                        g *= load_weight(weight_ptr, cols, n_cols, offset)
                     dot_sums += g * (load_float(x_rows, cols, mask) * rstd)
             mean = (tl.sum(dot_sums, 1) / n_cols)[:, None]
             for start in range(0, n_cols, BLOCK_COLS):
@@ -168,11 +160,11 @@ def backward_kernel(
                 if partial_ptr is not None:
                     # The partial belongs to this program and was initialised to zero.
                     grad_weight_sum = tl.load(partial_row + cols, mask=cols < n_cols, other=0.0)
-                    grad_weight_sum += tl.sum(g * _round_xhat(xhat, dtype, CASTING), 0)
+                    grad_weight_sum += tl.sum(g * round_xhat(xhat, dtype, CASTING), 0)
                     tl.store(partial_row + cols, grad_weight_sum, mask=cols < n_cols)
                 if grad_x_ptr is not None:
                     if weight_ptr is not None:
-                        g *= _load_weight(weight_ptr, cols, n_cols, offset)
+                        g *= load_weight(weight_ptr, cols, n_cols, offset)
                     _store_grad_x(grad_x_rows, g, xhat, rstd, mean, grad_residual_rows, cols, mask)
             # In the next iteration another thread may load these elements of the partial.
             tl.debug_barrier()

@@ -14,7 +14,7 @@ from .common import on_device_of, require_dtype
 
 
 @triton.jit
-def _load_pairs(
+def load_pairs(
     rows_ptr, stride, row_mask, half, ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
     """The first and the second elements of the rotated pairs: two float32 tiles [ROWS, HALF]."""
@@ -31,7 +31,7 @@ def _load_pairs(
 
 
 @triton.jit
-def _store_pairs(
+def store_pairs(
     rows_ptr, stride, row_mask, half, first, second,
     ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -57,9 +57,9 @@ def _rotate_heads(
     head_mask = heads < n_heads
     x_rows = x_ptr + heads * x_head_stride
     out_rows = out_ptr + heads * out_head_stride
-    x1, x2 = _load_pairs(x_rows, x_dim_stride, head_mask, half, HEADS, HALF, INTERLEAVED)
+    x1, x2 = load_pairs(x_rows, x_dim_stride, head_mask, half, HEADS, HALF, INTERLEAVED)
     out1, out2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
-    _store_pairs(out_rows, out_dim_stride, head_mask, half, out1, out2, HEADS, HALF, INTERLEAVED)
+    store_pairs(out_rows, out_dim_stride, head_mask, half, out1, out2, HEADS, HALF, INTERLEAVED)
     if REST > 0:
         cols = tl.arange(0, REST)[None, :]
         mask = head_mask & (cols < rest)
@@ -89,8 +89,8 @@ def rope_kernel(
     one_row = tl.full([1, 1], True, tl.int1)
     cos_row = cos_ptr + batch * cos_batch_stride + token * cos_token_stride + tl.zeros([1, 1], tl.int32)
     sin_row = sin_ptr + batch * sin_batch_stride + token * sin_token_stride + tl.zeros([1, 1], tl.int32)
-    cos1, cos2 = _load_pairs(cos_row, cos_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
-    sin1, sin2 = _load_pairs(sin_row, sin_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
+    cos1, cos2 = load_pairs(cos_row, cos_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
+    sin1, sin2 = load_pairs(sin_row, sin_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
     if BACKWARD:
         # The transpose of [[cos1, -sin1], [sin2, cos2]].
         sin1, sin2 = -sin2, -sin1
@@ -111,13 +111,13 @@ def rope_kernel(
 # --- launchers ----------------------------------------------------------------------------------------------------
 
 
-def _table_strides(table):
+def table_strides(table):
     """(batch, token, dim) strides of a cosine or sine table with or without a batch dimension; 0 if it is broadcast."""
     *batch, token, dim = table.stride()
     return (batch[0] if batch and table.shape[0] > 1 else 0), token, dim
 
 
-def _heads_and_warps(half_block, heads):
+def heads_and_warps(half_block, heads):
     """(HEADS, num_warps) of a program: 16 pairs per thread. Usually one warp; many small programs are faster."""
     group = min(max(512 // half_block, 1), triton.next_power_of_2(heads))
     return group, min(max(group * half_block // 512, 1), 8)
@@ -134,12 +134,12 @@ def _rope(op, q, k, cos, sin, interleaved, backward, inplace=False):
     half = cos.shape[-1] // 2
     rest = head_dim - 2 * half
     half_block = triton.next_power_of_2(max(half, 1))
-    heads, warps = _heads_and_warps(half_block, max(q_heads, k_heads))
+    heads, warps = heads_and_warps(half_block, max(q_heads, k_heads))
     q_groups, k_groups = triton.cdiv(q_heads, heads), triton.cdiv(k_heads, heads)
     with on_device_of(q):
         rope_kernel[(batch * n_tokens * (q_groups + k_groups),)](
             q, *q.stride(), k, *k.stride(), q_out, *q_out.stride(), k_out, *k_out.stride(),
-            cos, *_table_strides(cos), sin, *_table_strides(sin), n_tokens, q_heads, k_heads, half, rest,
+            cos, *table_strides(cos), sin, *table_strides(sin), n_tokens, q_heads, k_heads, half, rest,
             backward, interleaved, q_groups, k_groups, heads, half_block,
             triton.next_power_of_2(rest) if rest else 0, num_warps=warps,
         )  # fmt: skip

@@ -25,7 +25,7 @@ def _rotate_half(x):
     return torch.cat((-second, first), -1)
 
 
-def _eager(t):
+def eager(t):
     cos, sin = t["cos"].unsqueeze(1), t["sin"].unsqueeze(1)
     return t["q"] * cos + _rotate_half(t["q"]) * sin, t["k"] * cos + _rotate_half(t["k"]) * sin
 
@@ -52,12 +52,12 @@ def _candidates(options):
         liger_kernel(_liger_kernel, overwrites=everything),
         liger_kernel(_liger_kernel_on_copies, COPIES, gradients, ("forward", "forward and backward")),
         liger_kernel_cute(lambda t: _liger_kernel(t, LIGER_KERNEL_CUTE), overwrites=everything),
-        Candidate("torch eager", _eager),
-        *compiled(options, _eager),
+        Candidate("torch eager", eager),
+        *compiled(options, eager),
     ]
 
 
-def _inputs(options, batch, q_heads, k_heads, tokens, dim):
+def inputs(options, batch, q_heads, k_heads, tokens, dim):
     def make():
         heads = {"q": q_heads, "k": k_heads, "grad_q": q_heads, "grad_k": k_heads}
         tensors = {name: normal(options, batch, tokens, n, dim).transpose(1, 2) for name, n in heads.items()}
@@ -83,9 +83,9 @@ def _rows(options, batch, q_heads, k_heads, tokens, dim):
         yield Row(
             "rope",
             f"rope {name} q({batch},{q_heads},{tokens},{dim}) k({batch},{k_heads},{tokens},{dim})",
-            _inputs(options, batch, q_heads, k_heads, tokens, dim),
+            inputs(options, batch, q_heads, k_heads, tokens, dim),
             providers(selected(options, candidates, name), *work),
-            float32_reference(_eager, *work),
+            float32_reference(eager, *work),
             nbytes=TENSORS[name] * 2 * batch * (q_heads + k_heads) * tokens * dim,
             contests=tuple(contests),
             work=f"rope {name}",

@@ -1,29 +1,17 @@
 // Activations of gated products as functors: value(x), and value_and_derivative(x) for the backward.
 //
-// T is the dtype of the tensors. float32 uses the accurate functions of the CUDA math library. Half types use
-// the fast intrinsics, whose error, a few units of 2^-22, is far below the rounding to a half type.
+// T is the dtype of the tensors, as in device/sigmoid.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include "device/sigmoid.cuh"
 
 namespace liger {
 
 struct ValueAndDerivative {
   float value, derivative;
 };
-
-template <typename T>
-__device__ __forceinline__ float exponential(float x) {
-  return sizeof(T) == 4 ? expf(x) : __expf(x);
-}
-template <typename T>
-__device__ __forceinline__ float reciprocal(float x) {
-  return sizeof(T) == 4 ? 1.0f / x : __fdividef(1.0f, x);
-}
-template <typename T>
-__device__ __forceinline__ float sigmoid(float x) {
-  return reciprocal<T>(1.0f + exponential<T>(-x));
-}
 
 struct Silu {
   template <typename T>

@@ -96,17 +96,25 @@ void check_vector(const std::string& op, const char* name, const Tensor& tensor,
 
 namespace {
 
+// x is called `x_name` in messages.
 void check_norm_parameter(const std::string& op, const char* name, const Tensor& parameter, const Tensor& x,
-                          int64_t length, const char* of) {
+                          int64_t length, const char* of, const char* x_name = "x") {
   check_vector(op, name, parameter, length, of);
   require(parameter.scalar_type() == x.scalar_type() || parameter.scalar_type() == ScalarType::Float, op,
-          ": ", name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected that of x, ",
+          ": ", name, " has dtype ", dtype_name(parameter.scalar_type()), ", expected that of ", x_name, ", ",
           dtype_name(x.scalar_type()), ", or float32");
-  check_same_device(op, name, parameter, "x", x);
+  check_same_device(op, name, parameter, x_name, x);
 }
 
 void check_eps(const std::string& op, double eps) {
   require(std::isfinite(eps) && eps >= 0.0, op, ": eps is ", eps, ", expected a finite value of at least 0");
+}
+
+void check_rms_options(const std::string& op, const std::string& casting_mode, double eps, double offset) {
+  require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op,
+          ": casting_mode is '", casting_mode, "', expected 'llama', 'gemma' or 'none'");
+  check_eps(op, eps);
+  require(std::isfinite(offset), op, ": offset is ", offset, ", expected a finite value");
 }
 
 void check_affine(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
@@ -129,10 +137,21 @@ void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<
     check_same_device(op, "residual", *residual, "x", x);
   }
   if (weight) check_norm_parameter(op, "weight", *weight, x, x.size(-1), "the last dimension of x");
-  require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op,
-          ": casting_mode is '", casting_mode, "', expected 'llama', 'gemma' or 'none'");
-  check_eps(op, eps);
-  require(std::isfinite(offset), op, ": offset is ", offset, ", expected a finite value");
+  check_rms_options(op, casting_mode, eps, offset);
+}
+
+void check_rms_norm_gated(const std::string& op, const Tensor& x, const Tensor& gate,
+                          const std::optional<Tensor>& weight, const std::string& casting_mode,
+                          std::optional<int64_t> group_size, const std::string& activation, double eps,
+                          double offset) {
+  check_rms_norm(op, x, std::nullopt, weight, casting_mode, eps, offset);
+  check_same_shape(op, "gate", gate, "x", x);
+  check_same_dtype(op, "gate", gate, "x", x);
+  check_same_device(op, "gate", gate, "x", x);
+  require(!group_size || (*group_size > 0 && x.size(-1) % *group_size == 0), op, ": group_size is ",
+          group_size.value_or(0), ", expected a divisor of the last dimension of x, ", x.size(-1));
+  require(activation == "silu" || activation == "sigmoid", op, ": activation is '", activation,
+          "', expected 'silu' or 'sigmoid'");
 }
 
 void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
@@ -153,9 +172,10 @@ void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups
   check_eps(op, eps);
 }
 
-void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
-                bool /*interleaved*/) {
-  const std::string op = "rope";
+namespace {
+
+void check_heads(const std::string& op, const Tensor& q, const Tensor& k, const Tensor& cos,
+                 const Tensor& sin) {
   require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, tokens, head_dim)");
   require(k.dim() == 4, op, ": k has shape ", shape_text(k), ", expected (batch, heads, tokens, head_dim)");
   check_floating(op, "q", q);
@@ -177,6 +197,24 @@ void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tenso
   const int64_t rotary = cos.size(-1);
   require(rotary <= q.size(3) && rotary % 2 == 0, op, ": cos has a rotary_dim of ", rotary,
           ", expected an even number of at most head_dim, ", q.size(3));
+}
+
+}  // namespace
+
+void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin,
+                bool /*interleaved*/) {
+  check_heads("rope", q, k, cos, sin);
+}
+
+void check_qk_norm_rope(const std::string& op, const Tensor& q, const Tensor& k,
+                        const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
+                        const Tensor& cos, const Tensor& sin, const std::string& casting_mode, double eps,
+                        double offset) {
+  check_heads(op, q, k, cos, sin);
+  const int64_t head_dim = q.size(3);
+  if (q_weight) check_norm_parameter(op, "q_weight", *q_weight, q, head_dim, "the head_dim of q", "q");
+  if (k_weight) check_norm_parameter(op, "k_weight", *k_weight, k, head_dim, "the head_dim of k", "k");
+  check_rms_options(op, casting_mode, eps, offset);
 }
 
 void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,

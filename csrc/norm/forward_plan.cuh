@@ -21,8 +21,10 @@ template <int V>
 inline constexpr int kForwardThreads = V <= 4 ? 512 : 1024;
 
 // max_vectors_width2: rows of up to this many vectors have two vectors per thread in any case.
+// max_threads_width8: the maximum block size of the kernel with eight vectors per thread.
 inline ForwardPlan plan_norm_forward(int64_t rows, int64_t vectors, bool vectorised,
-                                     int64_t max_vectors_width2) {
+                                     int64_t max_vectors_width2,
+                                     int max_threads_width8 = kForwardThreads<8>) {
   const auto threads_of = [&](int width) {
     const int64_t lanes = (vectors + width - 1) / width;
     return static_cast<int>((lanes + 31) / 32 * 32);
@@ -35,13 +37,13 @@ inline ForwardPlan plan_norm_forward(int64_t rows, int64_t vectors, bool vectori
   const bool idle_lanes = threads_width4 > 32 && vectors < 3 * threads_width4;
   ForwardPlan plan{};
   if (!vectorised) {
-    plan.width = vectors <= 8 * kForwardThreads<8> ? 8 : 0;
+    plan.width = vectors <= 8 * max_threads_width8 ? 8 : 0;
   } else if (vectors <= max_vectors_width2 || (idle_lanes && vectors <= 2 * kForwardThreads<2>)) {
     plan.width = 2;
   } else if (vectors <= 4 * kForwardThreads<4> && !idle_registers) {
     plan.width = 4;
   } else {
-    plan.width = vectors <= 8 * kForwardThreads<8> ? 8 : 0;
+    plan.width = vectors <= 8 * max_threads_width8 ? 8 : 0;
   }
   if (plan.width == 0) return plan;
   plan.threads = threads_of(plan.width);

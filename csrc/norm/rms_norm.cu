@@ -13,10 +13,6 @@
 namespace liger {
 namespace {
 
-Casting casting_of(const std::string& mode) {
-  return {mode == "none", mode != "gemma"};
-}
-
 struct Forward {
   Tensor y, new_residual, rstd;
 };
@@ -55,15 +51,16 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
   Vectorised vectorised(p.hidden, x.element_size());
   vectorised.rows(p.x, p.x_rows).rows(p.y, p.y_rows).vector(p.weight);
   if (added) {
-    p.residual = added->data();
+    p.extra = added->data();
     p.new_residual = sum.data();
-    p.residual_rows = added->rows;
+    p.extra_rows = added->rows;
     p.new_residual_rows = sum.rows;
-    vectorised.rows(p.residual, p.residual_rows).rows(p.new_residual, p.new_residual_rows);
+    vectorised.rows(p.extra, p.extra_rows).rows(p.new_residual, p.new_residual_rows);
   }
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_rms_norm<T>(p, bool(vectorised), current_stream(x));
+    const auto launch = added ? launch_rms_norm<T, Extra::kResidual> : launch_rms_norm<T, Extra::kNone>;
+    launch(p, bool(vectorised), current_stream(x));
   });
   check_launch(op);
   y.finish();
@@ -116,24 +113,26 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
     vectorised.rows(p.grad_x, p.grad_x_rows);
   }
   if (added) {
-    p.grad_residual = added->data();
-    p.grad_residual_rows = added->rows;
-    vectorised.rows(p.grad_residual, p.grad_residual_rows);
+    p.extra = added->data();
+    p.extra_rows = added->rows;
+    vectorised.rows(p.extra, p.extra_rows);
   }
   const DeviceAttributes& device = device_attributes(x.get_device_index());
   const cudaStream_t stream = current_stream(x);
   dispatch_dtype(x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
+    const auto launch =
+        added ? launch_rms_norm_backward<T, Extra::kResidual> : launch_rms_norm_backward<T, Extra::kNone>;
     const BackwardPlan plan =
         plan_norm_backward<T>(p.rows, p.hidden, bool(vectorised), added ? 3 : 2, kMaxRowThreads,
                               device.sm_count, device.shared_memory_per_block_optin);
     if (!need_grad_weight) {
-      launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
+      launch(p, plan, bool(vectorised), stream);
       return;
     }
     const Tensor partial = empty({plan.partials, p.hidden}, ScalarType::Float, x);
     p.partial = static_cast<float*>(partial.mutable_data_ptr());
-    launch_rms_norm_backward<T>(p, plan, bool(vectorised), stream);
+    launch(p, plan, bool(vectorised), stream);
     check_launch(op);
     sum_partials<T>(p.partial, plan.partials, grad_weight, nullptr, device.code.architecture >= 90, stream);
   });

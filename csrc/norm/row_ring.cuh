@@ -74,9 +74,11 @@ struct RowRing {
 template <int R>
 struct RowScalars {
   const float* values;
+  int stride;  // from one row to the next
   float current[R], next[R];
 
-  __device__ __forceinline__ explicit RowScalars(const float* values) : values(values) {}
+  __device__ __forceinline__ explicit RowScalars(const float* values, int stride = 1)
+      : values(values), stride(stride) {}
 
   static __device__ __forceinline__ int lookahead(const ThreadCoord& coord) { return min(coord.lanes, 32); }
 
@@ -85,7 +87,7 @@ struct RowScalars {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int64_t row = first + coord.lane % lookahead(coord) * step + r * coord.groups;
-      next[r] = row < rows ? values[row] : 0.0f;
+      next[r] = row < rows ? values[row * stride] : 0.0f;
     }
   }
 

@@ -16,6 +16,7 @@ from .backend import BackendUnavailable, _initialise, backend_report, set_backen
 # backend_report() and messages list the ops in the order of these imports.
 # isort: off
 from .ops.rms_norm import fused_add_rms_norm, rms_norm
+from .ops.rms_norm_gated import rms_norm_gated
 from .ops import cross_entropy_stats as _cross_entropy_stats  # noqa: F401  (registers its ops)
 from .ops.complex_rope import complex_rope
 from .ops import rescale as _rescale  # noqa: F401  (registers its ops)
@@ -30,6 +31,7 @@ from .ops.layer_norm import layer_norm
 from .ops.mrope import mrope
 from .ops.relu_squared import relu_squared
 from .ops.rope import rope
+from .ops.qk_norm_rope import qk_norm_rope
 from .ops.softmax import softmax
 from .ops.swiglu import swiglu, swiglu_packed
 from .ops.tiled_mlp import tiled_mlp
@@ -63,8 +65,10 @@ __all__ = [
     "mrope",
     "nn",
     "patch",
+    "qk_norm_rope",
     "relu_squared",
     "rms_norm",
+    "rms_norm_gated",
     "rope",
     "set_backend",
     "softmax",

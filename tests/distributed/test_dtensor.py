@@ -87,6 +87,23 @@ def test_norms_of_sharded_tokens(dim, weighted):
     assert all(r.placements == (Shard(dim),) for r in results)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_gated_norms_of_sharded_tokens(dim, group_size):
+    inputs = [random(B, T, H), random(B, T, H, seed=1), random(H, seed=2)]
+    (y,), grads = compare(
+        lambda x, gate, w: liger.rms_norm_gated(x, gate, w, group_size=group_size, norm_before_gate=dim == 0),
+        inputs,
+        [Shard(dim), Shard(dim), R],
+    )
+    assert all(t.placements == (Shard(dim),) for t in (y, *grads[:2])) and grads[2].placements == (Partial(),)
+    x, gate, _ = (distribute(t, Shard(dim)) for t in inputs)
+    _, rstd = torch.ops.liger.rms_norm_gated(x, gate, None, group_size=group_size)
+    assert rstd.placements == (Shard(dim),)
+    whole = torch.ops.liger.rms_norm_gated(*inputs[:2], None, group_size=group_size)[1]
+    torch.testing.assert_close(rstd.full_tensor(), whole)
+
+
 @pytest.mark.parametrize("placement", [Shard(2), Partial()], ids=["hidden", "partial"])
 def test_norms_need_whole_rows(placement):
     (y,), _ = compare(lambda x, w: liger.rms_norm(x, w), [random(B, T, H), random(H)], [placement, R], True)
@@ -141,6 +158,25 @@ def test_rope(part, table):
 
     results, grads = compare(rotate, [q, k], [part, part])
     assert {t.placements for t in (*results, *grads)} == {(part,)}
+
+
+@pytest.mark.parametrize(
+    "part", [(Shard(0), Shard(0)), (Shard(1), R), (Shard(2), Shard(2)), (Shard(3), Shard(3))], ids=str
+)
+def test_qk_norm_rope(part):
+    angles = random(B, T, 8, seed=3)
+    cos, sin = (distribute(t, R) for t in (angles.cos(), angles.sin()))
+    heads = [random(B, 4, T, 8), random(B, 2, T, 8, seed=1)]
+    weights = [random(8, seed=2), random(8, seed=4)]
+
+    def call(q, k, v, w):
+        distributed = isinstance(q, DTensor)
+        return liger.qk_norm_rope(q, k, v, w, *((cos, sin) if distributed else (angles.cos(), angles.sin())))
+
+    _, grads = compare(call, [*heads, *weights], [*part, R, R], part[0] == Shard(3))
+    if part[0] != Shard(3):
+        assert [g.placements for g in grads[:2]] == [(p,) for p in part]
+        assert [g.placements for g in grads[2:]] == [(R if p == R else Partial(),) for p in part]
 
 
 def test_rope_with_few_heads_of_k():

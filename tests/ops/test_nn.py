@@ -86,6 +86,51 @@ def test_rms_norm_options(device):
         liger.nn.RMSNorm((3, 16), device=device)(x)
 
 
+class PlainRMSNormGated(nn.Module):
+    """RMSNormGated of Qwen3-Next, and of Mamba2 if there is a group size."""
+
+    def __init__(self, hidden_size, eps, group_size, **factory):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(hidden_size, **factory))
+        self.eps, self.group_size = eps, group_size
+
+    def _norm(self, x, size):
+        rows = x.unflatten(-1, (-1, size))
+        return (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
+
+    def forward(self, x, gate):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        silu = nn.functional.silu(gate.to(wide))
+        if self.group_size is None:
+            return (self.weight * self._norm(x.to(wide), x.shape[-1]).to(x.dtype) * silu).to(x.dtype)
+        return self.weight * self._norm(x.to(wide) * silu, self.group_size).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group_size", [None, 12])
+def test_rms_norm_gated_module(device, dtype, group_size):
+    factory = {"device": device, "dtype": dtype}
+    ours = liger.nn.RMSNormGated(48, 1e-5, group_size, norm_before_gate=group_size is None, **factory)
+    theirs = PlainRMSNormGated(48, 1e-5, group_size, **factory)
+    ours.load_state_dict(theirs.state_dict())
+    assert_like(ours, theirs, list(torch.randn(2, 5, 3, 48, **factory)))
+
+
+def test_rms_norm_gated_options(device):
+    x, gate = torch.randn(2, 4, 16, device=device)
+    kimi = liger.nn.RMSNormGated(16, activation="sigmoid", offset=1.0, casting_mode="gemma", device=device)
+    assert torch.count_nonzero(kimi.weight) == 0
+    want = liger.rms_norm_gated(x, gate, kimi.weight, 1e-6, 1.0, "gemma", activation="sigmoid")
+    assert torch.equal(kimi(x, gate), want)
+    for options, words in (
+        ({"group_size": 5}, "group_size is 5, expected a divisor of hidden_size, 16"),
+        ({"activation": "gelu"}, "activation is 'gelu', expected 'silu' or 'sigmoid'"),
+        ({"casting_mode": "qwen"}, "casting_mode is 'qwen', expected 'llama', 'gemma' or 'none'"),
+    ):
+        with pytest.raises(ValueError, match=f"RMSNormGated: {words}"):
+            liger.nn.RMSNormGated(16, **options)
+
+
 class PlainGatedMLP(nn.Module):
     def __init__(self, hidden, intermediate, bias, activation, **factory):
         super().__init__()

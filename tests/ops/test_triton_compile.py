@@ -23,9 +23,11 @@ from liger.triton_kernels import (
     geglu,
     group_norm,
     layer_norm,
+    qk_norm_rope,
     relu_squared,
     rescale,
     rms_norm,
+    rms_norm_gated,
     rope,
     softmax,
     swiglu,
@@ -62,6 +64,18 @@ def rms_norm_launches(dtype, tokens=9):
             rms_norm.rms_norm_backward(x, x, weight, rstd, 0.0, casting_mode, True, True)
         rms_norm.fused_add_rms_norm(x, x, None)
         rms_norm.fused_add_rms_norm_backward(x, x, x, weight, rstd, 1.0, "gemma", True, False)
+
+
+def rms_norm_gated_launches(dtype, tokens=9):
+    # Several rows per program, one row per program, and rows larger than a tile; whole rows and groups.
+    for hidden, group_size in ((128, None), (512, 128), (4096, None), (40000, None)):
+        x, weight = torch.zeros(tokens, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+        for form in ((True, "silu"), (False, "sigmoid")):
+            for mode, parameter in (("llama", weight), ("gemma", None), ("none", weight)):
+                options = 0.0, mode, group_size, *form
+                _, rstd = rms_norm_gated.rms_norm_gated(x, x, parameter, 1e-6, *options)
+                rms_norm_gated.rms_norm_gated_backward(x, x, x, parameter, rstd, *options, True, True, True)
+    rms_norm_gated.rms_norm_gated_backward(x, x, x, weight, rstd, *options, False, False, True)
 
 
 def layer_norm_launches(dtype, tokens=9):
@@ -220,12 +234,29 @@ def valid_rows_launches(dtype, tokens=9):
         rows.expand_(torch.zeros(tokens, hidden, dtype=dtype))
 
 
+def qk_norm_rope_launches(dtype, tokens=9):
+    # Full and partial rotation, interleaved, with and without weights and gradients.
+    for dim, rotary, interleaved, mode in (
+        (128, 128, False, "llama"),
+        (96, 64, True, "gemma"),
+        (80, 32, False, "none"),
+    ):
+        q, k = (torch.zeros(2, tokens, h, dim, dtype=dtype).transpose(1, 2) for h in (8, 2))
+        table, weight = torch.zeros(tokens, rotary, dtype=dtype), torch.zeros(dim, dtype=dtype)
+        for weights in ((weight, weight), (None, weight)):
+            arguments = q, k, *weights, table, table, 1e-6, 0.0, mode, interleaved
+            qk_norm_rope.qk_norm_rope(*arguments)
+            qk_norm_rope.qk_norm_rope_backward(q, k, *arguments, True, False, True, True)
+
+
 LAUNCHES = {
     valid_rows: valid_rows_launches,
     group_norm: group_norm_launches,
     layer_norm: layer_norm_launches,
     rms_norm: rms_norm_launches,
+    rms_norm_gated: rms_norm_gated_launches,
     rope: rope_launches,
+    qk_norm_rope: qk_norm_rope_launches,
     geglu: geglu_launches,
     swiglu: gated_launches,
     relu_squared: relu_squared_launches,

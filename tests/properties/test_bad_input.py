@@ -22,6 +22,8 @@ MODULES = [public for public in FIRST if public.startswith("nn.")]
 
 # Numbers that may be negative, or infinite.
 SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl"}
+# Tensors without a default that may be None.
+OPTIONAL = {"up_weight", "attention_mask", "q_weight", "k_weight"}
 # Of these any object may be right, and torch judges them.
 OPAQUE = {"device", "config", "function", "arguments", "keywords", "parameters"}
 
@@ -123,7 +125,7 @@ def test_tensors(name):
         if not isinstance(given.get(argument), torch.Tensor):
             continue
         bad = list(wrong_tensors(given[argument]))
-        if parameter.default is parameter.empty and argument not in ("up_weight", "attention_mask"):
+        if parameter.default is parameter.empty and argument not in OPTIONAL:
             bad.append(None)
         for value in bad:
             if name == "tiled" and isinstance(value, torch.Tensor) and value.is_complex():
@@ -172,7 +174,8 @@ def test_options_of_constructors(name):
 
 # What a module calls, in whose name it may raise.
 CALLED = {
-    "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "ApplyRotaryEmb": "rope", "CrossEntropyLoss": "cross_entropy",
+    "RMSNorm": "rms_norm", "RMSNormGated": "rms_norm_gated", "LayerNorm": "layer_norm",
+    "ApplyRotaryEmb": "rope", "CrossEntropyLoss": "cross_entropy",
     "FusedLinearCrossEntropyLoss": "fused_linear_ce", "TiledSwiGLUMLP": "tiled_mlp", "TiledGEGLUMLP": "tiled_mlp",
 }  # fmt: skip
 

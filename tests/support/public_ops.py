@@ -63,6 +63,12 @@ CASES = {
         lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
         (1, 1, None),
     ),
+    "rms_norm_gated": Case(
+        liger.rms_norm_gated,
+        lambda x, gate, weight: _plain_rms_norm(x, weight) * F.silu(gate),
+        lambda t: (_randn(2, t, HIDDEN), _randn(2, t, HIDDEN), _randn(HIDDEN)),
+        (1, 1, None),
+    ),
     "layer_norm": Case(
         liger.layer_norm,
         lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),
@@ -80,6 +86,18 @@ CASES = {
         _plain_rope,
         lambda t: (_randn(2, 4, t, HIDDEN), _randn(2, 2, t, HIDDEN), *torch.rand(2, t, HIDDEN)),
         (2, 2, 0, 0),
+    ),
+    "qk_norm_rope": Case(
+        liger.qk_norm_rope,
+        lambda q, k, v, w, cos, sin: _plain_rope(_plain_rms_norm(q, v), _plain_rms_norm(k, w), cos, sin),
+        lambda t: (
+            _randn(2, 4, t, HIDDEN),
+            _randn(2, 2, t, HIDDEN),
+            _randn(HIDDEN),
+            _randn(HIDDEN),
+            *torch.rand(2, t, HIDDEN),
+        ),
+        (2, 2, None, None, 0, 0),
     ),
     "swiglu": Case(
         liger.swiglu,
@@ -127,7 +145,8 @@ CASES = {
 
 def differentiable(name, index, tensor):
     """Whether this input of the op gets a gradient: all that floats but the tables of rope."""
-    return tensor.is_floating_point() and not (name == "rope" and index > 1)
+    tables_from = {"rope": 2, "qk_norm_rope": 4}
+    return tensor.is_floating_point() and index < tables_from.get(name, index + 1)
 
 
 def inputs_of(name, device, tokens=6):

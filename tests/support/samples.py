@@ -38,6 +38,44 @@ def _fused_add_rms_norm_backward(d):
     ]
 
 
+def _rms_norm_gated(d):
+    return [
+        (floats(d, 3, 16), floats(d, 3, 16), floats(d, 16)),
+        (transposed(floats(d, 3, 4, 16)), floats(d, 3, 4, 16), None, 1e-5, 1.0, "gemma", 8, False, "sigmoid"),
+        (floats(d, 0, 16), floats(d, 0, 16), floats(d, 16), 1e-6, 0.0, "none", 4),
+    ]
+
+
+def _rms_norm_gated_backward(d):
+    x, gate, weight = floats(d, 2, 3, 16), transposed(floats(d, 2, 3, 16)), floats(d, 16)
+    first = (
+        floats(d, 2, 3, 16),
+        transposed(x),
+        gate,
+        weight,
+        floats(d, 2, 3).abs(),
+        0.0,
+        "llama",
+        None,
+        True,
+        "silu",
+    )
+    second = (
+        floats(d, 2, 3, 16),
+        x,
+        gate,
+        weight,
+        floats(d, 2, 3, 4).abs(),
+        1.0,
+        "gemma",
+        4,
+        False,
+        "sigmoid",
+    )
+    third = (floats(d, 2, 3, 16), x, gate, None, floats(d, 6).abs(), 0.0, "none", None, False, "silu")
+    return [(*first, True, True, True), (*second, False, True, True), (*third, True, False, False)]
+
+
 def _layer_norm(d):
     return [
         (floats(d, 3, 16), floats(d, 16), floats(d, 16)),
@@ -88,6 +126,24 @@ def _rope(d):
         ),
         (floats(d, 2, 4, 0, 8), floats(d, 2, 2, 0, 8), floats(d, 1, 0, 8), floats(d, 1, 0, 8)),
     ]
+
+
+def _qk_norm_rope(d):
+    plain, strided, empty = _rope(d)
+    return [
+        (*plain[:2], floats(d, 8), floats(d, 8), *plain[2:]),
+        (*strided[:2], None, floats(d, 8), *strided[2:4], 1e-5, 1.0, "gemma", True),
+        (*empty[:2], floats(d, 8), None, *empty[2:], 1e-6, 0.0, "none"),
+    ]
+
+
+def _qk_norm_rope_backward(d):
+    samples = []
+    for i, (q, k, *tensors) in enumerate(arguments[:6] for arguments in _qk_norm_rope(d)):
+        options = [(1e-6, 0.0, "llama", False), (1e-5, 1.0, "gemma", True), (1e-6, 0.0, "none", False)][i]
+        for needed in ((True, True, True, True), (False, True, True, False)):
+            samples.append((torch.randn_like(q), torch.randn_like(k), q, k, *tensors, *options, *needed))
+    return samples
 
 
 def _gate_and_up(d):
@@ -190,6 +246,8 @@ SAMPLES = {
     "rms_norm_backward": _rms_norm_backward,
     "fused_add_rms_norm": _fused_add_rms_norm,
     "fused_add_rms_norm_backward": _fused_add_rms_norm_backward,
+    "rms_norm_gated": _rms_norm_gated,
+    "rms_norm_gated_backward": _rms_norm_gated_backward,
     "layer_norm": _layer_norm,
     "layer_norm_backward": _layer_norm_backward,
     "group_norm": _group_norm,
@@ -197,6 +255,8 @@ SAMPLES = {
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope,
+    "qk_norm_rope": _qk_norm_rope,
+    "qk_norm_rope_backward": _qk_norm_rope_backward,
     "swiglu": _gate_and_up,
     "swiglu_backward": lambda d: [
         *_after_gradient(_gate_and_up, _first)(d),
@@ -233,11 +293,17 @@ SAMPLES = {
     "rescale": _rescale,
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", floats(d, 3, 16), None, floats(d, 16), "llama")],
+    "check_rms_norm_gated": lambda d: [
+        ("rms_norm_gated", floats(d, 3, 16), floats(d, 3, 16), floats(d, 16), "llama", 4, "silu")
+    ],
     "check_layer_norm": lambda d: [("layer_norm", *arguments[:3]) for arguments in _layer_norm(d)],
     "check_group_norm": lambda d: [
         ("group_norm", *(*arguments, None, None)[:4]) for arguments in _group_norm(d)
     ],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
+    "check_qk_norm_rope": lambda d: [
+        ("qk_norm_rope", *arguments[:6], "llama") for arguments in _qk_norm_rope(d)
+    ],
     "check_rowwise": lambda d: [("softmax", "x", floats(d, 3, 16), None)],
     "check_written": lambda d: [("rope_", ["q", "k", "cos"], [floats(d, 3), floats(d, 3), floats(d, 3)], 2)],
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],

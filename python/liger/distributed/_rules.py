@@ -21,21 +21,27 @@ from ._loss_rules import LOSS_RULES
 def _norm(call):
     x = call["x"]
     rows = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(rows, "x", "residual")
+    call.redistribute(rows, "x", "residual", "gate")
     call.redistribute(call.replicated, "weight")
     *ys, rstd = call.run()
-    return *(call.wrap(y, rows, x.shape) for y in ys), call.wrap(rstd, rows, x.shape[:-1])
+    group_size = call.arguments.get("group_size")
+    groups = () if group_size is None else (x.shape[-1] // group_size,)
+    return *(call.wrap(y, rows, x.shape) for y in ys), call.wrap(rstd, rows, (*x.shape[:-1], *groups))
 
 
 def _norm_backward(call):
     main = "new_residual" if "new_residual" in call.arguments else "x"
     x, need_weight = call[main], call["need_grad_weight"] and call["weight"] is not None
     rows = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(rows, main, "rstd", "grad_y", "grad_new_residual")
+    call.redistribute(rows, main, "gate", "rstd", "grad_y", "grad_new_residual")
     call.redistribute(call.replicated, "weight")
-    grad_x, grad_weight = call.run()
+    *grads, grad_weight = call.run()
+    needed = (call[f"need_grad_{name}"] for name in ("x", "gate")[: len(grads)])
     return (
-        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.placeholder(grad_x),
+        *(
+            call.wrap(grad, rows, x.shape) if need else call.placeholder(grad)
+            for grad, need in zip(grads, needed, strict=True)
+        ),
         call.wrap(grad_weight, where_sharded(rows, Partial()))
         if need_weight
         else call.placeholder(grad_weight),
@@ -184,6 +190,29 @@ def _rope(call):
     return tuple(call.wrap(local, *placements) for local, placements in zip(call.run(), placed, strict=True))
 
 
+def _qk_norm_rope(call):
+    call.redistribute(call.replicated, "q_weight", "k_weight")
+    return _rope(call)
+
+
+def _qk_norm_rope_backward(call):
+    placed = _redistribute_rope(call, "q", "k")
+    call.redistribute(call.replicated, "q_weight", "k_weight")
+    for name, (placements, _) in zip("qk", placed, strict=True):
+        call.redistribute(placements, f"grad_{name}_out")
+    *grads, grad_q_weight, grad_k_weight = call.run()
+    results = [
+        call.wrap(grad, *placements) if call[f"need_grad_{name}"] else call.placeholder(grad)
+        for name, grad, placements in zip("qk", grads, placed, strict=True)
+    ]
+    for name, grad, (placements, _) in zip("qk", (grad_q_weight, grad_k_weight), placed, strict=True):
+        needed = call[f"need_grad_{name}_weight"] and call[f"{name}_weight"] is not None
+        results.append(
+            call.wrap(grad, where_sharded(placements, Partial())) if needed else call.placeholder(grad)
+        )
+    return tuple(results)
+
+
 def _rope_(call):
     _redistribute_rope(call, "q", "k")
     call.run()
@@ -242,6 +271,8 @@ RULES = {
     "rms_norm_backward": _norm_backward,
     "fused_add_rms_norm": _norm,
     "fused_add_rms_norm_backward": _norm_backward,
+    "rms_norm_gated": _norm,
+    "rms_norm_gated_backward": _norm_backward,
     "layer_norm": _moment_norm,
     "layer_norm_backward": _moment_norm_backward,
     "group_norm": _moment_norm,
@@ -249,6 +280,8 @@ RULES = {
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope_,
+    "qk_norm_rope": _qk_norm_rope,
+    "qk_norm_rope_backward": _qk_norm_rope_backward,
     **_gated_rules("swiglu"),
     **_gated_rules("geglu"),
     "relu_squared": _elementwise,

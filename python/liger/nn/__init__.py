@@ -5,7 +5,7 @@ from typing import Any
 
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import GEGLUMLP, SwiGLUMLP
-from .norm import LayerNorm, RMSNorm
+from .norm import LayerNorm, RMSNorm, RMSNormGated
 from .rotary import ApplyRotaryEmb
 from .tiled_mlp import TiledGEGLUMLP, TiledSwiGLUMLP
 
@@ -17,6 +17,7 @@ __all__ = [
     "LMHeadLoss",
     "LayerNorm",
     "RMSNorm",
+    "RMSNormGated",
     "SwiGLUMLP",
     "TiledGEGLUMLP",
     "TiledSwiGLUMLP",

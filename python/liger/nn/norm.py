@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .._core.arguments import ANYTHING, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
-from .._core.types import CastingMode, Device, Sizes
+from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
+from .._core.types import CastingMode, Device, GateActivation, Sizes
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
+from ..ops.rms_norm_gated import rms_norm_gated
 
 
 def _sizes(normalized_shape: Sizes) -> tuple[int, ...]:
@@ -20,6 +21,11 @@ def _require_shape(name, x, sizes):
         raise RuntimeError(
             f"{name}: x has shape {tuple(x.shape)}, expected (..., {', '.join(map(str, sizes))})"
         )
+
+
+def _require_casting_mode(name, casting_mode):
+    if casting_mode not in ("llama", "gemma", "none"):
+        raise ValueError(f"{name}: casting_mode is {casting_mode!r}, expected 'llama', 'gemma' or 'none'")
 
 
 class RMSNorm(nn.Module):
@@ -65,10 +71,7 @@ class RMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if casting_mode not in ("llama", "gemma", "none"):
-            raise ValueError(
-                f"RMSNorm: casting_mode is {casting_mode!r}, expected 'llama', 'gemma' or 'none'"
-            )
+        _require_casting_mode("RMSNorm", casting_mode)
         self.normalized_shape = _sizes(normalized_shape)
         self.eps, self.offset, self.casting_mode = eps, offset, casting_mode
         self.elementwise_affine = elementwise_affine
@@ -98,6 +101,83 @@ class RMSNorm(nn.Module):
         return (
             f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}, "
             f"offset={self.offset}, casting_mode={self.casting_mode!r}"
+        )
+
+
+class RMSNormGated(nn.Module):
+    """Root-mean-square normalisation with a gate, as ``RMSNormGated`` of Hugging Face models.
+
+    With ``norm(h) = h * rsqrt(mean(h^2) + eps)``: ``y = norm(x) * (offset + weight) * silu(gate)``, or without
+    ``norm_before_gate`` ``y = norm(x * silu(gate)) * (offset + weight)``.
+
+    Args:
+        hidden_size: the size of the last dimension.
+        eps: added to the mean square.
+        group_size: each ``group_size`` consecutive elements are normalised alone; None for the whole dimension.
+        norm_before_gate: True as in Qwen3-Next, False as in Mamba2.
+        activation: of the gate, ``"silu"`` or ``"sigmoid"``.
+        offset: added to the weight, which starts so that the sum is one.
+        casting_mode: ``"llama"``, ``"gemma"`` or ``"none"``, as in :func:`liger.rms_norm_gated`.
+        device, dtype: of the weight.
+
+    Shape:
+        x and gate: (..., hidden_size), float16, bfloat16 or float32 (float64 on the torch backend); the result has the
+        shape and dtype of x.
+
+    Raises:
+        TypeError: an option of another type, an x or gate that is not a tensor.
+        ValueError: an option out of range, or a group_size that does not divide hidden_size.
+        RuntimeError: as :func:`liger.rms_norm_gated`.
+
+    Source: as :func:`liger.rms_norm_gated`.
+    """
+
+    @arguments(
+        error=ValueError, hidden_size=COUNT, eps=NOT_NEGATIVE, group_size=COUNT, norm_before_gate=FLAG, activation=TEXT,
+        offset=FINITE, casting_mode=TEXT, device=ANYTHING, dtype=DTYPE,
+    )  # fmt: skip
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        activation: GateActivation = "silu",
+        offset: float = 0.0,
+        casting_mode: CastingMode = "llama",
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _require_casting_mode("RMSNormGated", casting_mode)
+        if activation not in ("silu", "sigmoid"):
+            raise ValueError(f"RMSNormGated: activation is {activation!r}, expected 'silu' or 'sigmoid'")
+        if group_size is not None and hidden_size % group_size:
+            raise ValueError(
+                f"RMSNormGated: group_size is {group_size}, expected a divisor of hidden_size, {hidden_size}"
+            )
+        self.hidden_size, self.eps, self.group_size = hidden_size, eps, group_size
+        self.norm_before_gate, self.activation = norm_before_gate, activation
+        self.offset, self.casting_mode = offset, casting_mode
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight so that ``offset + weight`` is one."""
+        nn.init.constant_(self.weight, 1.0 - self.offset)
+
+    @arguments(late=True)
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return rms_norm_gated(
+            x, gate, self.weight, self.eps, self.offset, self.casting_mode, self.group_size, self.norm_before_gate,
+            self.activation,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden_size}, eps={self.eps}, group_size={self.group_size}, "
+            f"norm_before_gate={self.norm_before_gate}, activation={self.activation!r}, offset={self.offset}, "
+            f"casting_mode={self.casting_mode!r}"
         )
 
 

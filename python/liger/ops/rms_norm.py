@@ -21,7 +21,7 @@ from .._core.vmap import to_front
 from ..backend import register_family
 
 
-def _normalise(x, weight, eps, offset, casting_mode):
+def normalise(x, weight, eps, offset, casting_mode):
     wide = accumulate_dtype(x.dtype)
     xw = x.to(wide)
     rstd = torch.rsqrt(xw.square().mean(-1, keepdim=True) + eps)
@@ -35,7 +35,7 @@ def _normalise(x, weight, eps, offset, casting_mode):
     return y.to(x.dtype), rstd.squeeze(-1).contiguous()
 
 
-def _grad(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, need_weight):
+def norm_gradients(grad_y, x, weight, rstd, offset, casting_mode, grad_residual, need_x, need_weight):
     """(grad_x or None, grad_weight or None). The derivative of the roundings in the forward is taken as 1."""
     wide = accumulate_dtype(x.dtype)
     rstd = rstd.to(wide).reshape(*x.shape[:-1], 1)
@@ -74,12 +74,12 @@ def _or_empty(tensor, like):
 
 def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     torch.ops.liger.check_rms_norm("rms_norm", x, None, weight, casting_mode, eps, offset)
-    y, rstd = _normalise(x, weight, eps, offset, casting_mode)
+    y, rstd = normalise(x, weight, eps, offset, casting_mode)
     return laid_out_like(x, y), rstd
 
 
 def rms_norm_backward_torch(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
-    grad_x, grad_weight = _grad(
+    grad_x, grad_weight = norm_gradients(
         grad_y, x, weight, rstd, offset, casting_mode, None, need_grad_x, need_grad_weight
     )
     grad_x = x.new_empty(0) if grad_x is None else laid_out_like(x, grad_x)
@@ -89,14 +89,14 @@ def rms_norm_backward_torch(grad_y, x, weight, rstd, offset, casting_mode, need_
 def fused_add_rms_norm_torch(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
     torch.ops.liger.check_rms_norm("fused_add_rms_norm", x, residual, weight, casting_mode, eps, offset)
     new_residual = torch.empty_like(x).copy_(x + residual)
-    y, rstd = _normalise(new_residual, weight, eps, offset, casting_mode)
+    y, rstd = normalise(new_residual, weight, eps, offset, casting_mode)
     return laid_out_like(x, y), new_residual, rstd
 
 
 def fused_add_rms_norm_backward_torch(
     grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
 ):
-    grad_x, grad_weight = _grad(
+    grad_x, grad_weight = norm_gradients(
         grad_y,
         new_residual,
         weight,
@@ -224,7 +224,7 @@ _fused_add_rms_norm = differentiable(
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
-def _batched(op, tensors):
+def batched_norm(op, tensors):
     """vmap rule of a norm whose first ``tensors`` arguments are activations: the mapped dimension becomes one more
     dimension of rows."""
 
@@ -242,8 +242,8 @@ def _batched(op, tensors):
     return rule
 
 
-torch.library.register_vmap("liger::rms_norm", _batched(torch.ops.liger.rms_norm, 1))
-torch.library.register_vmap("liger::fused_add_rms_norm", _batched(torch.ops.liger.fused_add_rms_norm, 2))
+torch.library.register_vmap("liger::rms_norm", batched_norm(torch.ops.liger.rms_norm, 1))
+torch.library.register_vmap("liger::fused_add_rms_norm", batched_norm(torch.ops.liger.fused_add_rms_norm, 2))
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from .._core.vmap import to_front
 from ..backend import register_family
 
 
-def _rotate(x, cos, sin, interleaved, backward):
+def rotate(x, cos, sin, interleaved, backward):
     """x (B, H, T, D) rotated, or with ``backward`` multiplied by the transposed rotation; a new tensor with the strides
     of ``torch.empty_like(x)``."""
     wide = accumulate_dtype(x.dtype)
@@ -64,17 +64,17 @@ def _write_sum(out, a, b, c, d):
 
 def rope_torch(q, k, cos, sin, interleaved=False):
     torch.ops.liger.check_rope(q, k, cos, sin, interleaved)
-    return _rotate(q, cos, sin, interleaved, False), _rotate(k, cos, sin, interleaved, False)
+    return rotate(q, cos, sin, interleaved, False), rotate(k, cos, sin, interleaved, False)
 
 
 def rope_backward_torch(grad_q_out, grad_k_out, cos, sin, interleaved=False):
-    return _rotate(grad_q_out, cos, sin, interleaved, True), _rotate(grad_k_out, cos, sin, interleaved, True)
+    return rotate(grad_q_out, cos, sin, interleaved, True), rotate(grad_k_out, cos, sin, interleaved, True)
 
 
 def rope_inplace_torch(q, k, cos, sin, interleaved=False):
     torch.ops.liger.check_rope(q, k, cos, sin, interleaved)
     for x in (q, k):
-        x.copy_(_rotate(x, cos, sin, interleaved, False))
+        x.copy_(rotate(x, cos, sin, interleaved, False))
 
 
 register_family(
@@ -175,15 +175,22 @@ def _inplace_applies(q, k):
 # --- vmap ---------------------------------------------------------------------------------------------------------
 
 
+def tables_to_front(info, in_dims, cos, sin, batch):
+    """The tables for a batch of the mapped dimension and ``batch``; unchanged if all elements share them."""
+    size = info.batch_size
+    if in_dims[0] is not None or in_dims[1] is not None or (cos.dim() == 3 and cos.shape[0] != 1):
+        cos, sin = to_front(cos, in_dims[0], size), to_front(sin, in_dims[1], size)
+        cos, sin = (t if t.dim() == 4 else t.unsqueeze(1) for t in (cos, sin))
+        cos, sin = (t.expand(size, batch, *t.shape[2:]).flatten(0, 1) for t in (cos, sin))
+    return cos, sin
+
+
 def _batched(op):
     def rule(info, in_dims, q, k, cos, sin, interleaved=False):
         size = info.batch_size
         q, k = to_front(q, in_dims[0], size), to_front(k, in_dims[1], size)
         batch = q.shape[1]
-        if in_dims[2] is not None or in_dims[3] is not None or (cos.dim() == 3 and cos.shape[0] != 1):
-            cos, sin = to_front(cos, in_dims[2], size), to_front(sin, in_dims[3], size)
-            cos, sin = (t if t.dim() == 4 else t.unsqueeze(1) for t in (cos, sin))
-            cos, sin = (t.expand(size, batch, *t.shape[2:]).flatten(0, 1) for t in (cos, sin))
+        cos, sin = tables_to_front(info, in_dims[2:4], cos, sin, batch)
         outputs = op(q.flatten(0, 1), k.flatten(0, 1), cos, sin, interleaved)
         return tuple(t.unflatten(0, (size, batch)) for t in outputs), (0, 0)
 
@@ -259,14 +266,13 @@ def rope(
         check("rope", "interleaved", interleaved, FLAG)
     if unsqueeze_dim == 2:
         # The op and its messages use (batch, heads, tokens, head_dim).
-        q, k = _swap_heads("q", q), _swap_heads("k", k)
+        q, k = heads_first("rope", "q", q), heads_first("rope", "k", k)
     op = _Inplace.apply if inplace and _inplace_applies(q, k) else _rope
     q, k = op(q, k, cos, sin, interleaved)
     return (q, k) if unsqueeze_dim == 1 else (q.transpose(1, 2), k.transpose(1, 2))
 
 
-def _swap_heads(name, x):
+def heads_first(op, name, x):
     if x.dim() != 4:
-        shape = tuple(x.shape)
-        raise RuntimeError(f"rope: {name} has shape {shape}, expected (batch, tokens, heads, head_dim)")
+        raise wrong_shape(op, name, x, "(batch, tokens, heads, head_dim)")
     return x.transpose(1, 2)

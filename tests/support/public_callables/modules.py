@@ -47,6 +47,7 @@ def _nn(name, build, inputs, parameters, differentiable, **more):
 _x = tensors(x=X)
 _PROJECTIONS = "gate_proj.weight up_proj.weight down_proj.weight"
 _nn("RMSNorm", lambda **kw: nn.RMSNorm(HIDDEN, **kw), _x, "weight", "x")
+_nn("RMSNormGated", lambda **kw: nn.RMSNormGated(HIDDEN, **kw), tensors(x=X, gate=X), "weight", "x gate")
 _nn("LayerNorm", lambda **kw: nn.LayerNorm(HIDDEN, **kw), _x, "weight bias", "x")
 _nn("SwiGLUMLP", lambda **kw: nn.SwiGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")
 _nn("GEGLUMLP", lambda **kw: nn.GEGLUMLP(HIDDEN, 24, **kw), _x, _PROJECTIONS, "x")

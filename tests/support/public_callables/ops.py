@@ -13,6 +13,15 @@ add(
     tensors(x=X, residual=X, weight=(HIDDEN,)),
     "x residual weight",
 )
+_gated_norm = tensors(x=X, gate=X, weight=(HIDDEN,))
+add("rms_norm_gated", liger.rms_norm_gated, _gated_norm, "x gate weight")
+add(
+    "rms_norm_gated gate first",
+    liger.rms_norm_gated,
+    with_options(_gated_norm, group_size=4, norm_before_gate=False, activation="sigmoid"),
+    "x gate weight",
+    public="rms_norm_gated",
+)
 add("layer_norm", liger.layer_norm, tensors(x=X, weight=(HIDDEN,), bias=(HIDDEN,)), "x weight bias")
 add(
     "group_norm",
@@ -78,6 +87,14 @@ add(
     "q k",
     public="rope",
 )
+
+
+def _normed_rotary(device, dtype):
+    weights = {name: normal(device, dtype, HIDDEN) for name in ("q_weight", "k_weight")}
+    return rotary(device, dtype) | weights
+
+
+add("qk_norm_rope", liger.qk_norm_rope, _normed_rotary, "q k q_weight k_weight")
 add("mrope", liger.mrope, _mrope, "q k")
 add("complex_rope", liger.complex_rope, _complex_rope, "q k")
 
