@@ -30,7 +30,6 @@ bool launch_smem(const char* op, const ce::Problem& p, int64_t row_vectors, cons
     // Fewer vectors per lane leave registers for more threads: extras are bound by arithmetic.
     add(SmemRowShape<256, 2, Stats, 1, 3>{}, Grid::kClusterPerRow);
   } else {
-    add(SmemRowShape<128, 4, Stats, 1, 5>{}, Grid::kClusterPerRow);
     add(SmemRowShape<128, 4, Stats, 1, 4>{}, Grid::kClusterPerRow);
     add(SmemRowShape<512, 4, Stats, 1, 1>{}, Grid::kPersistent);
   }

@@ -16,7 +16,8 @@ enum class Grid {
 };
 
 // Takes the candidate with the highest SM utilisation: clusters need SMs of one GPC, so some cluster sizes
-// leave SMs idle. Only the device and the row length enter the choice, so a row has the same bits in any
+// leave SMs idle. Candidates behind one that leaves few idle are not considered: a larger cluster has smaller
+// slices and synchronises more blocks. Only the device and the row length enter the choice, so a row has the same bits in any
 // batch. Arguments: the kernel's parameters before its plan.
 template <typename... Arguments>
 class SmemRowLaunch {
@@ -32,7 +33,7 @@ class SmemRowLaunch {
   template <typename Shape>
   void add_candidate(Kernel kernel, Grid grid, int fewest = 1, int most = kPortableCluster) {
     const int block_slots = device_.sm_count * Shape::kBlocksPerSm;
-    for (int more = 0; more < 2 && utilisation_ < 1.0f; ++more) {
+    for (int more = 0; more < 2 && utilisation_ < kEnoughUtilisation; ++more) {
       const SmemRowPlan plan =
           Shape::plan(row_vectors_, fewest, most, device_.shared_memory_per_block_optin, part_bytes_);
       if (plan.stages == 0) return;
@@ -67,6 +68,8 @@ class SmemRowLaunch {
   }
 
  private:
+  static constexpr float kEnoughUtilisation = 0.97f;
+
   const char* op_;
   int64_t row_vectors_;
   const DeviceAttributes& device_;

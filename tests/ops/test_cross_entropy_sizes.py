@@ -99,9 +99,9 @@ def check_rows(values, target, layout, inplace, **chosen):
 
 
 # The bytes of a row at which the cuda backend changes its kernel or the shape of its launch, with 228 KB of shared
-# memory per SM: shared memory without and with extras, five blocks per SM, alone, in pairs and in the largest clusters,
-# three with extras, four, and one.
-LIMITS = [16384, 32768, 45312, 90496, 76160, 358912, 452096, 602112, 1835008]
+# memory per SM: shared memory without and with extras, four blocks per SM, alone, in pairs and in the largest clusters,
+# three with extras, alone and in the largest clusters, and one.
+LIMITS = [16384, 32768, 56960, 113792, 452096, 76160, 602112, 1835008]
 
 
 @pytest.mark.gpu
