@@ -101,6 +101,19 @@ __device__ __forceinline__ Vec<T, N> pack(const float (&x)[N]) {
   return out;
 }
 
+// Products in T. A product of two values of a half type is exact in float, so this rounds as often as float does.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> multiply(const Vec<T, N>& a, const Vec<T, N>& b) {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  static_assert(kPaired<T, N>);
+  Vec<T, N> out;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i)
+    reinterpret_cast<Pair*>(&out)[i] =
+        __hmul2_rn(reinterpret_cast<const Pair*>(&a)[i], reinterpret_cast<const Pair*>(&b)[i]);
+  return out;
+}
+
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load(const T* p) {
   return *reinterpret_cast<const Vec<T, N>*>(p);

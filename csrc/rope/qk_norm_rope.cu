@@ -69,15 +69,26 @@ NormedHeads normed_heads(const Tensor& x, const Tensor* grad_out, const Tensor* 
   return heads;
 }
 
+template <Rounding kRounding>
+using RoundingTag = std::integral_constant<Rounding, kRounding>;
+
 // Switches over the dtype of the tables, the pairs and the rounding of the vectorised kernels.
 template <typename T, typename Launch>
 void dispatch_vectorised(const Call& call, bool interleaved, const Launch& launch) {
+  const QkNormRope& p = call.p;
+  const auto is_half = [](const HeadWeight& weight) { return weight.data != nullptr && !weight.is_float; };
   const auto with_rounding = [&](auto table, auto pairs) {
-    if (call.p.round_scaled) {
-      launch(table, pairs, std::true_type{});
-    } else {
-      launch(table, pairs, std::false_type{});
+    if (!p.round_scaled) {
+      launch(table, pairs, RoundingTag<Rounding::kOutput>{});
+      return;
     }
+    if constexpr (sizeof(T) == 2) {
+      if (p.offset == 0.0f && is_half(p.q_weight) && is_half(p.k_weight)) {
+        launch(table, pairs, RoundingTag<Rounding::kScaledHalf>{});
+        return;
+      }
+    }
+    launch(table, pairs, RoundingTag<Rounding::kScaled>{});
   };
   const auto with_pairs = [&](auto table) {
     interleaved ? with_rounding(table, std::true_type{}) : with_rounding(table, std::false_type{});
@@ -224,8 +235,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
     }
     if (call.vectorised) {
       dispatch_vectorised<T>(call, interleaved, [&](auto table, auto pairs, auto rounding) {
-        const auto kernel =
-            qk_norm_rope_backward_kernel<T, typename decltype(table)::type, pairs.value, rounding.value>;
+        const auto kernel = qk_norm_rope_backward_kernel<T, typename decltype(table)::type, pairs.value,
+                                                         rounding.value != Rounding::kOutput>;
         allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kByDriver);
         kernel<<<blocks[0] + blocks[1], kQkThreads, kQkShared, stream>>>(p, plan);
       });

@@ -40,15 +40,13 @@ __device__ __forceinline__ Vec<T, N / 2>& half_of(Vec<T, N>& x, int half) {
   return reinterpret_cast<Vec<T, N / 2>*>(&x)[half];
 }
 
-// kRoundScaled: x * rstd is rounded to T before the multiplication by the weight.
-//
 // The output is computed in two halves of each vector, because the tables and the weight of whole vectors take more
 // registers than the occupancy allows.
-template <typename T, typename Table, bool Interleaved, bool kRoundScaled>
+template <typename T, typename Table, bool Interleaved, Rounding kRounding>
 __global__ void __launch_bounds__(kRopeThreads, kQkForwardBlocks<Table>)
     qk_norm_rope_kernel(const __grid_constant__ QkNormRope p, const __grid_constant__ HeadChunks items) {
   constexpr int N = kVec<T>, kHalf = N / 2;
-  constexpr bool kPrefetchTables = sizeof(Table) == 2;
+  constexpr bool kPrefetchTables = sizeof(Table) == 2, kHalfWeight = kRounding == Rounding::kScaledHalf;
   const int64_t batch = p.first_batch + blockIdx.y;
   const int lanes = 1 << items.lanes_log2, lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   const uint32_t row = (blockIdx.x * kRopeThreads + threadIdx.x) >> items.lanes_log2;
@@ -65,6 +63,8 @@ __global__ void __launch_bounds__(kRopeThreads, kQkForwardBlocks<Table>)
 
   Vec<T, N> x[kRopeHeads][2];
   Vec<Table, N> cos[kPrefetchTables ? 2 : 1], sin[kPrefetchTables ? 2 : 1];
+  Vec<T, N> half_weight[kHalfWeight ? 2 : 1];
+  const HeadWeight weight = is_q ? p.q_weight : p.k_weight;
   {
     const RopeStrides strides = is_q ? p.q.in_strides : p.k.in_strides;
     const T* in = static_cast<const T*>(is_q ? p.q.in : p.k.in) + batch * strides.batch +
@@ -81,6 +81,13 @@ __global__ void __launch_bounds__(kRopeThreads, kQkForwardBlocks<Table>)
         const Table* s = static_cast<const Table*>(p.sin.data) + batch * p.sin.batch + token * p.sin.token;
         cos[0] = load<Table, N>(c + entries.first), cos[1] = load<Table, N>(c + entries.second);
         sin[0] = load<Table, N>(s + entries.first), sin[1] = load<Table, N>(s + entries.second);
+      }
+    }
+    if constexpr (kHalfWeight) {
+      if (active) {
+        const T* w = static_cast<const T*>(weight.data);
+        half_weight[0] = load<T, N>(w + entries.first);
+        half_weight[1] = entries.has_second ? load<T, N>(w + entries.second) : Vec<T, N>{};
       }
     }
   }
@@ -104,14 +111,15 @@ __global__ void __launch_bounds__(kRopeThreads, kQkForwardBlocks<Table>)
   float rstd[kRopeHeads];
 #pragma unroll
   for (int h = 0; h < kRopeHeads; ++h) rstd[h] = reciprocal_rms<T>(p, squares[h]);
-  const HeadWeight weight = is_q ? p.q_weight : p.k_weight;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     ItemEntries<kHalf, Interleaved> part = entries.template half<kHalf>(half);
-    float w[2][kHalf];
-    load_parameter<T, kHalf>(weight.data, weight.is_float, p.offset, 1.0f, part.first, w[0]);
-    if (part.has_second)
-      load_parameter<T, kHalf>(weight.data, weight.is_float, p.offset, 1.0f, part.second, w[1]);
+    float w[kHalfWeight ? 1 : 2][kHalf];
+    if constexpr (!kHalfWeight) {
+      load_parameter<T, kHalf>(weight.data, weight.is_float, p.offset, 1.0f, part.first, w[0]);
+      if (part.has_second)
+        load_parameter<T, kHalf>(weight.data, weight.is_float, p.offset, 1.0f, part.second, w[1]);
+    }
     Rotation<kHalf, Interleaved, false> rotation;
     if (part.rotated) {
       if constexpr (kPrefetchTables) {
@@ -132,9 +140,15 @@ __global__ void __launch_bounds__(kRopeThreads, kQkForwardBlocks<Table>)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         unpack(half_of(x[h][i], half), value[i]);
+        if constexpr (kHalfWeight) {
 #pragma unroll
-        for (int k = 0; k < kHalf; ++k)
-          value[i][k] = normalised<T, kRoundScaled>(value[i][k], rstd[h], w[i][k]);
+          for (int k = 0; k < kHalf; ++k) value[i][k] *= rstd[h];
+          unpack(multiply(pack<T, kHalf>(value[i]), half_of(half_weight[i], half)), value[i]);
+        } else {
+#pragma unroll
+          for (int k = 0; k < kHalf; ++k)
+            value[i][k] = normalised<T, kRounding == Rounding::kScaled>(value[i][k], rstd[h], w[i][k]);
+        }
       }
       if (part.rotated) rotation.apply(value);
 #pragma unroll

@@ -63,6 +63,13 @@ __device__ __forceinline__ float reciprocal_rms(const QkNormRope& p, float squar
   return p.round_rstd ? round_to<T>(rstd) : rstd;
 }
 
+// What the norm rounds to T before the rotation.
+enum class Rounding {
+  kOutput,      // x * rstd * weight, as if it were stored
+  kScaled,      // x * rstd as well
+  kScaledHalf,  // the same for a half type T with weights of dtype T and no offset: they are multiplied in T
+};
+
 // The output of the norm, rounded to T as if it were stored before the rotation.
 template <typename T, bool kRoundScaled>
 __device__ __forceinline__ float normalised(float x, float rstd, float w) {
