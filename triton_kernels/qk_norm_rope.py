@@ -32,13 +32,17 @@ def _load_weight(
     """offset + weight as three rows; 1 without a weight."""
     rest_cols: tl.constexpr = REST if REST > 0 else 1
     if weight_ptr is None:
-        one = tl.full([1, HALF], 1.0, tl.float32)
-        return one, one, tl.full([1, rest_cols], 1.0, tl.float32)
-    row = weight_ptr + tl.zeros([1, 1], tl.int32)
-    mask = tl.full([1, 1], True, tl.int1)
-    first, second = load_pairs(row, 1, mask, half, 1, HALF, INTERLEAVED)
-    other = _load_rest(row, 1, mask, half, rest, rest_cols)
-    return first + offset, second + offset, other + offset
+        first = tl.full([1, HALF], 1.0, tl.float32)
+        second = first
+        other = tl.full([1, rest_cols], 1.0, tl.float32)
+    else:
+        row = weight_ptr + tl.zeros([1, 1], tl.int32)
+        mask = tl.full([1, 1], True, tl.int1)
+        first, second = load_pairs(row, 1, mask, half, 1, HALF, INTERLEAVED)
+        first += offset
+        second += offset
+        other = _load_rest(row, 1, mask, half, rest, rest_cols) + offset
+    return first, second, other
 
 
 @triton.jit

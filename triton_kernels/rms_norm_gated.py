@@ -53,11 +53,12 @@ def _norm_input(x, a, dtype: tl.constexpr, CASTING: tl.constexpr, GATE_LAST: tl.
 @triton.jit
 def _scaled(xhat, weight_ptr, cols, n_cols, offset, dtype: tl.constexpr, CASTING: tl.constexpr):
     n = round_xhat(xhat, dtype, CASTING)
-    if weight_ptr is None:
-        return n
-    n *= load_weight(weight_ptr, cols, n_cols, offset)
-    rounded: tl.constexpr = CASTING != "gemma" and weight_ptr.dtype.element_ty == dtype
-    return n.to(dtype).to(tl.float32) if rounded else n
+    if weight_ptr is not None:
+        n *= load_weight(weight_ptr, cols, n_cols, offset)
+        rounded: tl.constexpr = CASTING != "gemma" and weight_ptr.dtype.element_ty == dtype
+        if rounded:
+            n = n.to(dtype).to(tl.float32)
+    return n
 
 
 @triton.jit

@@ -197,11 +197,11 @@ def test_autocast(device, name):
         layers, start, *rest = leaves
         with torch.autocast(device.type, dtype, enabled=autocast):
             rest[0] = start @ layers[0]
-            if name in ("fused_add_rms_norm", "swiglu", "geglu"):
+            if name in ("fused_add_rms_norm", "rms_norm_gated", "swiglu", "geglu"):
                 rest[1] = start @ layers[1]
-            elif name == "rope":
+            elif name in ("rope", "qk_norm_rope"):
                 rest[1] = start[:, :2] @ layers[1]
-                rest[2:] = [t.detach() for t in rest[2:]]
+                rest[-2:] = [t.detach() for t in rest[-2:]]
             outputs = as_tuple(function(*rest))
         return [*outputs, *torch.autograd.grad(total(outputs), [layers, start])]
 

@@ -5,6 +5,7 @@ import torch
 from cases import DTYPES, check_op, forward_backward, strided_like
 
 import liger
+from liger.backend import triton_interpreted
 
 MODES = ["llama", "gemma", "none"]
 # (batch, q heads, k heads, tokens, head_dim, rotary). Full and partial rotation, one head left over, idle lanes
@@ -22,7 +23,7 @@ SHAPES = [
     (1, 2, 1, 3, 7, 6),
     (1, 2, 2, 3, 5, 0),
     (1, 1, 2, 3, 640, 640),
-    (1, 8, 2, 600, 64, 64),
+    (1, 8, 2, 40 if triton_interpreted() else 600, 64, 64),
 ]
 
 
