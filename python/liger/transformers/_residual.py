@@ -229,7 +229,10 @@ class _LayerTrial:
             if child is not None
         }
         absent = {name: None for name, child in self.module._modules.items() if child is None}
-        return _trials.stand_in(self.module, **children, **absent), calls
+        layer = _trials.stand_in(self.module, **children, **absent)
+        # With checkpointing on, the layers of transformers replace some of their arguments.
+        layer.__dict__["gradient_checkpointing"] = False
+        return layer, calls
 
     def _function(self, name, calls, dtype):
         recipe = self.norms.get(name)

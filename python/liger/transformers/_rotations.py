@@ -38,7 +38,8 @@ class Rotation:
     parameters: ClassVar[tuple] = ("cos", "sin")
 
     def rotate(self, tensors, tables, unsqueeze):
-        q, cos, sin = tensors[0], *tables
+        q = tensors[0]
+        cos, sin = tables
         heads = _heads_dim(q, cos, unsqueeze)
         if heads is None or sin.shape != cos.shape or cos.requires_grad or sin.requires_grad:
             return None
@@ -94,11 +95,14 @@ class ComplexRotation:
         yield (torch.complex(random(*shape, 4), random(*shape, 4)),)
 
 
-FORMS = (
+FORMS: tuple[Rotation | ComplexRotation, ...] = (
     *(
         Rotation(pairing, table, negated, tail)
         for tail, negated, table, pairing in itertools.product(
-            (False, True), (False, True), ("full", "first_half", "half"), ("halves", "interleaved", "split")
+            (False, True),
+            (False, True),
+            ("full", "first_half", "half"),
+            ("halves", "interleaved", "split"),
         )
     ),
     ComplexRotation(),
