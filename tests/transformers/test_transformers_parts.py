@@ -176,7 +176,7 @@ def test_vision_towers_of_qwen(package):
 
 def test_text_model_of_llama4():
     settings = config_class("llama4", "Llama4TextConfig")(
-        **text_sizes(intermediate_size_mlp=96, num_local_experts=2, no_rope_layers=[1, 0], moe_layers=[]),
+        **text_sizes(intermediate_size_mlp=96, num_local_experts=2, no_rope_layers=[1, 0], moe_layers=[1]),
         attn_implementation="eager",
     )
     plain = randomised(transformers.Llama4ForCausalLM(settings))

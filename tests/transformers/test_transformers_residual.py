@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from tiny_models import assert_same_step, batch, make, step, twin
 
-from liger.transformers import _residual, patch_report
+from liger.transformers import _layers, _residual, patch_report
 from liger.transformers._residual import AddNormRecipe
 
 KIND = "fused_add_rms_norm"
@@ -71,6 +71,19 @@ class ExpertsLayer(DecoderLayer):
         return x + (update[0] if isinstance(update, tuple) else update)
 
 
+class RowsLayer(DecoderLayer):
+    """As Llama 4's, whose experts return rows of tokens."""
+
+    def forward(self, x, mask=None, **kwargs):
+        x = x + self.attend(x, mask=mask, **kwargs)
+        return x + self.mlp(self.after(x)).view(x.shape)
+
+
+class Rows(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).flatten(0, -2)
+
+
 class LayerWithoutFirstNorm(DecoderLayer):
     def forward(self, x, mask=None, **kwargs):
         x = x + self.before(self.attention(x, mask=mask)[0])
@@ -93,9 +106,11 @@ def run(layer, x, **kwargs):
         TupleLayer,
         ExpertsLayer,
         lambda: ExpertsLayer(Router),
+        RowsLayer,
+        lambda: RowsLayer(Rows),
         LayerWithoutFirstNorm,
     ],
-    ids=["plain", "tuple", "experts", "router", "without first norm"],
+    ids=["plain", "tuple", "experts", "router", "rows", "flat experts", "without first norm"],
 )
 def test_layers_that_are_replaced(make_layer, monkeypatch):
     torch.manual_seed(3)
@@ -154,12 +169,18 @@ def _twice(self, x, mask=None, **kwargs):
     return DecoderLayer.forward(self, DecoderLayer.forward(self, x, mask, **kwargs), mask, **kwargs)
 
 
+def _narrowing(self, x, mask=None, **kwargs):
+    x = x + self.attend(x, mask=mask, **kwargs).to(x.dtype)
+    return x + self.mlp(self.after(x))
+
+
 def _clamping(self, x, mask=None, **kwargs):
     return DecoderLayer.forward(self, x, mask, **kwargs).clamp(-9e3, 9e3)
 
 
 HOSTILE = [
-    _scaled, _normed_residual, _parallel, _dropping, _looking, _changing, _detached, _more, _twice, _clamping,
+    _scaled, _normed_residual, _parallel, _dropping, _looking, _changing, _detached, _more, _twice, _narrowing,
+    _clamping,
 ]  # fmt: skip
 
 
@@ -168,15 +189,15 @@ def test_layers_that_are_left(forward):
     layer = changed(forward=forward)()
     liger.patch(nn.ModuleList([layer]))
     report = patch_report(layer)
-    assert report.left == {"": _residual.OTHER_FORM}
+    assert report.left == {"": _layers.OTHER_FORM}
     assert set(report.replaced.values()) == {"rms_norm"}
 
 
 def test_a_layer_with_a_setting_is_tried_with_it():
     """Granite's multiplier of residuals is 1 in most models."""
     modules = [make("Granite", residual_multiplier=m).model.layers[0] for m in (1.0, 0.5)]
-    assert isinstance(_residual.decoder_layer(modules[0]), AddNormRecipe)
-    assert _residual.decoder_layer(modules[1]) == _residual.OTHER_FORM
+    assert isinstance(_layers.decoder_layer(modules[0]), AddNormRecipe)
+    assert _layers.decoder_layer(modules[1]) == _layers.OTHER_FORM
 
 
 def test_arguments_reach_the_attention():
@@ -250,3 +271,22 @@ def test_layers_survive_copies(tmp_path):
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert_same_step(step(loaded, **batch()), step(model, **batch()))
     assert patch_report(loaded) == patch_report(model)
+
+
+def test_equal_layers_share_a_trial_unless_they_look_at_their_submodules(monkeypatch):
+    def looking(self, x, mask=None, **kwargs):
+        return DecoderLayer.forward(self, x, mask, **kwargs) * self.attention.factor
+
+    trials, run = [], _layers._LayerTrial.recipe
+    monkeypatch.setattr(_layers._LayerTrial, "recipe", lambda self: trials.append(1) or run(self))
+    layers = liger.patch(nn.ModuleList(DecoderLayer() for _ in range(3)))
+    assert list(patch_report(layers).replaced.values()).count(KIND) == 3
+    once = len(trials)
+    liger.patch(nn.ModuleList([DecoderLayer()]))
+    assert len(trials) == 2 * once
+    cls = changed(forward=looking)
+    different = nn.ModuleList(cls() for _ in range(2))
+    different[0].attention.factor, different[1].attention.factor = 1.0, 2.0
+    liger.patch(different)
+    assert patch_report(different).replaced["0"] == KIND
+    assert patch_report(different).left == {"1": _layers.OTHER_FORM}

@@ -1,7 +1,7 @@
 """Recognition of gated MLPs and causal language models: first by their attributes, then by a trial.
 
 A trial runs the forward of a module that looks like an MLP or a causal language model (norms: _norms.py, activations:
-_activations.py, attention: _rotary.py, decoder layers: _residual.py) on a few random numbers, small and large ones, in
+_activations.py, attention: _rotary.py, decoder layers: _layers.py) on a few random numbers, small and large ones, in
 evaluation and in training. It uses a stand-in: an object of the same class without the parameters. The module is
 patched only if the op that would replace it gives the same results. Each function returns a recipe, a string with the
 reason for leaving the module alone, or None for a module of another kind.

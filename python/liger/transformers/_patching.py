@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _activations, _behaviour, _norms, _residual, _rotary, _trials
+from . import _activations, _behaviour, _layers, _norms, _rotary, _trials
 from ._classes import give_class, instance_forward, patched_class, restore_class
 from ._loss import EmbeddingRecipe, HeadRecipe, linear_heads, sharing_embeddings
 from ._options import Options, check_names
@@ -133,7 +133,7 @@ def _recipe(module, options):
     if options.rope:
         trials.append(_rotary.attention)
     if options.rms_norm and options.fused_add_rms_norm:
-        trials.append(_residual.decoder_layer)
+        trials.append(_layers.decoder_layer)
     if options.cross_entropy or options.fused_linear_cross_entropy:
         trials.append(functools.partial(_behaviour.causal_lm, fused=options.fused_linear_cross_entropy))
     return next((recipe for trial in trials if (recipe := trial(module)) is not None), None)

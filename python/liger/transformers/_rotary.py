@@ -135,7 +135,7 @@ def attention(module):
     forward = _trials.original(module).forward
     if not inspect.isfunction(forward):
         return None
-    calls, reason = _calls(forward)
+    calls, reason = _trials.remembered(lambda: _calls(forward), attention, forward)
     return RopeRecipe(calls) if calls else reason
 
 

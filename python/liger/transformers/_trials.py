@@ -12,7 +12,9 @@ from torch import nn
 SCALES = (1.0, 1e-3, 30.0, 1e4)
 
 # Exceptions that the code of a model may raise on a stand-in.
-ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 
 
 IN_TRAINING = "in training it computes something else than in evaluation, by dropout for example"
@@ -144,14 +146,20 @@ def remember():
         _memory.reset(token)
 
 
-def remembered(trial, *key):
-    """``trial()``, or its earlier result for the same key. The key has everything that the result depends on."""
+def remembered(trial, *key, unless=()):
+    """``trial()``, or its earlier result for the same key. The key has everything that the result depends on.
+
+    ``unless``: if it is not empty after the trial, the result depends on more.
+    """
     memory = _memory.get()
     if memory is None:
         return trial()
-    if key not in memory:
-        memory[key] = trial()
-    return memory[key]
+    if key in memory:
+        return memory[key]
+    result = trial()
+    if not unless:
+        memory[key] = result
+    return result
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
