@@ -161,7 +161,7 @@ LEFT = {
 def test_norms_that_are_left(name):
     module = LEFT[name]()
     assert isinstance(_norms.norm(module), str)
-    with pytest.raises(ValueError, match=r"left 1 as before: .*; looked for rope, rms_norm, layer_norm,"):
+    with pytest.raises(ValueError, match=r"left 1 as before: .*; looked for rope, rms_norm, rms_norm_gated,"):
         liger.patch(nn.ModuleList([module]))
 
 

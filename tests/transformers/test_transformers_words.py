@@ -61,7 +61,7 @@ def test_patch_logs_one_line(caplog):
 def test_an_unknown_option_lists_the_right_ones():
     model = make("llama")
     expected = (
-        r"there is no option 'rmsnorm'\. Did you mean rms_norm\? The options are rope, rms_norm, layer_norm, "
+        r"there is no option 'rmsnorm'\. Did you mean rms_norm\? The options are rope, rms_norm, rms_norm_"
     )
     for patch in (liger.patch, lambda m, **o: lt.apply_liger_kernel_to_llama(model=m, **o)):
         with pytest.raises(TypeError, match=expected):

@@ -22,7 +22,7 @@ _LITERAL_EPS = (1e-5, 1e-6)
 _NAMES = ("RMSNorm", "LayerNorm", "L2Norm")
 # (offset, casting_mode) in the order of trials: Llama and similar models, Gemma, variants, norms without casts.
 _RMS_KINDS = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0.0, "none"))
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class NormRecipe:
         """Whether the op gives what the original code gives, including the dtype, for this input."""
         # The original may return the wider dtype of x and weight, and the norms of torch return float32 in autocast.
         of_torch = self.kind == "layer_norm" or isinstance(module, nn.RMSNorm)
-        if x.dtype not in _DTYPES or (of_torch and _autocast_widens(x)):
+        if x.dtype not in DTYPES or (of_torch and _autocast_widens(x)):
             return False
         return all(t is None or (t.dtype == x.dtype and is_dtensor(t) == is_dtensor(x)) for t in tensors)
 

@@ -18,6 +18,7 @@ class Options:
 
     rope: bool = True
     rms_norm: bool = True
+    rms_norm_gated: bool = True
     layer_norm: bool = True
     fused_add_rms_norm: bool = True
     swiglu: bool = True
@@ -50,7 +51,9 @@ class Options:
     @property
     def any(self) -> bool:
         """Whether anything is to be replaced. The fused addition alone is not: it needs a patched norm."""
-        return self.asks_common_parts or any((self.layer_norm, self.relu_squared, self.gelu))
+        return self.asks_common_parts or any(
+            (self.rms_norm_gated, self.layer_norm, self.relu_squared, self.gelu)
+        )
 
     @property
     def asks_common_parts(self) -> bool:

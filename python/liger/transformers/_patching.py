@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _activations, _behaviour, _layers, _norms, _rotary, _trials
+from . import _activations, _behaviour, _gated_norms, _layers, _norms, _rotary, _trials
 from ._classes import give_class, instance_forward, patched_class, restore_class
 from ._loss import EmbeddingRecipe, HeadRecipe, linear_heads, sharing_embeddings
 from ._options import Options, check_names
@@ -34,6 +34,7 @@ def patch(model: _Model, **options: Any) -> _Model:
             ``accelerator.prepare``, which may replace forward methods.
         rope: rotary position embeddings, default True.
         rms_norm: RMS norms, default True.
+        rms_norm_gated: RMS norms with a gate, default True.
         layer_norm: layer norms, default True.
         fused_add_rms_norm: the residual addition and the RMS norm that follows it in a decoder layer, default True.
             No effect without rms_norm.
@@ -128,6 +129,8 @@ def _recipe(module, options):
     elif options.activations:
         trial = functools.partial(_behaviour.mlp, activations=options.activations, inplace=options.inplace)
         trials.append(trial)
+    if options.rms_norm_gated:
+        trials.append(_gated_norms.gated_norm)
     if options.plain_activations:
         trials.append(functools.partial(_activations.activation, kinds=options.plain_activations))
     if options.rope:

@@ -20,6 +20,7 @@ LEFT = "_liger_left"
 PARTS = {
     "rope": "rotary embedding",
     "rms_norm": "RMS norm",
+    "rms_norm_gated": "gated RMS norm",
     "layer_norm": "layer norm",
     "fused_add_rms_norm": "residual addition + RMS norm",
     "swiglu": "gated MLP (SiLU)",
@@ -43,10 +44,10 @@ class PatchReport:
     ``print(report)`` shows a table: part, count, what was done, and why.
 
     Attributes:
-        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"layer_norm"``, ``"fused_add_rms_norm"``, ``"swiglu"``,
-            ``"geglu"``, ``"tiled_mlp"``, ``"relu_squared"``, ``"gelu"``, ``"cross_entropy"``,
-            ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was replaced by
-            ``liger.trl.patch``.
+        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
+            ``"fused_add_rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"relu_squared"``, ``"gelu"``,
+            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
+            replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.
         classes: module name -> name of the class, of the modules in ``left``.
