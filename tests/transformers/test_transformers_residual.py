@@ -84,6 +84,15 @@ class Rows(nn.Linear):
         return super().forward(x).flatten(0, -2)
 
 
+class FlagLayer(DecoderLayer):
+    """As layers of transformers 4, which append the weights of the attention if they are asked to."""
+
+    def forward(self, x, mask=None, output_attentions=False, **kwargs):
+        x = x + self.attend(x, mask=mask, output_attentions=output_attentions, **kwargs)
+        x = x + self.mlp(self.after(x))
+        return (x, "weights") if output_attentions else (x,)
+
+
 class LayerWithoutFirstNorm(DecoderLayer):
     def forward(self, x, mask=None, **kwargs):
         x = x + self.before(self.attention(x, mask=mask)[0])
@@ -106,11 +115,12 @@ def run(layer, x, **kwargs):
         TupleLayer,
         ExpertsLayer,
         lambda: ExpertsLayer(Router),
+        FlagLayer,
         RowsLayer,
         lambda: RowsLayer(Rows),
         LayerWithoutFirstNorm,
     ],
-    ids=["plain", "tuple", "experts", "router", "rows", "flat experts", "without first norm"],
+    ids=["plain", "tuple", "experts", "router", "flag", "rows", "flat experts", "without first norm"],
 )
 def test_layers_that_are_replaced(make_layer, monkeypatch):
     torch.manual_seed(3)
@@ -191,6 +201,19 @@ def test_layers_that_are_left(forward):
     report = patch_report(layer)
     assert report.left == {"": _layers.OTHER_FORM}
     assert set(report.replaced.values()) == {"rms_norm"}
+
+
+def test_a_layer_that_is_asked_for_more_runs_as_it_is():
+    plain = FlagLayer()
+    layer = liger.patch(nn.ModuleList([twin(plain)]))[0]
+    x = torch.randn(2, 3, 16)
+    for flag in (None, False, True):
+        ours, theirs = (m(x, output_attentions=flag) for m in (layer, plain))
+        assert len(ours) == len(theirs) == (2 if flag else 1)
+        torch.testing.assert_close(ours[0], theirs[0])
+        assert (
+            layer.attention.seen[-1] == plain.attention.seen[-1] == {"mask": None, "output_attentions": flag}
+        )
 
 
 def test_a_layer_with_a_setting_is_tried_with_it():

@@ -49,11 +49,16 @@ def _try_all(module, norms, parameters, asked):
 
 
 def _try(module, norms, parameters, outputs, asked):
-    try:
-        return _LayerTrial(module, norms, parameters, outputs, asked).recipe()
-    except (*_trials.ERRORS, _OtherFormError) as error:
-        _trials.no_trial(module, error)
-        return None
+    flags: list[str] = []
+    while True:
+        tested = []
+        try:
+            return _LayerTrial(module, norms, parameters, outputs, asked, tuple(flags), tested).recipe()
+        except (*_trials.ERRORS, _OtherFormError) as error:
+            if not tested or tested[0] in flags:
+                _trials.no_trial(module, error)
+                return None
+            flags.append(tested[0])
 
 
 class _OtherFormError(Exception):
@@ -73,10 +78,19 @@ def _triple(x):
 
 
 class _Argument:
-    """Stands for an argument of the layer; the layer may pass it on, but not look at it."""
+    """Stands for an argument of the layer; the layer may pass it on, but not look at it.
+
+    A test of its truth ends the trial. In the next one it is false (``flags``).
+    """
+
+    def __init__(self, name, tested, flags):
+        self.name, self.tested, self.flags = name, tested, flags
 
     def __bool__(self):
-        raise TypeError("the layer looks at an argument")
+        if self.name in self.flags:
+            return False
+        self.tested.append(self.name)
+        raise TypeError("the layer tests an argument")
 
 
 class _Recorder:
@@ -114,14 +128,15 @@ class _LayerTrial:
     outputs: functions that turn the new hidden states of attention and MLP into what the submodule returns.
     """
 
-    def __init__(self, module, norms, parameters, outputs, asked):
+    def __init__(self, module, norms, parameters, outputs, asked, flags, tested):
         self.module, self.norms, self.parameters, self.outputs = module, norms, parameters, outputs
-        self.asked = asked
+        self.asked, self.flags = asked, flags
         random = _trials.Random()
         self.x = random.of_all_scales(3, 16)
         self.weights = {name: random(16) for name in norms}
         self.matrices = random(16, 16), random(16, 16)
-        self.arguments = {name: _Argument() for name in (*parameters.names[1:], "\0extra")}
+        names = (*parameters.names[1:], "\0extra")
+        self.arguments = {name: _Argument(name, tested, flags) for name in names}
         # Whether attention and MLP return rows of tokens, and whether they return float32.
         self.rows, self.wide = (False, False), False
 
@@ -247,16 +262,15 @@ class _LayerTrial:
             after_mlp=after[0] if after else None,
             mlp_tuple=self.outputs[1] is not _alone,
             wrapped=isinstance(output, tuple),
+            flags=self.flags,
         )
 
     def _call(self, args, kwargs):
-        names = {id(argument): name for name, argument in self.arguments.items()}
-
         def source(value):
             if isinstance(value, torch.Tensor):
                 return HIDDEN
             if isinstance(value, _Argument):
-                return names[id(value)]
+                return value.name
             if value is None or isinstance(value, bool):
                 return (value,)
             raise _OtherFormError("its attention gets an argument of unknown origin")

@@ -57,6 +57,8 @@ class AddNormRecipe:
     # Whether the layer gives the output of attention and MLP its own shape, because they may return rows.
     attention_rows: bool = False
     mlp_rows: bool = False
+    # Parameters whose truth the layer tests (output_attentions). With a value other than None or False it is not fused.
+    flags: tuple = ()
     kind: ClassVar[str] = "fused_add_rms_norm"
 
     def run(self, module, x, given, extra):
@@ -85,6 +87,8 @@ class AddNormRecipe:
             extra = {name: value for name, value in kwargs.items() if name not in names}
             given.update({name: value for name, value in kwargs.items() if name in names})
             if len(args) > len(names) or len(given) < len(names) or (extra and not takes_extra):
+                return original.forward(self, *args, **kwargs)
+            if any(given[name] is not None and given[name] is not False for name in recipe.flags):
                 return original.forward(self, *args, **kwargs)
             return recipe.run(self, given[names[0]], given, extra)
 
