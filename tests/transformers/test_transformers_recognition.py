@@ -40,11 +40,15 @@ def test_an_mlp_and_a_rotation_that_differ_are_left_alone(monkeypatch):
     modeling = inspect.getmodule(mlp)
     rotate = modeling.apply_rotary_pos_emb
     monkeypatch.setattr(mlp, "forward", lambda s, x: s.down_proj(s.gate_proj(x) * s.act_fn(s.up_proj(x))))
-    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, cos, sin: rotate(q, k, cos, -sin))
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda q, k, cos, sin: rotate(q, k, cos, sin.abs()))
     model = liger.patch(twin(plain))
-    assert set(lt.patch_report(model).replaced.values()) == {"rms_norm", "fused_linear_cross_entropy"}
+    assert set(lt.patch_report(model).replaced.values()) == {
+        "rms_norm",
+        "fused_add_rms_norm",
+        "fused_linear_cross_entropy",
+    }
     reasons = lt.patch_report(model).left.values()
-    for words in ("is not the rotation", "down(silu(gate) or gelu(gate) * up)"):
+    for words in ("is not a rotation", "down(silu(gate) or gelu(gate) * up)"):
         assert sum(words in reason for reason in reasons) == 2
     assert_same_step(step(model, **batch()), step(plain, **batch()))
 
@@ -89,9 +93,21 @@ def test_a_forward_set_on_the_instance_is_left_alone():
 @pytest.mark.parametrize(
     ("name", "kinds", "left"),
     [
-        ("Gemma2", {"rms_norm": 9, "geglu": 2, "rope": 2, "fused_linear_cross_entropy": 1}, {}),
-        ("Phi3", {"rms_norm": 5, "swiglu": 2, "rope": 2, "fused_linear_cross_entropy": 1}, {}),
-        ("Granite", {"rms_norm": 5, "swiglu": 2, "rope": 2}, {"changes the logits": 1}),
+        (
+            "Gemma2",
+            {"rms_norm": 9, "fused_add_rms_norm": 2, "geglu": 2, "rope": 2, "fused_linear_cross_entropy": 1},
+            {},
+        ),
+        (
+            "Phi3",
+            {"rms_norm": 5, "fused_add_rms_norm": 2, "swiglu": 2, "rope": 2, "fused_linear_cross_entropy": 1},
+            {},
+        ),
+        (
+            "Granite",
+            {"rms_norm": 5, "fused_add_rms_norm": 2, "swiglu": 2, "rope": 2},
+            {"changes the logits": 1},
+        ),
     ],
 )
 def test_architectures_without_a_function_of_their_own(name, kinds, left):
@@ -150,6 +166,11 @@ def test_models_without_a_language_model_head():
     for name in ("LlamaModel", "LlamaForSequenceClassification"):
         plain = getattr(transformers, name)(config("llama")).eval()
         model = liger.patch(twin(plain))
-        assert set(lt.patch_report(model).replaced.values()) == {"rope", "rms_norm", "swiglu"}
+        assert set(lt.patch_report(model).replaced.values()) == {
+            "rope",
+            "rms_norm",
+            "swiglu",
+            "fused_add_rms_norm",
+        }
         ids = batch()["input_ids"]
         torch.testing.assert_close(model(ids)[0], plain(ids)[0], rtol=1e-5, atol=1e-5)

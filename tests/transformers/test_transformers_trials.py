@@ -13,8 +13,11 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers import _behaviour, _trials  # noqa: E402
-from liger.transformers._modules import ROPE_NAME, rotary_function  # noqa: E402
+from liger.transformers import _behaviour, _norms, _rotary, _trials  # noqa: E402
+from liger.transformers._rotary import Function, rotary_function  # noqa: E402
+from liger.transformers._rotations import Rotation  # noqa: E402
+
+ROPE_NAME = "apply_rotary_pos_emb"
 
 GATED = ("silu", "gelu_tanh", "gelu")
 
@@ -119,10 +122,10 @@ class DroppingRMSNorm(RMSNorm):
 
 
 def test_norms_that_differ_for_some_numbers_are_left():
-    assert not isinstance(_behaviour.norm(RMSNorm()), str)
+    assert not isinstance(_norms.norm(RMSNorm()), str)
     for cls in (EpsOutsideRMSNorm, ClampedRMSNorm):
-        assert "it does not compute a root-mean-square" in _behaviour.norm(cls())
-    assert "in training" in _behaviour.norm(DroppingRMSNorm())
+        assert "it does not compute a root-mean-square" in _norms.norm(cls())
+    assert "in training" in _norms.norm(DroppingRMSNorm())
 
 
 def test_heads_that_differ_for_some_numbers_or_in_training_keep_their_loss():
@@ -163,8 +166,8 @@ def test_a_rotation_whose_sine_and_cosine_have_factors_of_their_own():
         return rotate(q, k, angle.cos(), angle.sin(), unsqueeze_dim)
 
     rotate = inspect.getmodule(transformers.LlamaForCausalLM).apply_rotary_pos_emb
-    assert _behaviour._rotates(rotate, False)
-    assert not _behaviour._rotates(skewed, False)
+    assert _rotary.recognise(rotate).form == Rotation()
+    assert _rotary.recognise(skewed) == "is not a rotation that liger computes"
 
 
 def test_trials_take_no_random_numbers_of_dropout():
@@ -255,7 +258,8 @@ def test_layouts_of_cosines_reach_the_op(dims, unsqueeze_dim, interleaved):
         cos, sin = cos[0], sin[0]
     expected = theirs(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     calls.clear()
-    ours = rotary_function(theirs, interleaved)(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    form = Rotation("interleaved" if interleaved else "halves")
+    ours = rotary_function(theirs, Function(form))(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     assert not calls
     torch.testing.assert_close(ours, expected)
 

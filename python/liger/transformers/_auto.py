@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ._architectures import architecture_of
-from ._patching import Options, patch
+from ._options import NAMES, Options
+from ._patching import patch
 
 # Keywords that locate the files of a model, which AutoConfig needs, too; all others belong to the model.
 _HUB_KEYWORDS = (
@@ -19,7 +19,7 @@ _HUB_KEYWORDS = (
 
 
 def _take_options(keywords):
-    return {f.name: keywords.pop(f.name) for f in fields(Options) if f.name in keywords}
+    return {name: keywords.pop(name) for name in NAMES if name in keywords}
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

@@ -1,4 +1,4 @@
-"""Recipes for norms, MLPs and attention: the forward of a patched class.
+"""Recipes for gated MLPs: the forward of a patched class.
 
 The original code runs for inputs that an op does not support: mixed dtypes, DTensors beside plain tensors, unusual
 arguments.
@@ -14,44 +14,9 @@ from .._core.dtensor import is_dtensor
 from .._core.gated import GELU_NAMES
 from .._tiled import tiled
 from ..ops.geglu import geglu, geglu_packed
-from ..ops.rms_norm import rms_norm
-from ..ops.rope import rope
 from ..ops.swiglu import swiglu, swiglu_packed
 from ..ops.tiled_mlp import tiled_mlp
-from ._rename import rename_global, uses_global
 from ._reuse import linear_over
-
-ROPE_NAME = "apply_rotary_pos_emb"
-_NEW_ROPE_NAME = "_liger_apply_rotary_pos_emb"
-
-
-@dataclass(frozen=True)
-class NormRecipe:
-    eps_name: str
-    offset: float
-    casting_mode: str
-    kind: ClassVar[str] = "rms_norm"
-
-    def run(self, x, weight, eps):
-        return rms_norm(x, weight, eps, self.offset, self.casting_mode)
-
-    def members(self, original):
-        recipe = self
-
-        def forward(self, *args, **kwargs):
-            weight = self.weight
-            # If the weight is wider than x, as under autocast, the original returns the dtype of the weight.
-            if (
-                kwargs
-                or len(args) != 1
-                or args[0].dtype != weight.dtype
-                or is_dtensor(args[0]) != is_dtensor(weight)
-            ):
-                return original.forward(self, *args, **kwargs)
-            return recipe.run(args[0], weight, getattr(self, recipe.eps_name))
-
-        return {"forward": functools.wraps(original.forward)(forward)}
-
 
 # Activation -> (option of patch, op for separate gate and up, op for packed gate and up).
 _GATED = {
@@ -165,45 +130,3 @@ def _is_plain_linear(projection):
     partitioned = hasattr(projection.weight, "ds_id")
     hooks = (projection._forward_hooks, projection._forward_pre_hooks, projection._backward_hooks)
     return partitioned or not any(hooks)
-
-
-@dataclass(frozen=True)
-class RopeRecipe:
-    """An attention whose forward calls liger.rope instead of its module's apply_rotary_pos_emb."""
-
-    interleaved: bool
-    kind: ClassVar[str] = "rope"
-
-    def members(self, original):
-        namespace = uses_global(original.forward, ROPE_NAME)
-        namespace.setdefault(_NEW_ROPE_NAME, rotary_function(namespace[ROPE_NAME], self.interleaved))
-        return {"forward": rename_global(original.forward, ROPE_NAME, _NEW_ROPE_NAME)}
-
-
-def rotary_function(original, interleaved):
-    """liger.rope with the signature of transformers' apply_rotary_pos_emb."""
-
-    @functools.wraps(original)
-    def apply(q, k, cos, sin, *args, unsqueeze_dim=1, **kwargs):
-        heads_at = _heads_at(cos, unsqueeze_dim)
-        if args or kwargs or heads_at not in (1, 2) or not _rope_takes(q, k, cos):
-            return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
-        return rope(q, k, cos, sin, heads_at, interleaved)
-
-    return apply
-
-
-def _heads_at(cos, unsqueeze_dim):
-    """The dimension of q and k, of four, along which ``cos.unsqueeze(unsqueeze_dim)`` is broadcast."""
-    dims = cos.dim() + 1
-    return 4 - dims + (unsqueeze_dim if unsqueeze_dim >= 0 else unsqueeze_dim + dims)
-
-
-def _rope_takes(q, k, cos):
-    return (
-        q.dim() == 4
-        and cos.dim() in (2, 3)
-        and q.dtype == k.dtype
-        and not cos.requires_grad
-        and is_dtensor(q) == is_dtensor(cos)
-    )

@@ -1,6 +1,9 @@
 """Parts of a trial: stand-ins for modules, random numbers of several scales, the comparison of two results."""
 
+import contextlib
 import copy
+import logging
+from contextvars import ContextVar
 
 import torch
 from torch import nn
@@ -9,7 +12,22 @@ from torch import nn
 SCALES = (1.0, 1e-3, 30.0, 1e4)
 
 # Exceptions that the code of a model may raise on a stand-in.
-ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+
+IN_TRAINING = "in training it computes something else than in evaluation, by dropout for example"
+OTHER_GRADIENTS = "its gradients are not those of the op"
+
+logger = logging.getLogger("liger.transformers")
+
+
+def no_trial(module, error):
+    """The reason for a module whose forward raises an error in its trial."""
+    # The error message is about the stand-in, not about the model, so it is logged only.
+    logger.debug("liger: no trial of a %s: %s: %s", type(module).__name__, type(error).__name__, error)
+    return "its forward needs more than a trial can give it, so that nothing is known of what it computes"
 
 
 class Projection:
@@ -52,6 +70,11 @@ def in_training(module):
     return copied
 
 
+def in_both_modes(stand_in, *args):
+    """(output in evaluation, output in training) of the module's own forward."""
+    return type(stand_in).forward(stand_in, *args), type(stand_in).forward(in_training(stand_in), *args)
+
+
 class Random:
     """Random numbers from a generator with a fixed seed; the global generator does not advance."""
 
@@ -79,3 +102,74 @@ def error(actual, expected):
     )
     errors = difference / (magnitude * torch.finfo(expected.dtype).eps * 4).clamp_min(1e-30)
     return errors.nan_to_num(nan=float("inf"), posinf=float("inf")).max().item()
+
+
+# The autograd of a module's code may round after each of a dozen operations; a missing term is far larger.
+_GRADIENT_TOLERANCE = 16
+
+
+def same_gradients(ours, theirs, *inputs):
+    """Whether two functions of the inputs give the same gradients, apart from rounding.
+
+    The first input has the scales of :class:`Random` along its first dimension; inputs may be None.
+    """
+    results = []
+    with torch.enable_grad():
+        for function in (ours, theirs):
+            leaves = [t if t is None else t.detach().clone().requires_grad_() for t in inputs]
+            output = function(*leaves)
+            given = [t for t in leaves if t is not None]
+            if not output.requires_grad:
+                return False
+            upstream = Random()(*output.shape).to(output.dtype)
+            results.append(torch.autograd.grad(output, given, upstream, allow_unused=True))
+    for number, (our, their) in enumerate(zip(*results, strict=True)):
+        if (our is None) != (their is None):
+            return False
+        if our is not None:
+            our, their = (our, their) if number == 0 else (our[None], their[None])
+            if error(our, their) > _GRADIENT_TOLERANCE:
+                return False
+    return True
+
+
+_memory: ContextVar[dict | None] = ContextVar("_memory", default=None)
+
+
+@contextlib.contextmanager
+def remember():
+    """Inside, :func:`remembered` runs each trial once: a model has many modules of one class."""
+    token = _memory.set({})
+    try:
+        yield
+    finally:
+        _memory.reset(token)
+
+
+def remembered(trial, *key, unless=()):
+    """``trial()``, or its earlier result for the same key. The key has everything that the result depends on.
+
+    ``unless``: if it is not empty after the trial, the result depends on more.
+    """
+    memory = _memory.get()
+    if memory is None:
+        return trial()
+    if key in memory:
+        return memory[key]
+    result = trial()
+    if not unless:
+        memory[key] = result
+    return result
+
+
+_OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
+
+
+def settings(module):
+    """The attributes of a module that its forward may depend on, without its tensors, as a part of a key."""
+    shown = {name: value for name, value in module.__dict__.items() if name not in _OF_EVERY_MODULE}
+    tensors = {**module._parameters, **module._buffers}
+    return (
+        *((n, repr(v) if isinstance(v, float | int | str | tuple) else id(v)) for n, v in shown.items()),
+        *((n, None if t is None else t.dim()) for n, t in tensors.items()),
+    )

@@ -1,0 +1,169 @@
+"""Norms: the forward of a patched class, and the trial that finds it.
+
+Root-mean-square norms with and without a weight (zero-centred ones too), and layer norms with and without weight and
+bias. Which of them a class computes follows from a trial; its name only selects the classes that get one.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .._core.dtensor import is_dtensor
+from ..ops.layer_norm import layer_norm
+from ..ops.rms_norm import rms_norm
+from . import _trials
+
+EPS_NAMES = ("variance_epsilon", "eps")
+# Values of eps in the code of norms that have no such attribute (OLMo's).
+_LITERAL_EPS = (1e-5, 1e-6)
+_NAMES = ("RMSNorm", "LayerNorm", "L2Norm")
+# (offset, casting_mode) in the order of trials: Llama and similar models, Gemma, variants, norms without casts.
+_RMS_KINDS = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"), (0.0, "none"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class NormRecipe:
+    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it."""
+
+    kind: str
+    eps: float | str
+    offset: float = 0.0
+    casting_mode: str = "llama"
+    weighted: bool = True
+
+    def run(self, x, weight, bias, eps):
+        weight = weight if self.weighted else None
+        if self.kind == "rms_norm":
+            return rms_norm(x, weight, eps, self.offset, self.casting_mode)
+        return layer_norm(x, weight + self.offset if self.offset else weight, bias, eps)
+
+    def eps_of(self, module):
+        return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+
+    def takes(self, module, x, *tensors):
+        """Whether the op gives what the original code gives, including the dtype, for this input."""
+        # The original may return the wider dtype of x and weight, and the norms of torch return float32 in autocast.
+        of_torch = self.kind == "layer_norm" or isinstance(module, nn.RMSNorm)
+        if x.dtype not in DTYPES or (of_torch and _autocast_widens(x)):
+            return False
+        return all(t is None or (t.dtype == x.dtype and is_dtensor(t) == is_dtensor(x)) for t in tensors)
+
+    def members(self, original):
+        recipe = self
+
+        def forward(self, *args, **kwargs):
+            if not kwargs and len(args) == 1:
+                weight = getattr(self, "weight", None) if recipe.weighted else None
+                bias = getattr(self, "bias", None) if recipe.kind == "layer_norm" else None
+                if recipe.takes(self, args[0], weight, bias):
+                    return recipe.run(args[0], weight, bias, recipe.eps_of(self))
+            return original.forward(self, *args, **kwargs)
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _autocast_widens(x):
+    # is_autocast_enabled raises for meta.
+    return x.dtype != torch.float32 and x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
+def norm(module, kinds=("rms_norm", "layer_norm")):
+    """A recipe of one of the kinds, a reason, or None for a module that is no norm or a norm of another kind."""
+    cls = _trials.original(module)
+    if not any(word in cls.__name__ for word in _NAMES) or "Gated" in cls.__name__ or module._modules:
+        return None
+    tensors = {**module._parameters, **module._buffers}
+    if not tensors.keys() <= {"weight", "bias"}:
+        return None
+    found = _trials.remembered(
+        lambda: _try(module, tensors), norm, cls, cls.forward, _trials.settings(module)
+    )
+    kind = found.kind if isinstance(found, NormRecipe) else _kind_by_name(cls)
+    return found if kind in kinds else None
+
+
+def _kind_by_name(cls):
+    return "layer_norm" if "LayerNorm" in cls.__name__ else "rms_norm"
+
+
+def _recipes(module, tensors):
+    """The recipes to try, the specific ones after the common ones."""
+    eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
+    weighted = tensors.get("weight") is not None
+    for eps in _LITERAL_EPS if eps_name is None else (eps_name,):
+        if tensors.get("bias") is None:
+            for offset, casting_mode in _RMS_KINDS if weighted else ():
+                yield NormRecipe("rms_norm", eps, offset, casting_mode)
+            for casting_mode in ("llama", "none"):
+                yield NormRecipe("rms_norm", eps, 0.0, casting_mode, weighted=False)
+        for offset in (0.0, 1.0) if weighted else (0.0,):
+            yield NormRecipe("layer_norm", eps, offset, weighted=weighted)
+
+
+def _try(module, tensors):
+    if any(t is not None and t.dim() != 1 for t in tensors.values()):
+        return "its weight is not a vector with one number per feature"
+    shape = getattr(module, "normalized_shape", (0,))
+    if len(shape) != 1:
+        return "it normalises over several dimensions"
+    width, random = 16, _trials.Random()
+    weight, bias = (None if tensors.get(n) is None else random(width) for n in ("weight", "bias"))
+
+    def stand_in(dtype, weight=weight, bias=bias):
+        given = {"weight": weight, "bias": bias}
+        given = {n: None if given[n] is None else given[n].to(dtype) for n in tensors}
+        if hasattr(module, "normalized_shape"):
+            given["normalized_shape"] = (width,)
+        return _trials.stand_in(module, **given)
+
+    recipes = list(_recipes(module, tensors))
+    errors = {recipe: [] for recipe in recipes}
+
+    def compare(recipe, x, expected):
+        parameters = (t if t is None else t.to(x.dtype) for t in (weight, bias))
+        actual = recipe.run(x, *parameters, recipe.eps_of(module))
+        errors[recipe].append(_trials.error(actual, expected))
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x = random.of_all_scales(5, width).to(dtype)
+        try:
+            expected, training = _trials.in_both_modes(stand_in(dtype), x)
+        except _trials.ERRORS as error:
+            return _trials.no_trial(module, error)
+        if not isinstance(expected, torch.Tensor):
+            return "it does not return one tensor"
+        if not torch.equal(expected, training):
+            return _trials.IN_TRAINING
+        for recipe in recipes:
+            compare(recipe, x, expected)
+        recipes = [recipe for recipe in recipes if max(errors[recipe]) <= 1]
+    best = min(recipes, key=lambda recipe: sum(errors[recipe]), default=None)
+    if best is None:
+        return f"it does not compute a {_FORMULAS[_kind_by_name(_trials.original(module))]} that liger has"
+    for shape, dtype in itertools.product(((), (3, 5)), (torch.float32, torch.bfloat16)):
+        x = random.of_all_scales(*shape, width).to(dtype)
+        try:
+            expected = _trials.in_both_modes(stand_in(dtype), x)[0]
+        except _trials.ERRORS:
+            continue  # The module does not take this number of dimensions, so the model never uses it.
+        compare(best, x, expected)
+    if max(errors[best]) > 1:
+        return "it depends on the number of dimensions of its input"
+
+    def ours(x, weight, bias):
+        return best.run(x, weight, bias, best.eps_of(module))
+
+    def theirs(x, weight, bias):
+        module = stand_in(torch.float32, weight, bias)
+        return type(module).forward(module, x)
+
+    # A weight that the forward does not read has no gradient.
+    inputs = (random.of_all_scales(5, width), weight, bias)
+    return best if _trials.same_gradients(ours, theirs, *inputs) else _trials.OTHER_GRADIENTS
+
+
+_FORMULAS = {"rms_norm": "root-mean-square normalisation", "layer_norm": "layer normalisation"}

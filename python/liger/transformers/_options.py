@@ -1,0 +1,98 @@
+"""The keywords of ``liger.patch`` and of ``apply_liger_kernel_to_*``."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from ._behaviour import GEGLU_ACTIVATIONS, SWIGLU_ACTIVATIONS
+
+logger = logging.getLogger("liger.transformers")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of :func:`patch`."""
+
+    rope: bool = True
+    rms_norm: bool = True
+    rms_norm_gated: bool = True
+    layer_norm: bool = True
+    fused_add_rms_norm: bool = True
+    swiglu: bool = True
+    geglu: bool = True
+    relu_squared: bool = True
+    gelu: bool = True
+    cross_entropy: bool = False
+    fused_linear_cross_entropy: bool = True
+    mlp: bool | None = None
+    inplace: bool = True
+    tiled_mlp: bool = False
+    tiled_mlp_num_shards: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.cross_entropy and self.fused_linear_cross_entropy:
+            logger.warning(
+                "liger: cross_entropy and fused_linear_cross_entropy are both True: the fused loss is used, because "
+                "it has no logits to compute a cross entropy from"
+            )
+            object.__setattr__(self, "cross_entropy", False)
+        shards = self.tiled_mlp_num_shards
+        if shards is not None and (not self.tiled_mlp or shards < 1):
+            raise ValueError(
+                f"tiled_mlp_num_shards is {shards}, expected at least 1, and only together with tiled_mlp=True"
+            )
+        if self.mlp is not None:
+            object.__setattr__(self, "swiglu", self.mlp)
+            object.__setattr__(self, "geglu", self.mlp)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is to be replaced. The fused addition alone is not: it needs a patched norm."""
+        return self.asks_common_parts or any(
+            (self.rms_norm_gated, self.layer_norm, self.relu_squared, self.gelu)
+        )
+
+    @property
+    def asks_common_parts(self) -> bool:
+        """Whether a part is to be replaced of which most models have one, so that finding none is an error."""
+        losses = (self.cross_entropy, self.fused_linear_cross_entropy)
+        return any((self.rope, self.rms_norm, *self.activations, self.tiled_mlp, *losses))
+
+    @property
+    def looked_for(self) -> str:
+        """The options that are on, in one line."""
+        values = ((name, getattr(self, name)) for name in NAMES if name not in ("inplace", "mlp"))
+        return ", ".join(name for name, value in values if value is True)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Kinds of norms to patch."""
+        return tuple(kind for kind in ("rms_norm", "layer_norm") if getattr(self, kind))
+
+    @property
+    def activations(self) -> tuple[str, ...]:
+        """Activations of the gated MLPs to patch."""
+        swiglu = SWIGLU_ACTIVATIONS if self.swiglu else ()
+        return (*swiglu, *GEGLU_ACTIVATIONS) if self.geglu else swiglu
+
+    @property
+    def plain_activations(self) -> tuple[str, ...]:
+        """Kinds of activation modules to patch."""
+        return tuple(kind for kind in ("relu_squared", "gelu") if getattr(self, kind))
+
+
+NAMES = tuple(field.name for field in fields(Options))
+
+
+def check_names(caller: str, names: Iterable[str]) -> None:
+    """Raises TypeError for a keyword that is no option; the message names the options and the most similar one."""
+    for name in names:
+        if name not in NAMES:
+            similar = difflib.get_close_matches(name, NAMES, n=1)
+            hint = f" Did you mean {similar[0]}?" if similar else ""
+            raise TypeError(
+                f"{caller}: there is no option '{name}'.{hint} The options are {', '.join(NAMES)}"
+            )

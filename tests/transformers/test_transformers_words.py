@@ -1,0 +1,156 @@
+"""What people read: the line of patch, the table of the report, errors of options; the functions of model types."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import liger
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
+
+import liger.transformers as lt  # noqa: E402
+from liger.transformers._architectures import TABLE  # noqa: E402
+
+# The model types of liger-kernel 0.8.5.
+MODEL_TYPES = [
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3",
+    "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llava", "ministral", "mistral",
+    "mixtral", "mllama", "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral",
+    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
+    "qwen3_vl", "qwen3_vl_moe", "smollm3", "smolvlm",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_later_models():
+    yield
+    lt.revert()
+
+
+def test_the_report_is_a_table():
+    model = liger.patch(make("Mixtral", num_local_experts=2), layer_norm=False)
+    model.model.norm.forward = lambda x: x
+    lines = str(lt.patch_report(model)).splitlines()
+    assert lines[0].split() == ["part", "count"]
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
+    assert ["RMS norm", "4", "replaced (rms_norm)"] in rows
+    assert ["lm_head and loss", "1", "replaced (fused_linear_cross_entropy)"] in rows
+    assert ["MixtralRMSNorm", "1", "left as before", "its forward was replaced on the instance"] in rows
+    if any(type(m).__name__.endswith("Experts") for m in model.modules()):
+        assert ["MoE experts", "2", "not looked at"] in rows
+    assert lt.patch_report(model).rows[0][:2] == ("lm_head and loss", 1)
+
+
+def test_patch_logs_one_line(caplog):
+    with caplog.at_level(logging.INFO, logger="liger.transformers"):
+        liger.patch(make("llama"))
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    message = record.getMessage()
+    assert (
+        message.startswith("liger: LlamaForCausalLM: 1 x fused_linear_cross_entropy; ")
+        and "\n" not in message
+    )
+
+
+def test_an_unknown_option_lists_the_right_ones():
+    model = make("llama")
+    expected = (
+        r"there is no option 'rmsnorm'\. Did you mean rms_norm\? The options are rope, rms_norm, rms_norm_"
+    )
+    for patch in (liger.patch, lambda m, **o: lt.apply_liger_kernel_to_llama(model=m, **o)):
+        with pytest.raises(TypeError, match=expected):
+            patch(model, rmsnorm=True)
+    with pytest.raises(
+        TypeError, match=r"apply_liger_kernel_to_qwen2: there is no option 'x'\. The options are"
+    ):
+        lt.apply_liger_kernel_to_qwen2(x=1)
+    assert str(lt.patch_report(model)) == "nothing"
+
+
+def test_both_losses_give_the_fused_one(caplog):
+    plain = make("llama")
+    with caplog.at_level(logging.WARNING, logger="liger.transformers"):
+        lt.apply_liger_kernel_to_llama(
+            rope=True, cross_entropy=True, fused_linear_cross_entropy=True, mlp=True
+        )
+    assert [record.getMessage() for record in caplog.records] == [
+        "liger: cross_entropy and fused_linear_cross_entropy are both True: the fused loss is used, because it has no "
+        "logits to compute a cross entropy from"
+    ]
+    model = make("llama")
+    kinds = set(lt.patch_report(model).replaced.values())
+    assert {"fused_linear_cross_entropy", "swiglu", "rope"} <= kinds and "cross_entropy" not in kinds
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+@pytest.mark.parametrize("mlp", [True, False, None])
+def test_mlp_together_with_tiled_mlp(mlp):
+    """tiled_mlp decides how a gated MLP is replaced, so mlp has nothing to add."""
+    plain = make("llama")
+    model = liger.patch(twin(plain), mlp=mlp, tiled_mlp=True, tiled_mlp_num_shards=3)
+    assert list(lt.patch_report(model).replaced.values()).count("tiled_mlp") == 2
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+def test_each_model_type_of_liger_kernel_has_a_function():
+    assert sorted(TABLE) == MODEL_TYPES
+    for model_type in MODEL_TYPES:
+        function = getattr(lt, f"apply_liger_kernel_to_{model_type}")
+        assert function.__name__ == f"apply_liger_kernel_to_{model_type}" and function.__name__ in lt.__all__
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_later_models_of_each_type(model_type):
+    """A model of the base class, which every constructor of transformers finishes with post_init."""
+    row = TABLE[model_type]
+    apply = getattr(lt, f"apply_liger_kernel_to_{model_type}")
+    try:
+        base = row.base_class()
+    except ImportError as error:
+        assert "the installed transformers has no model type" in str(error)
+        with pytest.raises(ImportError, match="has no model type"):
+            apply()
+        return
+    before = dict(vars(base))
+    apply()
+    assert vars(base)["post_init"].liger_options.keys() == {model_type}
+    lt.revert(model_type)
+    assert dict(vars(base)) == before
+    with pytest.raises(
+        ValueError, match=f"apply_liger_kernel_to_{model_type} was given a model of type 'None'"
+    ):
+        apply(model=nn.Linear(2, 2))
+
+
+def test_two_types_with_one_base_class():
+    pytest.importorskip("transformers.models.gemma3.modeling_gemma3")
+    settings = transformers.Gemma3TextConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+
+    def kinds():
+        return set(lt.patch_report(transformers.Gemma3ForCausalLM(settings)).replaced.values())
+
+    lt.apply_liger_kernel_to_gemma3_text(rope=False)
+    lt.apply_liger_kernel_to_gemma3()
+    assert "rope" in kinds() and "geglu" in kinds()
+    lt.revert("gemma3")
+    assert "rope" not in kinds() and "geglu" in kinds()
+    lt.revert("gemma3_text")
+    assert not kinds()
+
+
+def test_options_of_parts():
+    plain = make("StableLm")
+    for option, kind in (("layer_norm", "layer_norm"), ("rope", "rope")):
+        model = liger.patch(twin(plain), **{option: False})
+        assert kind not in lt.patch_report(model).replaced.values()
+    ids = torch.arange(3, 9)[None]
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
