@@ -69,14 +69,15 @@ ROUTINGS = {
     "sentinels": lambda t, k, e: torch.randint(2 * e, (t, k)),
     "sentinels alone": lambda t, k, e: torch.full((t, k), e),
 }
+# Limits that every dtype represents: rounded, they would move elements across the clamp.
 FORMS = {
     "silu": {},
     "gelu": {"activation": "gelu"},
     "gelu_tanh interleaved": {"activation": "gelu_tanh", "is_interleaved": True},
-    "gpt_oss": {"activation": "gpt_oss", "is_transposed": True, "is_interleaved": True, "limit": 0.8},
+    "gpt_oss": {"activation": "gpt_oss", "is_transposed": True, "is_interleaved": True, "limit": 0.75},
     "gpt_oss unclamped": {"activation": "gpt_oss", "alpha": 0.9},
-    "silu clamped": {"limit": 0.6, "is_transposed": True},
-    "gelu clamped": {"activation": "gelu", "limit": 0.6},
+    "silu clamped": {"limit": 0.625, "is_transposed": True},
+    "gelu clamped": {"activation": "gelu", "limit": 0.625},
 }
 
 

@@ -11,6 +11,7 @@ from ._architectures import (
     apply_liger_kernel_to_qwen3,
     revert,
 )
+from ._experts import register as _register_experts
 from ._patching import PatchReport, patch, patch_report, unpatch
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "revert",
     "unpatch",
 ]
+
+_register_experts()
 
 
 if TYPE_CHECKING:

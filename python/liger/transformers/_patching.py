@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _behaviour
+from . import _behaviour, _experts
 from ._classes import (
     give_class,
     instance_forward,
@@ -71,12 +71,12 @@ class PatchReport:
     """The modules of a model that run on liger and those that do not, by module name ("" is the model itself).
 
     Attributes:
-        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``,
+        replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``,
             ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
             replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
-        not_looked_at: module name -> a computation without a replacement to try (experts, layer norm, another rotary
-            embedding).
+        not_looked_at: module name -> a computation without a replacement to try (experts without a gate, layer norm,
+            another rotary embedding).
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -112,8 +112,8 @@ def patch(model: _Model, **options: Any) -> _Model:
             ``accelerator.prepare``, which may replace forward methods.
         rope: rotary position embeddings, default True.
         rms_norm: RMS norms, default True.
-        swiglu: MLPs of the form ``down(silu(gate) * up)``, default True.
-        geglu: MLPs of the form ``down(gelu(gate) * up)``, exact or approximated by tanh, default True.
+        swiglu: MLPs, and the experts of a mixture, of the form ``down(silu(gate) * up)``, default True.
+        geglu: the same with GELU instead of SiLU, exact or approximated by tanh, default True.
         cross_entropy: the loss from the logits, default False.
         fused_linear_cross_entropy: the loss without logits, default True. Not together with cross_entropy.
         mlp: sets both swiglu and geglu; default None.
@@ -245,6 +245,8 @@ def _recipe(module, options):
     elif options.activations:
         trial = functools.partial(_behaviour.mlp, activations=options.activations, inplace=options.inplace)
         trials.append(trial)
+    if options.activations:
+        trials.append(functools.partial(_experts.experts, activations=options.activations))
     if options.rope:
         trials.append(_behaviour.attention)
     if options.cross_entropy or options.fused_linear_cross_entropy:
