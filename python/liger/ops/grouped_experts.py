@@ -203,7 +203,8 @@ def _gradients(
         grad_weights = _grad_of_routing(routing, grad_flat, product, grad_product, down_proj_bias)
         grad_weights = grad_weights.to(top_k_weights.dtype).view(top_k_weights.shape)
     if need_down:
-        product.mul_(row_weights)
+        # Either operand may have the routing weight; the smaller one costs less traffic.
+        (product if product.shape[1] <= hidden else grad_rows).mul_(row_weights)
         grad_down = _grad_of_matrices(product, grad_rows, routing.ends, is_transposed)
     del product, grad_rows
     if through_gate:
