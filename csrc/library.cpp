@@ -143,6 +143,14 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("tiled_mlp_forward(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget, bool keep) -> (Tensor y, Tensor kept, Tensor kept_up)");
   m.def("tiled_mlp_backward(Tensor grad_y, Tensor kept, Tensor kept_up, Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, str activation, int? num_shards, int? memory_budget, bool need_grad_x, bool need_grad_gate_weight, bool need_grad_up_weight, bool need_grad_down_weight, bool need_grad_gate_bias, bool need_grad_up_bias, bool need_grad_down_bias) -> (Tensor grad_x, Tensor grad_gate_weight, Tensor grad_up_weight, Tensor grad_down_weight, Tensor grad_gate_bias, Tensor grad_up_bias, Tensor grad_down_bias)");
 
+  // x (..., H), top_k_index and top_k_weights (..., K), gate_up_proj (E, 2I, H), down_proj (E, H, I) or both
+  // transposed: y like x, composite over grouped_experts_forward
+  m.def("grouped_experts(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj, Tensor? gate_up_proj_bias=None, Tensor? down_proj_bias=None, str activation=\"silu\", bool is_transposed=False, bool is_interleaved=False, float alpha=1.702, float? limit=None, bool recompute=False) -> Tensor");
+  // kept: gate and up of all slots, sorted by expert, for the backward; with keep = False it is empty, and the
+  // backward recomputes it. A backward that does not retain the graph overwrites it.
+  m.def("grouped_experts_forward(Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj, Tensor? gate_up_proj_bias, Tensor? down_proj_bias, str activation, bool is_transposed, bool is_interleaved, float alpha, float? limit, bool keep) -> (Tensor y, Tensor kept)");
+  m.def("grouped_experts_backward(Tensor grad_y, Tensor kept, Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up_proj, Tensor down_proj, Tensor? gate_up_proj_bias, Tensor? down_proj_bias, str activation, bool is_transposed, bool is_interleaved, float alpha, float? limit, bool need_grad_x, bool need_grad_top_k_weights, bool need_grad_gate_up_proj, bool need_grad_down_proj, bool need_grad_gate_up_proj_bias, bool need_grad_down_proj_bias) -> (Tensor grad_x, Tensor grad_top_k_weights, Tensor grad_gate_up_proj, Tensor grad_down_proj, Tensor grad_gate_up_proj_bias, Tensor grad_down_proj_bias)");
+
   // x * factor with a device scalar, in float32, rounded once
   m.def("rescale(Tensor x, Tensor factor) -> Tensor");
   m.def("rescale_(Tensor(a!) x, Tensor factor) -> ()");

@@ -27,6 +27,7 @@ from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
 from .ops.fused_linear_logprobs import LogProbs, fused_linear_logprobs
 from .ops.geglu import geglu, geglu_packed
 from .ops.group_norm import group_norm
+from .ops.grouped_experts import grouped_experts
 from .ops.layer_norm import layer_norm
 from .ops.mrope import mrope
 from .ops.relu_squared import relu_squared
@@ -58,6 +59,7 @@ __all__ = [
     "geglu",
     "geglu_packed",
     "group_norm",
+    "grouped_experts",
     "jsd",
     "kl_div",
     "layer_norm",

@@ -207,6 +207,23 @@ def test_tiled_mlp_of_sharded_tokens(packed):
     assert all(g.placements == (Partial(),) for g in grads[1:])
 
 
+def test_experts_of_sharded_tokens():
+    """Every rank routes its own tokens."""
+    experts = 4
+    weights = [random(experts, 6 * H, H, seed=1), random(experts, H, 3 * H, seed=2)]
+    weights += [random(experts, 6 * H, seed=3), random(experts, H, seed=4)]
+    index = torch.arange(B * T * 2).view(B, T, 2) * 7 % 5 % experts
+    routing = random(B, T, 2, seed=5).abs()
+
+    def run(x, routing, *parameters):
+        choices = distribute(index, Shard(1)) if isinstance(x, DTensor) else index
+        return liger.grouped_experts(x, choices, routing, *parameters)
+
+    (y,), grads = compare(run, [random(B, T, H), routing, *weights], [Shard(1), Shard(1), *[R] * 4])
+    assert y.placements == grads[0].placements == grads[1].placements == (Shard(1),)
+    assert all(g.placements == (Partial(),) for g in grads[2:])
+
+
 REDUCTIONS = [("mean", None), ("mean", 5.0), ("sum", None), ("sum", 5.0), ("none", None)]
 OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 20.0}
 

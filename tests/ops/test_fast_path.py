@@ -24,7 +24,7 @@ def name(request):
     return request.param
 
 
-COMPOSITES = ("cross_entropy", "fused_linear_ce", "fused_linear_logprobs", "tiled_mlp")
+COMPOSITES = ("cross_entropy", "fused_linear_ce", "fused_linear_logprobs", "grouped_experts", "tiled_mlp")
 
 
 def op_of(name):

@@ -123,6 +123,7 @@ RETURNING_THEIR_BACKWARD = (
     "divergence_forward",
     "fused_linear_ce_forward",
     "fused_linear_divergence_forward",
+    "grouped_experts_forward",
     "tiled_mlp_forward",
 )
 

@@ -35,7 +35,11 @@ def check_both_ways(rows, columns, device, dtype):
     # (actual, expected, terms): upstream - dot may cancel, which leaves the rounding of the terms.
     checks = {
         "y": (y.double(), expected_y, expected_y),
-        "grad_x": (grad_x.double(), probability * (upstream - dot), probability * (upstream.abs() + dot.abs())),
+        "grad_x": (
+            grad_x.double(),
+            probability * (upstream - dot),
+            probability * (upstream.abs() + dot.abs()),
+        ),
     }
     for name, (actual, expected, terms) in checks.items():
         # Relative to the largest of a row, where the error of its sum is largest.

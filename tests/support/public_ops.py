@@ -53,6 +53,17 @@ def _plain_packed(activation):
     return plain
 
 
+EXPERTS = 3
+
+
+def _plain_experts(x, index, weights, gate_up, down):
+    """Every expert for every token, with weights that are zero for experts that a token has not chosen."""
+    gate, up = torch.einsum("btd,ehd->bteh", x, gate_up).chunk(2, -1)
+    outputs = torch.einsum("bteh,edh->bted", F.silu(gate) * up, down)
+    chosen = F.one_hot(index, EXPERTS).to(weights.dtype)
+    return torch.einsum("btke,btk,bted->btd", chosen, weights, outputs.to(weights.dtype)).to(x.dtype)
+
+
 CASES = {
     "rms_norm": Case(
         liger.rms_norm, _plain_rms_norm, lambda t: (_randn(2, t, HIDDEN), _randn(HIDDEN)), (1, None)
@@ -124,6 +135,18 @@ CASES = {
         lambda x, gate, up, down: F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down),
         lambda t: (_randn(2, t, HIDDEN), *torch.randn(2, 24, HIDDEN) / 4, _randn(HIDDEN, 24) / 5),
         (1, None, None, None),
+    ),
+    "grouped_experts": Case(
+        liger.grouped_experts,
+        _plain_experts,
+        lambda t: (
+            _randn(2, t, HIDDEN),
+            torch.randint(EXPERTS, (2, t, 2)),
+            torch.rand(2, t, 2),
+            _randn(EXPERTS, 48, HIDDEN) / 4,
+            _randn(EXPERTS, HIDDEN, 24) / 5,
+        ),
+        (1, 1, 1, None, None),
     ),
     "cross_entropy": Case(
         liger.cross_entropy, F.cross_entropy, lambda t: (_randn(t, VOCAB), target_of(t)), (0, 0)

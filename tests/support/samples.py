@@ -227,6 +227,59 @@ def _tiled_mlp_backward(d):
     return samples
 
 
+def _experts(d, leading=(7,), choices=2, biased=False, transposed=False, sentinels=False):
+    """x, top_k_index, top_k_weights, the two weights and their biases: 3 experts, H = 8, I = 6."""
+    experts, hidden, inner = 3, 8, 6
+    index = torch.randint(experts + sentinels, (*leading, choices), device=d)
+    shapes = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
+    weights = [floats(d, e, *(n, m) if transposed else (m, n)) for e, m, n in shapes]
+    biases = [floats(d, experts, 2 * inner), floats(d, experts, hidden)] if biased else [None] * 2
+    routing = floats(d, *leading, choices).abs()
+    return floats(d, *leading, hidden), index, routing, *weights, *biases
+
+
+def _grouped_experts(d):
+    return [
+        _experts(d),
+        (*_experts(d, (2, 3), biased=True), "gelu", False, True),
+        (*_experts(d, biased=True, transposed=True), "gpt_oss", True, True, 1.5, 0.7),
+        (transposed(_experts(d, (3, 4))[0]), *_experts(d, (3, 4))[1:], "gelu_tanh", False, False, 1.0, None, True),
+        _experts(d, (5,), 1, sentinels=True),
+        _experts(d, (0,)),
+    ]  # fmt: skip
+
+
+def _with_gate_options(arguments):
+    """All arguments but ``recompute``."""
+    return (*arguments, *("silu", False, False, 1.702, None)[len(arguments) - 7 :])[:12]
+
+
+def _grouped_experts_forward(d):
+    # The kept rows of sentinels have unspecified values, which opcheck would compare.
+    return [
+        (*_with_gate_options(a), keep)
+        for a in _grouped_experts(d)
+        for keep in ((True, False) if a[1].numel() == 0 or a[1].max() < a[3].shape[0] else (False,))
+    ]
+
+
+def _grouped_experts_backward(d):
+    samples = []
+    for arguments in map(_with_gate_options, _grouped_experts(d)):
+        there = [t is not None for i, t in enumerate(arguments[:7]) if i != 1]
+        for needed in (
+            there,
+            [False, *there[1:]],
+            [True, *[False] * 5],
+            [False, True, *[False] * 4],
+            [*[False] * 3, True, False, False],
+        ):
+            for keep in (True, False):
+                y, kept = torch.ops.liger.grouped_experts_forward(*arguments, keep)
+                samples.append((torch.randn_like(y), kept, *arguments, *needed))
+    return samples
+
+
 def _rescale(d):
     return [
         (floats(d, 3, 4), torch.tensor(2.5, device=d)),
@@ -290,6 +343,9 @@ SAMPLES = {
     "tiled_mlp": _tiled_mlp,
     "tiled_mlp_forward": _tiled_mlp_forward,
     "tiled_mlp_backward": _tiled_mlp_backward,
+    "grouped_experts": _grouped_experts,
+    "grouped_experts_forward": _grouped_experts_forward,
+    "grouped_experts_backward": _grouped_experts_backward,
     "rescale": _rescale,
     "rescale_": _rescale,
     "check_rms_norm": lambda d: [("rms_norm", floats(d, 3, 16), None, floats(d, 16), "llama")],

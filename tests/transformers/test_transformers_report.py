@@ -18,13 +18,21 @@ def count(found):
     return {kind: kinds.count(kind) for kind in kinds}
 
 
-def test_experts_are_not_looked_at():
-    report = patch_report(liger.patch(make("Mixtral", num_local_experts=2)))
-    # Before transformers 5 every expert is a module with an MLP's form but other names.
-    if any(type(m).__name__.endswith("Experts") for m in make("Mixtral", num_local_experts=2).modules()):
-        assert count(report.not_looked_at) == {"experts": 2}
-        assert "not looked at: 2 x experts" in report.summary
+def test_experts_are_replaced_and_those_without_a_gate_are_not_looked_at():
+    model = make("Mixtral", num_local_experts=2)
+    report = patch_report(liger.patch(model))
     assert report.replaced[""] == "fused_linear_cross_entropy" and not report.left
+    # Before transformers 5 every expert is a module with an MLP's form but other names.
+    if not any(type(m).__name__.endswith("Experts") for m in model.modules()):
+        return
+    assert count(report.replaced)["experts"] == 2 and not report.not_looked_at
+    liger.unpatch(model)
+    for layer in model.model.layers:
+        del layer.mlp.experts.gate_up_proj
+        layer.mlp.experts.up_proj = nn.Parameter(torch.randn(2, 96, 64))
+    report = patch_report(liger.patch(model))
+    assert count(report.not_looked_at) == {"experts": 2}
+    assert "not looked at: 2 x experts" in report.summary
 
 
 def test_layer_norms_that_were_not_asked_for_are_not_looked_at():

@@ -10,6 +10,7 @@ Scalar: TypeAlias = float | torch.Tensor  # a number, or a tensor with one eleme
 Sizes: TypeAlias = int | Sequence[int]
 
 Activation: TypeAlias = Literal["silu", "gelu_tanh", "gelu"]
+ExpertActivation: TypeAlias = Literal["silu", "gelu_tanh", "gelu", "gpt_oss"]
 Approximate: TypeAlias = Literal["none", "tanh"]
 CastingMode: TypeAlias = Literal["llama", "gemma", "none"]
 GateActivation: TypeAlias = Literal["silu", "sigmoid"]

@@ -164,6 +164,44 @@ def _tiled_mlp_backward(call):
     )
 
 
+_EXPERTS_PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+
+
+def _redistribute_experts(call, *followers):
+    """Redistributes to sharded tokens: each rank runs all experts on its tokens."""
+    x = call["x"]
+    tokens = restrict_sharding(x, range(x.dim() - 1))
+    call.redistribute(tokens, "x", "top_k_index", "top_k_weights", *followers)
+    call.redistribute(call.replicated, *_EXPERTS_PARAMETERS)
+    return tokens, x.shape
+
+
+def _grouped_experts(call):
+    # As for tiled_mlp: the kept activations of the ranks do not form a global tensor.
+    call.arguments["keep"] = False
+    tokens, shape = _redistribute_experts(call)
+    y, kept = call.run()
+    return call.wrap(y, tokens, shape), call.placeholder(kept)
+
+
+def _grouped_experts_backward(call):
+    routing = call["top_k_weights"].shape
+    tokens, shape = _redistribute_experts(call, "grad_y")
+    call.redistribute(call.replicated, "kept")
+    grad_x, grad_weights, *grads = call.run()
+    partial = where_sharded(tokens, Partial())
+    return (
+        call.wrap(grad_x, tokens, shape) if call["need_grad_x"] else call.placeholder(grad_x),
+        call.wrap(grad_weights, tokens, routing)
+        if call["need_grad_top_k_weights"]
+        else call.placeholder(grad_weights),
+        *(
+            call.wrap(g, partial) if call[f"need_grad_{name}"] else call.placeholder(g)
+            for g, name in zip(grads, _EXPERTS_PARAMETERS, strict=True)
+        ),
+    )
+
+
 _BATCH, _HEADS, _TOKENS = Shard(0), Shard(1), Shard(2)
 
 
@@ -290,6 +328,8 @@ RULES = {
     "softmax_backward": _softmax,
     "tiled_mlp_forward": _tiled_mlp,
     "tiled_mlp_backward": _tiled_mlp_backward,
+    "grouped_experts_forward": _grouped_experts,
+    "grouped_experts_backward": _grouped_experts_backward,
     "rescale": _rescale,
     "rescale_": _rescale_,
     **LOSS_RULES,

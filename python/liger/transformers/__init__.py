@@ -52,6 +52,7 @@ from ._architectures import (
     apply_liger_kernel_to_smolvlm,
     revert,
 )
+from ._experts import register as _register_experts
 from ._patching import patch, unpatch
 from ._report import PatchReport, patch_report
 
@@ -108,6 +109,8 @@ __all__ = [
     "revert",
     "unpatch",
 ]
+
+_register_experts()
 
 
 if TYPE_CHECKING:

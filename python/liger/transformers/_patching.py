@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _activations, _behaviour, _gated_norms, _layers, _norms, _rotary, _trials
+from . import _activations, _behaviour, _experts, _gated_norms, _layers, _norms, _rotary, _trials
 from ._classes import give_class, instance_forward, patched_class, restore_class
 from ._loss import EmbeddingRecipe, HeadRecipe, linear_heads, sharing_embeddings
 from ._options import Options, check_names
@@ -38,8 +38,8 @@ def patch(model: _Model, **options: Any) -> _Model:
         layer_norm: layer norms, default True.
         fused_add_rms_norm: the residual addition and the RMS norm that follows it in a decoder layer, default True.
             No effect without rms_norm.
-        swiglu: MLPs of the form ``down(silu(gate) * up)``, default True.
-        geglu: MLPs of the form ``down(gelu(gate) * up)``, exact or approximated by tanh, default True.
+        swiglu: MLPs, and the experts of a mixture, of the form ``down(silu(gate) * up)``, default True.
+        geglu: the same with GELU instead of SiLU, exact or approximated by tanh, default True.
         relu_squared: the activation ``relu(x)^2``, default True.
         gelu: GELU activations whose code has several operations, by torch's one kernel, default True.
         cross_entropy: the loss from the logits, default False. No effect, but a warning, without
@@ -129,6 +129,8 @@ def _recipe(module, options):
     elif options.activations:
         trial = functools.partial(_behaviour.mlp, activations=options.activations, inplace=options.inplace)
         trials.append(trial)
+    if options.activations:
+        trials.append(functools.partial(_experts.experts, activations=options.activations))
     if options.rms_norm_gated:
         trials.append(_gated_norms.gated_norm)
     if options.plain_activations:

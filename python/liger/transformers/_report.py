@@ -26,6 +26,7 @@ PARTS = {
     "swiglu": "gated MLP (SiLU)",
     "geglu": "gated MLP (GELU)",
     "tiled_mlp": "gated MLP, tiled",
+    "experts": "MoE experts",
     "relu_squared": "squared ReLU",
     "gelu": "GELU",
     "cross_entropy": "loss",
@@ -45,8 +46,8 @@ class PatchReport:
 
     Attributes:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
-            ``"fused_add_rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"relu_squared"``, ``"gelu"``,
-            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
+            ``"fused_add_rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``,
+            ``"gelu"``, ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
             replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.

@@ -102,6 +102,45 @@ MLP = {"x": X, "gate_weight": (24, HIDDEN), "up_weight": (24, HIDDEN), "down_wei
 add("tiled_mlp", liger.tiled_mlp, with_options(tensors(**MLP), num_shards=2), " ".join(MLP))
 
 
+def experts(device, dtype, num_experts=4, biased=False, transposed=False):
+    """The arguments of grouped_experts: one expert without tokens, the last one with one, and a sentinel."""
+    index = torch.randint(num_experts - 2, (7, 2))
+    index[0, 0], index[1, 1] = num_experts - 1, num_experts
+    shapes = {"gate_up_proj": (48, HIDDEN), "down_proj": (HIDDEN, 24)}
+    made = {
+        "x": normal(device, dtype, 7, HIDDEN),
+        "top_k_index": index.to(device),
+        "top_k_weights": torch.rand(7, 2).to(device),
+    }
+    for name, shape in shapes.items():
+        made[name] = normal(device, dtype, num_experts, *(shape[::-1] if transposed else shape), scale=0.3)
+    if biased:
+        made["gate_up_proj_bias"] = normal(device, dtype, num_experts, 48, scale=0.5)
+        made["down_proj_bias"] = normal(device, dtype, num_experts, HIDDEN, scale=0.5)
+    return made
+
+
+_EXPERTS = "x top_k_weights gate_up_proj down_proj"
+add("grouped_experts", liger.grouped_experts, experts, _EXPERTS)
+add(
+    "grouped_experts recompute",
+    liger.grouped_experts,
+    with_options(experts, recompute=True, activation="gelu_tanh", limit=1.5),
+    _EXPERTS,
+    public="grouped_experts",
+)
+add(
+    "grouped_experts gpt_oss",
+    liger.grouped_experts,
+    with_options(
+        lambda device, dtype: experts(device, dtype, biased=True, transposed=True),
+        activation="gpt_oss", is_transposed=True, is_interleaved=True, limit=1.0,
+    ),
+    f"{_EXPERTS} gate_up_proj_bias down_proj_bias",
+    public="grouped_experts",
+)  # fmt: skip
+
+
 def _tiled(x, weight, num_shards):
     return liger.tiled(lambda part: torch.nn.functional.silu(part @ weight.t()), x,
                        num_shards=num_shards, parameters=(weight,))  # fmt: skip

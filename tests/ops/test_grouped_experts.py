@@ -1,0 +1,379 @@
+"""grouped_experts against a loop over experts: values, all gradients, routings, memory, and what has no effect."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import DTYPES, check_op, strided_like
+
+import liger
+from liger._core import grouped_mm
+from liger.backend import triton_interpreted
+
+TOKENS, CHOICES, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 16, 24
+
+
+def gated(gate_up, activation="silu", is_interleaved=False, alpha=1.702, limit=None):
+    gate, up = (gate_up[..., ::2], gate_up[..., 1::2]) if is_interleaved else gate_up.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "gpt_oss":
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
+
+
+def plain(
+    x, index, weights, gate_up, down, gate_up_bias=None, down_bias=None, is_transposed=False, recompute=False,
+    **options,
+):  # fmt: skip
+    """A loop over experts; the sum over the choices of a token in at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for expert in range(gate_up.shape[0]):
+        token, choice = torch.where(index == expert)
+        first, second = (t[expert] if is_transposed else t[expert].t() for t in (gate_up, down))
+        out = x[token] @ first
+        out = gated(out if gate_up_bias is None else out + gate_up_bias[expert], **options) @ second
+        out = out if down_bias is None else out + down_bias[expert]
+        y = y.index_add(0, token, out.to(wide) * weights[token, choice, None].to(wide))
+    return y.to(x.dtype)
+
+
+def make(device, dtype=torch.float32, tokens=TOKENS, choices=CHOICES, experts=EXPERTS, hidden=HIDDEN,
+         intermediate=INTERMEDIATE, biased=False, transposed=False):  # fmt: skip
+    """The differentiable arguments: x, routing weights in float32, the two weights, the two biases."""
+
+    def randn(*shape, fan=1):
+        return (torch.randn(shape, device=device) / fan**0.5).to(dtype)
+
+    gate_up = randn(experts, 2 * intermediate, hidden, fan=hidden)
+    down = randn(experts, hidden, intermediate, fan=intermediate)
+    if transposed:
+        gate_up, down = (t.transpose(1, 2).contiguous() for t in (gate_up, down))
+    biases = [randn(experts, 2 * intermediate), randn(experts, hidden)] if biased else []
+    weights = torch.rand(tokens, choices, device=device)
+    return [randn(tokens, hidden), weights, gate_up, down, *biases]
+
+
+def distinct(tokens, choices, experts):
+    """Distinct choices per token, as a router makes them."""
+    return torch.rand(tokens, experts).topk(choices, -1).indices
+
+
+ROUTINGS = {
+    "distinct": lambda t, k, e: distinct(t, k, e),
+    "repeated": lambda t, k, e: torch.randint(e, (t, k)),
+    "one expert": lambda t, k, e: torch.full((t, k), e - 1),
+    "two experts": lambda t, k, e: torch.randint(2, (t, k)) * (e - 2),
+    "sentinels": lambda t, k, e: torch.randint(2 * e, (t, k)),
+    "sentinels alone": lambda t, k, e: torch.full((t, k), e),
+}
+# Limits that every dtype represents: rounded, they would move elements across the clamp.
+FORMS = {
+    "silu": {},
+    "gelu": {"activation": "gelu"},
+    "gelu_tanh interleaved": {"activation": "gelu_tanh", "is_interleaved": True},
+    "gpt_oss": {"activation": "gpt_oss", "is_transposed": True, "is_interleaved": True, "limit": 0.75},
+    "gpt_oss unclamped": {"activation": "gpt_oss", "alpha": 0.9},
+    "silu clamped": {"limit": 0.625, "is_transposed": True},
+    "gelu clamped": {"activation": "gelu", "limit": 0.625},
+}
+
+
+def check(index, inputs, **options):
+    """Against the loop, in the same dtype and in float64."""
+
+    def call(function):
+        return lambda x, *rest: function(x, index, *rest, **options)
+
+    # The gradient of the routing weights is float32, but both formulas round a product of x to the dtype of x first.
+    rounding = torch.finfo(inputs[0].dtype).eps / torch.finfo(torch.float32).eps
+    check_op(call(liger.grouped_experts), call(plain), inputs, intermediate=rounding)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(device, routing, dtype, recompute):
+    index = ROUTINGS[routing](TOKENS, CHOICES, EXPERTS).to(device)
+    check(index, make(device, dtype, biased=True), recompute=recompute)
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(device, form, dtype, biased):
+    index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
+    inputs = make(device, dtype, biased=biased, transposed=FORMS[form].get("is_transposed", False))
+    check(index, inputs, **FORMS[form])
+
+
+# Sizes whose rows are no multiple of 16 bytes run as one GEMM per expert; one expert, one choice, one token.
+SIZES = [
+    (1, 1, 1, 8, 8), (1, 1, 4, 16, 8), (9, 1, 3, 7, 5), (6, 4, 4, 9, 16), (17, 2, 3, 16, 3), (40, 5, 5, 32, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_sizes(device, sizes, dtype):
+    tokens, choices, experts, hidden, intermediate = sizes
+    index = distinct(tokens, choices, experts).to(device)
+    inputs = make(device, dtype, tokens, choices, experts, hidden, intermediate, biased=True)
+    check(index, inputs)
+    check(index.int(), inputs)
+
+
+def test_float64(device, backend):
+    if backend != "torch":
+        pytest.skip("float64 is served by the torch backend")
+    inputs = [
+        t.double().requires_grad_() for t in make(device, tokens=4, hidden=3, intermediate=2, biased=True)
+    ]
+    index = torch.randint(EXPERTS + 1, (4, CHOICES), device=device)
+    for options in FORMS.values():
+        if not options.get("is_transposed"):
+            torch.autograd.gradcheck(
+                lambda x, *rest, o=options: liger.grouped_experts(x, index, *rest, **o), inputs
+            )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_and_leading_dimensions(device, dtype):
+    index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
+    inputs = make(device, dtype, biased=True)
+    check(index, [strided_like(t) for t in inputs])
+    views = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in inputs]
+    check(index, views)
+    x, weights, *parameters = (t.detach() for t in inputs)
+    flat = liger.grouped_experts(x, index, weights, *parameters)
+    rows = slice(0, 12)
+    shaped = liger.grouped_experts(
+        x[rows].view(3, 4, -1), index[rows].view(3, 4, -1), weights[rows].view(3, 4, -1), *parameters
+    )
+    assert torch.equal(
+        shaped.flatten(0, 1), liger.grouped_experts(x[rows], index[rows], weights[rows], *parameters)
+    )
+    torch.testing.assert_close(shaped.flatten(0, 1), flat[rows], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_in_the_dtype_of_x(device, dtype):
+    x, weights, *parameters = make(device, dtype)
+    check(distinct(TOKENS, CHOICES, EXPERTS).to(device), [x, weights.to(dtype), *parameters])
+
+
+def test_no_tokens(device):
+    x, weights, *parameters = (t.requires_grad_() for t in make(device, tokens=0, biased=True))
+    y = liger.grouped_experts(
+        x, torch.empty(0, CHOICES, dtype=torch.int64, device=device), weights, *parameters
+    )
+    assert y.shape == x.shape
+    grads = torch.autograd.grad(y.sum(), [x, weights, *parameters])
+    assert [g.shape for g in grads] == [t.shape for t in (x, weights, *parameters)]
+    assert not any(g.any() for g in grads)
+
+
+def gradients(inputs, index, upstream, **options):
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    y = liger.grouped_experts(leaves[0], index, *leaves[1:], **options)
+    return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+
+@pytest.mark.parametrize("hidden", [HIDDEN, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_experts_and_choices_without_effect_leave_no_trace(device, dtype, hidden):
+    """Parameters of an expert without tokens, and weights of sentinels, may be NaN; their gradients are zero."""
+    index = torch.tensor([[0, 2, 3], [3, 9, 0], [4, 5, 2]]).to(device)
+    inputs = make(device, dtype, tokens=3, hidden=hidden, biased=True)
+    upstream = torch.randn_like(inputs[0])
+    expected = gradients(inputs, index, upstream)
+    poisoned = [t.clone() for t in inputs]
+    poisoned[1][index >= EXPERTS] = torch.nan
+    for parameter in poisoned[2:]:
+        parameter[1] = torch.nan
+    found = gradients(poisoned, index, upstream)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+    assert not found[2][index >= EXPERTS].any() and not any(g[1].any() for g in found[3:])
+
+
+def test_the_same_bits_again(device):
+    index, inputs = distinct(200, CHOICES, EXPERTS).to(device), make(device, torch.bfloat16, tokens=200)
+    upstream = torch.randn_like(inputs[0])
+    first = gradients(inputs, index, upstream)
+    for _ in range(3):
+        assert all(map(torch.equal, first, gradients(inputs, index, upstream)))
+
+
+def test_recomputed_gradients_are_those_of_kept_activations(device):
+    index, inputs = distinct(TOKENS, CHOICES, EXPERTS).to(device), make(device, biased=True)
+    upstream = torch.randn_like(inputs[0])
+    kept, recomputed = (gradients(inputs, index, upstream, recompute=flag) for flag in (False, True))
+    assert all(map(torch.equal, kept, recomputed))
+
+
+@pytest.mark.parametrize("wanted", range(6))
+def test_one_gradient_alone(device, wanted):
+    index, inputs = distinct(TOKENS, CHOICES, EXPERTS).to(device), make(device, biased=True)
+    upstream = torch.randn_like(inputs[0])
+    expected = gradients(inputs, index, upstream)[wanted + 1]
+    leaves = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
+    y = liger.grouped_experts(leaves[0], index, *leaves[1:])
+    assert torch.equal(torch.autograd.grad(y, leaves[wanted], upstream)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(device, dtype):
+    index, inputs = distinct(TOKENS, CHOICES, EXPERTS).to(device), make(device, dtype)
+    x, weights, *parameters = inputs
+    with torch.autocast(device.type, torch.bfloat16):
+        y = liger.grouped_experts(x, index, weights, *parameters)
+    cast = liger.grouped_experts(x.bfloat16(), index, weights, *(p.bfloat16() for p in parameters))
+    assert y.dtype == torch.bfloat16 and torch.equal(y, cast)
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(function, *given):
+    """Bytes of the storages that autograd saves, less those of the given tensors."""
+    known = {t.untyped_storage().data_ptr() for t in given}
+    found = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor keeps the address in use
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = function()
+    del result
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.skipif(triton_interpreted(), reason="the interpreter takes its time")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saved_bytes(device, dtype):
+    index = distinct(64, CHOICES, EXPERTS).to(device)
+    inputs = [t.requires_grad_() for t in make(device, dtype, tokens=64)]
+    x, weights, *parameters = inputs
+
+    def bytes_of(function, **options):
+        return saved_bytes(lambda: function(x, index, weights, *parameters, **options), *inputs, index)
+
+    slots = index.numel()
+    assert bytes_of(liger.grouped_experts) == (slots + 1) * 2 * INTERMEDIATE * x.element_size()
+    assert bytes_of(liger.grouped_experts, recompute=True) == 0
+    assert 2 * bytes_of(liger.grouped_experts) <= bytes_of(plain)
+
+
+def test_the_backward_writes_over_what_was_kept(device):
+    inputs = [t.requires_grad_() for t in make(device)]
+    kept = []
+
+    def pack(tensor):
+        if tensor.shape == (TOKENS * CHOICES + 1, 2 * INTERMEDIATE):
+            kept.append(tensor)
+        return tensor
+
+    def loss():
+        kept.clear()
+        index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return liger.grouped_experts(inputs[0], index, *inputs[1:]).sum()
+
+    for retain in (True, False):
+        total = loss()
+        (saved,), before = kept, kept[0].clone()
+        total.backward(retain_graph=retain)
+        assert torch.equal(saved, before) == retain
+
+
+# --- grouped GEMMs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 3, 9], [4, 4, 4, 4], [0, 0, 0, 0], [2, 5, 7, 12]], ids=str)
+@pytest.mark.parametrize("width", [8, 5])
+def test_grouped_gemms(device, ends, width):
+    rows, matrices = torch.randn(12, width, device=device), torch.randn(4, width, 8, device=device)
+    others = torch.randn(12, 8, device=device)
+    offsets = torch.tensor(ends, dtype=torch.int32, device=device)
+    blocks = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+    products = [rows[block] @ matrix for block, matrix in zip(blocks, matrices, strict=True)]
+    columns = torch.stack([rows[block].t() @ others[block] for block in blocks])
+    sums = torch.stack([rows[block].sum(0) for block in blocks])
+    for multiply in (grouped_mm.multiply_groups, grouped_mm.multiply_all):
+        torch.testing.assert_close(multiply(rows, matrices, offsets)[: ends[-1]], torch.cat(products))
+    for multiply in (grouped_mm.multiply_group_columns, grouped_mm.multiply_all_columns):
+        torch.testing.assert_close(multiply(rows, others, offsets), columns)
+    torch.testing.assert_close(grouped_mm.sum_groups(rows, offsets), sums)
+
+
+def test_many_experts(device):
+    """torch's kernel prepares at most 1023 groups."""
+    inputs = make(device, tokens=4, choices=2, experts=1100, hidden=8, intermediate=4)
+    check(torch.tensor([[0, 1099], [5, 5], [1024, 7], [1100, 1023]]).to(device), inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_captured_graph_takes_another_routing(device, dtype):
+    index, inputs = distinct(TOKENS, CHOICES, EXPERTS).to(device), make(device, dtype, biased=True)
+    upstream = torch.randn_like(inputs[0])
+    gradients(inputs, index, upstream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(inputs, index, upstream)
+    index.copy_(torch.randint(EXPERTS + 1, index.shape))
+    graph.replay()
+    for a, b in zip(captured, gradients(inputs, index, upstream), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_bfloat16_does_not_synchronise(device):
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch has the kernel for compute capability 9.0 and 10.0")
+    index, inputs = distinct(TOKENS, CHOICES, EXPERTS).to(device), make(device, torch.bfloat16, biased=True)
+    upstream = torch.randn_like(inputs[0])
+    gradients(inputs, index, upstream)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(inputs, index, upstream)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"top_k_index": lambda t: t - 9}, r"top_k_index has the element -9, expected expert indices of at least 0"),
+        ({"top_k_index": lambda t: t.float()}, "top_k_index has dtype float32, expected int64 or int32"),
+        ({"top_k_index": lambda t: t[:-1]}, r"top_k_index has shape \(12, 3\), expected \(13, 'K'\)"),
+        ({"top_k_weights": lambda t: t[:, :2]}, r"top_k_weights has shape \(13, 2\), expected \(13, 3\)"),
+        ({"gate_up_proj": lambda t: t.mT}, r"gate_up_proj has shape \(5, 16, 48\), expected \(5, 48, 16\)"),
+        ({"down_proj": lambda t: t[..., 0]}, r"down_proj has shape \(5, 16\), expected \(E, H, I\)"),
+        ({"down_proj": lambda t: t.double()}, "down_proj has dtype float64, expected that of x, float32"),
+        ({"x": lambda t: t.long()}, "x has dtype int64, expected float16"),
+        ({"activation": lambda _: "relu"}, "activation is 'relu', expected one of 'silu'"),
+        ({"limit": lambda _: 0.0}, "limit is 0, expected a positive, finite value"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)  # fmt: skip
+def test_bad_input(change, message):
+    x, weights, gate_up, down = make("cpu")
+    given = {
+        "x": x, "top_k_index": distinct(TOKENS, CHOICES, EXPERTS), "top_k_weights": weights,
+        "gate_up_proj": gate_up, "down_proj": down, "activation": "silu", "limit": None,
+    }  # fmt: skip
+    given["top_k_index"][0, 0] = 0
+    for name, function in change.items():
+        given[name] = function(given[name])
+    with pytest.raises(RuntimeError, match=f"grouped_experts: {message}"):
+        liger.grouped_experts(**given)
