@@ -21,7 +21,7 @@ peft = pytest.importorskip("peft")
 # --- GRPO, RLOO ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 def test_grpo(tmp_path, loss_type):
     """Two passes over each batch: from the second on the policy is another than the one that sampled."""
 
@@ -36,6 +36,8 @@ def test_grpo(tmp_path, loss_type):
     [
         {"beta": 0.0, "temperature": 0.7},
         {"importance_sampling_level": "sequence", "num_iterations": 2},
+        {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "luspo"},
+        {"loss_type": "vespo", "num_iterations": 2, "vespo_k_pos": 1.5, "gradient_accumulation_steps": 2},
         {"gradient_accumulation_steps": 2, "delta": 1.5},
         {"cast_lm_head_to_fp32": True},
     ],
@@ -47,7 +49,7 @@ def test_grpo_with(tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"entropy_coef": 0.05}, {"top_entropy_quantile": 0.5}, {"loss_type": "vespo"}],
+    [{"entropy_coef": 0.05}, {"top_entropy_quantile": 0.5}, {"loss_type": "vespo", "entropy_coef": 0.05}],
     ids=lambda options: ",".join(options),
 )
 def test_grpo_that_keeps_its_own_loss(tmp_path, options):
