@@ -280,3 +280,13 @@ def policy_token(kind, ratio, advantage, logprob, low, high, delta, taus):
         return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
     free = ratio if delta is None else ratio.clamp(max=delta)
     return -torch.minimum(free * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def vespo(logp, before, advantage, factors):
+    """The losses of the tokens of one sequence; ``factors`` are the weights of the sampler, of tokens or of all."""
+    smallest = math.log(1e-8)
+    log_w = (logp.detach() - before).clamp(-20, 20).sum() + factors.log().clamp(smallest, 20).sum()
+    log_w = log_w.clamp(smallest, 20)
+    k = torch.where(advantage >= 0, 2.0, 3.0).to(logp.dtype)
+    rate = 5 - k
+    return -torch.exp(rate + k * log_w - rate * log_w.exp()) * advantage * logp

@@ -323,6 +323,7 @@ def test_policies(device, data):
     ppo = draw(st.integers(0, 5)) == 0
     kind = "bnpo" if ppo else one_of(draw, *GRPO_LOSS_TYPES)
     level, beta = one_of(draw, "token", "sequence"), one_of(draw, 0.0, 0.04, 0.5)
+    level = "token" if kind == "vespo" else level
     low, high = (
         (one_of(draw, 0.1, 0.2, 0.5),) * 2 if ppo else (one_of(draw, 0.1, 0.3), one_of(draw, 0.2, 0.9))
     )
@@ -386,13 +387,19 @@ def test_policies(device, data):
             if level == "sequence":
                 ratio = torch.exp((logp - before).mean()).expand(len(rows))
             advantage = at(advantages, sequence, rows).to(wide)
-            loss = torch.stack(
-                [
-                    formulas.policy_token(kind, r, a, p, low, high, delta, taus)
-                    for r, a, p in zip(ratio, advantage, logp, strict=True)
-                ]
-            )
-            if sampler is not None:
+            if kind == "vespo":
+                factors = torch.ones_like(logp) if sampler is None else at(sampler, sequence, rows).to(wide)
+                # A factor of the whole sequence counts once.
+                whole = sampler is not None and sampler.shape != batch.target.shape
+                loss = formulas.vespo(logp, before, advantage, factors[:1] if whole else factors)
+            else:
+                loss = torch.stack(
+                    [
+                        formulas.policy_token(kind, r, a, p, low, high, delta, taus)
+                        for r, a, p in zip(ratio, advantage, logp, strict=True)
+                    ]
+                )
+            if sampler is not None and kind != "vespo":
                 loss = loss * at(sampler, sequence, rows).to(wide)
             if beta:
                 gap = scores.reference_tokens[rows] - logp
@@ -402,7 +409,7 @@ def test_policies(device, data):
             entropies.append(scores.entropies[rows].sum())
             terms.append(loss.sum() / (len(rows) if kind in ("grpo", "sapo") else 1))
         tokens = max(sum(map(len, batch.rows)), 1)
-        if kind in ("grpo", "sapo"):
+        if kind in ("grpo", "sapo", "luspo"):
             divisor = batch.count if count is None else float(count)
         elif kind == "dr_grpo":
             divisor = batch.count * (longest or batch.shape[-1])

@@ -203,6 +203,10 @@ def test_grpo(loss_type, options, dtype):
         "old": False, "sampler": False, "beta": 0.05, "delta": None, "use_bias_correction_kl": False,
         "temperature": 1.0, "importance_sampling_level": "token", "entropy_coef": 0.0, **options,
     }  # fmt: skip
+    if loss_type == "vespo" and options["importance_sampling_level"] == "sequence":
+        with pytest.raises(ValueError, match="importance_sampling_level is 'sequence', expected 'token'"):
+            losses.FusedLinearGRPOLoss(loss_type="vespo", importance_sampling_level="sequence")
+        return
     model, whole, sequences = Scorer(dtype, 1, options["temperature"]), batch(6), 6
     completion = {"ids": whole["input_ids"][:, 3:], "mask": whole["completion_mask"][:, 3:]}
     shape, generator = completion["ids"].shape, torch.Generator().manual_seed(5)
@@ -222,6 +226,8 @@ def test_grpo(loss_type, options, dtype):
         inputs["importance_sampling_ratio"] = ratio = (
             torch.rand(shape, generator=generator, dtype=dtype) + 0.5
         )
+        # TRL's ratio is 1 at padding.
+        inputs["importance_sampling_ratio"] = ratio = torch.where(completion["mask"] != 0, ratio, 1.0)
     high = 1.05 if loss_type == "cispo" else 0.15
     same = {
         "loss_type": loss_type, "epsilon_low": 0.1, "epsilon_high": high, "beta": options["beta"],
@@ -229,7 +235,8 @@ def test_grpo(loss_type, options, dtype):
     }  # fmt: skip
     of_args = {
         "delta": options["delta"], "use_bias_correction_kl": options["use_bias_correction_kl"],
-        "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+        "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.5,
+        "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.5,
     }  # fmt: skip
     trainer = trainer_of(
         trl.GRPOTrainer, model, of_args | {"steps_per_generation": 1, "report_to": []}, **same,
@@ -242,7 +249,7 @@ def test_grpo(loss_type, options, dtype):
     mine = losses.FusedLinearGRPOLoss(
         **same, **of_args, temperature=options["temperature"], entropy_coef=options["entropy_coef"]
     )
-    divisor = {"cispo": inputs["num_items_in_batch"], "dapo": inputs["num_items_in_batch"]}
+    divisor = dict.fromkeys(("cispo", "dapo", "vespo"), inputs["num_items_in_batch"])
     loss, metrics = mine(
         model.table[whole["input_ids"]][:, 2:-1], model.weight, completion["ids"], completion["mask"], advantages,
         ref_per_token_logps=near[0], old_per_token_logps=inputs.get("old_per_token_logps"), vllm_is_ratio=ratio,
@@ -253,7 +260,7 @@ def test_grpo(loss_type, options, dtype):
     if options["beta"] and not options["use_bias_correction_kl"]:
         assert metrics.kl.item() == pytest.approx(logged["kl"][0], rel=1e-4)
     if (
-        loss_type not in ("cispo", "sapo")
+        loss_type not in ("cispo", "sapo", "vespo")
         and same["importance_sampling_level"] == "token"
         and not options["delta"]
     ):

@@ -24,6 +24,7 @@ BELOW = {
     "nn": {"_core", "ops", "distributed"},
     "transformers": {"_core", "ops", "_tiled"},
     "trl": {"_core", "ops", "losses", "transformers"},
+    "compat": {"_core", "_tiled", "ops", "losses", "nn", "distributed", "transformers", "trl"},
 }
 # These may import everything that does not import them; "" is liger/__init__.py.
 TOP = {"", "benchmarks", "cli"}

@@ -128,10 +128,16 @@ def policy(
         elif kind == "sapo":
             t = torch.where(advantage > 0, torch.full_like(logp, tau[0]), tau[1])
             loss = -4 / t * torch.sigmoid(t * (ratio - 1)) * advantage
+        elif kind == "vespo":
+            whole = torch.exp((logp - before).sum()).detach()
+            if sampler is not None:
+                whole = whole * sampler[i][kept].prod()
+            k, rate = (torch.where(advantage >= 0, torch.full_like(logp, p), n) for p, n in ((2, 3), (3, 2)))
+            loss = -(whole**k) * torch.exp(rate * (1 - whole)) * advantage * logp
         else:
             upper = ratio if delta is None else torch.minimum(ratio, torch.full_like(ratio, delta))
             loss = -torch.minimum(upper * advantage, torch.clamp(ratio, 1 - low, 1 + high) * advantage)
-        if sampler is not None:
+        if sampler is not None and kind != "vespo":
             loss = loss * sampler[i][kept]
         if beta:
             gap = ref[i][kept] - logp
@@ -142,6 +148,8 @@ def policy(
         counts.append(count)
     if kind in ("grpo", "sapo"):
         total = sum(s / max(c, 1) for s, c in zip(per_sequence, counts, strict=True)) / len(counts)
+    elif kind == "luspo":
+        total = sum(per_sequence) / len(counts)
     elif kind == "dr_grpo":
         total = sum(per_sequence) / (len(counts) * (longest or target.shape[1]))
     else:

@@ -24,6 +24,10 @@ def lora(**options):
     [
         {"loss_type": ["sigmoid"]},
         {"loss_type": ["ipo"], "loss_weights": [0.5]},
+        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
+        {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        {"loss_type": ["ipo", "sft"]},
+        {"loss_type": ["sft"]},
         {"loss_type": ["exo_pair"], "label_smoothing": 0.01},
         {"loss_type": ["apo_zero"], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
         {"precompute_ref_log_probs": True},
@@ -38,7 +42,8 @@ def test_dpo(tmp_path, options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
+        {"loss_type": ["sigmoid", "aot"], "loss_weights": [1.0, 0.3]},
+        {"loss_type": ["sigmoid", "ipo"]},
         {"loss_type": ["aot"]},
         {"ld_alpha": 0.5},
         {"use_weighting": True},
@@ -152,6 +157,28 @@ def test_report_of_a_model_whose_trainer_has_its_own_head(tmp_path):
     for m in (model, trainer.ref_model):
         report = liger.transformers.patch_report(m)
         assert report.replaced[""] == "trainer_loss" and not report.left
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "rloo", "online_dpo"])
+def test_a_report_names_the_loss_once(tmp_path, kind):
+    """Of a model that was patched before its trainer: the loss of the trainer, and the layers."""
+    model = liger.patch(made.model())
+    if kind == "sft":
+        trainer = made.sft(tmp_path, policy=model)
+    elif kind == "online_dpo":
+        experimental = pytest.importorskip("trl.experimental.online_dpo")
+        trainer = experimental.OnlineDPOTrainer(
+            model, reward_funcs=made.of_length, args=experimental.OnlineDPOConfig(str(tmp_path), **made.OPTIONS),
+            train_dataset=made.rows(8, prompt=(2, 5)), processing_class=made.tokenizer(),
+        )  # fmt: skip
+    else:
+        classes = (made.trl.RLOOTrainer, made.trl.RLOOConfig) if kind == "rloo" else (None, None)
+        trainer = made.sampling(tmp_path, *classes, policy=model, beta=0.0)
+    liger.trl.patch(trainer)
+    report = liger.transformers.patch_report(model)
+    losses = {name: what for name, what in report.replaced.items() if what.endswith(("loss", "entropy"))}
+    assert losses == {"": "trainer_loss"} and not report.left
+    assert {"rope", "rms_norm", "swiglu"} <= set(report.replaced.values())
 
 
 # --- KTO ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import pytest
 import tiny_models
 import torch
+import transformers
 import trl_trainers as made
 from trl_trainers import trl
 
@@ -21,7 +22,7 @@ peft = pytest.importorskip("peft")
 # --- GRPO, RLOO ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"])
 def test_grpo(tmp_path, loss_type):
     """Two passes over each batch: from the second on the policy is another than the one that sampled."""
 
@@ -36,6 +37,8 @@ def test_grpo(tmp_path, loss_type):
     [
         {"beta": 0.0, "temperature": 0.7},
         {"importance_sampling_level": "sequence", "num_iterations": 2},
+        {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "luspo"},
+        {"loss_type": "vespo", "num_iterations": 2, "vespo_k_pos": 1.5, "gradient_accumulation_steps": 2},
         {"gradient_accumulation_steps": 2, "delta": 1.5},
         {"cast_lm_head_to_fp32": True},
     ],
@@ -47,11 +50,50 @@ def test_grpo_with(tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"entropy_coef": 0.05}, {"top_entropy_quantile": 0.5}, {"loss_type": "vespo"}],
+    [{"entropy_coef": 0.05}, {"top_entropy_quantile": 0.5}, {"loss_type": "vespo", "entropy_coef": 0.05}],
     ids=lambda options: ",".join(options),
 )
 def test_grpo_that_keeps_its_own_loss(tmp_path, options):
     made.assert_same_training(lambda: made.sampling(tmp_path, **options), in_the_head=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"loss_type": "ipo", "max_length": 9}, {"peft": True}],
+    ids=lambda options: ",".join(options),
+)
+def test_online_dpo(tmp_path, options):
+    """``max_length`` cuts prompts off; with PEFT the reference is the model without its adapters."""
+    experimental = pytest.importorskip("trl.experimental.online_dpo")
+    options = dict(options)
+    lora = (
+        peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        if options.pop("peft", False)
+        else None
+    )
+
+    def make():
+        torch.manual_seed(1)  # the adapters
+        return experimental.OnlineDPOTrainer(
+            made.model(), reward_funcs=made.of_length,
+            args=experimental.OnlineDPOConfig(
+                str(tmp_path / "out"), **made.OPTIONS | {"max_new_tokens": 6, "missing_eos_penalty": None, **options}
+            ),
+            train_dataset=made.rows(8, prompt=(2, 5)), processing_class=made.tokenizer(), peft_config=lora,
+        )  # fmt: skip
+
+    made.assert_same_training(make, in_the_head=False)
+
+
+def test_a_reward_trainer_has_no_lm_head(tmp_path):
+    settings = tiny_models.config("llama", num_labels=1)
+    trainer = trl.RewardTrainer(
+        transformers.LlamaForSequenceClassification(settings),
+        args=trl.RewardConfig(str(tmp_path), report_to=[], use_cpu=True),
+        train_dataset=made.pairs(), processing_class=made.tokenizer(),
+    )  # fmt: skip
+    with pytest.raises(TypeError, match="given a RewardTrainer: its score head has one output"):
+        liger.trl.patch(trainer)
 
 
 def test_rloo(tmp_path):

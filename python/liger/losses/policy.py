@@ -6,6 +6,7 @@ alone, and a chunk is any number of tokens. With importance weights per sequence
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -26,9 +27,10 @@ from .._core.arguments import (
 from ._batch import as_scalar, sigmoid, where_scalar
 from .base import FusedLinearLoss, check_choice
 
-GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo"]
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 GRPO_LOSS_TYPES: tuple[GRPOLossType, ...] = get_args(GRPOLossType)
 ImportanceSamplingLevel = Literal["token", "sequence"]
+_SMALLEST_LOG = math.log(1e-8)  # the smallest logarithm of an importance weight in vespo
 
 
 class PolicyMetrics(NamedTuple):
@@ -38,7 +40,8 @@ class PolicyMetrics(NamedTuple):
         kl: scalar, the mean KL divergence from the reference in nats; None without a reference.
         logprobs: (S, L) log-probabilities of the tokens in nats; 0 at ignored tokens.
         entropy: scalar, the mean entropy in nats; None if ``entropy_coef`` is 0.
-        clip_ratio: scalar, the fraction of tokens whose importance weight is clipped; 0 with sapo, which does not clip.
+        clip_ratio: scalar, the fraction of tokens whose importance weight is clipped; 0 with sapo and vespo,
+            which do not clip.
     """
 
     kl: Tensor | None
@@ -57,10 +60,14 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             ``epsilon_high`` is their upper bound.
         loss_type: ``"grpo"`` (arXiv 2402.03300: mean over the tokens of a sequence, then over sequences), ``"bnpo"``
             (mean over all tokens), ``"dr_grpo"`` (2503.20783: over ``max_completion_length``), ``"dapo"`` (2503.14476:
-            over ``num_items_in_batch``), ``"cispo"`` (2506.13585) and ``"sapo"`` (2511.20347).
+            over ``num_items_in_batch``), ``"cispo"`` (2506.13585), ``"sapo"`` (2511.20347), ``"luspo"`` (2602.05261:
+            sum over the tokens of a sequence, mean over sequences) and ``"vespo"`` (2602.10693: a gamma weight of the
+            sequence; not with ``importance_sampling_level="sequence"``).
         max_completion_length: in tokens, for dr_grpo; None means the padded length of the batch.
         importance_sampling_level: ``"token"``, or ``"sequence"`` for GSPO (2507.18071).
         sapo_temperature_pos, sapo_temperature_neg: of sapo, for positive and for all other advantages.
+        vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of vespo, exponent and rate of the gamma weight,
+            for advantages of at least 0 and for negative ones.
         temperature: the sampling temperature, a divisor of the logits.
         delta: upper bound of the unclipped importance weights (two-sided clipping); None: no bound.
         use_bias_correction_kl: multiplies the divergence by the importance weight.
@@ -80,20 +87,28 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         error=ValueError, beta=NOT_NEGATIVE, use_ref_model=FLAG, epsilon_low=NOT_NEGATIVE, epsilon_high=NOT_NEGATIVE,
         loss_type=TEXT, max_completion_length=COUNT, importance_sampling_level=TEXT, sapo_temperature_pos=POSITIVE,
         sapo_temperature_neg=POSITIVE, temperature=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG,
-        entropy_coef=FINITE,
+        entropy_coef=FINITE, vespo_k_pos=FINITE, vespo_lambda_pos=FINITE, vespo_k_neg=FINITE, vespo_lambda_neg=FINITE,
     )  # fmt: skip
     def __init__(
         self, *, beta: float = 0.04, use_ref_model: bool = True, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
         loss_type: GRPOLossType = "dapo", max_completion_length: int | None = None,
         importance_sampling_level: ImportanceSamplingLevel = "token", sapo_temperature_pos: float = 1.0,
         sapo_temperature_neg: float = 1.05, temperature: float = 1.0, delta: float | None = None,
-        use_bias_correction_kl: bool = False, entropy_coef: float = 0.0, **options: Any,
+        use_bias_correction_kl: bool = False, entropy_coef: float = 0.0, vespo_k_pos: float = 2.0,
+        vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0, **options: Any,
     ) -> None:  # fmt: skip
         levels = get_args(ImportanceSamplingLevel)
-        level = check_choice(self, "importance_sampling_level", importance_sampling_level, levels)
-        self.unit, self.uses_entropy = level, entropy_coef != 0.0
-        super().__init__(temperature=temperature, **options)
+        self.level = check_choice(self, "importance_sampling_level", importance_sampling_level, levels)
         self.loss_type = check_choice(self, "loss_type", loss_type, GRPO_LOSS_TYPES)
+        if loss_type == "vespo" and self.level != "token":
+            raise ValueError(
+                f"{type(self).__name__}: importance_sampling_level is '{self.level}', expected 'token' with "
+                "loss_type='vespo', whose weight covers the whole sequence already"
+            )
+        # The weights of vespo depend on all tokens of a sequence.
+        self.unit = "sequence" if loss_type == "vespo" else self.level
+        self.uses_entropy = entropy_coef != 0.0
+        super().__init__(temperature=temperature, **options)
         self.beta = beta if use_ref_model else 0.0
         self.epsilon_low, self.epsilon_high, self.delta = epsilon_low, epsilon_high, delta
         self.max_completion_length, self.use_bias_correction_kl = (
@@ -102,13 +117,32 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         )
         self.sapo_temperature_pos, self.sapo_temperature_neg = sapo_temperature_pos, sapo_temperature_neg
         self.entropy_coef = entropy_coef
+        self.vespo_k_pos, self.vespo_lambda_pos = vespo_k_pos, vespo_lambda_pos
+        self.vespo_k_neg, self.vespo_lambda_neg = vespo_k_neg, vespo_lambda_neg
 
     def _ratio(self, logprobs, old, mask):
         """Importance weights: in the shape of logprobs, or (sequences, 1)."""
         difference = logprobs - old
-        if self.unit == "sequence":
+        if self.level == "sequence":
             difference = (difference * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
         return difference.exp()
+
+    def _gamma_weights(self, logprobs, old, mask, advantages, sampler_ratio):
+        """The factors of vespo, ``w^k exp(lambda (1 - w))`` with w the importance weight of the sequence, in the shape
+        of advantages; 1 where w is 1. The logarithms are clamped as TRL clamps them."""
+        log_w = torch.where(mask, (logprobs - old).clamp(-20.0, 20.0), 0.0).sum(-1, keepdim=True)
+        if sampler_ratio is not None:
+            # (S, 1) is the weight of the sequence, (S, L) has one of each token.
+            log_sampler = sampler_ratio.log().clamp(_SMALLEST_LOG, 20.0)
+            if log_sampler.shape == mask.shape:
+                log_sampler = torch.where(mask, log_sampler, 0.0).sum(-1, keepdim=True)
+            log_w = log_w + log_sampler
+        log_w = log_w.clamp(_SMALLEST_LOG, 20.0)
+        k = where_scalar(advantages >= 0, self.vespo_k_pos, self.vespo_k_neg, log_w)
+        rate = where_scalar(
+            advantages >= 0, max(self.vespo_lambda_pos, 1e-4), max(self.vespo_lambda_neg, 1e-4), log_w
+        )
+        return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _kl(self, logprobs, ref):
         """The k3 estimator of the KL divergence (Schulman, "Approximating KL divergence", 2020), never negative."""
@@ -125,6 +159,12 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         elif self.loss_type == "sapo":
             tau = where_scalar(advantages > 0, self.sapo_temperature_pos, self.sapo_temperature_neg, ratio)
             losses = -advantages * sigmoid(tau * (ratio - 1)) * 4 / tau
+        elif self.loss_type == "vespo":
+            detached = logprobs.detach()
+            phi = self._gamma_weights(
+                detached, detached if old is None else old, mask, advantages, sampler_ratio
+            )
+            losses, sampler_ratio = -phi * advantages * logprobs, None
         else:
             clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
             unclipped = ratio if self.delta is None else ratio.clamp(max=self.delta)
@@ -145,9 +185,11 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         lengths = batch.lengths()
         sequences, length = batch.shape
         count = max(sequences, 1)
-        if self.loss_type in ("grpo", "sapo"):
+        if self.loss_type in ("grpo", "sapo", "luspo"):
             if num_items_in_batch is not None:
                 count = as_scalar("num_items_in_batch", num_items_in_batch, batch)
+            if self.loss_type == "luspo":
+                return torch.ones_like(lengths, dtype=batch.accumulate_dtype) / count
             return (lengths.clamp_min(1) * count).to(batch.accumulate_dtype).reciprocal()
         if self.loss_type == "dr_grpo":
             divisor = count * (self.max_completion_length or length)
@@ -173,7 +215,10 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
     def _per_token_or_sequence(self, batch, name, tensor):
         if tensor is None or tensor.shape == batch.token_shape:
             return self._per_token(batch, name, tensor)
-        return self._per_sequence(batch, batch.upcast(tensor).reshape(-1))
+        tensor = batch.upcast(tensor).reshape(-1)
+        if self.loss_type == "vespo" and name == "vllm_is_ratio":
+            return tensor.unsqueeze(-1)
+        return self._per_sequence(batch, tensor)
 
     @arguments(optional=("attention_mask",), num_items_in_batch=ITEMS, max_length=INTEGER)
     def forward(
@@ -202,8 +247,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             vllm_is_ratio: (S,), (S, 1) or the shape of selected_token_ids: factors of the loss that correct for
                 different probabilities of the sampler.
             num_items_in_batch: the divisor of the sum, a number or a tensor with one element; None means the number of
-                valid tokens (of sequences for grpo and sapo). Without effect for dr_grpo. If gradients are averaged
-                over processes, pass the global number over the number of processes.
+                valid tokens (of sequences for grpo, sapo and luspo). Without effect for dr_grpo. If gradients are
+                averaged over processes, pass the global number over the number of processes.
             cu_seqlens, max_length: of a packed batch: cumulative lengths (S + 1,), int32 or int64, and the longest
                 length.
 
@@ -260,7 +305,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         per_token = advantages.shape == batch.token_shape
         advantages = batch.padded_valid(advantages) if per_token else advantages.unsqueeze(-1)
         ratio = self._ratio(logprobs, logprobs if old is None else batch.padded_valid(old), batch.valid)
-        if self.loss_type == "sapo":
+        if self.loss_type in ("sapo", "vespo"):
             clipped = torch.zeros_like(ratio)
         elif self.loss_type == "cispo":
             clipped = (ratio > self.epsilon_high) & (advantages > 0)

@@ -25,6 +25,13 @@ _ADAPTERS = {
     "SFTTrainer": ("_supervised", "adapt_sft"),
     "ORPOTrainer": ("_paired", "adapt_orpo"),
     "CPOTrainer": ("_paired", "adapt_cpo"),
+    "OnlineDPOTrainer": ("_online", "adapt_online_dpo"),
+}
+
+# Trainers of TRL without an adapter -> the reason.
+_NOT_ADAPTED = {
+    "RewardTrainer": "its score head has one output and no logits of a vocabulary; liger.patch(model) patches the "
+    "layers",
 }
 
 
@@ -37,8 +44,8 @@ def patch(trainer: _Trainer) -> _Trainer:
     message of the logger ``liger.trl`` gives the reason.
 
     Args:
-        trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer, GKDTrainer
-            or DistillationTrainer, or an object of a derived class.
+        trainer: a DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer, ORPOTrainer, CPOTrainer, GKDTrainer,
+            DistillationTrainer or OnlineDPOTrainer, or an object of a derived class.
 
     Returns:
         The same trainer. Patching it again has no effect.
@@ -53,8 +60,10 @@ def patch(trainer: _Trainer) -> _Trainer:
     names = [cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.split(".")[0] == "trl"]
     name = next((name for name in _ADAPTERS if name in names), None)
     if name is None:
+        reason = next((f": {_NOT_ADAPTED[name]}" for name in names if name in _NOT_ADAPTED), "")
         raise TypeError(
-            f"liger.trl.patch was given a {type(trainer).__name__}, expected a trainer of TRL: {', '.join(_ADAPTERS)}"
+            f"liger.trl.patch was given a {type(trainer).__name__}{reason}, expected a trainer of TRL: "
+            f"{', '.join(_ADAPTERS)}"
         )
     module, function = _ADAPTERS[name]
     adapt = getattr(importlib.import_module(f".{module}", __package__), function)

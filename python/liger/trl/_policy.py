@@ -8,7 +8,7 @@ from ..losses.policy import GRPO_LOSS_TYPES
 from ._adapter import KeywordProxy, LossProxy, LossWithStatistics, add_heads, items_per_process, replace
 
 # Loss types that are divided by the global number of tokens.
-_GLOBAL_TOKEN_MEAN = ("cispo", "dapo")
+_GLOBAL_TOKEN_MEAN = ("cispo", "dapo", "vespo")
 
 
 def _skip_prompts(trainer):
@@ -37,7 +37,9 @@ def adapt_grpo(trainer):
         epsilon_high=trainer.epsilon_high, max_completion_length=trainer.max_completion_length,
         importance_sampling_level=trainer.importance_sampling_level, delta=args.delta,
         sapo_temperature_pos=args.sapo_temperature_pos, sapo_temperature_neg=args.sapo_temperature_neg,
-        use_bias_correction_kl=args.use_bias_correction_kl, **head.transform._asdict(),
+        use_bias_correction_kl=args.use_bias_correction_kl, vespo_k_pos=args.vespo_k_pos,
+        vespo_lambda_pos=args.vespo_lambda_pos, vespo_k_neg=args.vespo_k_neg, vespo_lambda_neg=args.vespo_lambda_neg,
+        **head.transform._asdict(),
     )  # fmt: skip
 
     def compute_loss(original, model, inputs):

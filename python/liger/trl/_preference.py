@@ -3,7 +3,7 @@
 import torch
 from trl import DPOTrainer, KTOTrainer
 
-from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss
+from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss, PreferenceLoss
 from ..losses.preference import DPO_LOSS_TYPES
 from ..losses.unpaired import KTO_LOSS_TYPES
 from ._adapter import LossProxy, LossWithStatistics, add_heads, overriding, replace
@@ -25,13 +25,7 @@ def adapt_dpo(trainer):
     reason = _why_not_dpo(trainer)
     if reason is not None:
         return reason
-    (kind,), (factor,) = trainer.loss_types, trainer.loss_weights
-    loss_of = LossWithStatistics(
-        FusedLinearDPOLoss, loss_type=kind, beta=trainer.beta, discopop_tau=trainer.args.discopop_tau,
-        # TRL applies label smoothing to these loss types only.
-        label_smoothing=trainer.label_smoothing if kind in ("exo_pair", "robust") else 0.0,
-        **head.transform._asdict(),
-    )  # fmt: skip
+    loss_of = LossWithStatistics(_WeightedLosses, trainer=trainer, **head.transform._asdict())
 
     def compute_loss(original, model, inputs, return_outputs):
         ref_logps, answer_width = {}, AnswerWidth(inputs["completion_mask"][:, 1:])
@@ -42,8 +36,7 @@ def adapt_dpo(trainer):
         references = torch.cat((inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]))
 
         def function(hidden, weight, bias, target):
-            value, statistics = loss_of(weight, hidden, target, bias, ref_logps=references.to(hidden.device))
-            return value * factor, statistics
+            return loss_of(weight, hidden, target, bias, ref_logps=references.to(hidden.device))
 
         policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True):
@@ -56,12 +49,49 @@ def adapt_dpo(trainer):
     return None
 
 
+# TRL's loss type for the negative log-likelihood of the chosen answers.
+_LIKELIHOOD = "sft"
+
+
+class _WeightedLosses(PreferenceLoss):
+    """The weighted sum of the loss types of a DPOTrainer, from one pass over the logits."""
+
+    def __init__(self, *, trainer, **options):
+        weights = list(zip(trainer.loss_types, trainer.loss_weights, strict=True))
+        pairs = [(kind, weight) for kind, weight in weights if kind != _LIKELIHOOD]
+        super().__init__(
+            beta=trainer.beta, compute_nll_loss=len(pairs) < len(weights), use_ref_model=True,
+            alpha=sum(weight for kind, weight in weights if kind == _LIKELIHOOD),
+            average_log_prob=any(kind == "ipo" for kind, _ in pairs), **options,
+        )  # fmt: skip
+        self.terms = tuple((self._loss(trainer, kind), weight) for kind, weight in pairs)
+
+    @staticmethod
+    def _loss(trainer, kind):
+        return FusedLinearDPOLoss(
+            loss_type=kind, beta=trainer.beta, discopop_tau=trainer.args.discopop_tau,
+            # TRL applies label smoothing to these loss types only.
+            label_smoothing=trainer.label_smoothing if kind in ("exo_pair", "robust") else 0.0,
+        )  # fmt: skip
+
+    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
+        scores = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
+        total = torch.zeros_like(chosen_logps)
+        for loss, weight in self.terms:
+            total = total + weight * loss.preference_loss(*scores)
+        return total
+
+
 def _why_not_dpo(trainer):
     """The reason why TRL's own formula computes the loss from log-probabilities by liger, or None."""
     if type(trainer)._compute_loss is not DPOTrainer._compute_loss:
         return f"{type(trainer).__name__} has a loss of its own"
-    if len(trainer.loss_types) != 1 or trainer.loss_types[0] not in DPO_LOSS_TYPES:
-        return f"loss_type={trainer.loss_types}"
+    weights = dict(zip(trainer.loss_types, trainer.loss_weights, strict=True))
+    likelihood = weights.pop(_LIKELIHOOD, 0.0)
+    if not set(weights) <= set(DPO_LOSS_TYPES) or likelihood < 0:
+        return f"loss_type={trainer.loss_types}, loss_weights={trainer.loss_weights}"
+    if "ipo" in weights and len(weights) > 1:
+        return f"loss_type={trainer.loss_types}: ipo takes means over tokens, the others sums"
     if trainer.ld_alpha is not None:
         return f"ld_alpha={trainer.ld_alpha}"
     if trainer.f_divergence_type != "reverse_kl":

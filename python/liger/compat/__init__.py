@@ -1,0 +1,14 @@
+"""Makes the package name ``liger_kernel`` importable, on the ops of liger: ``import liger.compat`` (docs/compat.md).
+
+Programs that import liger_kernel then run unchanged. ``python -m liger.compat train.py ...`` runs a script that does
+not import this module. An installed liger-kernel is not replaced: the import raises, unless the environment variable
+``LIGER_COMPAT_OVERRIDE`` is 1.
+"""
+
+from __future__ import annotations
+
+from ._finder import VERSION, install, provide, uninstall
+
+__all__ = ["VERSION", "install", "provide", "uninstall"]
+
+install()

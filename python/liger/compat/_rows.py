@@ -1,0 +1,115 @@
+"""Norms, gated units and other row-wise functions, with the arguments of liger_kernel.
+
+``in_place`` has no effect anywhere: no function writes into a tensor of the caller or into a gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .._tiled import tiled
+from ..ops.geglu import geglu
+from ..ops.group_norm import group_norm
+from ..ops.layer_norm import layer_norm
+from ..ops.relu_squared import relu_squared
+from ..ops.rms_norm import fused_add_rms_norm, rms_norm
+from ..ops.softmax import softmax
+from ..ops.swiglu import swiglu, swiglu_packed
+from ._function_class import function_class
+
+
+def _parameter_for(x, parameter):
+    """The parameter in a dtype that the norms of liger take beside x: that of x, or float32."""
+    if parameter is None or parameter.dtype in (x.dtype, torch.float32):
+        return parameter
+    return parameter.float()
+
+
+def _apply_rms_norm(X, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
+    """:func:`liger.rms_norm`; ``row_mode`` has no effect."""
+    return rms_norm(X, _parameter_for(X, W), eps, offset, casting_mode)
+
+
+def liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+    return _apply_rms_norm(X, W, eps, offset, casting_mode)
+
+
+def _apply_fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=False):
+    """(normalised sum, sum) of :func:`liger.fused_add_rms_norm`."""
+    return fused_add_rms_norm(X, R, _parameter_for(X, W), eps, offset, casting_mode)
+
+
+def liger_fused_add_rms_norm(X, R, W, eps, offset=0.0, casting_mode="llama", in_place=True):
+    return _apply_fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
+
+
+def liger_layer_norm(X, W, B, eps=1e-6):
+    """:func:`liger.layer_norm`."""
+    return layer_norm(X, _parameter_for(X, W), _parameter_for(X, B), eps)
+
+
+def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+    """:func:`liger.group_norm`; ``num_channels`` is the size of dimension 1 of X."""
+    if X.shape[1] != num_channels:
+        raise ValueError(
+            f"liger_group_norm: X has {X.shape[1]} channels, expected num_channels, {num_channels}"
+        )
+    weight, bias = _parameter_for(X, affine_scaling_weight), _parameter_for(X, affine_shifting_bias)
+    return group_norm(X, num_groups, weight, bias, eps)
+
+
+def _apply_silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    """``silu(a * gate_multiplier) * b * down_multiplier``, by :func:`liger.swiglu`."""
+    product = swiglu(a if gate_multiplier == 1 else a * gate_multiplier, b)
+    return product if down_multiplier == 1 else product * down_multiplier
+
+
+def liger_swiglu(a, b):
+    return swiglu(a, b)
+
+
+def _apply_fused_gate_up(y, in_place=False):
+    """``silu(gate) * up`` of one tensor with gate and up side by side, by :func:`liger.swiglu_packed`."""
+    return swiglu_packed(y)
+
+
+def liger_geglu(a, b):
+    """``gelu(a) * b`` with the approximation by tanh, by :func:`liger.geglu`."""
+    return geglu(a, b, "tanh")
+
+
+def liger_softmax(x):
+    return softmax(x)
+
+
+def liger_relu_squared(x):
+    return relu_squared(x)
+
+
+def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
+    """``fn(mlp_module, x)`` one shard of tokens at a time, by :func:`liger.tiled`.
+
+    Args:
+        num_shards: None: ceil(tokens of a sequence / hidden size).
+        compute_params: parameters that ``fn`` uses besides those of ``mlp_module``; or None.
+    """
+    if num_shards is None:
+        num_shards = -(-x.shape[-2] // x.shape[-1])
+    num_shards = max(min(num_shards, x.shape[:-1].numel()), 1)
+    return tiled(
+        functools.partial(fn, mlp_module), x, num_shards=num_shards, parameters=tuple(compute_params or ())
+    )
+
+
+LigerRMSNormFunction = function_class("LigerRMSNormFunction", _apply_rms_norm)
+LigerFusedAddRMSNormFunction = function_class("LigerFusedAddRMSNormFunction", _apply_fused_add_rms_norm)
+LigerLayerNormFunction = function_class("LigerLayerNormFunction", liger_layer_norm)
+LigerGroupNormFunction = function_class("LigerGroupNormFunction", liger_group_norm)
+LigerSiLUMulFunction = function_class("LigerSiLUMulFunction", _apply_silu_mul)
+LigerFusedGateUpSiLUMulFunction = function_class("LigerFusedGateUpSiLUMulFunction", _apply_fused_gate_up)
+LigerGELUMulFunction = function_class("LigerGELUMulFunction", liger_geglu)
+LigerSoftmaxFunction = function_class("LigerSoftmaxFunction", liger_softmax)
+LigerReLUSquaredFunction = function_class("LigerReLUSquaredFunction", liger_relu_squared)
+LigerTiledMLPFunction = function_class("LigerTiledMLPFunction", apply_tiled_mlp)

@@ -1,0 +1,36 @@
+"""OnlineDPOTrainer, whose own loss reads log-probabilities by liger."""
+
+import torch
+from trl.experimental.online_dpo import OnlineDPOTrainer
+
+from ._adapter import add_heads, replace
+
+
+def adapt_online_dpo(trainer):
+    if type(trainer)._forward is not OnlineDPOTrainer._forward:
+        return f"{type(trainer).__name__} has a _forward of its own, which computes all logits"
+    add_heads(trainer)
+
+    def forward(
+        original, model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs=None
+    ):  # fmt: skip
+        if prompt_ids.shape[1] == 0:
+            # The first token of the answer has no position that predicts it.
+            return original(model, prompt_ids, prompt_mask, completion_ids, completion_mask, vision_inputs)
+        length = completion_ids.shape[1]
+        if vision_inputs is None:
+            # As the trainer does: prompts lose tokens on the left until prompt and answer fit.
+            excess = max(prompt_ids.shape[1] + length - trainer.max_length, 0)
+            prompt_ids, prompt_mask = prompt_ids[:, excess:], prompt_mask[:, excess:]
+        ids = torch.cat((prompt_ids, completion_ids), 1)
+        names = ("pixel_values", "pixel_attention_mask", "image_sizes", "image_grid_thw")
+        images = {name: vision_inputs[name] for name in names if name in (vision_inputs or {})}
+        # Padding is scored, too: the trainer's KL divergence and entropy cover it.
+        output = model(
+            ids, attention_mask=torch.cat((prompt_mask, completion_mask), 1), labels=ids, fused_lm_head=True,
+            liger_keep=length, **images,
+        )  # fmt: skip
+        return output.log_probs
+
+    replace(trainer, "_forward", forward)
+    return "its pairs depend on rewards of the sampled answers"

@@ -1,0 +1,169 @@
+"""What ``import liger.compat`` does to the import system, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DISTRIBUTION = ROOT / "compat"
+
+
+def python(*arguments, path=(), **environment):
+    """Runs this interpreter; returns (exit status, stdout, stderr)."""
+    inherited = {name: value for name, value in os.environ.items() if name != "LIGER_COMPAT_OVERRIDE"}
+    inherited["PYTHONPATH"] = os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, env=inherited | environment, timeout=300
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A folder with another package named liger_kernel, and its metadata."""
+    package = tmp_path / "site" / "liger_kernel"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("AUTHOR = 'another'\n")
+    metadata = tmp_path / "site" / "liger_kernel-0.7.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: liger_kernel\nVersion: 0.7.0\n")
+    return tmp_path / "site"
+
+
+def test_without_the_import_there_is_no_liger_kernel():
+    status, _, errors = python("-c", "import liger, liger_kernel")
+    assert status != 0 and "No module named 'liger_kernel'" in errors
+
+
+def test_the_import_brings_modules_and_metadata():
+    code = """
+import importlib.metadata, importlib.util, json, sys
+import liger.compat
+found = importlib.util.find_spec("liger_kernel") is not None
+import liger_kernel, liger_kernel.transformers, liger_kernel.ops.utils
+print(json.dumps({
+    "found": found, "version": importlib.metadata.version("liger_kernel"), "attribute": liger_kernel.__version__,
+    "by_package": importlib.metadata.packages_distributions().get("liger_kernel"),
+    "transformers": "transformers" in sys.modules, "triton": "triton" in sys.modules,
+}))
+"""
+    status, output, errors = python("-c", code)
+    assert status == 0, errors
+    assert json.loads(output) == {
+        "found": True, "version": "0.8.5", "attribute": "0.8.5", "by_package": ["liger-kernel"],
+        "transformers": False, "triton": False,
+    }  # fmt: skip
+
+
+def test_an_installed_liger_kernel_is_not_replaced(other):
+    status, _, errors = python("-c", "import liger.compat", path=[other])
+    assert status != 0
+    assert f"a liger_kernel is installed in {other / 'liger_kernel'}" in errors
+    assert "LIGER_COMPAT_OVERRIDE=1" in errors
+    code = "import liger, liger_kernel; print(liger_kernel.AUTHOR)"
+    assert python("-c", code, path=[other])[1] == "another\n"
+
+
+def test_an_installed_liger_kernel_is_replaced_on_request(other):
+    code = (
+        "import liger.compat, liger_kernel; print(liger_kernel.__version__, hasattr(liger_kernel, 'AUTHOR'))"
+    )
+    status, output, errors = python("-c", code, path=[other], LIGER_COMPAT_OVERRIDE="1")
+    assert (status, output) == (0, "0.8.5 False\n"), errors
+    code = "import liger_kernel, liger.compat"
+    status, _, errors = python("-c", code, path=[other], LIGER_COMPAT_OVERRIDE="1")
+    assert status != 0 and "is imported already; import liger.compat before it" in errors
+    status, _, errors = python("-c", "import liger.compat", path=[other], LIGER_COMPAT_OVERRIDE="yes")
+    assert status != 0 and "LIGER_COMPAT_OVERRIDE: expected 0 or 1, got 'yes'" in errors
+
+
+def test_uninstall(other):
+    code = """
+import sys
+import liger.compat
+import liger_kernel.ops
+liger.compat.uninstall()
+liger.compat.uninstall()
+assert not [name for name in sys.modules if name.startswith("liger_kernel")]
+import liger_kernel
+assert liger_kernel.AUTHOR == "another"
+"""
+    status, _, errors = python("-c", code, path=[other], LIGER_COMPAT_OVERRIDE="1")
+    assert status == 0, errors
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path):
+    (tmp_path / "liger_kernel").mkdir()
+    status, output, errors = python(
+        "-c", "import liger.compat, liger_kernel; print(liger_kernel.__version__)", path=[tmp_path]
+    )
+    assert (status, output) == (0, "0.8.5\n"), errors
+
+
+def test_running_a_script(tmp_path):
+    (tmp_path / "helper.py").write_text("VALUE = 7\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, liger_kernel, helper\n"
+        "from liger_kernel.ops import LigerRMSNormFunction\n"
+        "if __name__ == '__main__':\n"
+        "    print(sys.argv[1:], helper.VALUE)\n"
+        "    sys.exit(3)\n"
+    )
+    status, output, errors = python("-m", "liger.compat", str(script), "--steps", "2")
+    assert (status, output) == (3, "['--steps', '2'] 7\n"), errors
+    status, output, errors = python("-m", "liger.compat", "-m", "train", "a", path=[tmp_path])
+    assert (status, output) == (3, "['a'] 7\n"), errors
+
+
+def test_running_nothing(tmp_path):
+    assert "usage: python -m liger.compat" in python("-m", "liger.compat")[2]
+    assert "usage: python -m liger.compat" in python("-m", "liger.compat", "--help")[1]
+    missing = str(tmp_path / "missing.py")
+    status, _, errors = python("-m", "liger.compat", missing)
+    assert status != 0 and f"there is no file {missing}" in errors
+
+
+def test_the_distribution_has_the_same_names():
+    code = """
+import liger_kernel.transformers
+import liger_kernel.transformers.rms_norm as module
+import liger.compat
+import liger.compat._norms
+assert module.LigerRMSNorm is liger.compat._norms.LigerRMSNorm is liger_kernel.transformers.LigerRMSNorm
+print(liger_kernel.__file__, liger_kernel.__version__)
+"""
+    expected = f"{DISTRIBUTION / 'liger_kernel' / '__init__.py'} 0.8.5\n"
+    status, output, errors = python("-c", code, path=[DISTRIBUTION])
+    assert (status, output) == (0, expected), errors
+    # The other order: the distribution is no other liger_kernel.
+    status, _, errors = python("-c", f"import liger.compat\n{code}", path=[DISTRIBUTION])
+    assert status == 0, errors
+
+
+@pytest.mark.packaging
+@pytest.mark.slow
+def test_the_distribution_builds(tmp_path):
+    pytest.importorskip("setuptools", "77")
+    status, output, errors = python(
+        "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), str(DISTRIBUTION)
+    )
+    assert status == 0, output + errors
+    wheel = next(tmp_path.glob("liger_kernel-0.8.5+liger.ops-py3-none-any.whl"))
+    code = (
+        "import importlib.metadata, liger_kernel\n"
+        "from transformers.utils import is_liger_kernel_available\n"
+        "assert is_liger_kernel_available()\n"
+        "from liger_kernel.transformers import apply_liger_kernel_to_llama\n"
+        "print(importlib.metadata.version('liger_kernel'))\n"
+    )
+    pytest.importorskip("transformers")
+    target = tmp_path / "site"
+    status, output, errors = python("-m", "pip", "install", "--no-deps", "--target", str(target), str(wheel))
+    assert status == 0, errors
+    status, output, errors = python("-c", code, path=[target])
+    assert (status, output) == (0, "0.8.5+liger.ops\n"), errors

@@ -1,0 +1,75 @@
+"""Every name of the table resolves, and every callable gives the numbers of plain torch, with their gradients."""
+
+import importlib
+
+import pytest
+import torch
+from compat_comparisons import CASES, differentiable, gradients
+
+from liger.compat._architectures import FUNCTION_NAMES
+from liger.compat._names import MODULES
+
+pytest.importorskip("transformers")
+
+# Tested in other files of this folder, by their effect on a model, on a process group or on a script.
+ELSEWHERE = {"_patching", "_auto", "_fsdp", "_orpo_trainer", "_utils"}
+OUTPUT_CLASSES = {"LigerCausalLMOutputWithPast", "LigerMoeCausalLMOutputWithPast"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_name_resolves(module):
+    found = importlib.import_module(module)
+    for name, source in MODULES[module].items():
+        if source == "_orpo_trainer":
+            pytest.importorskip("trl")
+        if name == "torch_to_triton_dtype":
+            pytest.importorskip("triton")
+        assert getattr(found, name) is not None
+        assert name in dir(found)
+
+
+def test_every_callable_has_a_comparison():
+    named = {(source, name) for names in MODULES.values() for name, source in names.items()}
+    numeric = {pair for pair in named if pair[0] not in ELSEWHERE and pair[1] not in OUTPUT_CLASSES}
+    assert numeric == set(CASES)
+
+
+@pytest.mark.parametrize("source, name", CASES, ids=lambda value: value)
+def test_numbers_and_gradients_are_those_of_torch(source, name):
+    case = CASES[source, name]
+    before = [t.detach().clone() for t in case.tensors]
+    actual = case.ours(getattr(importlib.import_module(f"liger.compat.{source}"), name), *case.tensors)
+    expected = case.formula(*case.tensors)
+    ours, theirs = differentiable(actual), differentiable(expected)
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5, check_dtype=not b.is_floating_point())
+    for a, b in zip(gradients(ours, case.tensors), gradients(theirs, case.tensors), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    for tensor, copy in zip(case.tensors, before, strict=True):
+        assert torch.equal(tensor, copy)
+
+
+def test_the_classes_of_the_root_are_those_of_the_modules():
+    """``from liger_kernel.transformers import X`` and ``from liger_kernel.transformers.x import X`` are one class."""
+    from liger_kernel.transformers import LigerRMSNorm, functional
+    from liger_kernel.transformers.functional import liger_cross_entropy
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm as same
+
+    assert LigerRMSNorm is same
+    assert functional.liger_cross_entropy is liger_cross_entropy
+    import liger_kernel.transformers
+
+    for name in FUNCTION_NAMES:
+        assert callable(getattr(liger_kernel.transformers, name))
+
+
+def test_a_name_that_does_not_exist():
+    with pytest.raises(ImportError, match=r"cannot import name 'LigerDyTFunction' from 'liger_kernel\.ops'"):
+        from liger_kernel.ops import LigerDyTFunction  # noqa: F401
+    import liger_kernel.ops
+
+    with pytest.raises(AttributeError, match=r"liger_kernel.ops has no 'x', only .*LigerRMSNormFunction"):
+        liger_kernel.ops.x  # noqa: B018
+    with pytest.raises(ModuleNotFoundError, match=r"liger_kernel\.nothing"):
+        import liger_kernel.nothing

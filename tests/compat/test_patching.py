@@ -1,0 +1,260 @@
+"""apply_liger_kernel_to_*, the auto class, patches of single modules: by their effect on tiny models."""
+
+import inspect
+import logging
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+from liger.compat._architectures import MODEL_TYPES, PARAMETERS  # noqa: E402
+from liger.transformers import patch_report  # noqa: E402
+
+FUSED = "fused_linear_cross_entropy"
+OFF = {"rope": False, "cross_entropy": False, FUSED: False, "rms_norm": False, "swiglu": False}
+
+
+def kinds(model):
+    return set(patch_report(model).replaced.values())
+
+
+def step(model):
+    """Loss and gradients of one training step."""
+    batch = tiny_models.batch()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_same_step(model, other):
+    (loss, grads), (expected, others) = step(model), step(other)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, others[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_call_of_the_documentation(caplog):
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    model = tiny_models.make("llama")
+    with caplog.at_level(logging.INFO, logger="liger.compat"):
+        apply_liger_kernel_to_llama(
+            rope=True, cross_entropy=True, fused_linear_cross_entropy=True, mlp=True, model=model
+        )
+    assert [r.name for r in caplog.records if "both losses" in r.message] == ["liger.compat"]
+    assert kinds(model) == {"rope", "rms_norm", "swiglu", FUSED}
+    assert_same_step(model, tiny_models.make("llama"))
+
+
+def test_models_that_are_constructed_later():
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(rope=True, cross_entropy=True, fused_linear_cross_entropy=True, mlp=True)
+    try:
+        model = tiny_models.make("llama")
+    finally:
+        apply_liger_kernel_to_llama(**OFF)
+    assert kinds(model) == {"rope", "rms_norm", "swiglu", FUSED}
+    assert not kinds(tiny_models.make("llama"))
+
+
+@pytest.mark.parametrize(
+    "family, model_type", [("Olmo2", "olmo2"), ("Gemma2", "gemma2"), ("SmolLM3", "smollm3")]
+)
+def test_types_whose_functions_liger_kernel_has(family, model_type):
+    """Also those for which liger.transformers has no function, of one model and of later ones."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+    one = tiny_models.make(family)
+    function(model=one)
+    function()
+    try:
+        later = tiny_models.make(family)
+    finally:
+        function(**dict.fromkeys(PARAMETERS[model_type][:-1], False))
+    assert {"rms_norm", FUSED} <= kinds(one) == kinds(later)
+    assert not kinds(tiny_models.make(family))
+    assert_same_step(one, tiny_models.make(family))
+    assert_same_step(later, tiny_models.make(family))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_function_takes_its_arguments_in_order(model_type):
+    """All options False by position: a later model is as transformers made it."""
+    from liger_kernel.transformers import monkey_patch
+
+    function = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type]
+    name = MODEL_TYPES[model_type]
+    assert function is getattr(monkey_patch, f"apply_liger_kernel_to_{name}")
+    positional = [
+        p for p in inspect.signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+    assert [p.name for p in positional] == PARAMETERS[name]
+    model = tiny_models.make("llama")
+    function(*(model if p.name == "model" else False for p in positional))
+    assert not kinds(model)
+
+
+def test_options_of_both_libraries():
+    from liger_kernel.transformers import apply_liger_kernel_to_llama, apply_liger_kernel_to_llava
+
+    model = tiny_models.make("llama")
+    apply_liger_kernel_to_llama(False, None, True, rms_norm=0, tiled_mlp=True, model=model)
+    assert kinds(model) == {"tiled_mlp", FUSED}
+    apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False, model=model)
+    assert kinds(model) == {"rope", "rms_norm", "swiglu", "cross_entropy"}
+    apply_liger_kernel_to_llama(**OFF, model=model)
+    assert not kinds(model)
+    apply_liger_kernel_to_llava(model=model, unknown=1)
+    assert FUSED in kinds(model)
+    with pytest.raises(
+        TypeError, match=r"apply_liger_kernel_to_llama: .*'geglu'.*expected rope, cross_entropy"
+    ):
+        apply_liger_kernel_to_llama(geglu=True)
+
+
+def test_granite_returns_logits_by_default():
+    from liger_kernel.transformers import apply_liger_kernel_to_granite
+
+    model = tiny_models.make("Granite")
+    apply_liger_kernel_to_granite(model=model)
+    assert "cross_entropy" in kinds(model)
+    assert model(**tiny_models.batch()).logits is not None
+    assert_same_step(model, tiny_models.make("Granite"))
+
+
+def test_one_instance(caplog):
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model = tiny_models.make("llama")
+    _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=True, unknown=7)
+    assert kinds(model) == {"rms_norm", "swiglu", FUSED}
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=True)
+    assert kinds(model) == {"rope", "rms_norm", "swiglu", "cross_entropy"}
+    other = tiny_models.make("StableLm")  # a type that liger_kernel does not know
+    _apply_liger_kernel_to_instance(model=other, unknown=7)
+    assert FUSED in kinds(other)
+    with caplog.at_level(logging.WARNING, logger="liger.compat"):
+        _apply_liger_kernel_to_instance(model=nn.Linear(2, 2))
+    assert "nothing in Linear can be patched as asked" in caplog.text
+
+
+def test_a_type_by_name(caplog):
+    from liger_kernel.transformers.trainer_integration import _apply_liger_kernel
+
+    _apply_liger_kernel("mistral", swiglu=False, unknown=7)
+    try:
+        assert kinds(tiny_models.make("mistral")) == {"rope", "rms_norm", FUSED}
+    finally:
+        _apply_liger_kernel("mistral", **OFF)
+    with caplog.at_level(logging.INFO, logger="liger.compat"):
+        _apply_liger_kernel("no_such_type")
+    assert "no model type 'no_such_type'" in caplog.text
+
+
+def test_the_auto_class(tmp_path):
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+    plain = tiny_models.make("qwen2")
+    plain.save_pretrained(tmp_path)
+    model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, dtype=torch.float32).train()
+    assert kinds(model) == {"rms_norm", "swiglu", FUSED}
+    assert_same_step(model, plain)
+    made = AutoLigerKernelForCausalLM.from_config(
+        tiny_models.config("qwen2"), cross_entropy=True, swiglu=False
+    )
+    assert kinds(made) == {"rope", "rms_norm", FUSED}
+
+
+# --- single modules -----------------------------------------------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(8)), 1e-2
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (1 + self.weight)
+
+
+class MLP(nn.Module):
+    def __init__(self, activation):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+def gelu(x):
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+def test_single_modules():
+    from liger_kernel.transformers import LigerSwiGLUMLP, monkey_patch
+
+    x = torch.randn(3, 8)
+    cases = (
+        (Norm(), lambda m: monkey_patch._patch_rms_norm_module(m, 1.0, 1e-6, "gemma"), "LigerRMSNorm"),
+        (nn.LayerNorm(8, 1e-2), monkey_patch._patch_layer_norm_module, "LigerLayerNorm"),
+        (nn.LayerNorm(8, bias=False), monkey_patch._patch_layer_norm_module, "LigerLayerNorm"),
+        (
+            MLP(nn.functional.silu),
+            lambda m: monkey_patch._patch_swiglu_module(m, LigerSwiGLUMLP),
+            "LigerSwiGLUMLP",
+        ),
+        (MLP(gelu), monkey_patch._patch_geglu_module, "LigerGEGLUMLP"),
+    )
+    for module, patch, name in cases:
+        expected = module(x)
+        patch(module)
+        module.activation = None  # the forward is another one
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+        assert module._get_name() == name
+
+
+def test_modules_that_peft_wraps():
+    peft = pytest.importorskip("peft")
+    from liger_kernel.transformers.monkey_patch import _patch_rms_norm_module
+
+    model = peft.get_peft_model(
+        tiny_models.make("llama"), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
+    )
+    norm = model.base_model.model.model.norm
+    x = torch.randn(2, 3, 64)
+    expected = norm(x)
+    _patch_rms_norm_module(norm)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-5, atol=1e-5)
+    assert norm.modules_to_save["default"]._get_name() == norm.original_module._get_name() == "LigerRMSNorm"
+
+
+def test_redirection_of_an_fsdp_forward(tmp_path):
+    """``redirection(wrapper, method, x)`` runs the method inside the wrapper's forward, and only once."""
+    from liger_kernel.transformers.trainer.orpo_trainer import _FSDPForwardRedirection
+    from torch import distributed
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with pytest.raises(TypeError, match="was given a Linear, expected a FullyShardedDataParallel"):
+        _FSDPForwardRedirection()(nn.Linear(2, 2), lambda: 0)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        inner = nn.Linear(2, 2)
+        weight = inner.weight.detach().clone()
+        wrapper = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+        x = torch.randn(3, 2)
+        doubled = _FSDPForwardRedirection()(
+            wrapper, lambda x, factor: factor * (x @ inner.weight.T), x, factor=2
+        )
+        torch.testing.assert_close(doubled, 2 * (x @ weight.T))
+        assert torch.equal(wrapper(x), wrapper(x))
+        with pytest.raises(RuntimeError, match="inside"):
+            _FSDPForwardRedirection()(wrapper, lambda x: (_ for _ in ()).throw(RuntimeError("inside")), x)
+        assert "forward" not in wrapper._fsdp_wrapped_module.__dict__
+    finally:
+        distributed.destroy_process_group()

@@ -1,0 +1,107 @@
+"""``TrainingArguments(use_liger_kernel=True)``, and the ORPO trainer of liger_kernel."""
+
+import logging
+
+import pytest
+import tiny_models
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from liger.transformers import patch_report  # noqa: E402
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        ids = torch.randint(3, tiny_models.VOCAB, (9,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def train(tmp_path, model, **options):
+    """The losses that a Trainer logs in three steps."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, **options,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Rows())
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    "config, loss",
+    [
+        (None, "fused_linear_cross_entropy"),
+        ({"cross_entropy": True, "fused_linear_cross_entropy": False, "unknown": 1}, "cross_entropy"),
+        ({"cross_entropy": True}, "fused_linear_cross_entropy"),
+        ({"rope": False, "swiglu": False}, "fused_linear_cross_entropy"),
+    ],
+)
+def test_use_liger_kernel(tmp_path, config, loss):
+    model = tiny_models.make("llama")
+    losses = train(tmp_path, model, use_liger_kernel=True, liger_kernel_config=config)
+    found = set(patch_report(model).replaced.values())
+    expected = {"rms_norm", loss} | {"rope", "swiglu"} - {n for n, v in (config or {}).items() if not v}
+    assert found == expected
+    plain = train(tmp_path, tiny_models.make("llama"))
+    assert losses == pytest.approx(plain, rel=1e-4) and len(plain) == 3
+
+
+def test_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def make():
+        torch.manual_seed(0)
+        return peft.get_peft_model(
+            tiny_models.make("qwen3"), peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+        )
+
+    model = make()
+    losses = train(tmp_path, model, use_liger_kernel=True)
+    assert "fused_linear_cross_entropy" in patch_report(model).replaced.values()
+    assert losses == pytest.approx(train(tmp_path, make()), rel=1e-4)
+
+
+def test_a_model_in_which_nothing_fits(tmp_path, caplog):
+    """transformers' Trainer goes on; one line says that nothing was patched."""
+    settings = transformers.BertConfig(
+        vocab_size=tiny_models.VOCAB,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    model = transformers.BertForMaskedLM(settings)
+    with caplog.at_level(logging.WARNING, logger="liger.compat"):
+        losses = train(
+            tmp_path, model, use_liger_kernel=True,
+            liger_kernel_config=dict.fromkeys(("layer_norm", "geglu", "relu_squared"), False),
+        )  # fmt: skip
+    assert len(losses) == 3
+    lines = [r.message for r in caplog.records if "nothing in BertForMaskedLM can be patched" in r.message]
+    assert len(lines) == (0 if patch_report(model).replaced else 1)
+
+
+def test_orpo_trainer(tmp_path):
+    experimental = pytest.importorskip("trl.experimental.orpo")
+    import trl_trainers as made
+    from liger_kernel.transformers.trainer.orpo_trainer import LigerORPOTrainer
+
+    def make(trainer_class):
+        return trainer_class(
+            made.model(), args=experimental.ORPOConfig(str(tmp_path), **made.OPTIONS), train_dataset=made.pairs(),
+            processing_class=made.tokenizer(),
+        )  # fmt: skip
+
+    trainers = make(LigerORPOTrainer), make(experimental.ORPOTrainer)
+    for trainer in trainers:
+        torch.manual_seed(0)
+        with made.losses_in_heads() as counted:
+            trainer.train()
+        assert bool(counted) == (trainer is trainers[0])
+    for mine, other in zip(*map(made.logged, trainers), strict=True):
+        assert mine == pytest.approx(other, rel=1e-4, abs=1e-4, nan_ok=True)

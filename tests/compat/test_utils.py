@@ -1,0 +1,125 @@
+"""Helpers that other projects import: devices, versions, Triton settings; metrics' output classes."""
+
+import operator
+
+import pytest
+import torch
+
+
+def test_versions_and_devices(monkeypatch):
+    from liger_kernel import utils
+    from liger_kernel.ops.utils import compare_version
+
+    assert utils.infer_device() == ("cuda" if torch.cuda.is_available() else utils.infer_device())
+    assert compare_version("torch", operator.ge, "2.0.0") and not compare_version(
+        "torch", operator.ge, "99.0"
+    )
+    assert not compare_version("no_such_package", operator.ge, "0.1")
+    pytest.importorskip("transformers")
+    assert (
+        utils.transformers_version_dispatch("4.0.0", lambda: "old", lambda x: x, after_args=("new",)) == "new"
+    )
+    assert (
+        utils.transformers_version_dispatch("99.0", lambda x: x, lambda: "new", before_kwargs={"x": 1}) == 1
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    utils.infer_device_arch.cache_clear()
+    assert utils.infer_device() == "cuda" and utils.infer_device_arch() == "hopper"
+    utils.infer_device_arch.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="the device is cpu, expected cuda or xpu"):
+        utils.get_total_gpu_memory()
+    assert utils.infer_comm_backend() in ("nccl", "xccl", "mpi", "gloo")
+
+
+@pytest.mark.parametrize(
+    "n, expected", [(1, (1, 4)), (1000, (1024, 4)), (2048, (2048, 8)), (65536, (65536, 32))]
+)
+def test_settings_of_triton_kernels(n, expected):
+    from liger_kernel.ops.utils import calculate_settings
+
+    assert calculate_settings(n) == expected
+
+
+def test_a_row_that_is_too_long_for_one_block():
+    from liger_kernel.ops.utils import calculate_settings
+
+    with pytest.raises(RuntimeError, match="n is 65537, expected at most 65536"):
+        calculate_settings(65537)
+
+
+def test_decorators_of_autograd_functions():
+    from liger_kernel.ops.utils import amp_custom_bwd, amp_custom_fwd, device_context, ensure_contiguous
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        @amp_custom_fwd
+        @ensure_contiguous
+        def forward(ctx, x, *, weight=None):
+            assert x.is_contiguous()
+            return x.sum()
+
+        @staticmethod
+        @amp_custom_bwd
+        @ensure_contiguous
+        def backward(ctx, grad):
+            return grad.expand(3, 2)
+
+    x = torch.randn(2, 3).t().requires_grad_()
+    with device_context("cpu"):
+        Sum.apply(x).backward()
+    assert torch.equal(x.grad, torch.ones(3, 2))
+
+
+def test_dtypes_of_triton():
+    triton = pytest.importorskip("triton.language")
+    from liger_kernel.ops.utils import torch_to_triton_dtype
+
+    assert torch_to_triton_dtype[torch.bfloat16] == triton.bfloat16
+
+
+def test_output_classes():
+    pytest.importorskip("transformers")
+    from liger_kernel.transformers.model.output_classes import LigerCausalLMOutputWithPast
+
+    output = LigerCausalLMOutputWithPast(loss=torch.tensor(1.0), token_accuracy=torch.tensor(0.5))
+    assert output.to_tuple() == (output.loss, output.token_accuracy)
+
+
+def test_functions_of_torch_that_the_op_lacks():
+    """liger_cross_entropy may replace torch.nn.functional.cross_entropy."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    logits, target = torch.randn(4, 5, 3), torch.randint(0, 5, (4, 3))
+    probabilities = torch.randn(4, 5).softmax(-1)
+    for arguments in ((logits, target), (logits[..., 0], probabilities), (logits[0, :, 0], target[0, 0])):
+        expected = torch.nn.functional.cross_entropy(*arguments)
+        torch.testing.assert_close(liger_cross_entropy(*arguments), expected)
+    with pytest.raises(ValueError, match=r"input has shape \(4, 5, 3\).*expected \(rows, classes\)"):
+        liger_cross_entropy(logits, target, softcap=5.0)
+
+
+def test_errors_name_the_argument():
+    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+    from liger_kernel.functional import rms_norm
+    from liger_kernel.transformers import (
+        LigerFusedLinearKLDivLoss,
+        LigerRMSNorm,
+        LigerVocabParallelCrossEntropy,
+    )
+
+    x, w, t = torch.randn(4, 2, 8), torch.randn(5, 8), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="impl is 'nvidia-cutile', expected None"):
+        rms_norm(x, torch.ones(8), impl="nvidia-cutile")
+    with pytest.raises(ValueError, match="init_fn is 'random', expected 'ones' or 'zeros'"):
+        LigerRMSNorm(8, init_fn="random")
+    with pytest.raises(ValueError, match="label_smoothing_formula is 'megatron', expected pytorch"):
+        LigerVocabParallelCrossEntropy(label_smoothing_formula="megatron")(x, t)
+    with pytest.raises(ValueError, match="reduction is 'none', expected"):
+        LigerFusedLinearKLDivLoss("none")(x[0], w, torch.ones(2, 5) / 5)
+    with pytest.raises(ValueError, match="no reference"):
+        LigerFusedLinearDPOLoss()(w, x, t)
+    with pytest.raises(ValueError, match="unknown loss_type 'x'"):
+        LigerFusedLinearDPOLoss(loss_type="x", use_ref_model=False)(w, x, t)

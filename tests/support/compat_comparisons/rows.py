@@ -1,0 +1,250 @@
+"""Norms, gated units, MLPs, rotary embeddings."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .case import Config, compare, random
+
+X, R, W, B = random(2, 5, 8), random(2, 5, 8, seed=1), random(8, seed=2), random(8, seed=3)
+
+
+def rms(x, w, eps=1e-6, offset=0.0):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + w)
+
+
+NORM = 1e-5, 1.0, "gemma"
+
+
+def gemma(x, w):
+    return rms(x, w, 1e-5, 1.0)
+
+
+def added(x, r, w):
+    return rms(x + r, w, 1e-5, 1.0), x + r
+
+
+compare("_rows", "LigerRMSNormFunction", lambda f, x, w: f.apply(x, w, *NORM), gemma, X, W)
+compare("_rows", "liger_rms_norm", lambda f, x, w: f(x, w, *NORM), gemma, X, W)
+compare("_functional", "rms_norm", lambda f, x, w: f(x, w, *NORM[:1], offset=1.0), gemma, X, W)
+compare("_rows", "LigerFusedAddRMSNormFunction", lambda f, x, r, w: f.apply(x, r, w, *NORM), added, X, R, W)
+compare("_rows", "liger_fused_add_rms_norm", lambda f, x, r, w: f(x, r, w, *NORM), added, X, R, W)
+compare("_functional", "fused_add_rms_norm", lambda f, x, r, w: f(x, r, w, *NORM), added, X, R, W)
+
+
+def layer(x, w, b):
+    return F.layer_norm(x, (8,), w, b, 1e-5)
+
+
+compare("_rows", "LigerLayerNormFunction", lambda f, x, w, b: f.apply(x, w, b, 1e-5), layer, X, W, B)
+compare("_rows", "liger_layer_norm", lambda f, x, w, b: f(x, w, b, 1e-5), layer, X, W, B)
+compare("_functional", "layer_norm", lambda f, x, w, b: f(x, w, b, 1e-5), layer, X, W, B)
+
+
+def group(x, w, b):
+    return F.group_norm(x, 4, w, b, 1e-5)
+
+
+IMAGE = random(2, 8, 3)
+compare(
+    "_rows", "LigerGroupNormFunction", lambda f, x, w, b: f.apply(x, w, b, 8, 4, 1e-5), group, IMAGE, W, B
+)
+compare("_rows", "liger_group_norm", lambda f, x, w, b: f(x, w, b, 8, 4, 1e-5), group, IMAGE, W, B)
+
+
+def silu_mul(a, b):
+    return F.silu(a) * b
+
+
+def gelu_mul(a, b):
+    return F.gelu(a, approximate="tanh") * b
+
+
+def multiplied(a, b):
+    return F.silu(0.5 * a) * b * 3
+
+
+compare("_rows", "LigerSiLUMulFunction", lambda f, a, b: f.apply(a, b, 0.5, 3.0), multiplied, X, R)
+compare("_functional", "swiglu", lambda f, a, b: f(a, b, 0.5, 3.0), multiplied, X, R)
+compare("_rows", "liger_swiglu", lambda f, a, b: f(a, b), silu_mul, X, R)
+compare(
+    "_rows",
+    "LigerFusedGateUpSiLUMulFunction",
+    lambda f, x: f.apply(x),
+    lambda x: silu_mul(*x.chunk(2, -1)),
+    X,
+)
+compare("_rows", "LigerGELUMulFunction", lambda f, a, b: f.apply(a, b), gelu_mul, X, R)
+compare("_rows", "liger_geglu", lambda f, a, b: f(a, b), gelu_mul, X, R)
+compare("_functional", "geglu", lambda f, a, b: f(a, b), gelu_mul, X, R)
+compare("_rows", "LigerSoftmaxFunction", lambda f, x: f.apply(x), lambda x: x.softmax(-1), X)
+compare("_rows", "liger_softmax", lambda f, x: f(x), lambda x: x.softmax(-1), X)
+compare("_functional", "softmax", lambda f, x: f(x), lambda x: x.softmax(-1), X)
+compare("_rows", "LigerReLUSquaredFunction", lambda f, x: f.apply(x), lambda x: x.relu().square(), X)
+compare("_rows", "liger_relu_squared", lambda f, x: f(x), lambda x: x.relu().square(), X)
+LINEAR = nn.Linear(8, 8)
+compare(
+    "_rows", "LigerTiledMLPFunction", lambda f, x: f.apply(lambda m, x: m(x).tanh(), LINEAR, x, 3),
+    lambda x: LINEAR(x).tanh(), X,
+)  # fmt: skip
+compare(
+    "_rows",
+    "apply_tiled_mlp",
+    lambda f, x: f(lambda m, x: m(x).tanh(), LINEAR, x),
+    lambda x: LINEAR(x).tanh(),
+    X,
+)
+
+
+# --- modules ------------------------------------------------------------------------------------------------------
+
+
+def module_of(f, *arguments, weights=()):
+    """A module whose parameters of these names are the given tensors: the arguments after the constructor's."""
+    module = f(*arguments)
+    for name, tensor in weights:
+        owner = module.get_submodule(name.rpartition(".")[0])
+        del owner._parameters[name.rpartition(".")[2]]
+        setattr(owner, name.rpartition(".")[2], tensor)
+    return module
+
+
+def norm_case(name, offset, *arguments):
+    compare(
+        "_norms", name, lambda f, x, w: module_of(f, 8, 1e-5, *arguments, weights=[("weight", w)])(x),
+        lambda x, w: rms(x, w, 1e-5, offset), X, W,
+    )  # fmt: skip
+
+
+norm_case("LigerRMSNorm", 0.5, 0.5, "none")
+for _name in ("Gemma", "Gemma2", "Gemma3", "Qwen3Next", "MuseGlimmerTextCentered"):
+    norm_case(f"LigerRMSNormFor{_name}", 1.0)
+for _name in ("Gemma4", "Olmo2", "Glm4", "MuseGlimmer"):
+    norm_case(f"LigerRMSNormFor{_name}", 0.0)
+compare(
+    "_norms", "LigerFusedAddRMSNorm",
+    lambda f, x, r, w: module_of(f, 8, 1e-5, 1.0, "gemma", weights=[("weight", w)])(x, r), added, X, R, W,
+)  # fmt: skip
+compare(
+    "_norms", "LigerLayerNorm",
+    lambda f, x, w, b: module_of(f, 8, 1e-5, True, weights=[("weight", w), ("bias", b)])(x), layer, X, W, B,
+)  # fmt: skip
+compare(
+    "_norms", "LigerGroupNorm",
+    lambda f, x, w, b: module_of(f, 8, 4, 1e-5, True, weights=[("weight", w), ("bias", b)])(x), group, IMAGE, W, B,
+)  # fmt: skip
+compare("_norms", "LigerSoftmax", lambda f, x: f()(x), lambda x: x.softmax(-1), X)
+compare("_norms", "LigerReLUSquared", lambda f, x: f()(x), lambda x: x.relu().square(), X)
+
+GATE, UP, DOWN, PACKED = random(12, 8), random(12, 8, seed=4), random(8, 12), random(24, 8)
+
+
+def gated(product, names="gate_proj up_proj down_proj"):
+    weights = [f"{name}.weight" for name in names.split()]
+
+    def ours(config, f, x, *tensors):
+        return module_of(f, config, weights=list(zip(weights, tensors, strict=True)))(x)
+
+    def formula(x, gate, up, down):
+        return product(x @ gate.T, x @ up.T) @ down.T
+
+    return ours, formula
+
+
+def mlp_case(names, config, product, projections="gate_proj up_proj down_proj"):
+    ours, formula = gated(product, projections)
+    compare(
+        "_mlps", names, lambda f, *tensors: ours(config, f, *tensors), formula, X, GATE, UP, DOWN
+    )  # fmt: skip
+
+
+SILU, GELU = Config(), Config(hidden_act="gelu_pytorch_tanh")
+mlp_case("LigerSwiGLUMLP LigerQwen3MoeSwiGLUMLP LigerHunyuanV1SwiGLUMLP LigerTiledSwiGLUMLP", SILU, silu_mul)
+mlp_case("LigerSwiGLUMLPForMuseGlimmer", Config(hidden_activation="silu"), silu_mul)
+mlp_case("LigerFalconH1SwiGLUMLP", Config(mlp_multipliers=(0.5, 3.0)), multiplied)
+mlp_case("LigerGEGLUMLP LigerGEGLUMLPForGemma4 LigerTiledGEGLUMLP", GELU, gelu_mul)
+mlp_case("LigerBlockSparseTop2MLP", SILU, silu_mul, "w1 w3 w2")
+compare(
+    "_mlps", "LigerPhi3SwiGLUMLP",
+    lambda f, x, p, d: module_of(f, SILU, weights=[("gate_up_proj.weight", p), ("down_proj.weight", d)])(x),
+    lambda x, p, d: silu_mul(*(x @ p.T).chunk(2, -1)) @ d.T, X, PACKED, DOWN,
+)  # fmt: skip
+
+
+# --- rotary embeddings --------------------------------------------------------------------------------------------
+
+Q, K = random(2, 3, 5, 8), random(2, 1, 5, 8)
+ANGLES = random(2, 5, 4, grad=False)
+COS, SIN = (torch.cat((t, t), -1) for t in (ANGLES.cos(), ANGLES.sin()))
+
+
+def rotate(x, cos, sin):
+    half = cos.shape[-1] // 2
+    rotated, rest = x[..., : 2 * half], x[..., 2 * half :]
+    turned = torch.cat((-rotated[..., half:], rotated[..., :half]), -1)
+    return torch.cat((rotated * cos + turned * sin, rest), -1)
+
+
+def both(q, k, cos, sin):
+    return rotate(q, cos[:, None], sin[:, None]), rotate(k, cos[:, None], sin[:, None])
+
+
+compare("_rope", "LigerRopeFunction", lambda f, q, k, c, s: f.apply(q, k, c, s), both, Q, K, COS, SIN)
+for _name in ("liger_rotary_pos_emb", "liger_rope"):
+    # Tables for a part of the head, with a dimension of size 1 for the heads.
+    compare(
+        "_rope", _name, lambda f, q, k, c, s: f(q, k, c[:, None], s[:, None]), both, Q, K,
+        COS[..., [0, 1, 4, 5]], SIN[..., [0, 1, 4, 5]],
+    )  # fmt: skip
+compare("_functional", "rope", lambda f, q, k, c, s: f(q, k, c, s, None, 1), both, Q, K, COS, SIN)
+compare(
+    "_rope",
+    "liger_rotary_pos_emb_gpt_oss",
+    lambda f, q, k, c, s: f(q, k, c[..., :4], s[..., :4]),
+    both,
+    Q,
+    K,
+    COS,
+    SIN,
+)
+compare(
+    "_rope", "liger_rotary_pos_emb_vision", lambda f, q, k, c, s: f(q, k, c, s),
+    lambda q, k, c, s: (rotate(q, c[:, None], s[:, None]), rotate(k, c[:, None], s[:, None])),
+    random(5, 3, 8), random(5, 3, 8, seed=1), COS[0], SIN[0],
+)  # fmt: skip
+
+
+def multimodal(q, k, cos, sin):
+    sections = [2, 1, 1] * 2
+    cos, sin = (
+        torch.cat([part[i % 3] for i, part in enumerate(t.split(sections, -1))], -1) for t in (cos, sin)
+    )
+    return both(q, k, cos, sin)
+
+
+for _name, _ours in (
+    ("LigerQwen2VLMRopeFunction", lambda f, *tensors: f.apply(*tensors, [2, 1, 1])),
+    ("liger_multimodal_rotary_pos_emb", lambda f, *tensors: f(*tensors, [2, 1, 1])),
+    ("liger_qwen2vl_mrope", lambda f, *tensors: f(*tensors, [2, 1, 1], 1)),
+):
+    compare(
+        "_rope", _name, _ours, multimodal, Q, K, *(torch.stack((t, 2 * t, 3 * t)) for t in (COS, SIN))
+    )  # fmt: skip
+
+
+def complex_product(q, k, freqs):
+    factor = freqs.reshape(-1, 1, 4)
+    return tuple(
+        torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * factor).flatten(-2)
+        for x in (q, k)
+    )
+
+
+FREQS = torch.polar(torch.ones(5, 4), ANGLES[0])
+HEADS_LAST = random(2, 5, 3, 8), random(2, 5, 1, 8)
+compare("_rope", "LigerLlama4RopeFunction", lambda f, *t: f.apply(*t), complex_product, *HEADS_LAST, FREQS)
+compare("_rope", "liger_llama4_text_rotary_pos_emb", lambda f, *t: f(*t), complex_product, *HEADS_LAST, FREQS)
+compare(
+    "_rope", "liger_llama4_vision_rotary_pos_emb", lambda f, *t: f(*t), complex_product, *HEADS_LAST,
+    FREQS.real.clone()[:, None],
+)  # fmt: skip

@@ -1,0 +1,16 @@
+"""The folder hub/, and the mapping of its layers for ``kernelize``."""
+
+from pathlib import Path
+
+HUB = Path(__file__).parents[2] / "hub"
+
+# Layer name of transformers -> class in hub/.
+LAYERS = {
+    "RMSNorm": "LigerRMSNorm",
+    "RMSNormZeroCentered": "LigerRMSNormZeroCentered",
+    "SwiGLUMLP": "LigerSwiGLUMLP",
+    "GeGLUMLP": "LigerGEGLUMLP",
+    "Linear": "LigerLinear",
+    "rotary_pos_emb": "LigerRotaryPosEmb",
+    "ForCausalLMLoss": "LigerForCausalLMLoss",
+}
