@@ -63,8 +63,8 @@ def test_long_rows(device, dtype, rows, row_bytes):
 
 
 # The bytes of a row at which the cuda backend changes the shape of its launch, with 228 KB of shared memory per SM:
-# three blocks per SM, alone, in pairs, in the largest clusters; then two blocks per SM and one, in the largest clusters.
-# First those of the backward, which stages two tensors.
+# three blocks per SM, alone, in pairs, in the largest clusters; then two blocks per SM and one, in the largest
+# clusters. First those of the backward, which stages two tensors.
 LIMITS = [
     38144, 76032, 303104, 457728, 919552,
     76160, 152064, 602112, 912384, 1835008,

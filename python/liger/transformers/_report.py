@@ -47,8 +47,8 @@ class PatchReport:
     Attributes:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
             ``"fused_add_rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``,
-            ``"gelu"``, ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
-            replaced by ``liger.trl.patch``.
+            ``"gelu"``, ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose
+            lm_head was replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.
         classes: module name -> name of the class, of the modules in ``left``.
