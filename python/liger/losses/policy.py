@@ -87,7 +87,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         error=ValueError, beta=NOT_NEGATIVE, use_ref_model=FLAG, epsilon_low=NOT_NEGATIVE, epsilon_high=NOT_NEGATIVE,
         loss_type=TEXT, max_completion_length=COUNT, importance_sampling_level=TEXT, sapo_temperature_pos=POSITIVE,
         sapo_temperature_neg=POSITIVE, temperature=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG,
-        entropy_coef=FINITE, vespo_k_pos=FINITE, vespo_lambda_pos=FINITE, vespo_k_neg=FINITE, vespo_lambda_neg=FINITE,
+        entropy_coef=FINITE, vespo_k_pos=NOT_NEGATIVE, vespo_lambda_pos=NOT_NEGATIVE, vespo_k_neg=NOT_NEGATIVE,
+        vespo_lambda_neg=NOT_NEGATIVE,
     )  # fmt: skip
     def __init__(
         self, *, beta: float = 0.04, use_ref_model: bool = True, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
