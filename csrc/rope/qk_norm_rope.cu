@@ -189,7 +189,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
   if (q.numel() == 0 && k.numel() == 0) return results();
 
   Call call(q, q_weight, k_weight, cos, sin, eps, offset, casting_mode);
-  QkNormRopeBackward p{call.p};
+  QkNormRopeBackward p{call.p, {}};
   p.tensors[0] = normed_heads(q, &grad_q_out, need_grad_q ? &grad_q : nullptr);
   p.tensors[1] = normed_heads(k, &grad_k_out, need_grad_k ? &grad_k : nullptr);
   // A tensor without a needed gradient has no work.

@@ -25,6 +25,15 @@ def rms_norm(x, weight, eps, offset):
     return (y if weight is None else y * (up(weight) + offset)).to(x.dtype)
 
 
+def rms_norm_gated(x, activation, weight, group_size, norm_before_gate, eps, offset):
+    """x and the activation of the gate, float32 or float64."""
+    h = x if norm_before_gate else x * activation
+    rows = h.unflatten(-1, (h.shape[-1] // group_size, group_size))
+    y = (rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()).flatten(-2)
+    y = y if weight is None else y * (up(weight) + offset)
+    return y * activation if norm_before_gate else y
+
+
 def normalised(rows, eps):
     variance, mean = torch.var_mean(rows, -1, correction=0, keepdim=True)
     return (rows - mean) / (variance + eps).sqrt()

@@ -17,6 +17,10 @@ def _cross_entropy(x, other):
 
 OPS = {
     "rms_norm": (lambda x, _: liger.rms_norm(x), lambda x, _: F.rms_norm(x, x.shape[-1:], None, 1e-6)),
+    "rms_norm_gated": (
+        liger.rms_norm_gated,
+        lambda x, other: F.rms_norm(x, x.shape[-1:], None, 1e-6) * F.silu(other),
+    ),
     "layer_norm": (lambda x, _: liger.layer_norm(x), lambda x, _: F.layer_norm(x, x.shape[-1:])),
     "softmax": (lambda x, _: liger.softmax(x), lambda x, _: x.softmax(-1)),
     "swiglu": (liger.swiglu, lambda x, other: F.silu(x) * other),
