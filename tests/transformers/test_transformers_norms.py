@@ -177,6 +177,20 @@ def test_a_weight_of_another_dtype_keeps_the_code_of_the_model():
     assert model[1](x).dtype == expected.dtype
 
 
+def test_a_weight_that_was_partitioned_during_the_trial():
+    """ZeRO-3 leaves an empty vector of a weight of any shape; it is gathered for the forward."""
+    module = RMSNorm()
+    shape = nn.Parameter(torch.randn(4, 16))
+    module.weight = nn.Parameter(torch.empty(0))
+    model = liger.patch(nn.ModuleList([module]))
+    assert patch_report(model).replaced == {"0": "rms_norm"}
+    module.weight = shape
+    plain = RMSNorm()
+    plain.weight = shape
+    x = torch.randn(2, 4, 16)
+    torch.testing.assert_close(model[0](x), plain(x))
+
+
 class SquaredReLU(nn.Module):
     def forward(self, x):
         return F.relu(x) ** 2

@@ -1,13 +1,13 @@
 """RMS norms with a gate: the forward of a patched class, and the trial that finds it."""
 
 import functools
-import importlib
 import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
+from .. import ops
 from .._core.dtensor import is_dtensor
 from . import _trials
 from ._norms import DTYPES, EPS_NAMES
@@ -16,15 +16,8 @@ from ._norms import DTYPES, EPS_NAMES
 _GROUP_SIZE, _GROUP_COUNT = "group_size", "n_groups"
 
 
-def _find_op() -> Any:
-    """liger.rms_norm_gated, or None in a build without it."""
-    try:
-        return importlib.import_module("liger.ops.rms_norm_gated").rms_norm_gated
-    except ModuleNotFoundError:
-        return None
-
-
-rms_norm_gated = _find_op()
+# None in a build without the op: its norms are left alone, and reports list them as not looked at.
+rms_norm_gated: Any = getattr(getattr(ops, "rms_norm_gated", None), "rms_norm_gated", None)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,11 @@ class NormRecipe:
         of_torch = self.kind == "layer_norm" or isinstance(module, nn.RMSNorm)
         if x.dtype not in DTYPES or (of_torch and _autocast_widens(x)):
             return False
-        return all(t is None or (t.dtype == x.dtype and is_dtensor(t) == is_dtensor(x)) for t in tensors)
+        # A partitioned weight (ZeRO-3) is a vector until it is gathered.
+        return all(
+            t is None or (t.dim() == 1 and t.dtype == x.dtype and is_dtensor(t) == is_dtensor(x))
+            for t in tensors
+        )
 
     def members(self, original):
         recipe = self
