@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _behaviour
+from . import _behaviour, _causal_lm
 from ._classes import (
     give_class,
     instance_forward,
@@ -19,7 +19,7 @@ from ._classes import (
     recipe_of,
     restore_class,
 )
-from ._loss import EmbeddingRecipe, HeadRecipe, linear_heads, sharing_embeddings
+from ._loss import EmbeddingRecipe, head_recipe, heads_of, sharing_embeddings
 
 logger = logging.getLogger("liger.transformers")
 
@@ -248,15 +248,17 @@ def _recipe(module, options):
     if options.rope:
         trials.append(_behaviour.attention)
     if options.cross_entropy or options.fused_linear_cross_entropy:
-        trials.append(functools.partial(_behaviour.causal_lm, fused=options.fused_linear_cross_entropy))
+        trials.append(functools.partial(_causal_lm.causal_lm, fused=options.fused_linear_cross_entropy))
     return next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
 
 
 def _apply_recipe(module, recipe):
     if getattr(recipe, "fused", False):
-        heads = linear_heads(module.get_output_embeddings())
-        for head in heads:
-            give_class(head, patched_class(type(head), HeadRecipe()))
-        for embedding in sharing_embeddings(module, heads):
-            give_class(embedding, patched_class(type(embedding), EmbeddingRecipe()))
+        heads = heads_of(module.get_output_embeddings())
+        recipes = [(head, head_recipe(head)) for head in heads]
+        recipes += [(embedding, EmbeddingRecipe()) for embedding in sharing_embeddings(module, heads)]
+        for part, part_recipe in recipes:
+            # A model within another one may have the same head.
+            if recipe_of(part) is None:
+                give_class(part, patched_class(type(part), part_recipe))
     give_class(module, patched_class(type(module), recipe))

@@ -12,6 +12,16 @@ SCALES = (1.0, 1e-3, 30.0, 1e4)
 ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+# Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands for.
+NO_HOOKS = {
+    name: {}
+    for name in (
+        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+    )
+}  # fmt: skip
+
+
 class Projection:
     """Stand-in for a linear layer of an MLP."""
 
@@ -38,6 +48,8 @@ def stand_in(module, **attributes):
     result = object.__new__(original(module))
     result.__dict__.update(module.__dict__)
     result.__dict__.update(_parameters={}, _buffers={}, _modules={}, training=False)
+    for name in ("forward", "_old_forward", "_compiled_call_impl"):
+        result.__dict__.pop(name, None)
     result.__dict__.update(attributes)
     return result
 
