@@ -184,9 +184,11 @@ def rotary_function(original, interleaved):
     """liger.rope with the signature of transformers' apply_rotary_pos_emb."""
 
     @functools.wraps(original)
-    def apply(q, k, cos, sin, *args, unsqueeze_dim=1, **kwargs):
-        heads_at = _heads_at(cos, unsqueeze_dim)
-        if args or kwargs or heads_at not in (1, 2) or not _rope_takes(q, k, cos):
+    def apply(q, k=None, cos=None, sin=None, *args, unsqueeze_dim=1, **kwargs):
+        # Functions with an optional k rotate q alone.
+        unusual = args or kwargs or k is None or cos is None or sin is None
+        heads_at = 0 if unusual else _heads_at(cos, unsqueeze_dim)
+        if heads_at not in (1, 2) or not _rope_takes(q, k, cos):
             return original(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
         return rope(q, k, cos, sin, heads_at, interleaved)
 

@@ -13,7 +13,7 @@ ERRORS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 # Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands for.
-NO_HOOKS = {
+NO_HOOKS: dict[str, dict] = {
     name: {}
     for name in (
         "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",

@@ -70,7 +70,7 @@ _RULES: list[tuple[str, Any]] = [
     (r"image_seq_length|num_image_tokens|mm_tokens_per_image|num_patches", 16),
     (r"num_query_tokens|latent_query_num|resampler_n_latents|resampler_num_latents", 4),
 ]  # fmt: skip
-_RULES = [(re.compile(pattern), value) for pattern, value in _RULES]
+_COMPILED = [(re.compile(pattern), value) for pattern, value in _RULES]
 
 # Lists with one entry per layer.
 _PER_LAYER = re.compile(
@@ -167,10 +167,14 @@ def _small(name, value, kept):
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int):
-        for pattern, size in _RULES:
+        for pattern, size in _COMPILED:
             if pattern.fullmatch(name):
                 return value if size is None else size(value) if callable(size) else size
         return value
+    if name in ("image_size", "patch_size") and isinstance(value, (list, tuple)):
+        return [32 if name == "image_size" else 8] * len(value)
+    if name == "image_grid_pinpoints":
+        return [[32, 32]]
     if isinstance(value, (list, tuple)) and kept is not None and _PER_LAYER.fullmatch(name):
         return [value[i] for i in kept if i < len(value)]
     return value

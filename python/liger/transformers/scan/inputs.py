@@ -47,7 +47,8 @@ def text_batch(model: torch.nn.Module, padded: bool = True, seed: int = 0) -> di
     ids = torch.randint(FIRST_TOKEN, LAST_TOKEN, (ROWS, TOKENS), generator=generator)
     labels = ids.clone()
     labels[0, :3] = -100
-    names, batch = parameters_of(model), {"input_ids": ids}
+    names = parameters_of(model)
+    batch: dict[str, Any] = {"input_ids": ids} if "input_ids" in names else {}
     if padded and "attention_mask" in names:
         mask = torch.ones_like(ids)
         mask[1, -2:] = 0
@@ -89,7 +90,7 @@ def _layouts(config, names):
     patch = getattr(vision, "patch_size", 8)
     patch = patch if isinstance(patch, int) else patch[0]
     channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    times = getattr(vision, "temporal_patch_size", 1) or 1
+    times = getattr(vision, "temporal_patch_size", None) or getattr(vision, "patch_temporal", None) or 1
     random = torch.Generator().manual_seed(4)
 
     def pixels(*shape):
@@ -113,18 +114,31 @@ def _layouts(config, names):
     if "image_grid_thw" in names or "grid_thw" in names:
         name = "image_grid_thw" if "image_grid_thw" in names else "grid_thw"
         grid = torch.tensor([[1, 4, 4]] * ROWS)
+        merged = {"image_merge_sizes": torch.tensor([2] * ROWS)} if "image_merge_sizes" in names else {}
         for width in (channels * times * patch**2, channels * patch**2):
-            yield {"pixel_values": pixels(16 * ROWS, width), name: grid}
-        yield {"pixel_values": pixels(16 * ROWS, channels, patch, patch), name: grid}
+            yield {"pixel_values": pixels(16 * ROWS, width), name: grid, **merged}
+        yield {"pixel_values": pixels(16 * ROWS, channels, patch, patch), name: grid, **merged}
     sizes = {"image_sizes": torch.tensor([[size, size]] * ROWS)} if "image_sizes" in names else {}
     for more, shape in itertools.product(
         ({**sizes, **extra}, extra),
         (
             (ROWS, channels, size, size), (ROWS, 1, channels, size, size), (ROWS, 5, channels, size, size),
-            (ROWS, 3, channels, size, size),
+            (ROWS, 2, channels, size, size), (ROWS, 3, channels, size, size),
         ),
     ):  # fmt: skip
         yield {"pixel_values": pixels(*shape), **more}
+    if "pixel_attention_mask" in names:
+        yield {
+            "pixel_values": pixels(ROWS, 1, channels, size, size),
+            "pixel_attention_mask": torch.ones(ROWS, 1, dtype=torch.long),
+        }
+    if "high_res_pixel_values" in names:
+        high = getattr(config, "high_res_vision_config", vision)
+        large = getattr(high, "image_size", size)
+        yield {
+            "pixel_values": pixels(ROWS, channels, size, size),
+            "high_res_pixel_values": pixels(ROWS, channels, large, large),
+        }
     if "spatial_shapes" in names:
         shapes = torch.tensor([[4, 4]] * ROWS)
         mask = torch.ones(ROWS, 16, dtype=torch.long)
@@ -173,6 +187,8 @@ def _insert(batch, token, count):
     extended = dict(batch)
     tokens = torch.full((ROWS, count), 0 if token is None else token)
     for name, value in (("input_ids", tokens), ("labels", torch.full_like(tokens, -100))):
+        if name not in batch:
+            continue
         extended[name] = torch.cat((batch[name][:, :2], value, batch[name][:, 2:]), 1)
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in batch:
@@ -182,6 +198,12 @@ def _insert(batch, token, count):
 
 
 def _image_token(config):
-    names = ("image_token_id", "image_token_index", "image_patch_id", "media_placeholder_token_id")
+    names = (
+        "image_token_id",
+        "image_token_index",
+        "image_patch_id",
+        "media_placeholder_token_id",
+        "video_token_index",
+    )
     found = next((getattr(config, n) for n in names if isinstance(getattr(config, n, None), int)), None)
     return found if found is None or found >= FIRST_SPECIAL else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import transformers
 from torch import nn
@@ -45,14 +47,16 @@ def build(model_type: str, class_name: str, dropout: float = 0.0) -> nn.Module:
                 f"no tiny configuration fits: {type(error).__name__}: {_first_line(error)}"
             ) from error
         _fill(model)
+    # A copy, because a recurrent model saves its state.
+    probe = copy.deepcopy(model)
     try:
-        output = model(**text_batch(model))
+        output = probe(**text_batch(model))
     except ERRORS as error:
         # Models that need an image, or cannot pad.
-        batch = image_batch(model)
+        batch = image_batch(probe)
         if batch is None:
             raise NotBuilt(f"no known input fits: {type(error).__name__}: {_first_line(error)}") from error
-        output = model(**batch)
+        output = probe(**batch)
     loss = output.get("loss") if isinstance(output, dict) else output[0]
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         raise NotBuilt("it computes no loss from labels")
@@ -75,7 +79,11 @@ def _set_dropout(config, probability):
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PretrainedConfig):
             _set_dropout(value, probability)
-        elif ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float):
+        elif (
+            ("dropout" in name or name.endswith("pdrop"))
+            and type(value) in (int, float)
+            and value != probability
+        ):
             setattr(config, name, probability)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import transformers
 
 from .checks import CHECKS, run
 
@@ -31,10 +34,10 @@ def scan(
         checks: names of the checks to run.
         progress: called with every report as it arrives.
     """
-    classes, results = list(classes), {}
+    classes, results = list(classes), dict[tuple[str, str], Any]()
     torch.set_num_threads(1)  # A fork must not inherit a pool of threads.
     context = multiprocessing.get_context("fork")
-    waiting, running = iter(classes), {}
+    waiting, running = iter(classes), dict[Any, Any]()
     for pair in _fill(waiting, running, jobs, context, checks):
         results[pair] = None
     while running:
@@ -71,15 +74,11 @@ def _fill(waiting, running, jobs, context, checks) -> Iterator[tuple[str, str]]:
 
 
 def _work(pair, checks, connection: Connection):
-    import resource
-    import warnings
-
-    import transformers
-
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    connection.send(run(*pair, checks))
+    model_type, class_name = pair
+    connection.send(run(model_type, class_name, checks))
 
 
 def _receive(connection, pair):

@@ -49,14 +49,12 @@ def render(reports: list[dict[str, Any]]) -> str:
     reasons = _reasons(built)
     numbers = {reason: number for number, reason in enumerate(reasons, 1)}
     lines = [
-        _INTRODUCTION.format(
-            version=transformers.__version__,
-            tried=len(reports),
-            built=len(built),
-            fused=sum(report["loss"] == "fused" for report in built),
-            loss=LOSS_TOLERANCE,
-            gradient=GRADIENT_TOLERANCE,
-        ).rstrip("\n")
+        introduction(
+            transformers.__version__,
+            len(reports),
+            len(built),
+            sum(report["loss"] == "fused" for report in built),
+        )
     ]
     lines += [_line(row(report, numbers)) for report in built]
     lines += ["", "## Reasons", ""]
@@ -68,6 +66,18 @@ def render(reports: list[dict[str, Any]]) -> str:
         if "not built" in report
     ]
     return "\n".join(lines) + "\n"
+
+
+def introduction(version: str, tried: int, built: int, fused: int) -> str:
+    """The text above the rows, and the head of their table."""
+    return _INTRODUCTION.format(
+        version=version,
+        tried=tried,
+        built=built,
+        fused=fused,
+        loss=LOSS_TOLERANCE,
+        gradient=GRADIENT_TOLERANCE,
+    ).rstrip("\n")
 
 
 def row(report: dict[str, Any], numbers: dict[str, int]) -> tuple[str, ...]:
