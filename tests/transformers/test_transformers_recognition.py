@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.transformers._causal_lm import CHANGED, READS  # noqa: E402
 from liger.transformers._modules import MLPRecipe  # noqa: E402
 
 
@@ -53,17 +54,77 @@ def test_an_mlp_and_a_rotation_that_differ_are_left_alone(monkeypatch):
     assert_same_step(step(model, **batch()), step(plain, **batch()))
 
 
-def test_a_forward_that_changes_its_logits_keeps_its_loss():
-    class ScaledLlama(transformers.LlamaForCausalLM):
+def llama_with(transform):
+    """A Llama whose logits pass through a function between head and loss."""
+
+    class Transforming(transformers.LlamaForCausalLM):
         def forward(self, input_ids=None, labels=None, **kwargs):
-            logits = self.lm_head(self.model(input_ids, **kwargs)[0]) / 3
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCAB)
+            logits = transform(self.lm_head(self.model(input_ids, **kwargs)[0]))
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1])
             return transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
-    plain = ScaledLlama(config("llama"))
+    return Transforming(config("llama"))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda x: x + 0.1 * x**3, lambda x: x.clamp(-1e3, 1e3), lambda x: -x, lambda x: x.flip(-1), torch.tanh],
+    ids=["cubic", "clamped", "negative", "flipped", "tanh"],
+)
+def test_a_forward_that_changes_its_logits_keeps_its_loss(transform):
+    plain = llama_with(transform)
     model = liger.patch(twin(plain))
-    assert "changes the logits" in lt.patch_report(model).left[""]
+    if transform is torch.tanh:  # a softcap of 1
+        assert not lt.patch_report(model).left
+    else:
+        assert set(lt.patch_report(model).left.values()) <= {CHANGED, READS}
+        assert len(lt.patch_report(model).left) == 1
     assert_same_step(step(model, **batch()), step(plain, **batch()))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("scale", [1 / 3, 1.0, 16.0])
+def test_scaled_and_capped_logits_are_fused(scale, softcap, bias):
+    def transform(x):
+        x = x * scale
+        return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+    plain = llama_with(transform)
+    if bias:
+        plain.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB))
+    model = liger.patch(twin(plain))
+    assert lt.patch_report(model).replaced[""] == "fused_linear_cross_entropy"
+    ours, theirs = step(model, **batch()), step(plain, **batch())
+    assert ours[0].logits is None
+    assert_same_step(ours, theirs)
+    plain.eval(), model.eval()
+    torch.testing.assert_close(model(**batch()).loss, plain(**batch()).loss)
+
+
+def test_a_scale_in_bfloat16_is_as_exact_as_the_model():
+    plain = make("Granite", logits_scaling=3.0)
+    with torch.no_grad():
+        plain.lm_head.weight.mul_(20)
+    exact, grads = step(plain, **batch())
+    narrow = twin(plain).bfloat16()
+    errors = []
+    for model in (liger.patch(twin(narrow)), narrow):
+        output, found = step(model, **batch())
+        difference = found["lm_head.weight"].float() - grads["lm_head.weight"]
+        errors.append(((output.loss - exact.loss).abs().item(), difference.norm().item()))
+    assert errors[0][0] <= 2 * errors[1][0] + 1e-3 and errors[0][1] <= 2 * errors[1][1]
+
+
+def test_classes_that_a_model_cuts_off_get_no_gradient():
+    plain = llama_with(lambda x: x[..., : VOCAB - 10])
+    model = liger.patch(twin(plain))
+    assert lt.patch_report(model).replaced[""] == "fused_linear_cross_entropy"
+    inputs = batch()
+    inputs["labels"] = inputs["labels"].clamp(max=VOCAB - 11)
+    ours, theirs = step(model, **inputs), step(plain, **inputs)
+    assert ours[0].logits is None and not ours[1]["lm_head.weight"][-10:].any()
+    assert_same_step(ours, theirs)
 
 
 @pytest.mark.parametrize("loss_type", ["own", "later"])
@@ -105,8 +166,8 @@ def test_a_forward_set_on_the_instance_is_left_alone():
         ),
         (
             "Granite",
-            {"rms_norm": 5, "fused_add_rms_norm": 2, "swiglu": 2, "rope": 2},
-            {"changes the logits": 1},
+            {"rms_norm": 5, "fused_add_rms_norm": 2, "swiglu": 2, "rope": 2, "fused_linear_cross_entropy": 1},
+            {},
         ),
     ],
 )

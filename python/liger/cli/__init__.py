@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import bench, demo, info, plan
+from . import bench, demo, info, models, plan
 
 COMMANDS = {
     "info": (info, "versions, devices, what was built, and which backend serves each op"),
     "plan": (plan, "how fused_linear_ce cuts a batch into chunks, and the memory that takes"),
+    "models": (models, "what liger.patch replaces in every model of transformers, and whether it is equal"),
     "demo": (demo, "train a Llama with and without liger on this machine and compare"),
 }
 

@@ -3,7 +3,7 @@
 The forward of a model calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. A patched
 model stores the labels of the call in a thread-local variable. The head reads them there and returns the loss instead
 of logits, and the loss function passes it through. So the weight is read inside the call of the head, where the hooks
-of FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a LoRA layer, a sharded weight) returns logits, and
+of FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a quantised or a sharded weight) returns logits, and
 the loss function computes the loss from them.
 """
 
@@ -20,7 +20,9 @@ from torch import nn
 from .._core.dtensor import is_dtensor
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
-from ._classes import recipe_of
+from ._classes import give_class, patched_class, recipe_of
+from ._lora_head import LoraHeadRecipe, is_lora_linear, supports
+from ._low_rank import low_rank_ce
 from ._reuse import can_share, lookup
 
 logger = logging.getLogger("liger.transformers")
@@ -37,40 +39,120 @@ class _Active(threading.local):
 _active = _Active()
 
 
-class _LossCall:
-    """One forward of a model: the inputs of the head's loss besides the hidden states, and then the loss."""
+class LossCall:
+    """One forward of a model: the inputs of the head's loss besides the hidden states, and then the loss.
 
-    def __init__(self, heads, labels, keywords, softcap):
-        self.heads, self.labels, self.keywords, self.softcap = heads, labels, keywords, softcap
-        self.loss = None
-        self.shared = (
-            None,
-            None,
-        )  # (a tied weight, the output of the embedding's autograd node that replaces it)
+    Args:
+        owner: the model.
+        heads: the linear layers, one of which the model calls as its head.
+        labels, keywords: arguments of the call.
+        recipe: the :class:`CausalLMRecipe` of the model.
+    """
+
+    def __init__(self, owner, heads, labels, keywords, recipe):
+        self.owner, self.heads, self.labels, self.keywords = owner, heads, labels, keywords
+        self.recipe, self.loss, self.logits = recipe, None, None
+        # (a tied weight, the output of the embedding's autograd node that replaces it)
+        self.shared = (None, None)
 
     def lookup(self, embedding, ids):
         """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
-        if self.shared[0] is not None or not any(can_share(embedding, head) for head in self.heads):
+        tied = any(isinstance(head, nn.Linear) and can_share(embedding, head) for head in self.heads)
+        if self.shared[0] is not None or not tied:
             return None
         rows, weight = lookup(embedding, ids)
         self.shared = embedding.weight, weight
         return rows
 
-    def compute(self, hidden, weight, bias):
+    @staticmethod
+    def reaches(head):
+        """Whether the active call has this head and no loss yet."""
+        call = _active.call
+        return call is not None and call.loss is None and any(own is head for own in call.heads)
+
+    @staticmethod
+    def at_head(head, hidden, weight, bias, low_rank=None):
+        """The loss, if the active call has this head and no loss yet; else None, and the head returns logits.
+
+        ``low_rank``: (down, up), two matrices that add ``down @ up.T`` to the logits.
+        """
+        # A tensor-parallel weight is a DTensor; this rank has only a shard of it.
+        if not LossCall.reaches(head) or is_dtensor(weight):
+            return None
+        return _active.call._compute(hidden, weight, bias, low_rank)
+
+    def _compute(self, hidden, weight, bias, low_rank):
         if self.shared[0] is weight:
             weight = self.shared[1]
-        target, options = _target_and_options(hidden, self.labels, **self.keywords)
-        self.loss = fused_linear_ce(
-            hidden.reshape(-1, hidden.shape[-1]), weight, target, bias, softcap=self.softcap, **options
-        )
-        return self.loss
+        target, options = _target_and_options(hidden, self.labels, self.recipe.shift, **self.keywords)
+        options["softcap"] = self.recipe.softcap
+        rows, scale, classes = hidden.reshape(-1, hidden.shape[-1]), self.recipe.scale, self.recipe.classes
+        if classes is not None:
+            weight, bias = weight[:classes], None if bias is None else bias[:classes]
+            low_rank = None if low_rank is None else (low_rank[0], low_rank[1][:classes])
+        if scale != 1:
+            # The op has no scale: the hidden states are the smallest operand that can have it.
+            rows, bias = rows * scale, None if bias is None else bias * scale
+        if low_rank is None:
+            self.loss = fused_linear_ce(rows, weight, target, bias, **options)
+        else:
+            down, up = low_rank
+            down = down.reshape(-1, down.shape[-1])
+            self.loss = low_rank_ce(
+                rows, weight, down * scale if scale != 1 else down, up, target, bias, **options
+            )
+        return self.loss.reshape((1,) * hidden.dim()) if self.recipe.shaped else self.loss
+
+    def loss_of(self, logits, labels, keywords):
+        """The loss for the model's loss function. ``logits`` is the output of the head, perhaps transformed.
+
+        Raises:
+            RuntimeError: other labels or arguments than those of the model, for which the head computed the loss.
+        """
+        self.logits = logits
+        moved = labels is not None and labels.device != self.labels.device
+        names = LOSS_KEYWORDS if self.recipe.shift else LOSS_KEYWORDS[:2]
+        same = all((keywords.get(name) is None) == (self.keywords.get(name) is None) for name in names)
+        if not same or not (labels is self.labels or moved):
+            raise RuntimeError(
+                f"liger: {type(self.owner).__name__} calls its loss function with other labels or arguments than it "
+                "was called with, for which the lm_head has computed the loss: pass skip_logits=False, or patch "
+                "with fused_linear_cross_entropy=False"
+            )
+        # The output of the head's call, not self.loss: hooks on the head may have wrapped it, to gather the weight
+        # before the backward. A transformed loss is wrong, and the sum with factor 0 keeps its graph node.
+        if self.recipe.softcap is None and self.recipe.scale == 1:
+            return logits if not logits.dim() else logits.reshape(())
+        return self.loss + 0.0 * (logits if not logits.dim() else logits.reshape(()))
+
+
+class HeadCall:
+    """Context manager: ``call``, a :class:`LossCall` or None, is the active one."""
+
+    def __init__(self, call):
+        self.call = call
+
+    def __enter__(self):
+        self.before, _active.call = _active.call, self.call
+
+    def __exit__(self, *_):
+        _active.call = self.before
+
+
+# Keywords of a model that transformers' ForCausalLMLoss reads.
+LOSS_KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 def _target_and_options(
-    rows, labels, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **ignored
+    rows, labels, shift, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **ignored
 ):
-    """(flat target, options of the loss) from the keywords that transformers' ForCausalLMLoss reads."""
-    if shift_labels is None:
+    """(flat target, options of the loss) from the keywords that transformers' ForCausalLMLoss reads.
+
+    ``shift`` False: those of ForMaskedLMLoss, whose labels are those of the same position.
+    """
+    if not shift:
+        shift_labels = labels
+    elif shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(rows.device)
@@ -78,15 +160,18 @@ def _target_and_options(
     return shift_labels.reshape(-1).to(rows.device), options
 
 
-def _loss_from_logits(logits, labels, vocab_size=None, **keywords):
+def loss_from_logits(logits, labels, vocab_size=None, *, shift=True, **keywords):
     """Replaces ForCausalLMLoss and has its arguments. ``logits`` is the output of the head, perhaps transformed."""
     call = _active.call
-    if call is not None and call.loss is not None:
-        # The output of the head's call, not call.loss: hooks on the head may have wrapped it, to gather the weight
-        # before the backward. After a softcap the value is wrong, and the sum with factor 0 keeps its graph node.
-        return logits if call.softcap is None else call.loss + 0.0 * logits
-    target, options = _target_and_options(logits, labels, **keywords)
+    if call is not None and call.loss is not None and logits.numel() == 1:
+        return call.loss_of(logits, labels, keywords)
+    if call is not None:
+        call.logits = logits
+    target, options = _target_and_options(logits, labels, shift, **keywords)
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
+
+
+_unshifted_loss_from_logits = functools.partial(loss_from_logits, shift=False)
 
 
 @dataclass(frozen=True)
@@ -97,11 +182,8 @@ class HeadRecipe:
 
     def members(self, original):
         def forward(self, input):
-            call = _active.call
-            # A tensor-parallel weight is a DTensor; this rank has only a shard of it.
-            if call is None or is_dtensor(self.weight) or not any(head is self for head in call.heads):
-                return original.forward(self, input)
-            return call.compute(input, self.weight, self.bias)
+            loss = LossCall.at_head(self, input, self.weight, self.bias)
+            return original.forward(self, input) if loss is None else loss
 
         return {"forward": functools.wraps(original.forward)(forward)}
 
@@ -122,30 +204,72 @@ class EmbeddingRecipe:
 
 @dataclass(frozen=True)
 class CausalLMRecipe:
-    """A model whose head computes the loss (``fused``), or whose loss function is replaced."""
+    """A model whose head computes the loss (``fused``), or whose loss function is replaced.
+
+    With hidden states h, weight W and bias b, the logits are ``softcap(scale * (h W^T + b))``.
+
+    Args:
+        head_name: of the head among the submodules.
+        softcap, scale: of the logits.
+        keywords: those of LOSS_KEYWORDS that the model passes on to its loss function.
+        shift: the label of a token is that of the next position.
+        classes: the number of classes if the model cuts off the logits of the others.
+        shaped: the model reads the shape of the logits, so the loss has as many dimensions as they have.
+    """
 
     head_name: str
     fused: bool
     softcap: float | None = None
+    scale: float = 1.0
+    keywords: tuple = ()
+    shift: bool = True
+    classes: int | None = None
+    shaped: bool = False
+
+    @property
+    def loss_function(self):
+        return loss_from_logits if self.shift else _unshifted_loss_from_logits
 
     @property
     def kind(self):
         return "fused_linear_cross_entropy" if self.fused else "cross_entropy"
 
     def members(self, original):
-        loss_function = property(_get_loss_function, _set_loss_function)
+        loss_function = property(
+            functools.partial(_get_loss_function, self.loss_function), _set_loss_function
+        )
         if not self.fused:
             return {"loss_function": loss_function}
         return {"loss_function": loss_function, "forward": _fused_forward(original, self)}
 
 
-def _get_loss_function(self):
+def _get_loss_function(ours, self):
     custom = getattr(self, "_loss_function", None)
-    return _loss_from_logits if custom is None else custom
+    return ours if custom is None else custom
 
 
 def _set_loss_function(self, value):
     self._loss_function = value
+
+
+def heads_of(head):
+    """The modules of a head that may compute the loss: its nn.Linear modules, or a LoRA layer around one."""
+    return [head] if is_lora_linear(head) and supports(head) else linear_heads(head)
+
+
+def head_recipe(head):
+    return LoraHeadRecipe() if is_lora_linear(head) else HeadRecipe()
+
+
+def _patched_heads(head):
+    """The modules of a head that a patched model may give its labels to."""
+    heads = heads_of(head)
+    for module in heads:
+        # Adapters that were added after patching: the linear layer in them was patched as the head.
+        adopted = is_lora_linear(module) and recipe_of(module.base_layer) == HeadRecipe()
+        if adopted and recipe_of(module) is None and not torch.compiler.is_compiling():
+            give_class(module, patched_class(type(module), LoraHeadRecipe()))
+    return [module for module in heads if recipe_of(module) is not None]
 
 
 def linear_heads(head):
@@ -180,23 +304,21 @@ def _fused_forward(original, recipe):
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         call = None
         if skip and getattr(self, "_loss_function", None) is None:
-            heads = [h for h in linear_heads(getattr(self, recipe.head_name)) if recipe_of(h) is not None]
+            head = functools.reduce(getattr, recipe.head_name.split("."), self)
+            heads = _patched_heads(head)
             if not heads and not torch.compiler.is_compiling():
-                _warn_about_head(type(getattr(self, recipe.head_name)))
-            call = _LossCall(
-                heads, labels, {n: kwargs[n] for n in _LOSS_KEYWORDS if n in kwargs}, recipe.softcap
+                _warn_about_head(type(head))
+            call = LossCall(
+                self, heads, labels, {n: kwargs[n] for n in recipe.keywords if n in kwargs}, recipe
             )
-        before, _active.call = _active.call, call
-        try:
+        elif labels is None and _active.call is not None and _active.call.owner is not self:
+            # This model is part of another one, which computes the loss.
+            call = _active.call
+        with HeadCall(call):
             output = original.forward(self, *args, **kwargs)
-        finally:
-            _active.call = before
-        return _without_logits(output) if skip else output
+        return _without_logits(output, call) if skip else output
 
     return forward
-
-
-_LOSS_KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 
 @functools.cache
@@ -208,7 +330,10 @@ def _warn_about_head(cls):
     )
 
 
-def _without_logits(output):
+def _without_logits(output, call):
     if isinstance(output, tuple):
-        return (output[0], *output[2:])
+        # An auxiliary loss may precede the logits.
+        given = None if call is None else call.logits
+        at = next((i for i, value in enumerate(output) if i > 0 and value is given), 1)
+        return (*output[:at], *output[at + 1 :])
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})

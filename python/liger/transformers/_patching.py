@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _activations, _behaviour, _experts, _gated_norms, _layers, _norms, _rotary, _trials
-from ._classes import give_class, instance_forward, patched_class, restore_class
-from ._loss import EmbeddingRecipe, HeadRecipe, linear_heads, sharing_embeddings
+from . import _activations, _behaviour, _causal_lm, _experts, _gated_norms, _layers, _norms, _rotary, _trials
+from ._classes import give_class, instance_forward, patched_class, recipe_of, restore_class
+from ._loss import EmbeddingRecipe, head_recipe, heads_of, sharing_embeddings
 from ._options import Options, check_names
 from ._report import LEFT, PatchReport, covered_parts, function_of, override_reason, patch_report
 
@@ -140,15 +140,17 @@ def _recipe(module, options):
     if options.rms_norm and options.fused_add_rms_norm:
         trials.append(_layers.decoder_layer)
     if options.cross_entropy or options.fused_linear_cross_entropy:
-        trials.append(functools.partial(_behaviour.causal_lm, fused=options.fused_linear_cross_entropy))
+        trials.append(functools.partial(_causal_lm.causal_lm, fused=options.fused_linear_cross_entropy))
     return next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
 
 
 def _apply_recipe(module, recipe):
     if getattr(recipe, "fused", False):
-        heads = linear_heads(module.get_output_embeddings())
-        for head in heads:
-            give_class(head, patched_class(type(head), HeadRecipe()))
-        for embedding in sharing_embeddings(module, heads):
-            give_class(embedding, patched_class(type(embedding), EmbeddingRecipe()))
+        heads = heads_of(module.get_output_embeddings())
+        recipes = [(head, head_recipe(head)) for head in heads]
+        recipes += [(embedding, EmbeddingRecipe()) for embedding in sharing_embeddings(module, heads)]
+        for part, part_recipe in recipes:
+            # A model within another one may have the same head.
+            if recipe_of(part) is None:
+                give_class(part, patched_class(type(part), part_recipe))
     give_class(module, patched_class(type(module), recipe))

@@ -30,6 +30,16 @@ def no_trial(module, error):
     return "its forward needs more than a trial can give it, so that nothing is known of what it computes"
 
 
+# Attributes of a stand-in that is called, rather than its forward: hooks belong to the module that it stands for.
+NO_HOOKS: dict[str, dict] = {
+    name: {}
+    for name in (
+        "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+    )
+}  # fmt: skip
+
+
 class Projection:
     """Stand-in for a linear layer of an MLP."""
 
@@ -56,6 +66,8 @@ def stand_in(module, **attributes):
     result = object.__new__(original(module))
     result.__dict__.update(module.__dict__)
     result.__dict__.update(_parameters={}, _buffers={}, _modules={}, training=False)
+    for name in ("forward", "_old_forward", "_compiled_call_impl"):
+        result.__dict__.pop(name, None)
     result.__dict__.update(attributes)
     return result
 

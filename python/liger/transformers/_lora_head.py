@@ -1,0 +1,84 @@
+"""An lm_head with LoRA adapters of PEFT that computes the loss; PEFT itself is not imported."""
+
+import functools
+import sys
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from .._core.dtensor import is_dtensor
+
+
+def is_lora_linear(module):
+    """Whether a module is PEFT's LoRA layer around a linear layer, of that class or a patched one."""
+    layers = sys.modules.get("peft.tuners.lora.layer")
+    return layers is not None and getattr(type(module), "_liger_original", type(module)) is layers.Linear
+
+
+def supports(layer):
+    """Whether logits of a LoRA layer are ``x W^T + b + s dropout(x) A^T B^T``, with weights that can be read.
+
+    Not so for variants (DoRA and others), for quantised or sharded weights and for layers with hooks.
+    """
+    names = [name for name in layer.active_adapters if name in layer.lora_A]
+    linears = [layer.base_layer, *(layer.lora_B[name] for name in names)]
+    return not any(name in getattr(layer, "lora_variant", {}) for name in names) and all(
+        map(_is_readable, linears)
+    )
+
+
+def _is_readable(linear):
+    forward = getattr(type(linear), "_liger_original", type(linear)).forward
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
+    weight = linear.weight
+    # A weight with ds_id is gathered by ZeRO-3 inside a call of its layer only.
+    return (
+        forward is nn.Linear.forward
+        and "forward" not in linear.__dict__
+        and not any(hooks)
+        and not (is_dtensor(weight) or hasattr(weight, "ds_id"))
+    )
+
+
+def low_rank_parts(layer, x):
+    """((down, up) or None without active adapters, bias or None): the operands of the logits besides x and W."""
+    bias = layer.base_layer.bias
+    if layer.disable_adapters or layer.merged:
+        return None, bias
+    downs, ups = [], []
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        first, second, scaling = layer.lora_A[name], layer.lora_B[name], layer.scaling[name]
+        downs.append(
+            first(layer.lora_dropout[name](layer._cast_input_dtype(x, first.weight.dtype))) * scaling
+        )
+        ups.append(second.weight)
+        if second.bias is not None:
+            added = (second.bias * scaling).to(x.dtype)
+            bias = added if bias is None else bias + added
+    if not downs:
+        return None, bias
+    return (downs[0], ups[0]) if len(downs) == 1 else (torch.cat(downs, -1), torch.cat(ups, 1)), bias
+
+
+@dataclass(frozen=True)
+class LoraHeadRecipe:
+    """A LoRA layer that returns the loss if a call of its model is active, and logits otherwise."""
+
+    kind: ClassVar[None] = None  # reported as part of CausalLMRecipe
+
+    def members(self, original):
+        from ._loss import LossCall
+
+        def forward(self, x, *args, **kwargs):
+            unmerges = self.disable_adapters and self.merged
+            if args or kwargs or unmerges or not LossCall.reaches(self) or not supports(self):
+                return original.forward(self, x, *args, **kwargs)
+            low_rank, bias = low_rank_parts(self, x)
+            loss = LossCall.at_head(self, x, self.base_layer.weight, bias, low_rank)
+            return original.forward(self, x) if loss is None else loss
+
+        return {"forward": functools.wraps(original.forward)(forward)}

@@ -1,0 +1,409 @@
+"""Comparisons of a model with its patched copy. A check raises :class:`Differs`, or :class:`NotRun` with a reason."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import _loss, _patching
+from .inputs import ERRORS, batch_for, image_batch, packed, parameters_of
+from .models import NotBuilt, build
+
+# Loss: relative. Gradients: relative to the largest element of each parameter's gradient.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+
+
+class Differs(Exception):
+    """The patched model gives other numbers."""
+
+
+class NotRun(Exception):
+    """The model as it is in transformers does not take part in this check."""
+
+
+def step(
+    model: nn.Module, batch: dict[str, Any], seed: int = 0
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(loss, gradients by parameter name) of one forward and backward with these random numbers."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    output = model(**batch)
+    loss = output["loss"] if isinstance(output, dict) else output[0]
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+        raise NotRun("it returns no loss for these inputs")
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), grads
+
+
+def compare(actual: Any, expected: Any, factor: float = 1.0) -> None:
+    """Raises :class:`Differs` if two results of :func:`step` differ by more than ``factor`` times the tolerances."""
+    (loss, grads), (expected_loss, expected_grads) = actual, expected
+    if not torch.allclose(loss.double(), expected_loss.double(), LOSS_TOLERANCE * factor, 0, equal_nan=True):
+        raise Differs(f"the loss is {loss.item():.8g}, not {expected_loss.item():.8g}")
+    if grads.keys() != expected_grads.keys():
+        names = ", ".join(sorted(grads.keys() ^ expected_grads.keys())[:3])
+        raise Differs(f"other parameters have gradients: {names}")
+    largest = max((g.abs().max().item() for g in expected_grads.values() if g.numel()), default=0.0)
+    for name, grad in grads.items():
+        wanted = expected_grads[name]
+        if not grad.numel():
+            continue
+        if not torch.equal(grad.isfinite(), wanted.isfinite()):
+            raise Differs(f"the gradient of {name} is finite in other places")
+        # Gradients that are zero but for rounding have no scale of their own.
+        scale = max(wanted.nan_to_num().abs().max().item(), 1e-4 * largest)
+        error = (grad - wanted).nan_to_num().abs().max().item() / max(scale, 1e-30)
+        if error > GRADIENT_TOLERANCE * factor:
+            raise Differs(f"the gradient of {name} differs by {error:.1g} of its largest element")
+
+
+def both(
+    plain: nn.Module, patched: nn.Module, batch: dict[str, Any], factor: float = 1.0, seed: int = 0
+) -> None:
+    """One step of both models. What the unpatched model refuses, the check does not run."""
+    try:
+        expected = step(plain, batch, seed)
+    except ERRORS as error:
+        raise NotRun(f"the model raises {type(error).__name__}") from error
+    actual = step(patched, batch, seed)
+    try:
+        compare(actual, expected, factor)
+    except Differs:
+        if _as_near_to_float64(plain, batch, seed, actual, expected):
+            return
+        try:
+            compare(step(plain, batch, seed), expected, factor)
+        except Differs as difference:
+            raise NotRun("two steps of the model itself differ") from difference
+        raise
+
+
+def _as_near_to_float64(plain, batch, seed, actual, expected):
+    """Whether a result is at most three times as far from float64 as that of the unpatched model.
+
+    Some models amplify every rounding, so that two correct results differ.
+    """
+    wide = _copy(plain).double()
+    try:
+        _, exact = step(wide, {k: v.double() if _is_float(v) else v for k, v in batch.items()}, seed)
+    except ERRORS:
+        return False
+    if not torch.allclose(actual[0], expected[0], LOSS_TOLERANCE, 0) or actual[1].keys() != exact.keys():
+        return False
+    distances = [
+        {n: (g - exact[n]).norm().item() for n, g in grads.items()} for grads in (actual[1], expected[1])
+    ]
+    floor = {n: 1e-5 * g.norm().item() for n, g in exact.items()}
+    return all(ours <= 3 * distances[1][n] + floor[n] for n, ours in distances[0].items())
+
+
+def _is_float(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def training(plain, patched, model_type, class_name):
+    both(plain, patched, batch_for(plain))
+    both(plain, patched, batch_for(plain, padded=False))
+
+
+def large_weights(plain, patched, model_type, class_name):
+    with _scaled((plain, patched), 6.0):
+        # Rounding errors grow with the weights, in both models.
+        both(plain, patched, batch_for(plain), factor=30)
+
+
+def dropout(plain, patched, model_type, class_name):
+    try:
+        model = build(model_type, class_name, dropout=0.2)
+    except NotBuilt as error:
+        raise NotRun("the model cannot be built with dropout") from error
+    both(model, patched_copy(model), batch_for(model), seed=5)
+
+
+def checkpointing(plain, patched, model_type, class_name):
+    if not plain.supports_gradient_checkpointing:
+        raise NotRun("the model does not support it")
+    for reentrant in (False, True):
+        try:
+            for model in (plain, patched):
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                for model in (plain, patched):
+                    model.enable_input_require_grads()
+            both(plain, patched, batch_for(plain))
+        finally:
+            for model in (plain, patched):
+                model.gradient_checkpointing_disable()
+                if reentrant:
+                    model.disable_input_require_grads()
+
+
+def generate(plain, patched, model_type, class_name):
+    if not plain.can_generate():
+        raise NotRun("the model does not generate")
+    batch = {
+        k: v for k, v in batch_for(plain, padded=False).items() if k in ("input_ids", "mm_token_type_ids")
+    }
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    results = []
+    for model in (plain, patched):
+        model.eval()
+        try:
+            results.append(model.generate(**batch, **arguments))
+        except ERRORS as error:
+            if model is plain:
+                raise NotRun(f"the model raises {type(error).__name__}") from error
+            raise
+        finally:
+            model.train()
+    if not torch.equal(*results):
+        raise Differs("other tokens")
+
+
+def evaluation(plain, patched, model_type, class_name):
+    """Logits and loss in evaluation, where the patched model returns logits, too."""
+    batch, results = batch_for(plain), []
+    for model in (plain, patched):
+        model.eval()
+        try:
+            with torch.no_grad():
+                results.append(model(**batch))
+        except ERRORS as error:
+            if model is plain:
+                raise NotRun(f"the model raises {type(error).__name__}") from error
+            raise
+        finally:
+            model.train()
+    expected, actual = results
+    for name in ("loss", "logits"):
+        if isinstance(expected.get(name), torch.Tensor):
+            scale = expected[name].abs().max().item()
+            if not torch.allclose(actual[name], expected[name], rtol=0, atol=2e-5 * max(scale, 1e-3)):
+                raise Differs(f"other {name}")
+
+
+def unpatch(plain, patched, model_type, class_name):
+    restored = _patching.unpatch(_copy(patched))
+    for (name, module), other in zip(restored.named_modules(), plain.modules(), strict=True):
+        if type(module) is not type(other):
+            raise Differs(f"{name} has another class")
+    batch = batch_for(plain)
+    try:
+        expected, expected_grads = step(plain, batch)
+    except ERRORS as error:
+        raise NotRun(f"the model raises {type(error).__name__}") from error
+    loss, grads = step(restored, batch)
+    if not torch.equal(loss, expected) or any(
+        not torch.equal(grads[n], g) for n, g in expected_grads.items()
+    ):
+        raise Differs("other numbers than before")
+
+
+def bfloat16(plain, patched, model_type, class_name):
+    """Both models in bfloat16 against float32: the error of the patched one is at most twice that of the other."""
+    narrow = [_copy(model).to(torch.bfloat16) for model in (plain, patched)]
+    found = [_bfloat16_difference(plain, narrow, batch_for(plain, seed=seed)) for seed in range(3)]
+    # A rounding may send a token to another expert, in either model, but not in every batch.
+    if None not in found:
+        raise Differs(found[0])
+
+
+def _bfloat16_difference(exact_model, narrow, batch):
+    """What is wrong with two bfloat16 models (plain, patched) beside a float32 one; None if all is well."""
+    errors: list[tuple[float, float]] = []
+    try:
+        exact_loss, exact = step(exact_model, batch)
+        for model in narrow:
+            loss, grads = step(model, batch)
+            squares = [(g.float() - exact[n]).square().sum().item() for n, g in grads.items() if n in exact]
+            errors.append(((loss.float() - exact_loss).abs().item(), sum(squares) ** 0.5))
+    except ERRORS as error:
+        if not errors:
+            raise NotRun(f"the model raises {type(error).__name__}") from error
+        raise
+    norm = sum(g.square().sum().item() for g in exact.values()) ** 0.5
+    for what, scale, ours, reference in zip(
+        ("loss", "gradients"), (exact_loss.abs().item(), norm), errors[1], errors[0], strict=True
+    ):
+        if not ours <= 2 * reference + 0.01 * scale:
+            return f"the error of the {what} is {ours:.2g}, that of the model {reference:.2g}"
+    return None
+
+
+def packed_positions(plain, patched, model_type, class_name):
+    if "position_ids" not in parameters_of(plain):
+        raise NotRun("the model takes no position_ids")
+    both(plain, patched, packed(batch_for(plain)))
+
+
+def resized_vocabulary(plain, patched, model_type, class_name):
+    """Resized before and after patching."""
+    first = _copy(plain)
+    try:
+        size = plain.get_input_embeddings().weight.shape[0] + 7
+        first.resize_token_embeddings(size, mean_resizing=False)
+    except ERRORS as error:
+        raise NotRun(f"the model raises {type(error).__name__}") from error
+    second = _copy(patched)
+    second.resize_token_embeddings(size, mean_resizing=False)
+    # New rows are random.
+    second.load_state_dict(first.state_dict())
+    both(first, second, batch_for(plain))
+    both(first, patched_copy(first), batch_for(plain))
+
+
+def images(plain, patched, model_type, class_name):
+    if not {"pixel_values", "flattened_patches"} & parameters_of(plain):
+        raise NotRun("the model takes no images")
+    batch = image_batch(plain)
+    if batch is None:
+        raise NotRun("no layout of images that the scan knows fits the model")
+    both(plain, patched, batch)
+
+
+def arguments(plain, patched, model_type, class_name):
+    """Every argument that the loss, the head or the output depends on."""
+    batch = batch_for(plain)
+    shifted = batch["labels"].roll(-1, 1)
+    given: list[dict[str, Any]] = [
+        {"num_items_in_batch": 7},
+        {"num_items_in_batch": torch.tensor(5)},
+        {"shift_labels": shifted},
+        {"logits_to_keep": 3, "shift_labels": shifted[:, -3:]},
+        {"ignore_index": int(batch["labels"][1, 1])},
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"output_router_logits": True},
+        {"return_dict": False},
+        {"return_dict": False, "output_router_logits": True},
+        {"use_cache": True},
+    ]
+    ran = 0
+    for more in given:
+        with contextlib.suppress(NotRun):
+            both(plain, patched, {**batch, **more})
+            ran += 1
+    if not ran:
+        raise NotRun("the model takes none of them")
+
+
+def ignored_labels(plain, patched, model_type, class_name):
+    """One row without a single label."""
+    batch = batch_for(plain)
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][1] = -100
+    both(plain, patched, batch)
+
+
+Check = Callable[[nn.Module, nn.Module, str, str], None]
+CHECKS: dict[str, Check] = {
+    "training": training,
+    "arguments": arguments,
+    "ignored labels": ignored_labels,
+    "evaluation": evaluation,
+    "generate": generate,
+    "images": images,
+    "packed positions": packed_positions,
+    "dropout": dropout,
+    "checkpointing": checkpointing,
+    "large weights": large_weights,
+    "bfloat16": bfloat16,
+    "resized vocabulary": resized_vocabulary,
+    "unpatch": unpatch,
+}
+
+
+@contextlib.contextmanager
+def _scaled(models, factor: float) -> Iterator[None]:
+    """Matrices of every model times a factor."""
+    before = [copy.deepcopy(model.state_dict()) for model in models]
+    try:
+        for model in models:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.mul_(factor)
+        yield
+    finally:
+        for model, state in zip(models, before, strict=True):
+            model.load_state_dict(state)
+
+
+def _copy(model):
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        # Tensors with a history, which a recurrent model saves between calls.
+        raise NotRun("the model has a state that cannot be copied") from error
+
+
+def patched_copy(model: nn.Module) -> nn.Module:
+    """A patched copy; where nothing can be patched, as for a model without a known part, a plain one."""
+    patched = _copy(model)
+    _patching.unpatch(patched)
+    _patching.apply(patched, _patching.Options())
+    return patched
+
+
+def fused_loss(patched: nn.Module) -> bool:
+    """Whether a step of the model computes its loss in the head."""
+    calls, before, batch = [], _loss.fused_linear_ce, batch_for(patched)
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return before(*args, **kwargs)
+
+    _loss.fused_linear_ce = counted
+    try:
+        step(patched, batch)
+    except (NotRun, *ERRORS):
+        return False
+    finally:
+        _loss.fused_linear_ce = before
+    return len(calls) == 1
+
+
+def run(model_type: str, class_name: str, names: tuple[str, ...] = tuple(CHECKS)) -> dict[str, Any]:
+    """The report of one model class: what is replaced and left, and the result of each check by name."""
+    try:
+        plain = build(model_type, class_name)
+    except NotBuilt as error:
+        return {"type": model_type, "class": class_name, "not built": str(error)}
+    patched = patched_copy(plain)
+    report = _patching.patch_report(patched)
+    results = {}
+    for name in names:
+        try:
+            CHECKS[name](plain, patched, model_type, class_name)
+            results[name] = "equal"
+        except NotRun as reason:
+            results[name] = f"not run: {reason}"
+        except Differs as difference:
+            results[name] = f"differs: {difference}"
+        except ERRORS as error:
+            message = str(error).split("\n")[0][:120]
+            results[name] = f"differs: the patched model raises {type(error).__name__}: {message}"
+    return {
+        "type": model_type,
+        "class": class_name,
+        "replaced": _counts(report.replaced.values()),
+        "left": _counts(report.left.values()),
+        "not looked at": _counts(report.not_looked_at.values()),
+        "loss": "fused" if fused_loss(patched) else report.left.get("", "it has no lm_head of its own"),
+        "checks": results,
+    }
+
+
+def _counts(values):
+    counts: dict[str, int] = {}
+    for value in values:
+        counts[value] = counts.get(value, 0) + 1
+    return dict(sorted(counts.items()))

@@ -1,0 +1,191 @@
+"""Model types of the installed transformers, tiny and random, beside their patched copies.
+
+docs/models.md has the results for all types; the third that runs in make test must agree with it.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from liger.transformers.scan import checks, configs, models, runner, table  # noqa: E402
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+# One model of every way in which the fused loss is found: scaled, capped and cut logits, heads in submodules, unshifted
+# labels, a model within a model, tied embeddings, auxiliary losses, stateful mixers.
+CHOSEN = (
+    "bert", "blip-2", "cohere", "deepseek_v3", "falcon_h1", "gemma2", "gemma3", "gpt2", "gpt_oss", "granite",
+    "inkling2", "inkling_text", "jamba", "kosmos-2.5", "llama", "llama4", "mamba2", "minicpm3", "mixtral",
+    "modernbert-decoder", "opt", "qwen2_vl", "qwen3", "qwen4_exp_text", "roberta", "t5gemma2",
+)  # fmt: skip
+CLASSES = models.model_classes()
+THIRD = [pair for index, pair in enumerate(CLASSES) if index % 4 == 0 or pair[0] in CHOSEN]
+QUICK = ("training", "generate", "unpatch")
+
+
+def rows():
+    """{(model type, class): cells} of the models that are built."""
+    lines = PAGE.read_text().split("\n## Reasons")[0].splitlines()
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    return {(c[0].strip("`"), c[1].strip("`")): c for c in cells}
+
+
+ROWS = rows()
+
+
+def assert_equal(report):
+    differing = {n: why for n, why in report.get("checks", {}).items() if why.startswith("differs")}
+    assert not differing, differing
+
+
+@pytest.mark.parametrize("pair", THIRD, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def test_a_patched_model_is_equal(pair):
+    report = checks.run(*pair, QUICK)
+    assert_equal(report)
+    if f"transformers {transformers.__version__}:" not in PAGE.read_text():
+        return
+    if "not built" in report:
+        assert pair not in ROWS
+        pytest.skip(report["not built"])
+    cells = ROWS[pair]
+    assert (report["loss"] == "fused") == (cells[2] == "fused")
+    replaced = {k: n for k, n in report["replaced"].items() if k != "fused_linear_cross_entropy"}
+    assert ", ".join(f"{n} {kind}" for kind, n in replaced.items()) == cells[3].replace("-", "").strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", CLASSES, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+def test_every_check(pair):
+    [report] = runner.scan([pair])
+    assert_equal(report)
+
+
+def test_the_fused_loss_reaches_the_models():
+    built = {model_type for model_type, _ in ROWS}
+    fused = {model_type for (model_type, _), cells in ROWS.items() if cells[2] == "fused"}
+    assert len(built) >= 240 and len(fused) >= 220
+    assert not any("differs" in cells[5] for cells in ROWS.values())
+
+
+def test_the_page_is_what_the_command_writes():
+    """The text around the rows, their order, the reasons that they refer to, and the counts of the introduction."""
+    page = PAGE.read_text()
+    head, _, rest = page.partition("\n## Reasons\n\n")
+    reasons, _, unbuilt = rest.partition("\n## Not built\n\n")
+    counts = re.search(
+        r"transformers (\S+): (\d+) causal.*?\n?.*?of which (\d+) were.*?; (\d+) of", head, re.DOTALL
+    )
+    missing = re.findall(r"^\| `(\S+)` \| `(\S+)` \| (.+) \|$", unbuilt, re.MULTILINE)
+    fused = sum(cells[2] == "fused" for cells in ROWS.values())
+    version, *numbers = counts.groups()
+    assert list(map(int, numbers)) == [len(ROWS) + len(missing), len(ROWS), fused]
+    introduction = table.introduction(version, *map(int, numbers))
+    assert head.startswith(introduction) and len(head[len(introduction) :].strip().splitlines()) == len(ROWS)
+    assert list(ROWS) == sorted(ROWS) and [m[:2] for m in missing] == sorted(m[:2] for m in missing)
+    assert all(len(cells) == table.COLUMNS for cells in ROWS.values())
+    listed = re.findall(r"^(\d+)\. (.+)$", reasons, re.MULTILINE)
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    assert [text for _, text in listed] == sorted(text for _, text in listed)
+    cited = {int(n) for cells in ROWS.values() for n in re.findall(r"\[(\d+)\]", " ".join(cells))}
+    assert cited == {int(number) for number, _ in listed}
+
+
+def report_of(**changes):
+    checked = {name: "equal" for name in checks.CHECKS}
+    return {
+        "type": "a", "class": "A", "replaced": {"rms_norm": 2, "fused_linear_cross_entropy": 1}, "left": {},
+        "not looked at": {}, "loss": "fused", "checks": checked, **changes,
+    }  # fmt: skip
+
+
+def test_the_page_of_some_reports():
+    reports = [
+        report_of(),
+        report_of(
+            type="b",
+            loss="no head",
+            left={"no head": 1, "dropout": 2},
+            checks={"training": "differs: the loss", "images": "not run: none"},
+        ),
+        {"type": "c", "class": "C", "not built": "a | b"},
+    ]
+    page = table.render(reports)
+    assert page == table.render(reports)
+    assert "3 causal" in page and "of which 2 were" in page and "; 1 of these" in page
+    assert "| `a` | `A` | fused | 2 rms_norm | - | 13 of 13 equal |" in page
+    checked = "0 of 13 equal; **training differs** [4]; images not run [3]"
+    assert f"| `b` | `A` | no [2] | 2 rms_norm | 2 [1] | {checked} |" in page
+    assert "1. dropout\n2. no head\n3. none\n4. the loss\n" in page
+    assert "| `c` | `C` | a \\| b |" in page
+
+
+# --- the scan itself ------------------------------------------------------------------------------------------------
+
+
+def run_broken(monkeypatch, breaking):
+    """The report of a Llama whose patched copy was changed by a function."""
+    original = checks.patched_copy
+
+    def patched_copy(model):
+        patched = original(model)
+        breaking(patched)
+        return patched
+
+    monkeypatch.setattr(checks, "patched_copy", patched_copy)
+    return checks.run("llama", "LlamaForCausalLM")
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    def breaking(model):
+        model.model.norm.weight.register_hook(lambda grad: grad * 1.001)
+
+    report = run_broken(monkeypatch, breaking)
+    assert report["checks"]["training"].startswith(
+        "differs: the gradient of model.norm.weight differs by 0.001"
+    )
+    assert report["checks"]["evaluation"] == "equal"
+
+
+def test_a_wrong_result_is_found_by_every_check(monkeypatch):
+    def breaking(model):
+        model.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        model.lm_head.register_forward_hook(lambda module, args, out: -out if out.dim() else out)
+
+    found = run_broken(monkeypatch, breaking)["checks"]
+    assert {name for name, result in found.items() if not result.startswith("differs")} == {"images"}
+
+
+def test_the_same_model_at_every_call():
+    first, second = (models.build("qwen3", "Qwen3ForCausalLM").state_dict() for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_reasons_for_models_that_are_not_built():
+    with pytest.raises(models.NotBuilt, match="no tiny configuration fits: KeyError"):
+        models.build("no such type", "LlamaForCausalLM")
+    with pytest.raises(
+        models.NotBuilt, match="no tiny configuration fits: AttributeError: transformers has no X"
+    ):
+        models.build("llama", "X")
+
+
+def test_a_configuration_has_a_layer_of_every_kind():
+    config = configs.tiny_config("qwen3_next")
+    assert (
+        sorted(config.layer_types) == ["full_attention", "linear_attention"] and config.num_hidden_layers == 2
+    )
+    config = configs.tiny_config("gemma3")
+    assert config.text_config.hidden_size == config.vision_config.hidden_size
+
+
+def test_processes_have_limits():
+    pairs = [("llama", "LlamaForCausalLM"), ("no such type", "X"), ("qwen3", "Qwen3ForCausalLM")]
+    seen = []
+    reports = runner.scan(pairs, jobs=2, checks=("training",), progress=seen.append)
+    assert [report["type"] for report in reports] == ["llama", "no such type", "qwen3"] and len(seen) == 3
+    assert reports[0]["checks"] == {"training": "equal"} and "not built" in reports[1]
+    [late] = runner.scan(pairs[:1], limit_s=0.0)
+    assert late["not built"] == "it took longer than 0 s"
