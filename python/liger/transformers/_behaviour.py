@@ -2,8 +2,8 @@
 
 A trial runs the forward of a module that looks like an MLP (norms: _norms.py, activations: _activations.py, attention:
 _rotary.py, decoder layers: _layers.py, causal language models: _causal_lm.py) on a few random numbers, small and large
-ones, in evaluation and in training. It uses a stand-in: an object of the same class without the parameters. The module
-is patched only if the op that would replace it gives the same results. Each function returns a recipe, a string with the
+ones, in evaluation and in training. It uses a stand-in: an object of the same class without the parameters. A module is
+patched only if the op that would replace it gives the same results. Each function returns a recipe, a string with the
 reason for leaving the module alone, or None for a module of another kind.
 """
 
