@@ -1,9 +1,6 @@
-"""An lm_head with LoRA adapters of PEFT that computes the loss; PEFT itself is not imported."""
+"""The operands of an lm_head with LoRA adapters of PEFT, which is not imported."""
 
-import functools
 import sys
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -62,23 +59,3 @@ def low_rank_parts(layer, x):
     if not downs:
         return None, bias
     return (downs[0], ups[0]) if len(downs) == 1 else (torch.cat(downs, -1), torch.cat(ups, 1)), bias
-
-
-@dataclass(frozen=True)
-class LoraHeadRecipe:
-    """A LoRA layer that returns the loss if a call of its model is active, and logits otherwise."""
-
-    kind: ClassVar[None] = None  # reported as part of CausalLMRecipe
-
-    def members(self, original):
-        from ._loss import LossCall
-
-        def forward(self, x, *args, **kwargs):
-            unmerges = self.disable_adapters and self.merged
-            if args or kwargs or unmerges or not LossCall.reaches(self) or not supports(self):
-                return original.forward(self, x, *args, **kwargs)
-            low_rank, bias = low_rank_parts(self, x)
-            loss = LossCall.at_head(self, x, self.base_layer.weight, bias, low_rank)
-            return original.forward(self, x) if loss is None else loss
-
-        return {"forward": functools.wraps(original.forward)(forward)}

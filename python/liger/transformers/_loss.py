@@ -21,7 +21,7 @@ from .._core.dtensor import is_dtensor
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import give_class, patched_class, recipe_of
-from ._lora_head import LoraHeadRecipe, is_lora_linear, supports
+from ._lora_head import is_lora_linear, low_rank_parts, supports
 from ._low_rank import low_rank_ce
 from ._reuse import can_share, lookup
 
@@ -184,6 +184,24 @@ class HeadRecipe:
         def forward(self, input):
             loss = LossCall.at_head(self, input, self.weight, self.bias)
             return original.forward(self, input) if loss is None else loss
+
+        return {"forward": functools.wraps(original.forward)(forward)}
+
+
+@dataclass(frozen=True)
+class LoraHeadRecipe:
+    """A LoRA layer that returns the loss if a call of its model is active, and logits otherwise."""
+
+    kind: ClassVar[None] = None  # reported as part of CausalLMRecipe
+
+    def members(self, original):
+        def forward(self, x, *args, **kwargs):
+            unmerges = self.disable_adapters and self.merged
+            if args or kwargs or unmerges or not LossCall.reaches(self) or not supports(self):
+                return original.forward(self, x, *args, **kwargs)
+            low_rank, bias = low_rank_parts(self, x)
+            loss = LossCall.at_head(self, x, self.base_layer.weight, bias, low_rank)
+            return original.forward(self, x) if loss is None else loss
 
         return {"forward": functools.wraps(original.forward)(forward)}
 
