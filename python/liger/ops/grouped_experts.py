@@ -150,10 +150,13 @@ def _grad_of_matrices(inputs, grads, ends, is_transposed):
     return multiply_group_columns(*pair, ends)
 
 
-def _grad_of_routing(routing, grad_y, product, grad_product, down_proj_bias):
-    """d loss / d top_k_weights = grad_y . (product W_down + bias), without the result of the second GEMM."""
+def _grad_of_routing(routing, grad_y, sums, down_proj_bias):
+    """d loss / d top_k_weights = grad_y . (product W_down + bias), without the result of the second GEMM.
+
+    ``sums``: of each row, over I, of product times gradient of the product.
+    """
     wide = accumulate_dtype(grad_y.dtype)
-    grad = routing.scatter(row_products(product, grad_product, wide))
+    grad = routing.scatter(sums)
     if down_proj_bias is None:
         return grad
     of_biases = grad_y.new_empty(grad_y.shape[0], down_proj_bias.shape[0], dtype=wide)
@@ -193,21 +196,31 @@ def _gradients(
     grad_rows = routing.rows(grad_flat)
     if need_down_bias:
         grad_down_bias = sum_groups(grad_rows, routing.ends, row_weights[:, 0])
-    product = gate.product(gate_up) if need_weights or need_down else None
     if through_gate or need_weights:
         # Without the routing weight: the gradient of that weight needs it so.
         grad_product = multiply_groups(
             grad_rows, _matrices(down_proj, is_transposed).transpose(1, 2), routing.ends
         )
+    kernels = gate.kernels(gate_up) if through_gate or need_weights else None
+    sums = product = None
+    if kernels is not None:
+        sums = kernels.backward_(grad_product, gate_up, row_weights, gate)
+        product = grad_product  # which the kernel has overwritten
+        del grad_product
+    elif need_weights or need_down:
+        product = gate.product(gate_up)
     if need_weights:
-        grad_weights = _grad_of_routing(routing, grad_flat, product, grad_product, down_proj_bias)
+        if sums is None:
+            sums = row_products(product, grad_product, row_weights.dtype)
+        grad_weights = _grad_of_routing(routing, grad_flat, sums, down_proj_bias)
         grad_weights = grad_weights.to(top_k_weights.dtype).view(top_k_weights.shape)
     if need_down:
-        # Either operand may have the routing weight; the smaller one costs less traffic.
-        (product if product.shape[1] <= hidden else grad_rows).mul_(row_weights)
+        if kernels is None:
+            # Either operand may have the routing weight; the smaller one costs less traffic.
+            (product if product.shape[1] <= hidden else grad_rows).mul_(row_weights)
         grad_down = _grad_of_matrices(product, grad_rows, routing.ends, is_transposed)
     del product, grad_rows
-    if through_gate:
+    if through_gate and kernels is None:
         grad_product.mul_(row_weights)
         gate.backward_(grad_product, gate_up)
         del grad_product
