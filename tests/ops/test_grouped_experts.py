@@ -235,6 +235,20 @@ def test_autocast(device, dtype):
     assert y.dtype == torch.bfloat16 and torch.equal(y, cast)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True, "is_transposed": True, "activation": "gpt_oss", "limit": 7.0}]
+)
+def test_module(device, options):
+    module = liger.nn.GroupedExperts(EXPERTS, HIDDEN, INTERMEDIATE, **options, device=device)
+    x = torch.randn(TOKENS, HIDDEN, device=device)
+    index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
+    weights = torch.rand(TOKENS, CHOICES, device=device)
+    options = {name: value for name, value in options.items() if name != "bias"}
+    expected = plain(x, index, weights, *module.parameters(), **options)
+    torch.testing.assert_close(module(x, index, weights), expected)
+    assert module.gate_up_proj.abs().max() <= HIDDEN**-0.5 and "activation=" in repr(module)
+
+
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
