@@ -97,6 +97,15 @@ GOALS = (
     Goal(f"orpo {BATCH}", GEMMS, 1.06),
     Goal(f"simpo {BATCH}", GEMMS, 1.06),
     Goal(f"grpo {BATCH}", GEMMS, 1.06, 1600),
+    *(
+        Goal(
+            f"experts forward and backward {shape} 8192 tokens",
+            "x dense GEMMs",
+            bound,
+            no_more_than="transformers eager",
+        )
+        for shape, bound in (("mixtral", 1.25), ("qwen3-moe", 2.0), ("gpt-oss", 1.6))
+    ),
     Goal("tiled_mlp 131072x4096x12288", f"x {EAGER}", 1.20, 3200),
     *(
         Goal(f"tiled_mlp {tokens}x4096x12288", f"x {EAGER}", bound, no_more_than=EAGER)

@@ -154,6 +154,21 @@ def register_portable(kernels: Kernels) -> None:
     PORTABLE.update(kernels)
 
 
+def triton_module_beside(name: str, module: str, tensor: torch.Tensor) -> Any:
+    """A module of Triton kernels for a portable op that follows the backend of a family; None where torch serves it.
+
+    Args:
+        name: the family. Its cuda backend also runs Triton kernels here, if Triton is installed.
+        module: full name of the module.
+        tensor: an operand.
+    """
+    if FAMILIES[name].choice == "torch" or tensor.dtype == torch.float64:
+        return None
+    if not (tensor.is_cuda or triton_interpreted()) or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(module)
+
+
 # --- support: pure functions of the installation and the devices --------------------------------------------------
 
 

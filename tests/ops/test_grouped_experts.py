@@ -221,7 +221,8 @@ def test_one_gradient_alone(device, wanted):
     expected = gradients(inputs, index, upstream)[wanted + 1]
     leaves = [t.detach().clone().requires_grad_(i == wanted) for i, t in enumerate(inputs)]
     y = liger.grouped_experts(leaves[0], index, *leaves[1:])
-    assert torch.equal(torch.autograd.grad(y, leaves[wanted], upstream)[0], expected)
+    found = torch.autograd.grad(y, leaves[wanted], upstream)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -232,6 +233,20 @@ def test_autocast(device, dtype):
         y = liger.grouped_experts(x, index, weights, *parameters)
     cast = liger.grouped_experts(x.bfloat16(), index, weights, *(p.bfloat16() for p in parameters))
     assert y.dtype == torch.bfloat16 and torch.equal(y, cast)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True, "is_transposed": True, "activation": "gpt_oss", "limit": 7.0}]
+)
+def test_module(device, options):
+    module = liger.nn.GroupedExperts(EXPERTS, HIDDEN, INTERMEDIATE, **options, device=device)
+    x = torch.randn(TOKENS, HIDDEN, device=device)
+    index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
+    weights = torch.rand(TOKENS, CHOICES, device=device)
+    options = {name: value for name, value in options.items() if name != "bias"}
+    expected = plain(x, index, weights, *module.parameters(), **options)
+    torch.testing.assert_close(module(x, index, weights), expected)
+    assert module.gate_up_proj.abs().max() <= HIDDEN**-0.5 and "activation=" in repr(module)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from liger.triton_kernels import (
     cross_entropy,
     cross_entropy_stats,
     divergence,
+    expert_gate,
     fused_linear_ce,
     geglu,
     group_norm,
@@ -38,6 +39,7 @@ from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
 from liger.backend import triton_interpreted
+from liger.ops.grouped_experts_torch import Gate
 
 pytestmark = pytest.mark.skipif(
     triton_interpreted(), reason="under TRITON_INTERPRET=1 kernels are Python functions"
@@ -126,6 +128,19 @@ def gated_launches(dtype, tokens=9, family=swiglu, name="swiglu", options=({},))
             ops["_packed"](packed)
             ops["_packed_backward_"](gate, packed)
             ops["_backward_product_"](torch.zeros_like(gate), gate, up)
+
+
+def expert_gate_launches(dtype, tokens=9):
+    for width in (100, 2880):
+        gate_up, weights = torch.zeros(tokens, 2 * width, dtype=dtype), torch.zeros(tokens, 1)
+        for gate in (
+            Gate("silu", False, 1.702, None),
+            Gate("gelu_tanh", True, 1.702, None),
+            Gate("gelu", False, 1.702, 7.0),
+            Gate("gpt_oss", True, 1.702, 7.0),
+        ):
+            grad = expert_gate.product(gate_up, gate)
+            expert_gate.backward_(grad, gate_up, weights, gate)
 
 
 def geglu_launches(dtype, tokens=9):
@@ -257,6 +272,7 @@ LAUNCHES = {
     rms_norm_gated: rms_norm_gated_launches,
     rope: rope_launches,
     qk_norm_rope: qk_norm_rope_launches,
+    expert_gate: expert_gate_launches,
     geglu: geglu_launches,
     swiglu: gated_launches,
     relu_squared: relu_squared_launches,

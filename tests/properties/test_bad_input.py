@@ -157,6 +157,7 @@ def test_options_of_constructors(name):
         "normalized_shape": 8,
         "hidden_size": 8,
         "intermediate_size": 8,
+        "num_experts": 8,
         "vocab_size": 8,
         "config": config,
     }
@@ -177,6 +178,7 @@ CALLED = {
     "RMSNorm": "rms_norm", "RMSNormGated": "rms_norm_gated", "LayerNorm": "layer_norm",
     "ApplyRotaryEmb": "rope", "CrossEntropyLoss": "cross_entropy",
     "FusedLinearCrossEntropyLoss": "fused_linear_ce", "TiledSwiGLUMLP": "tiled_mlp", "TiledGEGLUMLP": "tiled_mlp",
+    "GroupedExperts": "grouped_experts",
 }  # fmt: skip
 
 

@@ -211,6 +211,22 @@ def test_as_an_implementation_of_transformers(device, name, calls):
     assert not patch_report(other).replaced
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_implementation_compiles(warm):
+    """Also if the first call is the compiled one, which then has no recipe yet."""
+    if not warm and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("this torch ends the graph at a function that is assumed constant")
+    torch._dynamo.reset()
+    model = model_of("Mixtral")
+    inputs = {name: value for name, value in batch().items() if name != "attention_mask"}
+    expected = model(**inputs).loss
+    model.set_experts_implementation("liger")
+    if warm:
+        model(**inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**inputs).loss, expected)
+
+
 # --- trials ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from .experts import GroupedExperts
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import GEGLUMLP, SwiGLUMLP
 from .norm import LayerNorm, RMSNorm, RMSNormGated
@@ -14,6 +15,7 @@ __all__ = [
     "ApplyRotaryEmb",
     "CrossEntropyLoss",
     "FusedLinearCrossEntropyLoss",
+    "GroupedExperts",
     "LMHeadLoss",
     "LayerNorm",
     "RMSNorm",

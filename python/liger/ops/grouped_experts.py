@@ -11,18 +11,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import increment_version
 
-from .._core.arguments import (
-    FLAG,
-    POSITIVE,
-    TEXT,
-    arguments,
-    check_device,
-    check_floating,
-    check_like,
-    check_shape,
-    wrong_dtype,
-    wrong_shape,
-)
+from .._core.arguments import FLAG, POSITIVE, TEXT, arguments
 from .._core.autocast import autocast_operands
 from .._core.autograd import differentiable, differentiable_once, may_write_saved, wants_grad
 from .._core.dtypes import accumulate_dtype
@@ -31,73 +20,8 @@ from .._core.grouped_mm import multiply_group_columns, multiply_groups, sum_grou
 from .._core.matmul import product as wide_product
 from .._core.types import ExpertActivation
 from ..backend import register_portable
-from .grouped_experts_torch import ACTIVATIONS, Gate, Routing, row_products
-
-_OP = "grouped_experts"
-
-# --- checks -------------------------------------------------------------------------------------------------------
-
-
-def _sizes(down_proj, is_transposed):
-    """(experts, hidden size, intermediate size)"""
-    experts, first, second = down_proj.shape
-    return (experts, second, first) if is_transposed else (experts, first, second)
-
-
-def _check_routing(x, top_k_index, top_k_weights):
-    if x.dim() == 0:
-        raise wrong_shape(_OP, "x", x, "at least one dimension")
-    check_floating(_OP, "x", x)
-    leading = x.shape[:-1]
-    if top_k_index.dim() != x.dim() or top_k_index.shape[:-1] != leading or top_k_index.shape[-1] == 0:
-        expected = f"{(*leading, 'K')}, the choices of each token of x, with K of at least 1"
-        raise wrong_shape(_OP, "top_k_index", top_k_index, expected)
-    if top_k_index.dtype not in (torch.int64, torch.int32):
-        raise wrong_dtype(_OP, "top_k_index", top_k_index, "int64 or int32 expert indices")
-    check_shape(_OP, "top_k_weights", top_k_weights, top_k_index.shape, "that of top_k_index")
-    check_floating(_OP, "top_k_weights", top_k_weights)
-    for name, tensor in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
-        check_device(_OP, name, tensor, "x", x)
-    if top_k_index.numel() >= 2**31:
-        raise RuntimeError(f"{_OP}: top_k_index has {top_k_index.numel()} elements, expected fewer than 2^31")
-    # On a GPU the check would synchronise; there a negative index gives NaN.
-    if top_k_index.device.type == "cpu" and top_k_index.numel() and top_k_index.min() < 0:
-        raise RuntimeError(
-            f"{_OP}: top_k_index has the element {int(top_k_index.min())}, expected expert indices of at least 0"
-        )
-
-
-def _check(
-    x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate, is_transposed
-):  # fmt: skip
-    _check_routing(x, top_k_index, top_k_weights)
-    hidden, order = x.shape[-1], "(E, I, H)" if is_transposed else "(E, H, I)"
-    if (
-        down_proj.dim() != 3
-        or 0 in (down_proj.shape[0], *down_proj.shape[1:])
-        or _sizes(down_proj, is_transposed)[1] != hidden
-    ):
-        expected = f"{order} of positive sizes with H = {hidden}, the last dimension of x"
-        raise wrong_shape(_OP, "down_proj", down_proj, expected)
-    experts, _, intermediate = _sizes(down_proj, is_transposed)
-    columns = (hidden, 2 * intermediate) if is_transposed else (2 * intermediate, hidden)
-    check_shape(_OP, "gate_up_proj", gate_up_proj, (experts, *columns), "as x and down_proj require")
-    parameters = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-    if gate_up_proj_bias is not None:
-        check_shape(_OP, "gate_up_proj_bias", gate_up_proj_bias, (experts, 2 * intermediate), "(E, 2I)")
-        parameters["gate_up_proj_bias"] = gate_up_proj_bias
-    if down_proj_bias is not None:
-        check_shape(_OP, "down_proj_bias", down_proj_bias, (experts, hidden), "(E, H)")
-        parameters["down_proj_bias"] = down_proj_bias
-    for name, tensor in parameters.items():
-        check_like(_OP, name, tensor, "x", x)
-    if gate.activation not in ACTIVATIONS:
-        names = ", ".join(f"'{name}'" for name in ACTIVATIONS)
-        raise RuntimeError(f"{_OP}: activation is '{gate.activation}', expected one of {names}")
-    for name, value in (("alpha", gate.alpha), ("limit", gate.limit)):
-        if value is not None and not 0.0 < value < float("inf"):
-            raise RuntimeError(f"{_OP}: {name} is {value:g}, expected a positive, finite value")
-
+from .grouped_experts_checks import OP, check_experts, sizes_of
+from .grouped_experts_torch import Gate, Routing, row_products
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -124,10 +48,10 @@ def grouped_experts_forward_kernel(
     is_transposed, is_interleaved, alpha, limit, keep,
 ):  # fmt: skip
     gate = Gate(activation, is_interleaved, alpha, limit)
-    _check(
+    check_experts(
         x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, gate, is_transposed
     )  # fmt: skip
-    experts, hidden, intermediate = _sizes(down_proj, is_transposed)
+    experts, hidden, intermediate = sizes_of(down_proj, is_transposed)
     if top_k_index.numel() == 0:
         return x.new_empty(x.shape), x.new_zeros(1 if keep else 0, 2 * intermediate)
     flat, index = x.reshape(-1, hidden), top_k_index.reshape(-1, top_k_index.shape[-1])
@@ -150,10 +74,13 @@ def _grad_of_matrices(inputs, grads, ends, is_transposed):
     return multiply_group_columns(*pair, ends)
 
 
-def _grad_of_routing(routing, grad_y, product, grad_product, down_proj_bias):
-    """d loss / d top_k_weights = grad_y . (product W_down + bias), without the result of the second GEMM."""
+def _grad_of_routing(routing, grad_y, sums, down_proj_bias):
+    """d loss / d top_k_weights = grad_y . (product W_down + bias), without the result of the second GEMM.
+
+    ``sums``: of each row, over I, of product times gradient of the product.
+    """
     wide = accumulate_dtype(grad_y.dtype)
-    grad = routing.scatter(row_products(product, grad_product, wide))
+    grad = routing.scatter(sums)
     if down_proj_bias is None:
         return grad
     of_biases = grad_y.new_empty(grad_y.shape[0], down_proj_bias.shape[0], dtype=wide)
@@ -179,7 +106,7 @@ def _gradients(
             for t, need in zip(sources, needed, strict=True)
         )
     gate = Gate(activation, is_interleaved, alpha, limit)
-    experts, hidden, _ = _sizes(down_proj, is_transposed)
+    experts, hidden, _ = sizes_of(down_proj, is_transposed)
     flat, index = x.reshape(-1, hidden), top_k_index.reshape(-1, top_k_index.shape[-1])
     routing, grad_flat = Routing(index, experts), grad_y.reshape(-1, hidden)
     row_weights = routing.weights(_weights_of(top_k_weights, top_k_index))
@@ -193,21 +120,31 @@ def _gradients(
     grad_rows = routing.rows(grad_flat)
     if need_down_bias:
         grad_down_bias = sum_groups(grad_rows, routing.ends, row_weights[:, 0])
-    product = gate.product(gate_up) if need_weights or need_down else None
     if through_gate or need_weights:
         # Without the routing weight: the gradient of that weight needs it so.
         grad_product = multiply_groups(
             grad_rows, _matrices(down_proj, is_transposed).transpose(1, 2), routing.ends
         )
+    kernels = gate.kernels(gate_up) if through_gate or need_weights else None
+    sums = product = None
+    if kernels is not None:
+        sums = kernels.backward_(grad_product, gate_up, row_weights, gate)
+        product = grad_product  # which the kernel has overwritten
+        del grad_product
+    elif need_weights or need_down:
+        product = gate.product(gate_up)
     if need_weights:
-        grad_weights = _grad_of_routing(routing, grad_flat, product, grad_product, down_proj_bias)
+        if sums is None:
+            sums = row_products(product, grad_product, row_weights.dtype)
+        grad_weights = _grad_of_routing(routing, grad_flat, sums, down_proj_bias)
         grad_weights = grad_weights.to(top_k_weights.dtype).view(top_k_weights.shape)
     if need_down:
-        # Either operand may have the routing weight; the smaller one costs less traffic.
-        (product if product.shape[1] <= hidden else grad_rows).mul_(row_weights)
+        if kernels is None:
+            # Either operand may have the routing weight; the smaller one costs less traffic.
+            (product if product.shape[1] <= hidden else grad_rows).mul_(row_weights)
         grad_down = _grad_of_matrices(product, grad_rows, routing.ends, is_transposed)
     del product, grad_rows
-    if through_gate:
+    if through_gate and kernels is None:
         grad_product.mul_(row_weights)
         gate.backward_(grad_product, gate_up)
         del grad_product
@@ -241,7 +178,7 @@ def _(
     x, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_proj_bias, down_proj_bias, activation,
     is_transposed, is_interleaved, alpha, limit, keep,
 ):  # fmt: skip
-    columns = 2 * _sizes(down_proj, is_transposed)[2]
+    columns = 2 * sizes_of(down_proj, is_transposed)[2]
     return x.new_empty(x.shape), x.new_empty(top_k_index.numel() + 1 if keep else 0, columns)
 
 
@@ -271,7 +208,7 @@ def _setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-@differentiable_once(_OP)
+@differentiable_once(OP)
 def _backward(ctx, grad_y, _grad_kept):
     result = [None] * len(ctx.needs_input_grad)
     if grad_y is None:

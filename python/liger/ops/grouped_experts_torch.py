@@ -10,11 +10,13 @@ from .._core.dtypes import accumulate_dtype
 from .._core.gated import GELU_NAMES
 from .._core.grouped_mm import split
 from .._core.row_blocks import row_blocks
+from ..backend import triton_module_beside
 from .geglu import geglu, geglu_packed
 from .swiglu import swiglu, swiglu_packed
 
 # Name of a GELU activation -> ``approximate`` of torch.nn.functional.gelu.
 _APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
+_TRITON_MODULE = "liger.triton_kernels.expert_gate"
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "gpt_oss")
 
 
@@ -122,6 +124,10 @@ class Gate(NamedTuple):
             return gate_up[:, ::2], gate_up[:, 1::2]
         return gate_up.chunk(2, -1)
 
+    def kernels(self, tensor):
+        """The module of Triton kernels, or None."""
+        return triton_module_beside("swiglu", _TRITON_MODULE, tensor)
+
     @property
     def _has_op(self):
         return self.activation != "gpt_oss" and self.limit is None
@@ -140,6 +146,9 @@ class Gate(NamedTuple):
             forms = (swiglu, swiglu_packed) if self.activation == "silu" else (geglu, geglu_packed)
             form = forms[0] if self.is_interleaved else forms[1]
             return form(*self._operands(gate_up), *self._options).contiguous()
+        kernels = self.kernels(gate_up)
+        if kernels is not None:
+            return kernels.product(gate_up, self)
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         for block in row_blocks(out):
             gate, up, _, _ = self._clamped(gate_up[block])

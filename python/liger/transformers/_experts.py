@@ -5,11 +5,11 @@ tells what the module computes from them; its router, and the losses of the rout
 """
 
 import copy
+import dataclasses
 import functools
 import inspect
 import itertools
 import logging
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -31,7 +31,7 @@ IMPLEMENTATION = "_experts_implementation"
 _RECIPE = "_liger_experts"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ExpertsRecipe:
     """``liger.grouped_experts`` with the options that the trial has found."""
 
@@ -203,7 +203,9 @@ def _own_attributes(module, count, hidden, intermediate):
 
 @torch.compiler.assume_constant_result
 def _recognised(module):
-    """The recipe of a module that is not patched; stored in the module, since every forward needs it.
+    """The fields of the recipe of a module that is not patched; stored in the module, since every forward needs them.
+
+    A compiler calls this function instead of tracing the trial, and takes a tuple of plain values for constant.
 
     Raises:
         ValueError: the op does not compute what the module computes.
@@ -218,16 +220,16 @@ def _recognised(module):
     if not isinstance(recipe, ExpertsRecipe):
         reason = recipe or "it has no gate_up_proj and down_proj"
         raise ValueError(f'experts_implementation="liger" cannot run {type(module).__name__}: {reason}')
-    module.__dict__[_RECIPE] = recipe
-    return recipe
+    module.__dict__[_RECIPE] = dataclasses.astuple(recipe)
+    return module.__dict__[_RECIPE]
 
 
 def experts_forward(module, hidden_states, top_k_index, top_k_weights):
     """The function behind ``experts_implementation="liger"``."""
-    recipe = module.__dict__.get(_RECIPE)
-    if recipe is None:
-        recipe = _recognised(module)
-    return recipe.run(module, hidden_states, top_k_index, top_k_weights)
+    fields = module.__dict__.get(_RECIPE)
+    if fields is None:
+        fields = _recognised(module)
+    return ExpertsRecipe(*fields).run(module, hidden_states, top_k_index, top_k_weights)
 
 
 def register():

@@ -7,7 +7,7 @@ import torch
 from liger import nn
 
 from .case import HIDDEN, IGNORED, VOCAB, X, add, normal, random_target, tensors
-from .ops import rotary
+from .ops import experts, rotary
 from .rows import biased_head, ignored_rows, logits_inputs
 
 
@@ -58,6 +58,15 @@ _nn(
     _x,
     _PROJECTIONS,
     "x",
+)
+_nn(
+    "GroupedExperts",
+    lambda **kw: nn.GroupedExperts(4, HIDDEN, 24, True, **kw),
+    lambda device, dtype: {
+        name: experts(device, dtype)[name] for name in ("x", "top_k_index", "top_k_weights")
+    },
+    "gate_up_proj down_proj gate_up_proj_bias down_proj_bias",
+    "x top_k_weights",
 )
 _nn(
     "LMHeadLoss",
