@@ -21,12 +21,12 @@ HeadWeight head_weight(const OptionalTensor& weight) {
   return {data(weight), weight && weight->scalar_type() == ScalarType::Float};
 }
 
-// What both directions have in common, apart from the tensors of q and k.
+// The arguments that forward and backward share, apart from q and k.
 struct Call {
   Tensor cos, sin;
   OptionalTensor q_weight, k_weight;
   QkNormRope p{};
-  bool vectorised;  // so far as tables and weights are concerned
+  bool vectorised;  // without set_tables(): by the sizes and the weights alone
 
   Call(const Tensor& q, const OptionalTensor& q_weight, const OptionalTensor& k_weight, const Tensor& cos,
        const Tensor& sin, double eps, double offset, const std::string& casting_mode)
@@ -45,7 +45,7 @@ struct Call {
                  can_vectorise_heads(q, p.rotary) && items_per_head(p, vector_of(q)) <= 32;
   }
 
-  // Settles vectorised, and the dtype of the tables, once the tensors of q and k are known.
+  // Completes `vectorised`, and converts the tables if the kernels cannot read them.
   void set_tables(const Tensor& q, bool tensors_vectorised) {
     vectorised = prepare_tables(q, vectorised && tensors_vectorised, cos, sin);
     p.cos = rope_table(cos);

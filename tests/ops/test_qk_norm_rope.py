@@ -109,9 +109,10 @@ def test_is_the_norm_then_the_rotation(device, dtype, mode):
     fused = liger.qk_norm_rope(q, k, *weights, *table, 1e-6, 0.0, mode)
     normed = [liger.rms_norm(x, w, 1e-6, 0.0, mode) for x, w in zip((q, k), weights, strict=True)]
     for got, want in zip(fused, liger.rope(*normed, *table), strict=True):
-        # A root that differs in its last bit moves a few results over a rounding boundary.
-        assert (got == want).float().mean() > (0.5 if dtype == torch.float32 else 0.99)
         torch.testing.assert_close(got, want)
+        if dtype != torch.float32:
+            # A root that differs in its last bit moves a few results over a rounding boundary.
+            assert (got == want).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

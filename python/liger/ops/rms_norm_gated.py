@@ -45,12 +45,12 @@ def _norm_input(x, a, casting_mode, norm_before_gate):
 
 
 def _grouped(x, group_size):
-    """The view (..., groups, group_size), where a row is what is normalised together; x without a group size."""
+    """The view (..., groups, group_size), each of whose rows is normalised; x itself without a group size."""
     return x if group_size is None else x.unflatten(-1, (x.shape[-1] // group_size, group_size))
 
 
 def _scaled(xhat, x, weight, offset, casting_mode):
-    """n * w, rounded where the casting mode says, in the dtype of the arithmetic."""
+    """n * w with the roundings of the casting mode, in the dtype of the arithmetic."""
     wide = xhat.dtype
     n = xhat if casting_mode == "gemma" else xhat.to(x.dtype).to(wide)
     if weight is None:
