@@ -300,8 +300,9 @@ def rms_norm_gated_backward(
     rstd = rstd.contiguous()
     grad_x_rows, grad_x_stride = output_rows(grad_x) if need_grad_x else (None, 0)
     grad_gate_rows, grad_gate_stride = output_rows(grad_gate) if need_grad_gate else (None, 0)
-    # The programs of all groups together are resident.
-    plan = backward_plan(n_rows, x, inputs=3, n_cols=n_cols, groups=groups)
+    # The programs of all groups together are resident. Three inputs are read before and after the reduction of the row,
+    # for which the pipeline has up to ten buffers of a tile: as many as those of five inputs.
+    plan = backward_plan(n_rows, x, inputs=5, n_cols=n_cols, groups=groups)
     grad_weight = like.new_empty(x.shape[-1] if need_grad_weight else 0)
     partial = plan.partials(1, x) if need_grad_weight else None
     with on_device_of(x):

@@ -14,6 +14,7 @@ from liger.compat._architectures import MODEL_TYPES, PARAMETERS  # noqa: E402
 from liger.transformers import patch_report  # noqa: E402
 
 FUSED = "fused_linear_cross_entropy"
+NORMS = ("rms_norm", "fused_add_rms_norm")
 OFF = {"rope": False, "cross_entropy": False, FUSED: False, "rms_norm": False, "swiglu": False}
 
 
@@ -45,7 +46,7 @@ def test_the_call_of_the_documentation(caplog):
             rope=True, cross_entropy=True, fused_linear_cross_entropy=True, mlp=True, model=model
         )
     assert [r.name for r in caplog.records if "both losses" in r.message] == ["liger.compat"]
-    assert kinds(model) == {"rope", "rms_norm", "swiglu", FUSED}
+    assert kinds(model) == {"rope", *NORMS, "swiglu", FUSED}
     assert_same_step(model, tiny_models.make("llama"))
 
 
@@ -57,7 +58,7 @@ def test_models_that_are_constructed_later():
         model = tiny_models.make("llama")
     finally:
         apply_liger_kernel_to_llama(**OFF)
-    assert kinds(model) == {"rope", "rms_norm", "swiglu", FUSED}
+    assert kinds(model) == {"rope", *NORMS, "swiglu", FUSED}
     assert not kinds(tiny_models.make("llama"))
 
 
@@ -106,7 +107,7 @@ def test_options_of_both_libraries():
     apply_liger_kernel_to_llama(False, None, True, rms_norm=0, tiled_mlp=True, model=model)
     assert kinds(model) == {"tiled_mlp", FUSED}
     apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False, model=model)
-    assert kinds(model) == {"rope", "rms_norm", "swiglu", "cross_entropy"}
+    assert kinds(model) == {"rope", *NORMS, "swiglu", "cross_entropy"}
     apply_liger_kernel_to_llama(**OFF, model=model)
     assert not kinds(model)
     apply_liger_kernel_to_llava(model=model, unknown=1)
@@ -132,9 +133,9 @@ def test_one_instance(caplog):
 
     model = tiny_models.make("llama")
     _apply_liger_kernel_to_instance(model=model, rope=False, cross_entropy=True, unknown=7)
-    assert kinds(model) == {"rms_norm", "swiglu", FUSED}
+    assert kinds(model) == {*NORMS, "swiglu", FUSED}
     _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=True)
-    assert kinds(model) == {"rope", "rms_norm", "swiglu", "cross_entropy"}
+    assert kinds(model) == {"rope", *NORMS, "swiglu", "cross_entropy"}
     other = tiny_models.make("StableLm")  # a type that liger_kernel does not know
     _apply_liger_kernel_to_instance(model=other, unknown=7)
     assert FUSED in kinds(other)
@@ -148,7 +149,7 @@ def test_a_type_by_name(caplog):
 
     _apply_liger_kernel("mistral", swiglu=False, unknown=7)
     try:
-        assert kinds(tiny_models.make("mistral")) == {"rope", "rms_norm", FUSED}
+        assert kinds(tiny_models.make("mistral")) == {"rope", *NORMS, FUSED}
     finally:
         _apply_liger_kernel("mistral", **OFF)
     with caplog.at_level(logging.INFO, logger="liger.compat"):
@@ -162,12 +163,12 @@ def test_the_auto_class(tmp_path):
     plain = tiny_models.make("qwen2")
     plain.save_pretrained(tmp_path)
     model = AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, dtype=torch.float32).train()
-    assert kinds(model) == {"rms_norm", "swiglu", FUSED}
+    assert kinds(model) == {*NORMS, "swiglu", FUSED}
     assert_same_step(model, plain)
     made = AutoLigerKernelForCausalLM.from_config(
         tiny_models.config("qwen2"), cross_entropy=True, swiglu=False
     )
-    assert kinds(made) == {"rope", "rms_norm", FUSED}
+    assert kinds(made) == {"rope", *NORMS, FUSED}
 
 
 # --- single modules -----------------------------------------------------------------------------------------------

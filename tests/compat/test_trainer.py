@@ -45,7 +45,9 @@ def test_use_liger_kernel(tmp_path, config, loss):
     model = tiny_models.make("llama")
     losses = train(tmp_path, model, use_liger_kernel=True, liger_kernel_config=config)
     found = set(patch_report(model).replaced.values())
-    expected = {"rms_norm", loss} | {"rope", "swiglu"} - {n for n, v in (config or {}).items() if not v}
+    expected = {"rms_norm", "fused_add_rms_norm", loss} | {"rope", "swiglu"} - {
+        n for n, v in (config or {}).items() if not v
+    }
     assert found == expected
     plain = train(tmp_path, tiny_models.make("llama"))
     assert losses == pytest.approx(plain, rel=1e-4) and len(plain) == 3

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
 from liger.transformers._causal_lm import CHANGED, CHANGED_LABELS  # noqa: E402
-from liger.transformers._modules import rotary_function  # noqa: E402
+from liger.transformers._rotary import recognise, rotary_function  # noqa: E402
 
 
 class Llama(transformers.LlamaForCausalLM):
@@ -231,9 +231,16 @@ def test_a_model_within_a_model():
 
 
 def test_rotating_queries_alone():
-    def theirs(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
-        return "one" if k is None else "two"
+    def rotate(x, cos, sin):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
 
-    ours = rotary_function(theirs, False)
-    table = torch.ones(1, 3, 8)
-    assert ours(torch.ones(1, 2, 3, 8), cos=table, sin=table) == "one"
+    def theirs(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return rotate(q, cos, sin) if k is None else (rotate(q, cos, sin), rotate(k, cos, sin))
+
+    ours = rotary_function(theirs, recognise(theirs))
+    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    tables = {"cos": torch.randn(1, 3, 8), "sin": torch.randn(1, 3, 8)}
+    torch.testing.assert_close(ours(q, **tables), theirs(q, **tables))
+    torch.testing.assert_close(ours(q, k, **tables), theirs(q, k, **tables))

@@ -80,6 +80,10 @@ class Routing:
         The order of each sum is fixed. The kernel skips the pad, so values of rows without an expert have no effect.
         """
         table, index, weights = rows, self.inverse, top_k_weights
+        pad = len(rows) - 1
+        if weights is not None:
+            # On a GPU the kernel multiplies the pad, as zero, by its weight, which may be NaN.
+            weights = weights.masked_fill(index == pad, 0)
         if weights is not None and weights.dtype != rows.dtype:
             if rows.dtype == torch.bfloat16 and weights.dtype == torch.float32:
                 # torch's kernel needs weights of the dtype of the rows; both parts have the exponents of float32.
@@ -89,7 +93,7 @@ class Routing:
                 wide = torch.promote_types(rows.dtype, weights.dtype)
                 table, weights = rows.to(wide), weights.to(wide)
         summed = torch.nn.functional.embedding_bag(
-            index, table, per_sample_weights=weights, mode="sum", padding_idx=len(rows) - 1
+            index, table, per_sample_weights=weights, mode="sum", padding_idx=pad
         )
         return summed.to(rows.dtype)
 

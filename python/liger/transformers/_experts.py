@@ -10,6 +10,7 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 from typing import ClassVar
 
 import torch
@@ -138,7 +139,7 @@ def _layout(module):
 
 def _first_number(module, names):
     values = (getattr(module, name, None) for name in names)
-    return next((float(v) for v in values if isinstance(v, (int, float)) and v > 0), None)
+    return next((float(v) for v in values if isinstance(v, (int, float)) and 0 < v < math.inf), None)
 
 
 def _try_experts(module, is_transposed, has_bias):

@@ -39,7 +39,8 @@ class NormRecipe:
         weight = weight if self.weighted else None
         if self.kind == "rms_norm":
             return rms_norm(x, weight, eps, self.offset, self.casting_mode)
-        return layer_norm(x, weight + self.offset if self.offset else weight, bias, eps)
+        # Contiguous, as the result of torch's layer norm is: models view it in other shapes.
+        return layer_norm(x.contiguous(), weight + self.offset if self.offset else weight, bias, eps)
 
     def eps_of(self, module):
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
