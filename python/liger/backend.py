@@ -133,6 +133,29 @@ def _with_overlap_check(op: str, kernel: Callable[..., Any]) -> Callable[..., An
     return checked
 
 
+def _with_device_check(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The Triton kernel, preceded by a check that its tensors are on one device: Triton would pass a pointer to another
+    GPU. Compiled kernels check that themselves."""
+    arguments = getattr(torch.ops.liger, op).default._schema.arguments
+    names = [a.name for a in arguments]
+
+    @functools.wraps(kernel)
+    def checked(*args, **kwargs):
+        first = None
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if first is None:
+                first = name, value.device
+            elif value.device != first[1]:
+                raise RuntimeError(
+                    f"{op}: {name} is on {value.device}, expected {first[1]}, the device of {first[0]}"
+                )
+        return kernel(*args, **kwargs)
+
+    return checked
+
+
 def register_family(name: str, torch_kernels: Kernels, triton_module: str) -> None:
     """Registers the torch kernels of an op family for CPU tensors, and makes the family selectable.
 
@@ -364,8 +387,11 @@ def _apply(family: Family, requested: str) -> None:
                 # torch warns that a kernel is overridden, which is intended here.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 for op, kernel in kernels.items():
+                    checked = _with_overlap_check(op, kernel)
+                    if backend == "triton":
+                        checked = _with_device_check(op, checked)
                     for key in keys:
-                        family._override.impl(op, _with_overlap_check(op, kernel), key, allow_override=True)
+                        family._override.impl(op, checked, key, allow_override=True)
     if (backend, reason) != (family.choice, family.reason):
         log_dispatch(family.name, backend, reason)
     family.choice, family.reason = backend, reason

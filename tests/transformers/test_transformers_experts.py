@@ -399,6 +399,8 @@ def test_classes_of_transformers(module, name):
     modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
     if not hasattr(modeling, name):
         pytest.skip(f"this transformers has no {name}")
+    if not hasattr(getattr(modeling, name), "_apply_gate"):
+        pytest.skip("in this transformers it has a form of its own")
     recipe = _experts.experts(getattr(modeling, name)(Config()), ALL)
     found = (recipe.activation, recipe.is_transposed, recipe.is_interleaved, recipe.limit is not None)
     assert found == CLASSES[module, name]

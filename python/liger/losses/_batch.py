@@ -200,10 +200,10 @@ class _Tokens(Protocol):
 
 def as_scalar(name: str, value: float | Tensor, batch: _Tokens) -> Tensor:
     """A number, or a tensor with one element, as a scalar on the device of the batch, in its accumulate dtype."""
-    if isinstance(value, torch.Tensor) and value.is_meta and not batch.hidden.is_meta:
-        # A meta tensor has no data that could be copied to the device.
+    # A scalar on the CPU is taken with tensors of any device, as torch does.
+    if isinstance(value, torch.Tensor) and value.device not in (batch.hidden.device, torch.device("cpu")):
         raise RuntimeError(
-            f"{batch.op}: {name} is on meta, expected the device of the hidden states, {batch.hidden.device}"
+            f"{batch.op}: {name} is on {value.device}, expected the device of the hidden states, {batch.hidden.device}"
         )
     device, dtype = batch.hidden.device, accumulate_dtype(batch.hidden.dtype)
     if not isinstance(value, torch.Tensor):
