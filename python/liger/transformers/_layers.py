@@ -102,7 +102,7 @@ class _Recorder:
 
     # isinstance() looks at it: a layer may call an MLP of experts in another way.
     @property
-    def __class__(self):
+    def __class__(self):  # type: ignore[misc]
         self._asked.append("__class__")
         return _trials.original(self._child)
 
