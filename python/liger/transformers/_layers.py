@@ -101,8 +101,8 @@ class _Recorder:
         self._asked = asked
 
     # isinstance() looks at it: a layer may call an MLP of experts in another way.
-    @property
-    def __class__(self):  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self):
         self._asked.append("__class__")
         return _trials.original(self._child)
 
