@@ -124,7 +124,7 @@ void run_rows(const char* op, const Call& call, divergence::Results r, const std
   r.gradient_stride = gradient.stride;
   if (gradient.data != nullptr &&
       launch_divergence_smem(op, divergence, call.problem, r, like.scalar_type(), gradient.dtype,
-                                   like.get_device_index(), current_stream(like))) {
+                             like.get_device_index(), current_stream(like))) {
     return;
   }
   launch_forward(op, call, r, divergence);

@@ -52,9 +52,8 @@ void dispatch_gradient(ScalarType logits, ScalarType gradient, Body&& body) {
 
 // Loss and gradient in one read of the rows. Returns false without a launch if the device, the rows or the
 // options do not allow it.
-bool launch_divergence_smem(const char* op, const std::string& divergence,
-                                  const divergence::Problem& problem, const divergence::Results& results,
-                                  ScalarType dtype, ScalarType gradient_dtype, int device,
-                                  cudaStream_t stream);
+bool launch_divergence_smem(const char* op, const std::string& divergence, const divergence::Problem& problem,
+                            const divergence::Results& results, ScalarType dtype, ScalarType gradient_dtype,
+                            int device, cudaStream_t stream);
 
 }  // namespace liger
