@@ -1,5 +1,6 @@
 """What ``import liger.compat`` does to the import system, in processes of their own."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,10 +13,31 @@ ROOT = Path(__file__).parents[2]
 DISTRIBUTION = ROOT / "compat"
 
 
-def python(*arguments, path=(), **environment):
-    """Runs this interpreter; returns (exit status, stdout, stderr)."""
+# Its sitecustomize.py hides an installed liger-kernel.
+HIDING = ROOT / "tests" / "support" / "without_liger_kernel"
+
+
+def another_is_installed():
+    """Whether a liger_kernel of another project is installed; it must not decide what these tests see."""
+    spec = importlib.util.find_spec("liger_kernel")
+    return (
+        spec is not None and spec.origin is not None and not Path(spec.origin).with_name("LIGER_OPS").exists()
+    )
+
+
+# When this file is imported, conftest.py has uninstalled liger.compat.
+INSTALLED = another_is_installed()
+
+
+def python(*arguments, path=(), hiding=INSTALLED, **environment):
+    """Runs this interpreter; returns (exit status, stdout, stderr).
+
+    ``path``: folders in front of PYTHONPATH. ``hiding``: a liger_kernel in any other folder is not found.
+    """
     inherited = {name: value for name, value in os.environ.items() if name != "LIGER_COMPAT_OVERRIDE"}
-    inherited["PYTHONPATH"] = os.pathsep.join([*map(str, path), os.environ.get("PYTHONPATH", "")])
+    folders = [*map(str, path), *([str(HIDING)] if hiding else [])]
+    inherited["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
+    inherited["VISIBLE_LIGER_KERNEL"] = os.pathsep.join(map(str, path))
     done = subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=inherited | environment, timeout=300
     )
@@ -37,6 +59,35 @@ def other(tmp_path):
 def test_without_the_import_there_is_no_liger_kernel():
     status, _, errors = python("-c", "import liger, liger_kernel")
     assert status != 0 and "No module named 'liger_kernel'" in errors
+
+
+def test_an_installed_liger_kernel_can_be_hidden(other):
+    """The other tests of this file rely on it where another liger_kernel is installed."""
+    code = """
+import importlib.metadata, importlib.util
+print(importlib.util.find_spec("liger_kernel") is not None)
+print([d.version for d in importlib.metadata.distributions() if d.metadata["Name"].startswith("liger_k")])
+print([d.version for d in importlib.metadata.distributions(name="liger-kernel")])
+"""
+    hidden, seen = "False\n[]\n[]\n", "True\n['0.7.0']\n['0.7.0']\n"
+    path = os.pathsep.join([str(HIDING), str(other)])
+    for visible, expected in (("", hidden), (str(other), seen)):
+        status, output, errors = python("-c", code, PYTHONPATH=path, VISIBLE_LIGER_KERNEL=visible)
+        assert (status, output) == (0, expected), errors
+    # A finder of an editable installation, which a .pth file or an earlier sitecustomize.py has added.
+    code = "import importlib.util; print(importlib.util.find_spec('liger_kernel'))"
+    editable = (
+        "import importlib.util, runpy, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        file = {str(other / 'liger_kernel' / '__init__.py')!r}\n"
+        "        return importlib.util.spec_from_file_location(name, file) if name == 'liger_kernel' else None\n"
+        "sys.meta_path.insert(0, Finder())\n"
+    )
+    hide = f"runpy.run_path({str(HIDING / 'sitecustomize.py')!r})\n"
+    assert python("-c", f"{editable}{code}")[1].startswith("ModuleSpec(")
+    status, output, errors = python("-c", f"{editable}{hide}{code}")
+    assert (status, output) == (0, "None\n"), errors
 
 
 def test_the_import_brings_modules_and_metadata():

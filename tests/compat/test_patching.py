@@ -118,6 +118,65 @@ def test_options_of_both_libraries():
         apply_liger_kernel_to_llama(geglu=True)
 
 
+LINEAR_ATTENTION = {
+    "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family, settings, option, parts",
+    [
+        ("Nemotron", {"hidden_act": "relu2"}, "relu_squared", {"relu_squared"}),
+        ("Mixtral", {"num_local_experts": 4}, "swiglu", {"experts"}),
+        ("Qwen3Next", LINEAR_ATTENTION, "swiglu", {"experts", "swiglu"}),
+        ("Qwen3Next", LINEAR_ATTENTION, "rms_norm", {*NORMS, "rms_norm_gated"}),
+    ],
+)
+def test_parts_that_an_option_switches(family, settings, option, parts):
+    """The parts are those of the option, of one model and of later ones, and without it all others are patched."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if not hasattr(transformers, f"{family}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = tiny_models.make(family, **settings)
+    if "experts" in parts and not any(hasattr(m, "gate_up_proj") for m in model.modules()):
+        pytest.skip(f"transformers {transformers.__version__} stores each expert of {family} alone")
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
+    function(model=model)
+    everything = kinds(model)
+    assert parts < everything
+    function(**{option: False})
+    try:
+        later = tiny_models.make(family, **settings)
+    finally:
+        off = [name for name, p in inspect.signature(function).parameters.items() if p.default is True]
+        function(**dict.fromkeys(off, False))
+    function(model=model, **{option: False})
+    assert kinds(model) == kinds(later) == everything - parts
+    assert not kinds(tiny_models.make(family, **settings))
+
+
+def test_layer_norms_of_towers():
+    """``layer_norm`` where liger_kernel's function has it: the norms of the vision tower."""
+    from liger_kernel.transformers import apply_liger_kernel_to_paligemma
+
+    tower = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "projection_dim": 64,
+    }  # fmt: skip
+    text = tiny_models.config("Gemma")
+    settings = transformers.PaliGemmaConfig(
+        vision_config=tower, text_config=text.to_dict(), projection_dim=64
+    )
+    model = transformers.PaliGemmaForConditionalGeneration(settings)
+    apply_liger_kernel_to_paligemma(model=model)
+    everything = kinds(model)
+    apply_liger_kernel_to_paligemma(model=model, layer_norm=False)
+    assert kinds(model) == everything - {"layer_norm"} != everything
+
+
 def test_granite_returns_logits_by_default():
     from liger_kernel.transformers import apply_liger_kernel_to_granite
 
@@ -218,6 +277,44 @@ def test_single_modules():
         module.activation = None  # the forward is another one
         torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
         assert module._get_name() == name
+
+
+def test_experts_of_transformers():
+    """The forward reads the parameters alone, so that it fits experts that transformers has made."""
+    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    if not hasattr(modeling, "MixtralExperts"):
+        pytest.skip(f"transformers {transformers.__version__} stores each expert of Mixtral alone")
+    from liger_kernel.transformers import LigerExperts
+    from liger_kernel.transformers.monkey_patch import _patch_swiglu_module
+
+    settings = tiny_models.config("Mixtral", num_local_experts=4)
+    settings._experts_implementation = "eager"
+    module, ours = modeling.MixtralExperts(settings), LigerExperts(settings)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x, weights = torch.randn(6, 64), torch.rand(6, 2)
+    index = torch.tensor([[0, 1], [3, 0], [1, 3], [0, 3], [1, 0], [3, 1]])
+    expected = module(x, index, weights)
+    ours.load_state_dict(module.state_dict())
+    _patch_swiglu_module(module, LigerExperts)
+    module.act_fn = None  # the forward is another one
+    for replaced in (module, ours):
+        torch.testing.assert_close(replaced(x, index, weights), expected, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(x, index, weights).dtype == torch.float32
+    for change, message in (
+        ({"hidden_act": "gelu"}, "LigerExperts: the activation of the configuration is 'gelu'"),
+        ({"num_local_experts": None}, "has no num_experts and no num_local_experts and no n_routed_experts"),
+    ):
+        fields = {
+            "hidden_size": 8,
+            "intermediate_size": 12,
+            "hidden_act": "silu",
+            "num_local_experts": 4,
+        } | change
+        given = type("Config", (), {name: value for name, value in fields.items() if value is not None})
+        with pytest.raises(ValueError, match=message):
+            LigerExperts(given())
 
 
 def test_modules_that_peft_wraps():

@@ -8,6 +8,7 @@ HUB = Path(__file__).parents[2] / "hub"
 LAYERS = {
     "RMSNorm": "LigerRMSNorm",
     "RMSNormZeroCentered": "LigerRMSNormZeroCentered",
+    "RMSNormGated": "LigerRMSNormGated",
     "SwiGLUMLP": "LigerSwiGLUMLP",
     "GeGLUMLP": "LigerGEGLUMLP",
     "Linear": "LigerLinear",

@@ -83,6 +83,54 @@ def test_norms(dtype):
             torch.testing.assert_close(y, expected)
 
 
+# The classes of transformers 5.23 that KernelConfig maps by the name RMSNormGated, with the activations of their gates.
+GATED_NORMS = [
+    ("bailing_hybrid", "BailingHybridRMSNormGated", "sigmoid"),
+    ("glm5_next", "Glm5NextTextRMSNormGated", "sigmoid"),
+    ("kimi_linear", "KimiLinearRMSNormGated", "sigmoid"),
+    ("olmo_hybrid", "OlmoHybridRMSNormGated", "silu"),
+    ("qwen3_5", "Qwen3_5RMSNormGated", "silu"),
+    ("qwen3_5_moe", "Qwen3_5MoeRMSNormGated", "silu"),
+    ("qwen3_next", "Qwen3NextRMSNormGated", "silu"),
+    ("qwen4_exp", "Qwen4ExpTextRMSNormGated", "silu"),
+    ("qwen4_exp", "Qwen4ExpTextRMSNormGated", "swish"),
+    ("qwen4_exp", "Qwen4ExpTextRMSNormGated", "sigmoid"),
+]
+
+
+@pytest.mark.parametrize("model_type, name, activation", GATED_NORMS)
+def test_gated_norms(model_type, name, activation):
+    module = f"transformers.models.{model_type}.modeling_{model_type}"
+    cls = getattr(pytest.importorskip(module, exc_type=ImportError), name)
+    norm = cls(16, eps=1e-3, activation=activation)
+    assert norm.activation == activation
+    nn.init.normal_(norm.weight)
+    replaced = extensible(cls, "RMSNormGated")(16, eps=1e-3, activation=activation)
+    kernelized(replaced, "RMSNormGated")
+    replaced.load_state_dict(norm.state_dict())
+    assert replaced.forward.__func__ is not cls.forward
+    x, gate = torch.randn(2, 3, 5, 16)
+    assert_same(replaced, norm, x, gate)
+    # Activations in bfloat16 beside weights in float32, as with autocast; all in bfloat16; a gate in float32. In the
+    # last case, and with the sigmoid of qwen4_exp, the layer rounds less often.
+    for weights, gates in (("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")):
+        norm.to(getattr(torch, weights))
+        replaced.to(getattr(torch, weights))
+        given = x.bfloat16(), gate.to(getattr(torch, gates))
+        y, expected = replaced(*given), norm(*given)
+        assert y.dtype == expected.dtype == torch.bfloat16
+        fewer = gates == "float32" or (model_type, activation) == ("qwen4_exp", "sigmoid")
+        torch.testing.assert_close(y, expected, rtol=2**-6 if fewer else 2**-8, atol=1e-6)
+
+
+def test_a_gated_norm_with_another_activation():
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNormGated as cls
+
+    norm = kernelized(extensible(cls, "RMSNormGated")(16, activation="gelu"), "RMSNormGated")
+    with pytest.raises(RuntimeError, match="rms_norm_gated: activation is 'gelu', expected"):
+        norm(*torch.randn(2, 3, 16))
+
+
 @pytest.mark.parametrize(
     "name, act, layer",
     [
@@ -253,6 +301,8 @@ def test_fullgraph(layers):
     torch._dynamo.reset()
     norm = layers.LigerRMSNorm()
     norm.weight, norm.variance_epsilon = nn.Parameter(torch.randn(16)), 1e-5
+    gated = layers.LigerRMSNormGated()
+    gated.weight, gated.variance_epsilon, gated.activation = nn.Parameter(torch.randn(16)), 1e-5, "silu"
     mlp = layers.LigerSwiGLUMLP()
     mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(16, 12), nn.Linear(16, 12), nn.Linear(12, 16)
     half = torch.randn(2, 5, 4)
@@ -260,6 +310,7 @@ def test_fullgraph(layers):
     target = torch.randint(0, 16, (2, 5))
     for layer, arguments in (
         (norm, (torch.randn(2, 5, 16),)),
+        (gated, tuple(torch.randn(2, 2, 5, 16))),
         (mlp, (torch.randn(2, 5, 16),)),
         (layers.LigerRotaryPosEmb(), (torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), *tables)),
         (layers.LigerForCausalLMLoss(), (torch.randn(2, 5, 16), target, 16)),

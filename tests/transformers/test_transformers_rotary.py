@@ -192,3 +192,33 @@ def test_both_rotations_of_one_attention_are_replaced():
     modeling = importlib.import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
     recipe = _rotary.attention(modeling.DeepseekV3Attention.__new__(modeling.DeepseekV3Attention))
     assert [name for name, _ in recipe.calls] == [NAME, f"{NAME}_interleave"]
+
+
+def test_a_rotation_that_kernels_has_made_a_module():
+    """Such a module takes any arguments; the signature of its forward is that of the function."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return plain(*args, **kwargs)
+
+    parameters = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    parameters += inspect.signature(plain).parameters.values()
+    Func.forward.__signature__ = inspect.Signature(parameters)
+    extensible = Func()
+
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, cos, sin):
+            return apply_rotary_pos_emb(q, k, cos, sin)  # noqa: F821
+
+    Attention.forward.__globals__[NAME] = extensible
+    try:
+        recipe = _rotary.attention(Attention())
+        assert recipe is not None and recipe.calls == ((NAME, _rotary.recognise(plain)),)
+        forward = recipe.members(Attention)["forward"]
+        extensible.forward = None  # the op does not need it
+        tensors = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 3, 8), torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+        for ours, expected in zip(forward(Attention(), *tensors), plain(*tensors), strict=True):
+            torch.testing.assert_close(ours, expected)
+    finally:
+        for name in (NAME, _rotary.new_name(NAME)):
+            Attention.forward.__globals__.pop(name, None)

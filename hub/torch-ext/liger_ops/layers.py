@@ -35,6 +35,30 @@ class LigerRMSNormZeroCentered(nn.Module):
         return liger.rms_norm(x, weight, self.eps, 1.0, "gemma")
 
 
+class LigerRMSNormGated(nn.Module):
+    """``x * rsqrt(mean(x^2) + eps) * weight * activation(gate)`` with SiLU or sigmoid, as ``activation`` says.
+
+    16-bit results are rounded as in transformers: with SiLU (Qwen3-Next) the normalised row and its product with the
+    weight are rounded, too; with sigmoid (Kimi Linear) only the result.
+    """
+
+    can_torch_compile = True
+    has_backward = True
+
+    def forward(self, hidden_states, gate=None):
+        x, weight = hidden_states, self.weight
+        if gate.dtype != x.dtype:
+            x, gate = x.float(), gate.float()
+        if weight.dtype != x.dtype:
+            weight = weight.float()
+        activation = "silu" if self.activation == "swish" else self.activation
+        casting_mode = "gemma" if activation == "sigmoid" else "llama"
+        y = liger.rms_norm_gated(
+            x, gate, weight, self.variance_epsilon, casting_mode=casting_mode, activation=activation
+        )
+        return y.to(hidden_states.dtype)
+
+
 class LigerSwiGLUMLP(nn.Module):
     """``down_proj(silu(gate_proj(x)) * up_proj(x))``."""
 

@@ -42,6 +42,7 @@ ops.rms_norm         _rows        LigerRMSNormFunction
 ops.softmax          _rows        LigerSoftmaxFunction
 ops.swiglu           _rows        LigerSiLUMulFunction LigerFusedGateUpSiLUMulFunction
 ops.tiled_mlp        _rows        LigerTiledMLPFunction apply_tiled_mlp
+ops.fused_moe        _experts     LigerFusedMoEFunction
 ops.rope             _rope        LigerRopeFunction
 ops.qwen2vl_mrope    _rope        LigerQwen2VLMRopeFunction
 ops.llama4_rope      _rope        LigerLlama4RopeFunction
@@ -87,6 +88,7 @@ transformers.relu_squared _norms  LigerReLUSquared
 transformers.swiglu       _mlps   LigerSwiGLUMLP LigerSwiGLUMLPForMuseGlimmer LigerQwen3MoeSwiGLUMLP
 transformers.swiglu       _mlps   LigerPhi3SwiGLUMLP LigerHunyuanV1SwiGLUMLP LigerFalconH1SwiGLUMLP
 transformers.swiglu       _mlps   LigerBlockSparseTop2MLP
+transformers.swiglu       _experts  LigerExperts
 transformers.geglu        _mlps   LigerGEGLUMLP LigerGEGLUMLPForGemma4
 transformers.tiled_mlp    _mlps   LigerTiledGEGLUMLP LigerTiledSwiGLUMLP
 transformers.rope         _rope   liger_rotary_pos_emb liger_rotary_pos_emb_gpt_oss liger_rotary_pos_emb_vision

@@ -48,7 +48,8 @@ def _signature(function: str) -> inspect.Signature:
 def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """The options of :func:`liger.patch` for the options of a function of liger_kernel.
 
-    Parts of a model for which that function has no option are patched if any other part is.
+    ``rms_norm`` is also that of norms with a gate; ``swiglu`` and ``geglu`` are those of experts in :func:`liger.patch`
+    itself. Parts of a model for which that function has no option are patched if any other part is.
     """
     own = {name: given.pop(name) for name in _OWN if name in given}
     parts = {name: bool(value) for name, value in given.items()}
@@ -63,7 +64,11 @@ def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
     gated = parts.get("swiglu", parts.get("geglu", others))
     known = {field.name for field in dataclasses.fields(Options)}
     options = {name: others for name in known - {*_LOSSES, *_OWN}}
-    options |= {"swiglu": gated, "geglu": gated} | dict.fromkeys(_LOSSES, False) | parts
+    options |= (
+        {"swiglu": gated, "geglu": gated, "rms_norm_gated": parts.get("rms_norm", others)}
+        | dict.fromkeys(_LOSSES, False)
+        | parts
+    )
     return {name: value for name, value in options.items() if name in known} | own
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from . import _trials
 from ._rename import globals_used, rename_global, uses_global
@@ -126,8 +127,15 @@ class _Signature:
         return None if None in found else found
 
 
+def _is_extensible(function):
+    """Whether the package kernels has made a module of the function, so that kernelize can replace it."""
+    return isinstance(function, nn.Module)
+
+
 def _signature(function):
-    return _Signature(inspect.signature(function).parameters)
+    # The call of a module takes any arguments; its forward has the signature of the function.
+    forward = function.forward if _is_extensible(function) else function
+    return _Signature(inspect.signature(forward).parameters)
 
 
 def attention(module):
@@ -144,16 +152,17 @@ def _calls(function):
     calls, reason = [], None
     for name in sorted(filter(is_rotary, globals_used(function))):
         namespace = uses_global(function, name)
-        if not inspect.isfunction(namespace.get(name)):
+        called = namespace.get(name)
+        if not inspect.isfunction(called) and not _is_extensible(called):
             continue
         try:
             rename_global(function, name, new_name(name))
         except ValueError as error:
             reason = str(error)
             continue
-        found = _trials.remembered(lambda n=name, s=namespace: recognise(s[n]), recognise, namespace[name])
-        if isinstance(found, str):
-            inner, _ = _calls(namespace[name])
+        found = _trials.remembered(lambda f=called: recognise(f), recognise, called)
+        if isinstance(found, str) and inspect.isfunction(called):
+            inner, _ = _calls(called)
             found = Caller(inner) if inner else found
         if isinstance(found, str):
             reason = f"its {name} {found}"

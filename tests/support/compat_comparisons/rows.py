@@ -170,6 +170,34 @@ compare(
     lambda x, p, d: silu_mul(*(x @ p.T).chunk(2, -1)) @ d.T, X, PACKED, DOWN,
 )  # fmt: skip
 
+# Five tokens with two of four experts each; one expert has no token.
+TOKENS, EXPERTS = random(5, 8), torch.tensor([[0, 1], [3, 0], [1, 3], [0, 3], [1, 0]])
+STACKED = random(4, 24, 8), random(4, 8, 12)
+SHARES = random(5, 2)
+
+
+def mixture(x, gate_up, down, shares):
+    """Every expert of every token, of which the chosen ones are weighted and added."""
+    products = silu_mul(*torch.einsum("th,eih->tei", x, gate_up).chunk(2, -1))
+    outputs = torch.einsum("tei,ehi->teh", products, down)
+    return sum(s[:, None] * outputs[torch.arange(5), e] for s, e in zip(shares.T, EXPERTS.T, strict=True))
+
+
+compare(
+    "_experts", "LigerFusedMoEFunction", lambda f, x, g, d, s: f.apply(x, g, d, EXPERTS.int(), s), mixture,
+    TOKENS, *STACKED, SHARES,
+)  # fmt: skip
+
+
+def experts(f, x, gate_up, down, shares):
+    """A sequence of tokens, whose choices have no dimension for the sequences."""
+    config = Config(num_local_experts=4, intermediate_size=99, moe_intermediate_size=12)
+    module = module_of(f, config, weights=[("gate_up_proj", gate_up), ("down_proj", down)])
+    return module(x[None], EXPERTS, shares)[0]
+
+
+compare("_experts", "LigerExperts", experts, mixture, TOKENS, *STACKED, SHARES)
+
 
 # --- rotary embeddings --------------------------------------------------------------------------------------------
 
