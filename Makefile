@@ -82,7 +82,7 @@ install-demo:
 	scripts/install.sh $(PYTHON) demo
 
 install-test:
-	scripts/install.sh $(PYTHON) test 90a
+	scripts/install.sh $(PYTHON) test
 
 clean:
 	rm -rf build dist demo-output .pytest_cache .ruff_cache .mypy_cache

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Installs this checkout, editable, with one of its extras:  scripts/install.sh PYTHON EXTRA [ARCHITECTURES]
+# Installs this checkout, editable, with one of its extras:  scripts/install.sh PYTHON EXTRA
 #
-# CUDA kernels are built for the GPU of this machine; without a GPU for the architectures given, or not at all. Where
-# LIGER_BUILD_CUDA, LIGER_CUDA_ARCHS or TORCH_CUDA_ARCH_LIST is set, that decides.
+# CUDA kernels are built for the GPU of this machine, and not without one. Where LIGER_BUILD_CUDA, LIGER_CUDA_ARCHS or
+# TORCH_CUDA_ARCH_LIST is set, that decides.
 # The build is not isolated: it uses the torch of that interpreter (one is installed when there is none) instead of
 # fetching a second one of several gigabytes. What is there already is left as it is, and then no network is needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=$1 extra=$2 without_gpu=${3:-}
+python=$1 extra=$2
 
 if [ ! -x "$(command -v "$python")" ]; then
   # Only the default, .venv/bin/python, is made on first use; a wrong LIGER_PYTHON is a mistake.
@@ -28,7 +28,7 @@ tools=$("$python" -c 'from scikit_build_core.build import get_requires_for_build
 [ -z "$tools" ] || xargs --delimiter='\n' "$python" -m pip install --quiet <<<"$tools"
 if [ -z "${LIGER_BUILD_CUDA:-}${LIGER_CUDA_ARCHS:-}${TORCH_CUDA_ARCH_LIST:-}" ]; then
   export LIGER_CUDA_ARCHS LIGER_BUILD_CUDA=auto
-  LIGER_CUDA_ARCHS=$("$python" scripts/gpu_arch.py || echo "$without_gpu")
+  LIGER_CUDA_ARCHS=$("$python" scripts/gpu_arch.py || true)
   [ -n "$LIGER_CUDA_ARCHS" ] || LIGER_BUILD_CUDA=0
 fi
 "$python" -m pip install --quiet --no-build-isolation --editable ".[$extra]"

@@ -110,6 +110,7 @@ print(json.dumps({
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_installed_liger_kernel_is_not_replaced(other):
     status, _, errors = python("-c", "import liger.compat", path=[other])
     assert status != 0
@@ -119,6 +120,7 @@ def test_an_installed_liger_kernel_is_not_replaced(other):
     assert python("-c", code, path=[other])[1] == "another\n"
 
 
+@pytest.mark.slow
 def test_an_installed_liger_kernel_is_replaced_on_request(other):
     code = (
         "import liger.compat, liger_kernel; print(liger_kernel.__version__, hasattr(liger_kernel, 'AUTHOR'))"
@@ -179,6 +181,7 @@ def test_running_nothing(tmp_path):
     assert status != 0 and f"there is no file {missing}" in errors
 
 
+@pytest.mark.slow
 def test_the_distribution_has_the_same_names():
     code = """
 import liger_kernel.transformers

@@ -99,6 +99,7 @@ def block_results(function, module, arguments):
     return [loss, *torch.autograd.grad(loss, list(module.parameters()))]
 
 
+@pytest.mark.slow
 def test_inductor_compiles_a_whole_model(device):
     block = Block().to(device)
     compiled = torch.compile(block, fullgraph=True, dynamic=True)

@@ -107,6 +107,11 @@ def test_routings(device, routing, dtype, recompute):
 def test_forms(device, form, dtype, biased):
     index = distinct(TOKENS, CHOICES, EXPERTS).to(device)
     inputs = make(device, dtype, biased=biased, transposed=FORMS[form].get("is_transposed", False))
+    if form.endswith("clamped") and dtype != torch.float32:
+        # Multiples of 1/2: gate and up are exact, whichever GEMM computes them, so no rounding moves one across the
+        # clamp, where the gradient jumps.
+        for i in (0, 2, 4)[: 3 if biased else 2]:
+            inputs[i] = (2 * inputs[i]).round() / 2
     check(index, inputs, **FORMS[form])
 
 

@@ -2,10 +2,13 @@
 
 import copy
 
+import pytest
 import torch
 import transformers
 
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+# Of tests that take seconds each, one family runs in a quick run.
+ONE_QUICK = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "llama")]
 VOCAB = 300
 
 

@@ -8,7 +8,7 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
+from tiny_models import FAMILIES, ONE_QUICK, VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
 
 from liger.transformers import patch_report  # noqa: E402
 
@@ -241,6 +241,7 @@ def test_autocast(family):
     assert_as_exact_as_plain(*results, step(plain, **batch()), torch.bfloat16)
 
 
+@pytest.mark.parametrize("family", ONE_QUICK, indirect=True)
 def test_compile_without_graph_breaks(family):
     patched, plain = pair(family)
     torch._dynamo.reset()
