@@ -41,7 +41,7 @@ def scan(
     for pair in _fill(waiting, running, jobs, context, checks):
         results[pair] = None
     while running:
-        ready = wait(list(running), timeout=1.0)
+        ready = wait(list(running), timeout=min(1.0, limit_s))
         for connection in list(running):
             pair, process, started = running[connection]
             if connection in ready:
