@@ -1,5 +1,6 @@
 """Shared pieces of the op tests: dtypes, the tolerance rule, and gradients of a function."""
 
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -48,9 +49,9 @@ def assert_as_exact_as_torch(actual, plain, exact, name="", intermediate=0.0):
     assert torch.isfinite(actual).all() or not torch.isfinite(exact).all(), f"{name}: not finite"
     floor = 2 * torch.finfo(actual.dtype).eps + intermediate * torch.finfo(torch.float32).eps
     ours, theirs = error(actual, exact), error(plain, exact)
-    assert ours <= 2 * theirs + floor, (
-        f"{name}: error {ours:.3g}, plain torch {theirs:.3g}, floor {floor:.3g}"
-    )
+    # Where plain torch overflows (the derivative of rsqrt in float16), the floor alone counts.
+    allowed = (0.0 if math.isnan(theirs) else 2 * theirs) + floor
+    assert ours <= allowed, f"{name}: error {ours:.3g}, plain torch {theirs:.3g}, floor {floor:.3g}"
 
 
 def forward_backward(function, inputs, grad_outputs=None):
