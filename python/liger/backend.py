@@ -388,7 +388,7 @@ def _apply(family: Family, requested: str) -> None:
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 for op, kernel in kernels.items():
                     checked = _with_overlap_check(op, kernel)
-                    if backend == "triton":
+                    if backend == "triton" and torch.cuda.device_count() > 1:
                         checked = _with_device_check(op, checked)
                     for key in keys:
                         family._override.impl(op, checked, key, allow_override=True)

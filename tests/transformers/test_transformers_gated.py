@@ -8,7 +8,6 @@ from torch.nn import functional as F
 import liger
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("liger.ops.rms_norm_gated")
 
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 

@@ -3,21 +3,17 @@
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from .. import ops
 from .._core.dtensor import is_dtensor
+from ..ops.rms_norm_gated import rms_norm_gated
 from . import _trials
 from ._norms import DTYPES, EPS_NAMES
 
 # Attributes with the size of a group of features, and with the number of groups.
 _GROUP_SIZE, _GROUP_COUNT = "group_size", "n_groups"
-
-
-# None in a build without the op: its norms are left alone, and reports list them as not looked at.
-rms_norm_gated: Any = getattr(getattr(ops, "rms_norm_gated", None), "rms_norm_gated", None)
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def gated_norm(module):
     if "RMSNorm" not in cls.__name__ or "Gated" not in cls.__name__ or module._modules:
         return None
     eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
-    if rms_norm_gated is None or eps_name is None or [*module._parameters, *module._buffers] != ["weight"]:
+    if eps_name is None or [*module._parameters, *module._buffers] != ["weight"]:
         return None
     key = (gated_norm, cls, cls.forward, _trials.settings(module))
     return _trials.remembered(lambda: _try(module, eps_name), *key)
