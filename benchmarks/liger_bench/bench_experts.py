@@ -12,7 +12,7 @@ import torch
 import liger
 
 from .candidates import Candidate, liger_kernel, ours, peer, providers, selected
-from .harness import FASTEST_PEER, Contest, Provider, Row, Work, float32_reference, normal, works
+from .harness import FASTEST, Contest, Provider, Row, Work, float32_reference, normal, works
 
 CEILING = "dense GEMMs"
 GPT_OSS = {
@@ -149,7 +149,6 @@ def _rows(options, shape, tokens):
     candidates, eager = _candidates(options, shape)
     for name, work in works(("y",), ("grad_y",), ("x", "weights", *shape.parameters)).items():
         taking_part = [c for c in candidates if not c.works or name in c.works]
-        contest = Contest(FASTEST_PEER, FASTEST_PEER) if shape.is_gpt_oss else Contest()
         yield Row(
             "experts",
             f"experts {name} {shape.name} {tokens} tokens",
@@ -159,7 +158,7 @@ def _rows(options, shape, tokens):
             rounds=7,
             burst=1,
             heat_ms=100,
-            contests=(contest,),
+            contests=(FASTEST if shape.is_gpt_oss else Contest(),),
             work=f"experts {name}",
             shape={
                 "tokens": tokens, "experts": shape.experts, "choices": shape.choices, "hidden size": shape.hidden,

@@ -7,7 +7,7 @@ import liger
 from .bench_rope import eager as eager_rope
 from .bench_rope import inputs as rope_inputs
 from .candidates import Candidate, compiled, ours, providers, selected
-from .harness import Contest, Row, float32_reference, normal, works
+from .harness import FASTEST, Row, float32_reference, normal, works
 
 EPS = 1e-6
 WORKS = works(("q_out", "k_out"), ("grad_q", "grad_k"), ("q", "k", "q_weight", "k_weight"))
@@ -56,7 +56,7 @@ def _rows(options, batch, q_heads, k_heads, tokens, dim):
             providers(selected(options, candidates, name), *work),
             float32_reference(_eager, *work),
             nbytes=TENSORS[name] * 2 * batch * (q_heads + k_heads) * tokens * dim,
-            contests=(Contest(),),
+            contests=(FASTEST,),
             work=f"qk_norm_rope {name}",
             shape={"tokens": batch * tokens, "hidden size": q_heads * dim},
         )

@@ -14,7 +14,7 @@ from .candidates import (
     providers,
     selected,
 )
-from .harness import FASTEST_PEER, SIZES, Contest, Row, float32_reference, normal, works
+from .harness import FASTEST, SIZES, Contest, Row, float32_reference, normal, works
 
 INPLACE = " inplace"
 # inplace changes the backward only.
@@ -94,9 +94,7 @@ def _rows(options, family, packed, tokens, width):
     candidates = (_packed_candidates if packed else _candidates)(options, family)
     inputs, eager = (_packed, family.eager_packed) if packed else (_pair, family.eager)
     for name, work in (PACKED_WORKS if packed else WORKS).items():
-        contests = [
-            Contest() if not packed or family.liger_kernel_packed else Contest(FASTEST_PEER, FASTEST_PEER)
-        ]
+        contests = [Contest() if not packed or family.liger_kernel_packed else FASTEST]
         if packed and family.liger_kernel_packed and name != "forward":
             contests.append(Contest(f"liger-kernel{INPLACE}", "in place"))
         yield Row(

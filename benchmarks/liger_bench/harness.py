@@ -71,6 +71,10 @@ class Contest:
     ours: tuple[str, ...] = ()
 
 
+# The only contest of an op that liger-kernel does not have.
+FASTEST = Contest(FASTEST_PEER, FASTEST_PEER)
+
+
 @dataclass
 class Row:
     """``inputs()`` returns the tensors, ``reference(inputs)`` the float32 results; ``nbytes`` is the minimum traffic.
@@ -98,8 +102,8 @@ class Row:
     def __post_init__(self):
         if self.nbytes and self.kind == "device":
             self.providers = [*self.providers, copy_provider(self.nbytes)]
-        if self.contests:
-            self.contests = (*self.contests, Contest(FASTEST_PEER))
+        if self.contests and FASTEST not in self.contests:
+            self.contests = (*self.contests, FASTEST)
 
 
 # --- works --------------------------------------------------------------------------------------------------------

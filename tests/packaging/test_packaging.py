@@ -91,7 +91,18 @@ def test_sdist_holds_the_sources_and_nothing_else(sdist):
     assert tops == {
         *("CMakeLists.txt", "LICENSE", "Makefile", "PKG-INFO", "README.md", "pyproject.toml"),
         *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
-        *("benchmarks", "cmake", "csrc", "docs", "python", "scripts", "tests", "triton_kernels"),
+        *(
+            "benchmarks",
+            "cmake",
+            "compat",
+            "csrc",
+            "docs",
+            "hub",
+            "python",
+            "scripts",
+            "tests",
+            "triton_kernels",
+        ),
         *(["examples"] if any((ROOT / "examples").glob("*")) else []),
         *(".clang-format", ".gitignore", ".pre-commit-config.yaml"),
     }
