@@ -101,6 +101,12 @@ __device__ __forceinline__ Vec<T, N> pack(const float (&x)[N]) {
   return out;
 }
 
+// Rounds each value to T.
+template <typename T, int N>
+__device__ __forceinline__ void round_values(float (&x)[N]) {
+  unpack(pack<T, N>(x), x);
+}
+
 // Products in T. A product of two values of a half type is exact in float, so this rounds as often as float does.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> multiply(const Vec<T, N>& a, const Vec<T, N>& b) {
@@ -121,6 +127,18 @@ __device__ __forceinline__ Vec<T, N> load(const T* p) {
 template <typename T, int N>
 __device__ __forceinline__ void store(T* p, const Vec<T, N>& x) {
   *reinterpret_cast<Vec<T, N>*>(p) = x;
+}
+
+// Load from shared memory that the compiler does not replace by the registers of an earlier load: for a value that is
+// read twice and takes too many registers in between.
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> load_again(const Vec<T, N>* shared) {
+  static_assert(sizeof(Vec<T, N>) == 16);
+  uint4 raw;
+  asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))));
+  return *reinterpret_cast<const Vec<T, N>*>(&raw);
 }
 
 // Load with an evict-first hint, for data that no later block reads.

@@ -1,4 +1,4 @@
-#include "rope/qk_norm_rope.cuh"
+#include "rope/qk_norm_rope_backward.cuh"
 
 #include <torch/csrc/stable/library.h>
 
@@ -21,6 +21,14 @@ HeadWeight head_weight(const OptionalTensor& weight) {
   return {data(weight), weight && weight->scalar_type() == ScalarType::Float};
 }
 
+// Whether the vectorised kernels can use the strides of x; that of a dimension of size 1 is multiplied by 0.
+bool has_32bit_strides(const Tensor& x) {
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) {
+    if (x.size(i) > 1 && x.stride(i) >> 32 != 0) return false;
+  }
+  return true;
+}
+
 // The arguments that forward and backward share, apart from q and k.
 struct Call {
   Tensor cos, sin;
@@ -39,10 +47,12 @@ struct Call {
     p.rotary = static_cast<int>(cos.size(-1));
     p.eps = static_cast<float>(eps);
     p.offset = static_cast<float>(offset);
+    p.inverse_head_dim = static_cast<float>(1.0 / p.head_dim);
     p.round_rstd = casting_mode == "none";
     p.round_scaled = casting_mode != "gemma";
-    vectorised = is_aligned16(p.q_weight.data) && is_aligned16(p.k_weight.data) &&
-                 can_vectorise_heads(q, p.rotary) && items_per_head(p, vector_of(q)) <= 32;
+    vectorised = has_32bit_strides(cos) && has_32bit_strides(sin) && is_aligned16(p.q_weight.data) &&
+                 is_aligned16(p.k_weight.data) && can_vectorise_heads(q, p.rotary) &&
+                 items_per_head(p, vector_of(q)) <= 32;
   }
 
   // Completes `vectorised`, and converts the tables if the kernels cannot read them.
@@ -77,18 +87,23 @@ template <typename T, typename Launch>
 void dispatch_vectorised(const Call& call, bool interleaved, const Launch& launch) {
   const QkNormRope& p = call.p;
   const auto is_half = [](const HeadWeight& weight) { return weight.data != nullptr && !weight.is_float; };
+  const bool half_weights = is_half(p.q_weight) && is_half(p.k_weight);
   const auto with_rounding = [&](auto table, auto pairs) {
-    if (!p.round_scaled) {
-      launch(table, pairs, RoundingTag<Rounding::kOutput>{});
-      return;
-    }
     if constexpr (sizeof(T) == 2) {
-      if (p.offset == 0.0f && is_half(p.q_weight) && is_half(p.k_weight)) {
+      if (half_weights && !p.round_scaled) {
+        launch(table, pairs, RoundingTag<Rounding::kOutputHalf>{});
+        return;
+      }
+      if (half_weights && p.offset == 0.0f) {
         launch(table, pairs, RoundingTag<Rounding::kScaledHalf>{});
         return;
       }
     }
-    launch(table, pairs, RoundingTag<Rounding::kScaled>{});
+    if (p.round_scaled) {
+      launch(table, pairs, RoundingTag<Rounding::kScaled>{});
+    } else {
+      launch(table, pairs, RoundingTag<Rounding::kOutput>{});
+    }
   };
   const auto with_pairs = [&](auto table) {
     interleaved ? with_rounding(table, std::true_type{}) : with_rounding(table, std::false_type{});
@@ -113,7 +128,10 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const 
   p.q = rope_operand(q, q_out);
   p.k = rope_operand(k, k_out);
   const int64_t n = vector_of(q);
-  call.set_tables(q, is_aligned(p.q, q, n) && is_aligned(p.k, k, n));
+  bool vectorised = is_aligned(p.q, q, n) && is_aligned(p.k, k, n);
+  vectorised = vectorised && has_32bit_strides(q) && has_32bit_strides(k) && has_32bit_strides(q_out) &&
+               has_32bit_strides(k_out);
+  call.set_tables(q, vectorised);
   const cudaStream_t stream = current_stream(q);
   dispatch_dtype(q.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -197,13 +215,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
   if (!need_grad_k && !need_weight[1]) p.tensors[1].heads = 0;
   if (p.tensors[0].heads == 0 && p.tensors[1].heads == 0) return results();
   const int64_t n = vector_of(q);
+  const Tensor *const upstream[2] = {&grad_q_out, &grad_k_out}, *const grads[2] = {&grad_q, &grad_k};
   bool vectorised = true;
   for (int i = 0; i < 2; ++i) {
     const NormedHeads& heads = p.tensors[i];
     if (heads.heads == 0) continue;
     const int64_t chunks = p.batch * p.tokens * ((heads.heads + kRopeHeads - 1) / kRopeHeads);
-    vectorised = vectorised && chunks < (int64_t{1} << 31) - (1 << 24) &&
-                 is_aligned(heads.x, heads.x_strides, *inputs[i], n) &&
+    vectorised = vectorised && chunks < (int64_t{1} << 31) - (1 << 24) && has_32bit_strides(*inputs[i]) &&
+                 has_32bit_strides(*upstream[i]) && is_aligned(heads.x, heads.x_strides, *inputs[i], n) &&
                  is_aligned(heads.grad_out, heads.grad_out_strides, *inputs[i], n) &&
                  (!heads.out || is_aligned(heads.out, heads.out_strides, *inputs[i], n));
   }

@@ -15,9 +15,9 @@ struct GenericHeads {
   HeadWeight weight;
 };
 
-struct HeadPlace {
+struct GenericPlace {
   int64_t batch, token, head;
-  __device__ __forceinline__ HeadPlace(const Rope& p, int heads, int64_t row) {
+  __device__ __forceinline__ GenericPlace(const Rope& p, int heads, int64_t row) {
     head = row % heads;
     token = row / heads % p.tokens;
     batch = row / heads / p.tokens;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kGenericThreads)
   const int64_t rows = p.batch * p.tokens * tensor.heads;
   const int64_t row = int64_t{blockIdx.x} * kGenericWarps + threadIdx.x / 32;
   if (row >= rows) return;
-  const HeadPlace place(p, tensor.heads, row);
+  const GenericPlace place(p, tensor.heads, row);
   const T* x = static_cast<const T*>(tensor.x) + place.offset(tensor.x_strides);
   T* out = static_cast<T*>(tensor.out) + place.offset(tensor.out_strides);
   float squares[1] = {};
@@ -57,15 +57,17 @@ __global__ void __launch_bounds__(kGenericThreads)
     const float value = to_float(x[entry * tensor.x_strides.entry]);
     squares[0] = fmaf(value, value, squares[0]);
   }
-  sum_over_lanes(squares, 32);
+  sum_over_lanes(squares, 5);
   const float rstd = reciprocal_rms<T>(p, squares[0]);
-  const auto normalised_at = [&](int entry) {
-    const float value = to_float(x[entry * tensor.x_strides.entry]), w = weight_at<T>(p, heads.weight, entry);
-    return p.round_scaled ? normalised<T, true>(value, rstd, w) : normalised<T, false>(value, rstd, w);
+  const auto normalise_at = [&](int entry, float (&value)[1]) {
+    const float w[1] = {weight_at<T>(p, heads.weight, entry)};
+    value[0] = to_float(x[entry * tensor.x_strides.entry]);
+    p.round_scaled ? normalise<T, true>(value, rstd, w) : normalise<T, false>(value, rstd, w);
   };
   for_each_item<Interleaved>(p, [&](const ItemEntries<1, Interleaved>& entries) {
-    float value[2][1] = {{normalised_at(entries.first)},
-                         {entries.has_second ? normalised_at(entries.second) : 0.0f}};
+    float value[2][1] = {};
+    normalise_at(entries.first, value[0]);
+    if (entries.has_second) normalise_at(entries.second, value[1]);
     if (entries.rotated) {
       Rotation<1, Interleaved, false> rotation;
       rotation.template load<float>(p, place.batch, place.token, entries);
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(kGenericThreads)
     });
   }
   for (int64_t row = warp; row < rows; row += warps) {
-    const HeadPlace place(p, tensor.heads, row);
+    const GenericPlace place(p, tensor.heads, row);
     const T* x = static_cast<const T*>(tensor.x) + place.offset(tensor.x_strides);
     const T* grad_out = static_cast<const T*>(tensor.grad_out) + place.offset(tensor.grad_out_strides);
     T* out = static_cast<T*>(tensor.out) + place.offset(tensor.out_strides);
@@ -121,9 +123,9 @@ __global__ void __launch_bounds__(kGenericThreads)
         sums[1] = fmaf(g[i][0] * weight_at<T>(p, heads.weight, entry), value, sums[1]);
       }
     });
-    sum_over_lanes(sums, 32);
+    sum_over_lanes(sums, 5);
     const float rstd = reciprocal_rms<T>(p, sums[0]);
-    const float shift = sums[1] / static_cast<float>(p.head_dim) * rstd * rstd * rstd;
+    const float shift = sums[1] * p.inverse_head_dim * rstd * rstd * rstd;
     for_each_item<Interleaved>(p, [&](const Entries& entries) {
       float g[2][1];
       load_gradients(entries, g);

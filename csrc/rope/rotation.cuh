@@ -76,9 +76,7 @@ struct ItemEntries {
       : first(first), second(second), rotated(rotated), has_second(has_second) {}
 };
 
-// Entry i of the 2N of a rotated item becomes x_i * c_i + x_j * s_i, where j is its partner, with the signs of
-// the sines folded into s. The backward is the transpose, which has the sine of the partner with the opposite
-// sign.
+// The rotation of the N pairs of an item, or its transpose.
 template <int N, bool Interleaved, bool Backward>
 struct Rotation {
   float c[2][N], s[2][N];
@@ -90,27 +88,17 @@ struct Rotation {
     load_table<Table, N>(p.cos, batch, token, entries.second, c[1]);
     load_table<Table, N>(p.sin, batch, token, entries.first, s[0]);
     load_table<Table, N>(p.sin, batch, token, entries.second, s[1]);
-    fold_signs();
-  }
-
-  __device__ __forceinline__ void fold_signs() {
-#pragma unroll
-    for (int pair = 0; pair < N; ++pair) {
-      float& s1 = s[first_of(pair) / N][first_of(pair) % N];
-      float& s2 = s[second_of(pair) / N][second_of(pair) % N];
-      const float sin1 = s1, sin2 = s2;
-      s1 = Backward ? sin2 : -sin1;
-      s2 = Backward ? -sin1 : sin2;
-    }
   }
 
   __device__ __forceinline__ void apply(float (&value)[2][N]) const {
 #pragma unroll
     for (int pair = 0; pair < N; ++pair) {
       const int i = first_of(pair), j = second_of(pair);
-      const float x1 = value[i / N][i % N], x2 = value[j / N][j % N];
-      value[i / N][i % N] = x1 * c[i / N][i % N] + x2 * s[i / N][i % N];
-      value[j / N][j % N] = x2 * c[j / N][j % N] + x1 * s[j / N][j % N];
+      float &x1 = value[i / N][i % N], &x2 = value[j / N][j % N];
+      const float sin1 = s[i / N][i % N], sin2 = s[j / N][j % N];
+      const float rotated = fmaf(x1, c[i / N][i % N], Backward ? x2 * sin2 : -x2 * sin1);
+      x2 = fmaf(x2, c[j / N][j % N], Backward ? -x1 * sin1 : x1 * sin2);
+      x1 = rotated;
     }
   }
 
