@@ -40,30 +40,43 @@ struct Activated {
   float value, derivative;
 };
 
+// s: the sigmoid of the gate.
 template <typename T>
-__device__ __forceinline__ Activated activate(const Gate& options, float gate) {
-  const float s = sigmoid<T>(gate), complement = 1.0f - s;
-  const float silu = gate * s;
+__device__ __forceinline__ Activated activate(const Gate& options, float gate, float s) {
+  const float complement = 1.0f - s, silu = gate * s;
   Activated a = options.sigmoid ? Activated{s, s * complement} : Activated{silu, fmaf(silu, complement, s)};
   if (options.round_activation) a.value = round_to<T>(a.value);
   return a;
 }
-
-// The input of a norm after the gate.
 template <typename T>
-__device__ __forceinline__ float gated_input(const Gate& options, float x, float activation) {
-  const float product = x * activation;
-  return options.round_activation ? round_to<T>(product) : product;
+__device__ __forceinline__ Activated activate(const Gate& options, float gate) {
+  return activate<T>(options, gate, sigmoid<T>(gate));
 }
 
 template <typename T, int N>
+__device__ __forceinline__ void sigmoids(const Vec<T, N>& gate, float (&out)[N]) {
+  unpack(gate, out);
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = sigmoid<T>(out[i]);
+}
+
+// The inputs of a norm after the gate, from the sigmoids of the gate.
+template <typename T, int N>
 __device__ __forceinline__ void gated_inputs(const Gate& options, const Vec<T, N>& x, const Vec<T, N>& gate,
-                                             float (&out)[N]) {
+                                             const float (&s)[N], float (&out)[N]) {
   float gates[N];
   unpack(x, out);
   unpack(gate, gates);
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = gated_input<T>(options, out[i], activate<T>(options, gates[i]).value);
+  for (int i = 0; i < N; ++i) out[i] *= activate<T>(options, gates[i], s[i]).value;
+  if (options.round_activation) round_values<T>(out);
+}
+template <typename T, int N>
+__device__ __forceinline__ void gated_inputs(const Gate& options, const Vec<T, N>& x, const Vec<T, N>& gate,
+                                             float (&out)[N]) {
+  float s[N];
+  sigmoids(gate, s);
+  gated_inputs(options, x, gate, s, out);
 }
 
 // y of a norm before the gate, from n * w.
@@ -71,9 +84,9 @@ template <typename T, int N>
 __device__ __forceinline__ void gate_outputs(const Gate& options, const Vec<T, N>& gate, float (&y)[N]) {
   float gates[N];
   unpack(gate, gates);
+  if (options.round_product) round_values<T>(y);
 #pragma unroll
-  for (int i = 0; i < N; ++i)
-    y[i] = (options.round_product ? round_to<T>(y[i]) : y[i]) * activate<T>(options, gates[i]).value;
+  for (int i = 0; i < N; ++i) y[i] *= activate<T>(options, gates[i]).value;
 }
 
 // Backward of a norm before the gate: replaces the upstream gradient by that of n * w, and returns the
@@ -82,30 +95,36 @@ template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> grad_of_last_gate(const Gate& options, const float (&x)[N],
                                                        const Vec<T, N>& gate, const float (&w)[N], float rstd,
                                                        bool round_scaled, float (&g)[N]) {
-  float grad_gate[N];
+  float products[N], grad_gate[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) products[i] = x[i] * rstd;
+  if (round_scaled) round_values<T>(products);
+#pragma unroll
+  for (int i = 0; i < N; ++i) products[i] *= w[i];
+  if (options.round_product) round_values<T>(products);
   unpack(gate, grad_gate);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     const Activated a = activate<T>(options, grad_gate[i]);
-    const float scaled = x[i] * rstd;
-    const float product = (round_scaled ? round_to<T>(scaled) : scaled) * w[i];
-    grad_gate[i] = g[i] * (options.round_product ? round_to<T>(product) : product) * a.derivative;
+    grad_gate[i] = g[i] * products[i] * a.derivative;
     g[i] *= a.value;
   }
   return pack<T, N>(grad_gate);
 }
 
-// Backward of a norm after the gate, from the gradient of its input x * a: the gradients of x and of the gate.
+// Backward of a norm after the gate, from the gradient of its input x * a and the sigmoids of the gate: the
+// gradients of x and of the gate.
 template <typename T, int N>
 __device__ __forceinline__ void grad_of_first_gate(const Gate& options, const Vec<T, N>& x,
-                                                   const Vec<T, N>& gate, float (&grad_input)[N],
-                                                   Vec<T, N>& grad_x, Vec<T, N>& grad_gate) {
+                                                   const Vec<T, N>& gate, const float (&s)[N],
+                                                   float (&grad_input)[N], Vec<T, N>& grad_x,
+                                                   Vec<T, N>& grad_gate) {
   float xs[N], gates[N];
   unpack(x, xs);
   unpack(gate, gates);
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    const Activated a = activate<T>(options, gates[i]);
+    const Activated a = activate<T>(options, gates[i], s[i]);
     gates[i] = grad_input[i] * xs[i] * a.derivative;
     grad_input[i] *= a.value;
   }

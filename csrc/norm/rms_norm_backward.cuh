@@ -115,9 +115,11 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
     wait_async(stages - 1);
     float rstd[R], dot[R];
     Vector cached[kInRegisters ? R : 1][kStreams][kInRegisters ? V : 1];
-    // The upstream gradient times the gate: in registers, or in the slots of grad_y and the gate.
+    // What the second pass needs of the activation. A gate after the norm: the upstream gradient times the gate, in
+    // registers, or in the slots of grad_y and the gate. A gate before it: the sigmoids of the gate, in registers, or
+    // computed again.
     constexpr bool kGateLast = kExtra == Extra::kGateLast;
-    float upstream[kInRegisters && kGateLast ? R : 1][V][N];
+    float kept[kInRegisters && is_gate(kExtra) ? R : 1][V][N];
     const auto value = [&](int r, int stream, int j) -> const Vector& {
       if constexpr (kInRegisters) return cached[r][stream][j];
       return ring.slot(stage, r, stream, j);
@@ -141,7 +143,13 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
         float xs[N], gs[N];
         unpack(value(r, 1, j), gs);
         if constexpr (kExtra == Extra::kGateFirst) {
-          gated_inputs(casting_of_path<kFastPath>(p.gate), value(r, 0, j), value(r, 2, j), xs);
+          float s[N];
+          sigmoids(value(r, 2, j), s);
+          gated_inputs(casting_of_path<kFastPath>(p.gate), value(r, 0, j), value(r, 2, j), s, xs);
+          if constexpr (kInRegisters) {
+#pragma unroll
+            for (int k = 0; k < N; ++k) kept[r][j][k] = s[k];
+          }
         } else {
           unpack(value(r, 0, j), xs);
         }
@@ -154,7 +162,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
           }
           if constexpr (kInRegisters) {
 #pragma unroll
-            for (int k = 0; k < N; ++k) upstream[r][j][k] = gs[k];
+            for (int k = 0; k < N; ++k) kept[r][j][k] = gs[k];
           } else {
             store_in_slots(gs, ring.slot(stage, r, 1, j), ring.slot(stage, r, 2, j));
           }
@@ -184,7 +192,7 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
             unpack(value(r, 0, j), xs);
             if constexpr (kInRegisters) {
 #pragma unroll
-              for (int k = 0; k < N; ++k) gs[k] = upstream[r][j][k];
+              for (int k = 0; k < N; ++k) gs[k] = kept[r][j][k];
             } else {
               load_from_slots(ring.slot(stage, r, 1, j), ring.slot(stage, r, 2, j), gs);
             }
@@ -192,12 +200,18 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
             store(grad_x + vector * N, pack<T, N>(gs));
           } else if constexpr (kExtra == Extra::kGateFirst) {
             const Gate gate = casting_of_path<kFastPath>(p.gate);
-            float inputs[N], gs[N];
+            float s[N], inputs[N], gs[N];
             Vector of_x, of_gate;
-            gated_inputs(gate, value(r, 0, j), value(r, 2, j), inputs);
+            if constexpr (kInRegisters) {
+#pragma unroll
+              for (int k = 0; k < N; ++k) s[k] = kept[r][j][k];
+            } else {
+              sigmoids(value(r, 2, j), s);
+            }
+            gated_inputs(gate, value(r, 0, j), value(r, 2, j), s, inputs);
             unpack(value(r, 1, j), gs);
             grad_of_norm(inputs, gs, w[j], rstd[r], shift);
-            grad_of_first_gate(gate, value(r, 0, j), value(r, 2, j), gs, of_x, of_gate);
+            grad_of_first_gate(gate, value(r, 0, j), value(r, 2, j), s, gs, of_x, of_gate);
             if (p.grad_x) store(grad_x + vector * N, of_x);
             if (p.grad_gate) {
               T* to = static_cast<T*>(p.grad_gate) + columns.first + p.grad_gate_rows.offset(row);

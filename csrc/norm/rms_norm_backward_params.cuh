@@ -75,11 +75,12 @@ using FastRmsNormBackwardOf =
 template <typename T, int N>
 __device__ __forceinline__ void accumulate_weight_grad(const float (&x)[N], const float (&g)[N], float rstd,
                                                        bool round_scaled, float (&sum)[N]) {
+  float scaled[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float scaled = x[i] * rstd;
-    sum[i] = fmaf(g[i], round_scaled ? round_to<T>(scaled) : scaled, sum[i]);
-  }
+  for (int i = 0; i < N; ++i) scaled[i] = x[i] * rstd;
+  if (round_scaled) round_values<T>(scaled);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] = fmaf(g[i], scaled[i], sum[i]);
 }
 
 // grad_x = rstd * (g * w) - x * shift with shift = rstd^2 * c, in g. The caller multiplies shift from left to

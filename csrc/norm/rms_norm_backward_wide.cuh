@@ -69,9 +69,11 @@ __global__ void __launch_bounds__(kMaxRowThreads)
         grad_of_norm(xs, gs, w, rstd, shift);
         of_x = pack<T, N>(gs);
       } else {
-        gated_inputs(p.gate, loaded, gate, xs);
+        float s[N];
+        sigmoids(gate, s);
+        gated_inputs(p.gate, loaded, gate, s, xs);
         grad_of_norm(xs, gs, w, rstd, shift);
-        grad_of_first_gate(p.gate, loaded, gate, gs, of_x, of_gate);
+        grad_of_first_gate(p.gate, loaded, gate, s, gs, of_x, of_gate);
       }
       if (p.grad_x) store_whole(grad_x + column, of_x);
       if (p.grad_gate) store_whole(grad_gate + column, of_gate);
