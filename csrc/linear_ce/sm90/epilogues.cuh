@@ -191,7 +191,7 @@ struct ExpEpilogue {
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
-  static constexpr bool kAMn = false, kBMn = false, kPanels = false;
+  static constexpr bool kAMn = false, kBMn = false, kPanels = false, kNarrowTiles = false;
   static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
@@ -340,9 +340,12 @@ struct GradInputEpilogue : GradInput {
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
-  static constexpr bool kAMn = false, kBMn = true, kPanels = true;
+  static constexpr bool kAMn = false, kBMn = true, kPanels = true, kNarrowTiles = kPartialTiles;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kNormal;
 
+  __device__ __forceinline__ bool is_narrow(const Tile& tile) const {
+    return hidden - tile.n0 <= sm90::kTileN / 2;
+  }
   __device__ __forceinline__ int columns() const {
     return kPartialTiles ? sm90::column_tiles(hidden) : hidden / sm90::kTileN;
   }

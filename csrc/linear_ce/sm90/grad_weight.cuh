@@ -18,7 +18,7 @@ namespace liger::linear_ce {
 // The last chunk rounds to bf16 and writes row-major.
 template <bool kPartialTiles>
 struct GradWeightEpilogue {
-  static constexpr bool kAMn = true, kBMn = true, kPanels = true;
+  static constexpr bool kAMn = true, kBMn = true, kPanels = true, kNarrowTiles = kPartialTiles;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kEvictLast,
                              kHintSums = CacheHint::kNormal;
   // Segments per warp; the first kEarly are loaded to registers, the others to shared memory.
@@ -48,6 +48,9 @@ struct GradWeightEpilogue {
   // Divides by the 16-byte vectors of a row in the last tile of columns, if that tile is partial.
   FastDivide last_vectors;
 
+  __device__ __forceinline__ bool is_narrow(const Tile& tile) const {
+    return hidden - tile.n0 <= sm90::kTileN / 2;
+  }
   __device__ __forceinline__ int columns() const {
     return kPartialTiles ? sm90::column_tiles(hidden) : hidden / sm90::kTileN;
   }
