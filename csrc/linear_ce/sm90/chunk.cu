@@ -111,10 +111,28 @@ __global__ void __launch_bounds__(kRowThreads) fill_row_scales(int rows, int* co
   if (row < rows) scale[row] = 1.0f;
 }
 
+// Of GradWeightEpilogue.
+FastDivide last_vectors(int64_t hidden) {
+  return FastDivide(std::max<uint32_t>(static_cast<uint32_t>(hidden % sm90::kTileN / 8), 1));
+}
+
+// Calls f with each flag as a compile-time constant.
+template <typename F>
+void with_flags(const F& f) {
+  f();
+}
+template <typename F, typename... Flags>
+void with_flags(const F& f, bool flag, Flags... flags) {
+  const auto with = [&](auto constant) {
+    with_flags([&](auto... others) { f(constant, others...); }, flags...);
+  };
+  flag ? with(std::true_type{}) : with(std::false_type{});
+}
+
 // True if kernels for sm_90a are loaded on the device and it can run them. Sets problem.clusters.
 bool runs_on(LinearCeProblem& problem, int device) {
   if (!device_attributes(device).code.sm90a || problem.rows > INT_MAX / 2 || !has_tensor_maps()) return false;
-  problem.clusters = resident_clusters<GradInputEpilogue>(device);
+  problem.clusters = resident_clusters<GradInputEpilogue<false>>(device);
   return true;
 }
 
@@ -162,9 +180,7 @@ ChunkBuffers ChunkBuffers::allocate(const Batch& batch, const PlannedChunk& chun
 }
 
 int64_t panel_workspace_bytes(const Batch& batch, const LinearCePlan& plan) {
-  return batch.need_gradient()
-             ? (batch.vocab() / sm90::kPanel + plan.panel_offset) * plan.workspace_panel_bytes
-             : 0;
+  return batch.need_gradient() ? (batch.panels() + plan.panel_offset) * plan.workspace_panel_bytes : 0;
 }
 
 Tensor dense(const Tensor& tensor) {
@@ -236,7 +252,7 @@ sm90::Maps Chunk::maps_of(const CUtensorMap& b) const {
   const int64_t in_first = std::min<int64_t>(chunk_.rows, panels_.rows_in_first);
   const auto map = [&](int place, int64_t rows) {
     // No swizzle mode: the panels are stored swizzled.
-    return map_of(panels_.memory[place], sm90::kPanel, rows, batch_.vocab() / sm90::kPanel, sm90::kPanel,
+    return map_of(panels_.memory[place], sm90::kPanel, rows, batch_.panels(), sm90::kPanel,
                   panels_.stride[place], CU_TENSOR_MAP_SWIZZLE_NONE);
   };
   const CUtensorMap first = map(0, in_first);
@@ -266,16 +282,16 @@ void Chunk::exponentials() const {
                            buffers_.overflow,
                            first_row_of_class()};
   if (batch_.need_grad_weight) {
-    check_cuda(
-        cudaMemsetAsync(grad_weight_.class_one_hot, 0xff, batch_.vocab() * sizeof(OneHot), batch_.stream),
-        kOp);
+    check_cuda(cudaMemsetAsync(grad_weight_.class_one_hot, 0xff, class_one_hot_bytes(batch_), batch_.stream),
+               kOp);
   }
   gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(gather_rows);
   check_launch(kOp);
-  batch_.with_metrics ? logits_gemm<true>() : logits_gemm<false>();
+  with_flags([&](auto metrics, auto partial_tiles) { logits_gemm<metrics.value, partial_tiles.value>(); },
+             batch_.with_metrics, batch_.has_partial_tiles());
 }
 
-template <bool kMetrics>
+template <bool kMetrics, bool kPartialTiles>
 void Chunk::logits_gemm() const {
   const int hidden = static_cast<int>(batch_.hidden()), vocab = static_cast<int>(batch_.vocab());
   if constexpr (kMetrics) {
@@ -285,17 +301,17 @@ void Chunk::logits_gemm() const {
   }
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
   const sm90::Maps maps{{input, input}, matrix_map(batch_.weight)};
-  ExpEpilogue<kMetrics> epilogue{rows(),
-                                 vocab,
-                                 hidden,
-                                 kLog2e * batch_.inverse_temperature,
-                                 buffers_.target_logit,
-                                 buffers_.tile_sums,
-                                 panels_,
-                                 batch_.need_gradient(),
-                                 buffers_.overflow,
-                                 Phase::kAll,
-                                 buffers_.metrics};
+  ExpEpilogue<kMetrics, kPartialTiles> epilogue{rows(),
+                                                vocab,
+                                                hidden,
+                                                kLog2e * batch_.inverse_temperature,
+                                                buffers_.target_logit,
+                                                buffers_.tile_sums,
+                                                panels_,
+                                                batch_.need_gradient(),
+                                                buffers_.overflow,
+                                                Phase::kAll,
+                                                buffers_.metrics};
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
   epilogue.phase = Phase::kMaxima;
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
@@ -337,24 +353,23 @@ void Chunk::apply_rule(bool gradient) const {
 
 void Chunk::gradients() const {
   const NvtxRange range("gradients");
-  if (separate_rows_) grad_input_gemm();
-  grad_weight_gemm();
-  if (!separate_rows_) grad_input_gemm();
+  with_flags(
+      [&](auto partial_tiles) {
+        if (separate_rows_) grad_input_gemm<partial_tiles.value>();
+        grad_weight_gemm<partial_tiles.value>();
+        if (!separate_rows_) grad_input_gemm<partial_tiles.value>();
+      },
+      batch_.has_partial_tiles());
 }
 
+template <bool kPartialTiles>
 void Chunk::grad_input_gemm() const {
   if (!batch_.need_grad_input) return;
-  const GradInputEpilogue epilogue{rows(),
-                                   static_cast<int>(batch_.vocab()),
-                                   static_cast<int>(batch_.hidden()),
-                                   panels_.rows_in_first,
-                                   static_cast<int>(chunk_.k_splits),
-                                   buffers_.scale,
-                                   buffers_.one_hot,
-                                   static_cast<const Bf16*>(batch_.weight.const_data_ptr()),
-                                   batch_.weight.stride(0),
-                                   grad_input_,
-                                   buffers_.partial};
+  const GradInputEpilogue<kPartialTiles> epilogue{
+      {rows(), static_cast<int>(batch_.vocab()), static_cast<int>(batch_.hidden()), panels_.rows_in_first,
+       static_cast<int>(chunk_.k_splits), buffers_.scale, buffers_.one_hot,
+       static_cast<const Bf16*>(batch_.weight.const_data_ptr()), batch_.weight.stride(0), grad_input_,
+       buffers_.partial}};
   launch_gemm(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
   if (chunk_.k_splits > 1) {
     reduce_k_splits<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(epilogue);
@@ -362,29 +377,32 @@ void Chunk::grad_input_gemm() const {
   }
 }
 
+template <bool kPartialTiles>
 void Chunk::grad_weight_gemm() const {
   if (!batch_.need_grad_weight) return;
   const int64_t hidden = batch_.hidden();
   if (in_grad_weight_) {
-    const size_t counters = batch_.vocab() / sm90::kPanel * sizeof(int);
+    const size_t counters = batch_.panels() * sizeof(int);
     check_cuda(cudaMemsetAsync(grad_weight_.panel_read_counts, 0, counters, batch_.stream), kOp);
   }
   const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
-  const GradWeightEpilogue epilogue{rows(),
-                                    static_cast<int>(batch_.vocab()),
-                                    static_cast<int>(hidden),
-                                    panels_.rows_in_first,
-                                    grad_weight_.class_one_hot,
-                                    static_cast<const Bf16*>(batch_.input.const_data_ptr()),
-                                    batch_.input.stride(0),
-                                    grad_weight_.gradient,
-                                    grad_weight_.panel_workspace,
-                                    plan_.workspace_panel_bytes,
-                                    is_first_,
-                                    is_last_,
-                                    in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
-                                    static_cast<int>(plan_.panel_offset),
-                                    grouped ? kGroupM : static_cast<int>(hidden / sm90::kTileN)};
+  const GradWeightEpilogue<kPartialTiles> epilogue{
+      rows(),
+      static_cast<int>(batch_.vocab()),
+      static_cast<int>(hidden),
+      panels_.rows_in_first,
+      grad_weight_.class_one_hot,
+      static_cast<const Bf16*>(batch_.input.const_data_ptr()),
+      batch_.input.stride(0),
+      grad_weight_.gradient,
+      grad_weight_.panel_workspace,
+      plan_.workspace_panel_bytes,
+      is_first_,
+      is_last_,
+      in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
+      static_cast<int>(plan_.panel_offset),
+      grouped ? kGroupM : static_cast<int>(sm90::column_tiles(hidden)),
+      last_vectors(hidden)};
   launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), epilogue, batch_.device,
               batch_.stream, in_grad_weight_);
 }
@@ -414,17 +432,29 @@ void linear_backward(const LinearBackward& chunk, Bf16* grad_weight, unsigned ch
   const CUtensorMap grad_logits = matrix_map(chunk.grad_logits);
   const ChunkRows all{count, 0, static_cast<int>(rows)};
   if (grad_weight != nullptr) {
-    const OfMatrix<GradWeightEpilogue> epilogue{
-        {all, static_cast<int>(vocab), static_cast<int>(hidden), 0, none, elements(chunk.input),
-         chunk.input.stride(0), grad_weight, scale_exponents, sm90::kPanel * hidden / sm90::kTileN,
-         chunk.first, chunk.last, nullptr, 0,
-         rows * hidden * 2 > kInputBytesInL2 ? kGroupM : static_cast<int>(hidden / sm90::kTileN)}};
+    const OfMatrix<GradWeightEpilogue<false>> epilogue{
+        {all,
+         static_cast<int>(vocab),
+         static_cast<int>(hidden),
+         0,
+         none,
+         elements(chunk.input),
+         chunk.input.stride(0),
+         grad_weight,
+         scale_exponents,
+         sm90::kPanel * hidden / sm90::kTileN,
+         chunk.first,
+         chunk.last,
+         nullptr,
+         0,
+         rows * hidden * 2 > kInputBytesInL2 ? kGroupM : static_cast<int>(hidden / sm90::kTileN),
+         {}}};
     launch_gemm({{grad_logits, grad_logits}, matrix_map(chunk.input)}, epilogue, chunk.device, chunk.stream);
   }
   if (grad_input != nullptr) {
-    const OfMatrix<GradInputEpilogue> epilogue{
-        {all, static_cast<int>(vocab), static_cast<int>(hidden), 0, static_cast<int>(chunk.k_splits), scale,
-         none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial}};
+    const OfMatrix<GradInputEpilogue<false>> epilogue{
+        {{all, static_cast<int>(vocab), static_cast<int>(hidden), 0, static_cast<int>(chunk.k_splits), scale,
+          none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial}}};
     launch_gemm({{grad_logits, grad_logits}, matrix_map(chunk.weight)}, epilogue, chunk.device, chunk.stream);
     if (chunk.k_splits > 1) {
       reduce_k_splits<<<static_cast<unsigned>(rows), kRowThreads, 0, chunk.stream>>>(epilogue);

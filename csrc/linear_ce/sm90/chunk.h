@@ -26,6 +26,8 @@ struct Batch {
   int64_t rows() const { return input.size(0); }
   int64_t hidden() const { return input.size(1); }
   int64_t vocab() const { return weight.size(0); }
+  int64_t panels() const { return sm90::panels(vocab()); }
+  bool has_partial_tiles() const { return sm90::has_partial_tiles(hidden(), vocab()); }
   bool need_gradient() const { return need_grad_input || need_grad_weight; }
 };
 
@@ -49,11 +51,14 @@ struct ChunkBuffers {
 
 // The weight gradient, which all chunks accumulate, and the buffers per class.
 struct GradWeightBuffers {
-  Bf16* gradient;                  // (vocab, hidden), then plan.panel_offset panels
+  Bf16* gradient;  // (vocab, hidden), rounded up to panels of 128 rows; then plan.panel_offset panels
   unsigned char* panel_workspace;  // plan.workspace_panel_bytes per panel of 128 classes, and of panel_offset
-  OneHot* class_one_hot;           // of each class, in the current chunk
+  OneHot* class_one_hot;           // of each class, rounded up to panels, in the current chunk
   int* panel_read_counts;          // per panel, for the chunk with exponentials in the memory of the gradient
 };
+inline int64_t class_one_hot_bytes(const Batch& batch) {
+  return batch.panels() * sm90::kPanel * int64_t{sizeof(OneHot)};
+}
 int64_t panel_workspace_bytes(const Batch& batch, const LinearCePlan& plan);
 
 struct FirstRowOfClass;
@@ -81,9 +86,11 @@ class Chunk {
   ChunkRows rows() const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
   FirstRowOfClass first_row_of_class() const;
-  template <bool kMetrics>
+  template <bool kMetrics, bool kPartialTiles>
   void logits_gemm() const;
+  template <bool kPartialTiles>
   void grad_input_gemm() const;
+  template <bool kPartialTiles>
   void grad_weight_gemm() const;
 
   const Batch& batch_;

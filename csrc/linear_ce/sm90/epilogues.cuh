@@ -14,6 +14,8 @@
 // from rows of weight and input.
 #pragma once
 
+#include <cfloat>
+
 #include "cross_entropy/rule.cuh"
 #include "device/integers.h"
 #include "linear_ce/sm90/gemm.cuh"
@@ -115,13 +117,24 @@ struct OneHot {
 };
 static_assert(sizeof(OneHot) == 8);
 
-// sums of row h -= amount * from[0..255], for the columns of this lane.
+// The columns of a tile: a multiple of kTileK, less than kTileN only with kPartialTiles.
+template <bool kPartialTiles>
+struct TileWidth {
+  int columns;
+  __device__ __forceinline__ TileWidth(const Tile& tile, int hidden)
+      : columns(kPartialTiles ? min(sm90::kTileN, hidden - tile.n0) : sm90::kTileN) {}
+  __device__ __forceinline__ bool has(int column) const { return !kPartialTiles || column < columns; }
+};
+
+// sums of row h -= amount * from[0..width - 1], for the columns of this lane.
+template <bool kPartialTiles>
 __device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, float amount,
-                                             const __nv_bfloat16* from, int lane) {
+                                             const __nv_bfloat16* from, int lane,
+                                             TileWidth<kPartialTiles> width) {
   const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(from) + lane % 4;
   uint32_t words[sm90::kTileN / 8];
 #pragma unroll
-  for (int j = 0; j < sm90::kTileN / 8; ++j) words[j] = __ldg(pairs + 4 * j);
+  for (int j = 0; j < sm90::kTileN / 8; ++j) words[j] = width.has(8 * j) ? __ldg(pairs + 4 * j) : 0;
 #pragma unroll
   for (int j = 0; j < sm90::kTileN / 8; ++j) {
     float &low = sums[4 * j + 2 * h], &high = sums[4 * j + 2 * h + 1];
@@ -132,8 +145,10 @@ __device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, 
 
 // Rounds a warp's accumulators to bf16 and stores the first `count` of its 16 rows: 64 bytes of 8 rows at a
 // time. (Longer segments of fewer rows, staged in shared memory, were slower.)
+template <bool kPartialTiles>
 __device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __nv_bfloat16* out,
-                                           int64_t stride, int count, int lane) {
+                                           int64_t stride, int count, int lane,
+                                           TileWidth<kPartialTiles> width) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = lane / 4 + 8 * h;
@@ -145,7 +160,8 @@ __device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __n
       for (int j = 0; j < 4; ++j)
         w[j] = pack_bf16(sums[16 * i + 4 * j + 2 * h], sums[16 * i + 4 * j + 2 * h + 1]);
       transpose_quad(w, lane);
-      if (row < count) *reinterpret_cast<uint4*>(at + 32 * i) = make_uint4(w[0], w[1], w[2], w[3]);
+      if (row < count && width.has(32 * i))
+        *reinterpret_cast<uint4*>(at + 32 * i) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 }
@@ -170,12 +186,12 @@ __device__ __forceinline__ int column_of_key(unsigned long long key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
-template <bool kMetrics>
+template <bool kMetrics, bool kPartialTiles>
 struct ExpEpilogue {
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
-  static constexpr bool kAMn = false, kBMn = false, kPanels = false;
+  static constexpr bool kAMn = false, kBMn = false, kPanels = false, kNarrowTiles = false;
   static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
@@ -214,7 +230,8 @@ struct ExpEpilogue {
       float max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < sm90::kSums; ++i) {
-        const bool inside = tile.n0 + i / 4 * 8 < vocab;
+        const int column = tile.n0 + i / 4 * 8 + (kPartialTiles ? lane % 4 * 2 + i % 2 : 0);
+        const bool inside = column < vocab;
         if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
       }
       write_tile_results<Max>(tile_sums, max, tile, row, lane);
@@ -234,6 +251,7 @@ struct ExpEpilogue {
 #pragma unroll
     for (int half = 0; half < sm90::kTileN / sm90::kPanel; ++half) {
       if (tile.n0 + half * sm90::kPanel >= vocab) break;
+      if constexpr (kPartialTiles) exclude_beyond(vocab - tile.n0, z, half, lane);
 #pragma unroll
       for (int j = half * kVectors; j < (half + 1) * kVectors; ++j) {
 #pragma unroll
@@ -246,8 +264,9 @@ struct ExpEpilogue {
           const float y = fmaf(x, factor, -from[h]);
           x = exp2_fast(y);
           sum[h] += x;
-          // 0 * -inf cannot occur: without a bias, logits are infinite only if operands are.
-          if constexpr (kMetrics) entropy_sum[h] = fmaf(x, y, entropy_sum[h]);
+          // 0 * -inf cannot occur: without a bias, logits are infinite only if operands are, or if they are excluded.
+          if constexpr (kMetrics)
+            entropy_sum[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, entropy_sum[h]);
         }
       }
       if (!write) continue;
@@ -268,6 +287,16 @@ struct ExpEpilogue {
   }
 
  private:
+  // The logits of columns from `left` on become -inf, if panel `half` of the tile has any.
+  static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int half,
+                                                        int lane) {
+    if (left >= (half + 1) * sm90::kPanel) return;
+    constexpr int kPerPanel = sm90::kSums * sm90::kPanel / sm90::kTileN;
+#pragma unroll
+    for (int i = half * kPerPanel; i < (half + 1) * kPerPanel; ++i) {
+      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) z[i] = -INFINITY;
+    }
+  }
   // Reduces over the four lanes that share a row; all of them get the result.
   template <class Reduction>
   __device__ __forceinline__ void write_tile_results(float* out_results, float (&value)[2], const Tile& tile,
@@ -293,12 +322,7 @@ struct ExpEpilogue {
   }
 };
 
-struct GradInputEpilogue {
-  struct Operands {};
-  __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
-  __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
-  static constexpr bool kAMn = false, kBMn = true, kPanels = true;
-  static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kNormal;
+struct GradInput {
   ChunkRows chunk;
   int vocab, hidden;
   int rows_in_first;      // of the panels
@@ -309,8 +333,22 @@ struct GradInputEpilogue {
   int64_t weight_stride;
   __nv_bfloat16* out;  // (chunk.rows, hidden)
   float* partial;      // (k_splits, chunk.rows, hidden) partial sums, if k_splits > 1
+};
 
-  __device__ __forceinline__ int columns() const { return hidden / sm90::kTileN; }
+template <bool kPartialTiles>
+struct GradInputEpilogue : GradInput {
+  struct Operands {};
+  __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
+  __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
+  static constexpr bool kAMn = false, kBMn = true, kPanels = true, kNarrowTiles = kPartialTiles;
+  static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kNormal;
+
+  __device__ __forceinline__ bool is_narrow(const Tile& tile) const {
+    return hidden - tile.n0 <= sm90::kTileN / 2;
+  }
+  __device__ __forceinline__ int columns() const {
+    return kPartialTiles ? sm90::column_tiles(hidden) : hidden / sm90::kTileN;
+  }
   __device__ __forceinline__ int row_pairs() const {
     return ceil_div(chunk(), sm90::kCluster * sm90::kTileM);
   }
@@ -328,6 +366,7 @@ struct GradInputEpilogue {
   __device__ __forceinline__ void store(float (&sums)[sm90::kSums], Operands, const Tile& tile, int row,
                                         int lane, const sm90::EpilogueSmem& smem) const {
     const int count = chunk();
+    const TileWidth<kPartialTiles> width(tile, hidden);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
@@ -337,7 +376,7 @@ struct GradInputEpilogue {
             partial + (int64_t{tile.k_split} * chunk.rows + r) * hidden + tile.n0 + lane % 4 * 2;
 #pragma unroll
         for (int j = 0; j < sm90::kTileN / 8; ++j) {
-          if (valid) {
+          if (valid && width.has(8 * j)) {
             *reinterpret_cast<float2*>(at + 8 * j) =
                 make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
           }
@@ -350,11 +389,11 @@ struct GradInputEpilogue {
         sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
       const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
       if (target.index >= 0)
-        subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane);
+        subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane, width);
     }
     if (k_splits > 1) return;
     const int first = tile.m0 + row;
-    write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane);
+    write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane, width);
   }
 };
 

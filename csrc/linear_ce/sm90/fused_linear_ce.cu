@@ -62,12 +62,12 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
   linear_ce::index_valid_rows(batch, static_cast<int32_t*>(index_memory.mutable_data_ptr()));
 
   const Tensor grad_input = matrix_or_none(call.need_grad_input, rows, hidden, input);
-  const int64_t panels = vocab / sm90::kPanel;
+  const int64_t panels = batch.panels();
   const Tensor weight_memory =
       matrix_or_none(call.need_grad_weight, (panels + plan.panel_offset) * sm90::kPanel, hidden, input);
   const Tensor panel_workspace = bytes(linear_ce::panel_workspace_bytes(batch, plan), input);
   const Tensor class_one_hot =
-      bytes(call.need_grad_weight ? vocab * int64_t{sizeof(linear_ce::OneHot)} : 0, input);
+      bytes(call.need_grad_weight ? linear_ce::class_one_hot_bytes(batch) : 0, input);
   const Tensor panel_read_counts = empty({plan.rows_in_grad_weight > 0 ? panels : 0}, ScalarType::Int, input);
   const linear_ce::GradWeightBuffers grad_weight{
       static_cast<Bf16*>(weight_memory.mutable_data_ptr()),
@@ -87,7 +87,7 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
     if (i == 0 && call.need_grad_input && need <= unwritten) {
       workspace.emplace(grad_input, (chunk.first + chunk.rows) * hidden * 2);
     } else if (i > 0 && need <= offset_bytes) {
-      workspace.emplace(weight_memory, vocab * hidden * 2);
+      workspace.emplace(weight_memory, panels * sm90::kPanel * hidden * 2);
     } else {
       if (!own || own->numel() < need) {
         own.reset();

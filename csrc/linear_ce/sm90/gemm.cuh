@@ -7,6 +7,8 @@
 // 128-byte swizzle serve both.
 #pragma once
 
+#include <type_traits>
+
 #include "linear_ce/sm90/ptx.cuh"
 
 namespace liger::sm90 {
@@ -42,6 +44,8 @@ struct Maps {
 //   static constexpr bool kPanels              A is in panels; then int rows_in_first is a member
 //   int tiles() const                          number of tiles, a cluster each; the same for all threads
 //   Tile tile(int t, int rank) const           with k_blocks == 0 the accumulators are undefined
+//   static constexpr bool kNarrowTiles         true: then bool is_narrow(Tile) const tells whether a tile has at most
+//                                              kTileN / 2 columns; the accumulators of the others are 0
 //   void prefetch(Tile, int row, int lane, EpilogueSmem) const
 //       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay the
 //       operands
@@ -135,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         operands = epilogue.load(tile, own_row, lane);
       }
       int previous = -1;
-      for (int i = 0; i < tile.k_blocks; ++i, ring.next()) {
+      const auto add_k_block = [&](int i, auto columns) {
         mbarrier_wait(&full[ring.stage], ring.phase);
         if (i == max(tile.k_blocks - 2, 0)) epilogue.prefetch(tile, own_row, lane, smem);
         if (i == tile.k_blocks - 1) operands = epilogue.load(tile, own_row, lane);
@@ -143,15 +147,28 @@ __global__ void __launch_bounds__(kThreads, 1)
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < kTileK / 16; ++k) {
-          wgmma<Epilogue::kAMn, Epilogue::kBMn>(sums, da + k * kStepA, db + k * kStepB, i | k);
+          wgmma<columns.value, Epilogue::kAMn, Epilogue::kBMn>(sums, da + k * kStepA, db + k * kStepB, i | k);
         }
         wgmma_commit();
         wgmma_wait<1>();
         if (i > 0) release(previous);
         previous = ring.stage;
+      };
+      // Two loops: wgmma in a branch within the loop would be serialised.
+      bool narrow = false;
+      if constexpr (Epilogue::kNarrowTiles) {
+        narrow = epilogue.is_narrow(tile);
+        for (int i = 0; i < (narrow ? tile.k_blocks : 0); ++i, ring.next())
+          add_k_block(i, std::integral_constant<int, kTileN / 2>{});
       }
+      for (int i = 0; i < (narrow ? 0 : tile.k_blocks); ++i, ring.next())
+        add_k_block(i, std::integral_constant<int, kTileN>{});
       wgmma_wait<0>();
       pin(sums);
+      if (narrow) {
+#pragma unroll
+        for (int i = kSums / 2; i < kSums; ++i) sums[i] = 0.0f;
+      }
       if (previous >= 0) release(previous);
       epilogue.store(sums, operands, tile, own_row, lane, smem);
     }

@@ -3,6 +3,7 @@
 
 #include <cuda_fp16.h>
 
+#include "device/fast_divide.h"
 #include "linear_ce/sm90/epilogues.cuh"
 
 namespace liger::linear_ce {
@@ -15,8 +16,9 @@ namespace liger::linear_ce {
 // The order of the partial sums is private: a warp owns the 512 bytes per row of its tile and 16 rows, and
 // segment s of its 16 segments holds accumulators 8s to 8s + 7 of all lanes, so that accesses are coalesced.
 // The last chunk rounds to bf16 and writes row-major.
+template <bool kPartialTiles>
 struct GradWeightEpilogue {
-  static constexpr bool kAMn = true, kBMn = true, kPanels = true;
+  static constexpr bool kAMn = true, kBMn = true, kPanels = true, kNarrowTiles = kPartialTiles;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kEvictLast,
                              kHintSums = CacheHint::kNormal;
   // Segments per warp; the first kEarly are loaded to registers, the others to shared memory.
@@ -43,8 +45,15 @@ struct GradWeightEpilogue {
   // Column tiles per group of the rasterisation, so that L2 keeps their input rows while all classes pass;
   // all column tiles if tiles wait for panel reads.
   int group;
+  // Divides by the 16-byte vectors of a row in the last tile of columns, if that tile is partial.
+  FastDivide last_vectors;
 
-  __device__ __forceinline__ int columns() const { return hidden / sm90::kTileN; }
+  __device__ __forceinline__ bool is_narrow(const Tile& tile) const {
+    return hidden - tile.n0 <= sm90::kTileN / 2;
+  }
+  __device__ __forceinline__ int columns() const {
+    return kPartialTiles ? sm90::column_tiles(hidden) : hidden / sm90::kTileN;
+  }
   __device__ __forceinline__ int row_pairs() const { return ceil_div(vocab, sm90::kCluster * sm90::kTileM); }
   __device__ __forceinline__ int tiles() const {
     // Without valid rows the first chunk still writes zeros, and the last one the result.
@@ -60,12 +69,13 @@ struct GradWeightEpilogue {
   __device__ __forceinline__ void prefetch(const Tile& tile, int row, int lane,
                                            const sm90::EpilogueSmem& smem) const {
     if (first || tile.m0 + row >= vocab) return;
-    const uint4* const from = sums_of(tile, row, lane);
     uint4* const to = reinterpret_cast<uint4*>(smem.memory) + lane;
+    const Segments from = segments(tile, row, lane);
     static_assert((kSegments - kEarly) * 32 * sizeof(uint4) == sm90::kEpilogueSmemBytes);
 #pragma unroll
-    for (int i = kEarly; i < kSegments; ++i)
-      sm90::copy_async(to + (i - kEarly) * 32, from + i * segment_stride(), kHintSums);
+    for (int i = kEarly; i < kSegments; ++i) {
+      if (from.has(i)) sm90::copy_async(to + (i - kEarly) * 32, from.at(i), kHintSums);
+    }
   }
   __device__ __forceinline__ Operands load(const Tile& tile, int row, int lane) const {
     Operands e{};
@@ -73,10 +83,11 @@ struct GradWeightEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) e.one_hot[h] = one_hot[tile.m0 + row + lane / 4 + 8 * h];
     if (first) return e;
-    const uint4* const from = sums_of(tile, row, lane);
+    const Segments from = segments(tile, row, lane);
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i)
-      e.partial[i] = sm90::load_with_hint(from + i * segment_stride(), kHintSums);
+    for (int i = 0; i < kEarly; ++i) {
+      if (from.has(i)) e.partial[i] = sm90::load_with_hint(from.at(i), kHintSums);
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) e.block_scale[h] = power_of_two(scale_exponents_of(tile, row, lane)[8 * h]);
     return e;
@@ -84,7 +95,8 @@ struct GradWeightEpilogue {
 
   __device__ __forceinline__ void store(float (&sums)[sm90::kSums], const Operands& e, const Tile& tile,
                                         int row, int lane, const sm90::EpilogueSmem& smem) const {
-    if (tile.m0 + row >= vocab) return;  // the vocabulary is a multiple of 16
+    if (tile.m0 + row >= vocab) return;
+    const TileWidth<kPartialTiles> width(tile, hidden);
     if (tile.k_blocks == 0) {
 #pragma unroll
       for (int i = 0; i < sm90::kSums; ++i) sums[i] = 0.0f;
@@ -94,33 +106,62 @@ struct GradWeightEpilogue {
       sm90::copy_async_wait();
       const uint4* const smem_partial = reinterpret_cast<const uint4*>(smem.memory) + lane;
 #pragma unroll
-      for (int i = kSegments - 1; i >= 0; --i)
+      for (int i = kSegments - 1; i >= 0; --i) {
+        if (!width.has(i * (sm90::kTileN / kSegments))) continue;
         add(sums, 8 * i, i < kEarly ? e.partial[i < kEarly ? i : 0] : smem_partial[(i - kEarly) * 32],
             e.block_scale);
+      }
       __syncwarp();  // all lanes have read the shared memory
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (e.one_hot[h].index >= 0)
-        subtract_row(sums, h, e.one_hot[h].amount, input + e.one_hot[h].index * input_stride + tile.n0, lane);
+        subtract_row(sums, h, e.one_hot[h].amount, input + e.one_hot[h].index * input_stride + tile.n0, lane,
+                     width);
     }
     if (!last) {
       float inverse_scale[2];
       choose_block_scales(sums, inverse_scale, tile, row, lane);
-      uint4* const to = sums_of(tile, row, lane);
+      const Segments to = segments(tile, row, lane);
 #pragma unroll
-      for (int i = 0; i < kSegments; ++i)
-        sm90::store_with_hint(to + i * segment_stride(), scaled(sums, 8 * i, inverse_scale), kHintSums);
+      for (int i = 0; i < kSegments; ++i) {
+        if (to.has(i)) sm90::store_with_hint(to.at(i), scaled(sums, 8 * i, inverse_scale), kHintSums);
+      }
       return;
     }
     __syncwarp();  // all lanes have read their segments
-    write_rows(sums, out + (tile.m0 + row) * int64_t{hidden} + tile.n0, hidden, 16, lane);
+    write_rows(sums, out + (tile.m0 + row) * int64_t{hidden} + tile.n0, hidden,
+               kPartialTiles ? vocab - tile.m0 - row : 16, lane, width);
   }
 
  private:
-  __device__ __forceinline__ int segment_stride() const { return hidden / 8; }  // in 16-byte vectors
-  __device__ __forceinline__ uint4* sums_of(const Tile& tile, int row, int lane) const {
-    return reinterpret_cast<uint4*>(out + (tile.m0 + row) * int64_t{hidden} + tile.n0) + lane;
+  // The segments of a warp. In a full tile they are rows of 512 bytes; those of a partial one follow each other through
+  // its shorter rows.
+  struct Segments {
+    uint4* sums;  // with an offset for the lane in a full tile
+    int stride;   // from a row to the next, in 16-byte vectors
+    int lane, count;
+    FastDivide vectors;
+    bool partial_tile;
+
+    __device__ __forceinline__ bool has(int i) const { return !kPartialTiles || i < count; }
+    // The 16 bytes of this lane of segment i.
+    __device__ __forceinline__ uint4* at(int i) const {
+      if constexpr (kPartialTiles) {
+        if (partial_tile) {
+          const uint32_t vector = i * 32 + lane, row = vectors.quotient(vector);
+          return sums + row * stride + vectors.remainder(vector, row);
+        }
+      }
+      return sums + i * stride;
+    }
+  };
+  __device__ __forceinline__ Segments segments(const Tile& tile, int row, int lane) const {
+    uint4* const sums = reinterpret_cast<uint4*>(out + (tile.m0 + row) * int64_t{hidden} + tile.n0);
+    const int width = kPartialTiles ? min(sm90::kTileN, hidden - tile.n0) : sm90::kTileN;
+    const bool partial_tile = width < sm90::kTileN;
+    return {partial_tile ? sums : sums + lane, hidden / 8,   lane,
+            width * kSegments / sm90::kTileN,  last_vectors, partial_tile};
   }
   // The scale of the first of the two rows of this lane; that of the second one is 8 bytes further.
   __device__ __forceinline__ unsigned char* scale_exponents_of(const Tile& tile, int row, int lane) const {

@@ -27,8 +27,7 @@ constexpr const char* kOp = "fused_linear_loss";
 // The workspace of one chunk: index of valid rows, one-hot terms per class, read counts, and its buffers.
 int64_t step_workspace_bytes(const linear_ce::Batch& batch, const PlannedChunk& chunk) {
   return Workspace::bytes_for({(chunk.rows + 1) * int64_t{sizeof(int32_t)},
-                               batch.vocab() * int64_t{sizeof(linear_ce::OneHot)},
-                               batch.vocab() / sm90::kPanel * int64_t{sizeof(int)},
+                               linear_ce::class_one_hot_bytes(batch), batch.panels() * int64_t{sizeof(int)},
                                linear_ce::ChunkBuffers::bytes(batch, chunk, false)});
 }
 
@@ -101,8 +100,8 @@ class Step {
     const linear_ce::GradWeightBuffers buffers{
         static_cast<Bf16*>(grad_weight.mutable_data_ptr()),
         static_cast<unsigned char*>(panel_workspace.mutable_data_ptr()),
-        memory.allocate<linear_ce::OneHot>(batch_.vocab()),
-        memory.allocate<int>(batch_.vocab() / sm90::kPanel)};
+        memory.allocate<linear_ce::OneHot>(batch_.panels() * sm90::kPanel),
+        memory.allocate<int>(batch_.panels())};
     const linear_ce::ChunkBuffers chunk_buffers =
         linear_ce::ChunkBuffers::allocate(batch_, chunk, static_cast<Bf16*>(rows.mutable_data_ptr()), memory);
     chunk_.emplace(batch_, plan_, index, chunk, chunk_buffers, buffers,

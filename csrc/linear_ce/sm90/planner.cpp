@@ -43,10 +43,10 @@ class CostModel {
   SplitK split_k(int64_t rows) const {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
-    const int64_t tiles = ceil_div(rows, 2 * kTileM) * (p_.hidden / kTileN);
+    const int64_t tiles = ceil_div(rows, 2 * kTileM) * sm90::column_tiles(p_.hidden);
     const double useful_rows = static_cast<double>(rows) / round_up(rows, 2 * kTileM);
     // Every split sums at least one block of kTileK classes.
-    const int64_t most = std::min(kMostSplits, p_.vocab / kTileK);
+    const int64_t most = std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK}));
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
       // Partial sums are an extra that small chunks alone can afford.
       if (8 * partial_bytes(rows, k_splits) > p_.memory_budget) break;
@@ -84,8 +84,8 @@ class CostModel {
 };
 
 bool supported(const LinearCeProblem& p) {
-  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kTileN == 0 &&
-         p.vocab % kPanel == 0;
+  // The kernels for partial tiles take hidden % kTileK == 0; they have not been run on a GPU.
+  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && !sm90::has_partial_tiles(p.hidden, p.vocab);
 }
 
 // Chunks are multiples of this: of a tile, or of a group.
@@ -95,7 +95,7 @@ int64_t granularity(const LinearCeProblem& p) {
 
 // One block-scale exponent, a byte, for kTileN elements of a row of the weight gradient.
 int64_t scale_bytes(const LinearCeProblem& p, int64_t classes) {
-  return p.need_grad_weight ? classes * p.hidden / kTileN : 0;
+  return p.need_grad_weight ? classes * sm90::column_tiles(p.hidden) : 0;
 }
 
 // What a plan of fused_linear_ce may use.
@@ -107,12 +107,12 @@ struct Limits {
 };
 
 Limits limits(const LinearCeProblem& p, int64_t panel_offset) {
-  const int64_t panels = p.vocab / kPanel + panel_offset;
+  const int64_t panels = sm90::panels(p.vocab) + panel_offset;
   // The sums of a row, one per tile, and the one-hot terms of rows and classes; with metrics as many sums
   // again, and a key.
   const int64_t sums = 4 * ceil_div(p.vocab, kTileN) + 8;
   Limits l{};
-  l.rows_in_grad_weight = p.need_grad_weight ? p.hidden : 0;
+  l.rows_in_grad_weight = p.need_grad_weight ? p.hidden / kTileM * kTileM : 0;
   l.row_bytes = panels * kPanel * 2 + (p.with_metrics ? 2 : 1) * sums;
   l.budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
   l.available = l.budget - panels * scale_bytes(p, kPanel);
@@ -199,7 +199,7 @@ std::string text_of(const LinearCeProblem& p, const LinearCePlan& plan) {
     text += " " + std::to_string(chunk.rows);
     if (chunk.k_splits > 1) text += " (split-K " + std::to_string(chunk.k_splits) + ")";
   }
-  const int64_t panels = p.vocab / kPanel + plan.panel_offset;
+  const int64_t panels = sm90::panels(p.vocab) + plan.panel_offset;
   return text + " rows, of which " + std::to_string(plan.rows_in_grad_weight) +
          " in the memory of the weight gradient, " + std::to_string(panels * plan.workspace_panel_bytes) +
          " bytes of panel workspace";

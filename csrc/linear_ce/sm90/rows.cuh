@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
 }
 
 // Split-K reduction of a row of grad_input, with scale and one-hot term. grid: rows of the chunk.
-__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInputEpilogue p) {
+__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput p) {
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
   const float factor = p.scale[row];

@@ -130,7 +130,7 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
     plan = plan_chunks_sm90(tokens, hidden, vocab, True, True, exact_accumulation, clusters=_clusters())
     if not plan.chunks:
         return None
-    panels = vocab // 128 + plan.panel_offset
+    panels = math.ceil(vocab / 128) + plan.panel_offset
     offset_bytes = plan.panel_offset * 128 * hidden * 2
     working = 0
     for chunk in plan.chunks:

@@ -193,7 +193,7 @@ class Sm90Chunks:
         ]
         # A single chunk is the whole batch in its own order.
         self._ranges = args.layout.parts if len(self.slices) > 1 else 1
-        panels = vocab // _PANEL + plan.panel_offset
+        panels = -(-vocab // _PANEL) + plan.panel_offset
         permuted = _LEAST_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
         self._grad_input = input.new_empty((rows, hidden) if need_input else 0)
         self._grad_weight = input.new_empty((panels * _PANEL, hidden) if need_weight else 0)
