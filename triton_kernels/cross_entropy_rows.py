@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._core.cross_entropy_math import check_targets
-from ..backend import targets_checked
+from .._core.environment import targets_checked
 from .common import dense_vector, on_device_of, sm_count
 from .cross_entropy_rule import (
     apply_softcap,

@@ -9,7 +9,7 @@ from public_callables import CASES, arguments, cases, outputs, weighted_sum
 
 import liger
 from liger import losses
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 # The interpreter of Triton takes its time.
 POISONS = {"nan": torch.nan} | ({} if triton_interpreted() else {"inf": torch.inf, "-inf": -torch.inf})
