@@ -61,41 +61,36 @@ def generate(plain, patched, model_type, class_name):
     }
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    results = []
-    for model in (plain, patched):
-        model.eval()
-        try:
-            results.append(model.generate(**batch, **arguments))
-        except ERRORS as error:
-            if model is plain:
-                raise NotRun(f"the model raises {type(error).__name__}") from error
-            raise
-        finally:
-            model.train()
-    if not torch.equal(*results):
+    if not torch.equal(*_in_evaluation(plain, patched, lambda model: model.generate(**batch, **arguments))):
         raise Differs("other tokens")
 
 
 def evaluation(plain, patched, model_type, class_name):
     """Logits and loss in evaluation, where the patched model returns logits, too."""
-    batch, results = batch_for(plain), []
+    batch = batch_for(plain)
+    with torch.no_grad():
+        expected, actual = _in_evaluation(plain, patched, lambda model: model(**batch))
+    for name in ("loss", "logits"):
+        if isinstance(expected.get(name), torch.Tensor):
+            scale = expected[name].abs().max().item()
+            if not torch.allclose(actual[name], expected[name], rtol=0, atol=2e-5 * max(scale, 1e-3)):
+                raise Differs(f"other {name}")
+
+
+def _in_evaluation(plain, patched, function):
+    """A function of both models in evaluation mode. What the unpatched model refuses, the check does not run."""
+    results = []
     for model in (plain, patched):
         model.eval()
         try:
-            with torch.no_grad():
-                results.append(model(**batch))
+            results.append(function(model))
         except ERRORS as error:
             if model is plain:
                 raise NotRun(f"the model raises {type(error).__name__}") from error
             raise
         finally:
             model.train()
-    expected, actual = results
-    for name in ("loss", "logits"):
-        if isinstance(expected.get(name), torch.Tensor):
-            scale = expected[name].abs().max().item()
-            if not torch.allclose(actual[name], expected[name], rtol=0, atol=2e-5 * max(scale, 1e-3)):
-                raise Differs(f"other {name}")
+    return results
 
 
 def unpatch(plain, patched, model_type, class_name):
