@@ -22,6 +22,7 @@ from combinations import (  # noqa: E402
     seeded_step,
     targets_of,
     tiny,
+    types,
 )
 from tiny_models import assert_same_step  # noqa: E402
 
@@ -92,7 +93,7 @@ def test_other_adapters(name, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", types("mixtral", "qwen3_moe"))
 def test_lora_on_the_weights_of_experts(model_type, order):
     """PEFT turns the weights into parametrizations, which compute them at every call."""
 

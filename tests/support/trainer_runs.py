@@ -39,6 +39,9 @@ def train(model, folder, **overrides):
         **overrides,
     }
     arguments = transformers.TrainingArguments(**settings)
+    if arguments.n_gpu > 1:
+        # Otherwise the Trainer would replicate the model by nn.DataParallel.
+        arguments._n_gpu = 1
     trainer = transformers.Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -337,6 +337,9 @@ def _fused_forward(original, recipe):
             output = original.forward(self, *args, **kwargs)
         return _without_logits(output, call) if skip else output
 
+    # accelerate's unwrap_model follows __wrapped__ to the end, and would restore the original forward.
+    forward.__signature__ = inspect.signature(original.forward)
+    del forward.__wrapped__
     return forward
 
 
