@@ -176,6 +176,13 @@ def test_a_head_that_became_another_layer_is_reported(caplog):
     assert "a model was patched, but now its head is a" in caplog.text
 
 
+@pytest.mark.parametrize("head", [None, torch.nn.Identity()], ids=str)
+def test_a_head_that_was_taken_away_is_reported(head):
+    model = liger.patch(tiny("llama"))
+    model.lm_head = head
+    assert type(head).__name__ in lt.patch_report(model).left[""]
+
+
 @pytest.mark.parametrize("kind", ["DoRA", "IA3", "tokens of a tied head"])
 def test_adapters_whose_head_needs_logits_are_reported(kind, caplog):
     def wrap(model):

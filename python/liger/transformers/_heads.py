@@ -38,7 +38,7 @@ def needs_logits(head):
     if heads_of(head):
         return None
     kind = f"{type(head).__module__}.{type(head).__qualname__}"
-    weight = head._parameters.get("weight")
+    weight = getattr(head, "weight", None)
     if is_quantised(weight):
         kind += f" whose weight is a {type(weight).__module__}.{type(weight).__qualname__}"
     return f"its head is a {kind}, not a plain linear layer: the loss is computed from full logits"
