@@ -6,7 +6,7 @@ import torch
 import liger
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("bitsandbytes")
+bitsandbytes = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 pytest.importorskip("accelerate")
 
@@ -33,7 +33,6 @@ from tiny_models import assert_same_step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
 
-# Other releases than the one in tests may lack kernels for the CPU.
 BITS = (4, 8)
 ORDERS = ("before quantisation", "before adapters", "after adapters")
 
@@ -171,7 +170,6 @@ def test_a_quantised_head_returns_logits(bits, targets, caplog):
 
 
 def test_a_head_quantised_after_patching_is_reported(caplog):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
     plain = tiny("llama")
     ours = liger.patch(tiny("llama"))
     for model in (ours, plain):
