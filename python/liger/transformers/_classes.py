@@ -57,10 +57,21 @@ def recipe_of(module):
 
 def give_class(module, cls):
     """Sets the class of a module, and updates the forward that accelerate stored as ``_old_forward``."""
-    before = type(module).forward
+    stored = _is_of_class(module, "_old_forward")
+    if not overrides_forward(module):
+        module.__dict__.pop("forward", None)
     module.__class__ = cls
-    if getattr(module.__dict__.get("_old_forward"), "__func__", None) is before:
+    if stored:
         module._old_forward = MethodType(cls.forward, module)
+
+
+def overrides_forward(module):
+    """Whether the instance has a forward other than that of its class.
+
+    accelerate stores the forward of the class in the instance when it removes its hooks.
+    """
+    forward = module.__dict__.get("forward")
+    return forward is not None and not (_is_of_class(module, "forward") and forward.__self__ is module)
 
 
 def instance_forward(module):
@@ -68,10 +79,9 @@ def instance_forward(module):
 
     None also for the hooks of accelerate, which call the forward of the class.
     """
-    forward = module.__dict__.get("forward")
-    if forward is None or _is_of_class(module, "_old_forward"):
+    if _is_of_class(module, "_old_forward") or not overrides_forward(module):
         return None
-    return forward
+    return module.__dict__["forward"]
 
 
 def overriding_forward(module):
