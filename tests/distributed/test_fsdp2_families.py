@@ -1,0 +1,126 @@
+"""fully_shard (FSDP2) of patched models of several families: loss, gradients and weights of some steps."""
+
+import functools
+
+import families
+import pytest
+import ranks
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# Every unit returns bfloat16, as in accelerate's plugin.
+BF16_OUTPUT = MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
+)
+CHECKPOINTING = ("none", "reentrant", "non_reentrant", "wrapper")
+
+
+def layers_of(model):
+    return [m for m in model.modules() if type(m).__name__.endswith(("DecoderLayer", "EncoderLayer"))]
+
+
+def is_tied(model):
+    return model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def shard(model, layout="root", **options):
+    """Units: ``root`` has the layers, and the root has the rest; ``head``: the head is a unit; ``tail``: so are final
+    norm and head together, with the embedding if it is tied; ``small``: so is every norm, router and experts module.
+    """
+    wrap = functools.partial(fully_shard, mesh=ranks.mesh(), **options)
+    layers, tied, head, embedding = layers_of(model), is_tied(model), model.lm_head, model.get_input_embeddings()
+    if layout == "small":
+        for module in model.modules():
+            if type(module).__name__.endswith(("Norm", "Experts", "Router")):
+                wrap(module)
+    for layer in layers:
+        wrap(layer)
+    if layout == "tail":
+        final = model.model.get_decoder().norm if hasattr(model.model, "language_model") else model.model.norm
+        wrap([final, embedding, head] if tied else [final, head])
+    elif layout in ("head", "small") and not tied:
+        wrap(head)
+    model = wrap(model)
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def checkpoint(model, kind):
+    if kind == "wrapper":
+        kinds = tuple({type(layer) for layer in layers_of(model)})
+        apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, kinds))
+    elif kind != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+
+
+def train(model, steps):
+    """The :class:`families.Result` of a sharded model."""
+    optimizer, losses, grads, before = families.optimizer_of(model), [], [], families.weights_of(model)
+    for of_ranks in steps:
+        optimizer.zero_grad()
+        loss = model(**families.to(of_ranks[ranks.RANK], ranks.DEVICE)).loss
+        loss.backward()
+        losses.append(ranks.total(loss.float()) / ranks.WORLD)
+        grads.append(
+            {n: None if p.grad is None else ranks.whole(p.grad).clone() for n, p in model.named_parameters()}
+        )
+        optimizer.step()
+    return families.result(losses, grads, before, families.weights_of(model))
+
+
+def run(name, layout="root", checkpointing="none", dtype=torch.float32, tied=None, steps=None, patch=None, **options):
+    steps = families.batches(name) if steps is None else steps
+    exact = families.exactly(families.make(name, tied), steps)
+    results = []
+    for prepare in (lambda model: model, lambda model: families.patched(model, name, **(patch or {}))):
+        model = prepare(families.make(name, tied))
+        checkpoint(model, checkpointing)
+        results.append(train(shard(model, layout, **options), steps))
+    families.assert_as_exact(results[1], results[0], exact, dtype)
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["reshard", "keep"])
+@pytest.mark.parametrize("layout", ["root", "head", "tail", "small"])
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_float32(name, layout, reshard):
+    run(name, layout, reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING[1:])
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_checkpointing(name, checkpointing):
+    run(name, "tail", checkpointing)
+
+
+@pytest.mark.parametrize("layout", ["root", "tail"])
+@pytest.mark.parametrize("policy", [BF16, BF16_OUTPUT], ids=["bf16", "bf16_output"])
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_mixed_precision(name, policy, layout):
+    run(name, layout, dtype=torch.bfloat16, mp_policy=policy)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_mixed_precision_with_checkpointing(name):
+    run(name, "tail", "non_reentrant", torch.bfloat16, mp_policy=BF16, reshard_after_forward=True)
+
+
+@pytest.mark.parametrize("ignored_rank", range(ranks.WORLD))
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_rank_without_valid_label(name, ignored_rank):
+    run(name, "tail", steps=families.batches(name, ignored_rank=ignored_rank))
+
+
+@pytest.mark.parametrize("layout", ["root", "tail"])
+@pytest.mark.parametrize("name", families.MOE)
+def test_router_loss(name, layout):
+    """The loss of the router is added to that of the head, in place."""
+    run(name, layout, steps=families.batches(name, output_router_logits=True))
+
+
+@pytest.mark.parametrize("layout", ["root", "tail"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_tied_or_not(name, layout):
+    """The other choice than the configuration of the family makes."""
+    run(name, layout, tied=name == "qwen3")
