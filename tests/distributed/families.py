@@ -180,8 +180,18 @@ def result(losses, grads, before, after):
     return Result(dict(enumerate(losses)), grads[0], grads[-1], changes)
 
 
+def parameters_of(model):
+    """(name in the model without wrappers, parameter) of each."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", "").removeprefix("module."), parameter
+
+
 def weights_of(model):
-    return {name: ranks.whole(p.detach().to(ranks.DEVICE)).clone() for name, p in model.named_parameters()}
+    return {name: ranks.whole(p.detach().to(ranks.DEVICE)).clone() for name, p in parameters_of(model)}
+
+
+def gradients_of(model):
+    return {name: None if p.grad is None else ranks.whole(p.grad).clone() for name, p in parameters_of(model)}
 
 
 def exactly(model, steps):
@@ -198,7 +208,7 @@ def exactly(model, steps):
             loss.backward()
             total += loss.detach()
         losses.append(total)
-        grads.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        grads.append(gradients_of(model))
         optimizer.step()
     return result(losses, grads, before, weights_of(model))
 

@@ -63,9 +63,7 @@ def train(model, steps):
         loss = model(**families.to(of_ranks[ranks.RANK], ranks.DEVICE)).loss
         loss.backward()
         losses.append(ranks.total(loss.float()) / ranks.WORLD)
-        grads.append(
-            {n: None if p.grad is None else ranks.whole(p.grad).clone() for n, p in model.named_parameters()}
-        )
+        grads.append(families.gradients_of(model))
         optimizer.step()
     return families.result(losses, grads, before, families.weights_of(model))
 
