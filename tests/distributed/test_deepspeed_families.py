@@ -1,0 +1,133 @@
+"""DeepSpeed ZeRO-3 of patched models of several families. Runs where deepspeed is installed."""
+
+import families
+import pytest
+import ranks
+import torch
+import transformers
+from test_deepspeed import deepspeed
+from transformers.integrations import HfDeepSpeedConfig
+
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, set_z3_leaf_modules
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    # Small parameters are partitioned, too.
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
+def engine_of(model, bfloat16=False, stage=3):
+    zero = CONFIG["zero_optimization"] if stage == 3 else {"stage": stage}
+    config = {**CONFIG, "zero_optimization": zero, "bf16": {"enabled": bfloat16}}
+    optimizer = families.optimizer_of(model)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def full(engine, read):
+    values = ((name, read(p)) for name, p in families.parameters_of(engine.module) if p.requires_grad)
+    return {name: None if value is None else value.clone() for name, value in values}
+
+
+def train(model, steps, bfloat16=False, stage=3):
+    """The :class:`families.Result` of a model under ZeRO."""
+    engine, losses, grads = engine_of(model, bfloat16, stage), [], []
+    try:
+        before = full(engine, safe_get_full_fp32_param)
+        for of_ranks in steps:
+            loss = engine(**families.to(of_ranks[ranks.RANK], ranks.DEVICE)).loss
+            engine.backward(loss)
+            losses.append(ranks.total(loss.float()) / ranks.WORLD)
+            grads.append(full(engine, safe_get_full_grad))
+            engine.step()
+        return families.result(losses, grads, before, full(engine, safe_get_full_fp32_param))
+    finally:
+        engine.destroy()
+
+
+def run(name, steps=None, tied=None, bfloat16=False, stage=3, change=None, make=families.make):
+    steps = families.batches(name) if steps is None else steps
+    exact = families.exactly(families.make(name, tied), steps)
+    results = []
+    for prepare in (lambda model: model, lambda model: families.patched(model, name)):
+        model = prepare(make(name, tied))
+        if change is not None:
+            change(model)
+        results.append(train(model, steps, bfloat16, stage))
+    families.assert_as_exact(results[1], results[0], exact, torch.bfloat16 if bfloat16 else torch.float32)
+
+
+@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_matches_plain_model(name, bfloat16):
+    run(name, bfloat16=bfloat16)
+
+
+@pytest.mark.parametrize("name", families.MOE)
+def test_router_loss(name):
+    """The loss of the router is added to that of the head, in place."""
+    run(name, families.batches(name, output_router_logits=True))
+
+
+@pytest.mark.parametrize("ignored_rank", range(ranks.WORLD))
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_rank_without_valid_label(name, ignored_rank):
+    run(name, families.batches(name, ignored_rank=ignored_rank))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_checkpointing(name, reentrant):
+    def change(model):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+    run(name, change=change)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_tied_or_not(name):
+    """The other choice than the configuration of the family makes."""
+    run(name, tied=name == "qwen3")
+
+
+@pytest.mark.parametrize("name", families.MOE)
+def test_leaf_modules(name):
+    """DeepSpeed gathers the block of a mixture with all that is in it, and finds the block by its class."""
+
+    def change(model):
+        blocks = {type(m) for m in model.modules() if type(m).__name__.endswith(("SparseMoeBlock", "GptOssMLP"))}
+        experts = {type(m) for m in model.modules() if type(m).__name__.endswith("Experts")}
+        assert len(set_z3_leaf_modules(model, list(blocks))) == 2
+        assert len(blocks) == len(experts) == 1
+
+    run(name, change=change)
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_patch_of_partitioned_model(name, tmp_path):
+    """from_pretrained partitions the parameters where ZeRO-3 is configured: patching sees empty ones."""
+    folder = [tmp_path]
+    torch.distributed.broadcast_object_list(folder)
+    # Rank 0 alone writes the weights.
+    families.make(name).save_pretrained(folder[0])
+    torch.distributed.barrier()
+    # It is in effect as long as it exists.
+    configuration = HfDeepSpeedConfig(CONFIG)
+
+    def load(name, tied):
+        model = getattr(transformers, families.FAMILIES[name].model).from_pretrained(
+            folder[0], attn_implementation="eager"
+        )
+        assert all(parameter.numel() == 0 for parameter in model.parameters())
+        return model.train()
+
+    run(name, make=load)
+    del configuration
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", ["gemma3_vl", "qwen3_moe"])
+def test_other_stages(name, stage):
+    run(name, stage=stage)
