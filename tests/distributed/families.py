@@ -69,14 +69,28 @@ FAMILIES = {
     ),
 }  # fmt: skip
 MOE = [name for name, family in FAMILIES.items() if family.experts]
+# A layer with linear attention and one with full attention, which have one class in transformers.
+HYBRID = {
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM", "Qwen3NextConfig",
+        {
+            **_MOE, "num_experts": EXPERTS, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        },
+        {"rms_norm": 7, "rms_norm_gated": 1, "experts": 2, "swiglu": 2, "rope": 1}, experts=True,
+    ),
+}  # fmt: skip
+_ALL = {**FAMILIES, **HYBRID}
 
 
 def make(name, tied=None, device=ranks.DEVICE, **options):
     """The model of a family in training mode, float32, with the same weights for the same arguments.
 
-    ``tied``: the lm_head has the weight of the embedding; None: as the family has it. ``options``: of the configuration.
+    ``tied``: the lm_head has the weight of the embedding; None: as in the configuration of the family. ``options``: of
+    that configuration.
     """
-    family = FAMILIES[name]
+    family = _ALL[name]
     settings = {**_TEXT, **family.options, **options}
     if tied is not None:
         settings["tie_word_embeddings"] = tied
@@ -114,7 +128,7 @@ def batch(name, step, rank, ignored=False, images=True):
     generator = torch.Generator().manual_seed(10 * step + rank)
     length = LENGTHS[rank] + step
     ids = torch.randint(3, IMAGE_TOKEN, (2, length), generator=generator)
-    if FAMILIES[name].experts:
+    if _ALL[name].experts:
         # Tokens of rank 1 choose four of eight experts, those of rank 0 choose all but one.
         ids = ids // EXPERTS * EXPERTS + ids % (EXPERTS - 2 if rank == 0 else 3)
     labels = ids.clone()
@@ -136,8 +150,11 @@ def batch(name, step, rank, ignored=False, images=True):
 
 
 def batches(name, steps=3, ignored_rank=None, text_rank=None, **keywords):
-    """``[{inputs of rank 0}, {of rank 1}]`` of every step, each with the denominator that makes averages over ranks means
-    over all tokens. ``ignored_rank`` has no valid label, ``text_rank`` no image; ``keywords``: of every call."""
+    """``[{inputs of rank 0}, {of rank 1}]`` of every step.
+
+    Their denominator makes the average over ranks the mean over all tokens. ``ignored_rank`` has no valid label,
+    ``text_rank`` no image; ``keywords``: of every call of the model.
+    """
     found = []
     for step in range(steps):
         of_ranks = [
@@ -194,11 +211,17 @@ def gradients_of(model):
     return {name: None if p.grad is None else ranks.whole(p.grad).clone() for name, p in parameters_of(model)}
 
 
-def exactly(model, steps):
-    """The :class:`Result` of one process in float64, with the batches of all ranks."""
+def in_float64(model):
+    """A copy of a model that is not patched."""
     model = copy.deepcopy(model).double()
     if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+        model.set_experts_implementation("eager")  # the others refuse float64
+    return model
+
+
+def exactly(model, steps):
+    """The :class:`Result` of one process in float64, with the batches of all ranks."""
+    model = in_float64(model)
     optimizer, losses, grads, before = optimizer_of(model), [], [], weights_of(model)
     for of_ranks in steps:
         optimizer.zero_grad()
@@ -221,7 +244,9 @@ def assert_as_exact(ours, theirs, exact, dtype=torch.float32):
     """
     wrong = []
     for kind in Result._fields:
-        wrong += [f"{kind} {line}" for line in _errors(*(getattr(r, kind) for r in (ours, theirs, exact)), dtype)]
+        wrong += [
+            f"{kind} {line}" for line in _errors(*(getattr(r, kind) for r in (ours, theirs, exact)), dtype)
+        ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -250,17 +275,21 @@ def _errors(ours, theirs, exact, dtype):
             yield f"{name}: error {found:.3g}, allowed {allowed:.3g}"
 
 
-def assert_patched(model, name, **changed):
-    """The report has every part of the family and no module that was left as before. ``changed``: other counts."""
+def patched(model, name, parts=None, **options):
+    """Patches a model; ``parts``: counts that differ from those of the family, because of the options."""
+    liger.patch(model, **options)
+    assert_patched(model, name, parts)
+    return model
+
+
+def assert_patched(model, name, parts=None):
+    """The report has every part of the family and no module that was left as before."""
     report = patch_report(model)
     assert not report.left
-    assert Counter(report.replaced.values()) == {**_COMMON, **FAMILIES[name].parts, **changed}
-
-
-def patched(model, name, **options):
-    liger.patch(model, **options)
-    assert_patched(model, name)
-    return model
+    expected = {**_COMMON, **_ALL[name].parts, **(parts or {})}
+    if "tiled_mlp" in expected:
+        del expected[next(kind for kind in ("swiglu", "geglu") if kind in expected)]
+    assert Counter(report.replaced.values()) == {kind: n for kind, n in expected.items() if n}
 
 
 class Choices:

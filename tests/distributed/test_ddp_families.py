@@ -3,7 +3,6 @@
 import families
 import pytest
 import ranks
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -91,7 +90,9 @@ def test_no_image():
     run("gemma3_vl", steps, find_unused_parameters=True)
 
 
-@pytest.mark.parametrize("freeze", [("vision_tower",), ("vision_tower", "embed_tokens"), ("language_model", "lm_head")])
+@pytest.mark.parametrize(
+    "freeze", [("vision_tower",), ("vision_tower", "embed_tokens"), ("language_model", "lm_head")]
+)
 def test_frozen_parts(freeze):
     run("gemma3_vl", freeze=freeze)
 

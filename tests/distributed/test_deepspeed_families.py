@@ -5,10 +5,9 @@ import pytest
 import ranks
 import torch
 import transformers
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, set_z3_leaf_modules
 from test_deepspeed import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
-
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, set_z3_leaf_modules
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -97,7 +96,9 @@ def test_leaf_modules(name):
     """DeepSpeed gathers the block of a mixture with all that is in it, and finds the block by its class."""
 
     def change(model):
-        blocks = {type(m) for m in model.modules() if type(m).__name__.endswith(("SparseMoeBlock", "GptOssMLP"))}
+        blocks = {
+            type(m) for m in model.modules() if type(m).__name__.endswith(("SparseMoeBlock", "GptOssMLP"))
+        }
         experts = {type(m) for m in model.modules() if type(m).__name__.endswith("Experts")}
         assert len(set_z3_leaf_modules(model, list(blocks))) == 2
         assert len(blocks) == len(experts) == 1
@@ -113,18 +114,18 @@ def test_patch_of_partitioned_model(name, tmp_path):
     # Rank 0 alone writes the weights.
     families.make(name).save_pretrained(folder[0])
     torch.distributed.barrier()
-    # It is in effect as long as it exists.
-    configuration = HfDeepSpeedConfig(CONFIG)
 
     def load(name, tied):
+        # It is in effect as long as it exists.
+        configuration = HfDeepSpeedConfig(CONFIG)
         model = getattr(transformers, families.FAMILIES[name].model).from_pretrained(
             folder[0], attn_implementation="eager"
         )
         assert all(parameter.numel() == 0 for parameter in model.parameters())
+        del configuration
         return model.train()
 
     run(name, make=load)
-    del configuration
 
 
 @pytest.mark.parametrize("stage", [1, 2])

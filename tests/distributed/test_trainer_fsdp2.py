@@ -101,7 +101,17 @@ def steps_of(seen):
         inputs = [x for of_rank in of_ranks for x in of_rank[start : start + MICRO_BATCHES]]
         count = sum(int((x["labels"][:, 1:] != -100).sum()) for x in inputs)
         more = {"num_items_in_batch": count / ranks.WORLD, "use_cache": False}
-        steps.append([{"input_ids": x["input_ids"], "attention_mask": x["attention_mask"], "labels": x["labels"], **more} for x in inputs])
+        steps.append(
+            [
+                {
+                    "input_ids": x["input_ids"],
+                    "attention_mask": x["attention_mask"],
+                    "labels": x["labels"],
+                    **more,
+                }
+                for x in inputs
+            ]
+        )
     return steps
 
 
@@ -126,6 +136,44 @@ def test_float32(name, reshard, tmp_path):
 def test_bfloat16(name, checkpointing, tmp_path):
     config = {"activation_checkpointing": checkpointing}
     run(name, tmp_path, dtype=torch.bfloat16, bf16=True, fsdp_config=config)
+
+
+@pytest.fixture
+def liger_kernel(monkeypatch):
+    """Makes that name importable, in front of a package that is installed."""
+    monkeypatch.setenv("LIGER_COMPAT_OVERRIDE", "1")
+    import liger.compat
+
+    try:
+        liger.compat.install()
+    except ImportError as error:
+        pytest.skip(str(error))
+    yield
+    liger.compat.uninstall()
+
+
+@pytest.mark.usefixtures("liger_kernel")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
+def test_use_liger_kernel(name, tmp_path):
+    """The Trainer patches the model itself, before it shards it."""
+    theirs, seen = train(families.make(name), tmp_path)
+    model = families.make(name)
+    ours, _ = train(model, tmp_path, use_liger_kernel=True)
+    families.assert_patched(model, name)
+    exact = families.exactly(families.make(name), steps_of(seen))
+    families.assert_as_exact(ours, theirs, exact._replace(first={}, last={}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["activations", "checkpointing"])
+def test_layers_of_two_kinds(checkpointing, tmp_path):
+    """Layers with linear and with full attention have one class in transformers, and each is a unit."""
+    model = families.patched(families.make("qwen3_next"), "qwen3_next")
+    layers = [m for m in model.modules() if type(m).__name__ == "Qwen3NextDecoderLayer"]
+    assert len({type(layer) for layer in layers}) == len(layers) == 2
+    config = {"activation_checkpointing": checkpointing}
+    run("qwen3_next", tmp_path, fsdp_config=config)
+    train(model, tmp_path, fsdp_config=config)
+    assert all(isinstance(layer, FSDPModule) for layer in layers)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
