@@ -19,8 +19,8 @@ VOCAB, HIDDEN, EXPERTS, IMAGE_TOKEN, TOKENS_PER_IMAGE = 300, 64, 8, 290, 4
 # Sequences of different lengths on the ranks.
 LENGTHS = (13, 9)
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
-# Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to, as a share of
-# the largest tensor of a kind.
+# Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to, as a share
+# of the largest tensor of a kind.
 FLOOR, LEAST = 2, 1e-4
 
 _TEXT = {

@@ -4,10 +4,7 @@ import families
 import pytest
 import ranks
 import torch
-import transformers
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, set_z3_leaf_modules
 from test_deepspeed import deepspeed
-from transformers.integrations import HfDeepSpeedConfig
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -34,14 +31,14 @@ def train(model, steps, bfloat16=False, stage=3):
     """The :class:`families.Result` of a model under ZeRO."""
     engine, losses, grads = engine_of(model, bfloat16, stage), [], []
     try:
-        before = full(engine, safe_get_full_fp32_param)
+        before = full(engine, deepspeed.utils.safe_get_full_fp32_param)
         for of_ranks in steps:
             loss = engine(**families.to(of_ranks[ranks.RANK], ranks.DEVICE)).loss
             engine.backward(loss)
             losses.append(ranks.total(loss.float()) / ranks.WORLD)
-            grads.append(full(engine, safe_get_full_grad))
+            grads.append(full(engine, deepspeed.utils.safe_get_full_grad))
             engine.step()
-        return families.result(losses, grads, before, full(engine, safe_get_full_fp32_param))
+        return families.result(losses, grads, before, full(engine, deepspeed.utils.safe_get_full_fp32_param))
     finally:
         engine.destroy()
 
@@ -76,56 +73,10 @@ def test_rank_without_valid_label(name, ignored_rank):
     run(name, families.batches(name, ignored_rank=ignored_rank))
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_checkpointing(name, reentrant):
-    def change(model):
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-
-    run(name, change=change)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_tied_or_not(name):
     """The other choice than the configuration of the family makes."""
     run(name, tied=name == "qwen3")
-
-
-@pytest.mark.parametrize("name", families.MOE)
-def test_leaf_modules(name):
-    """DeepSpeed gathers the block of a mixture with all that is in it, and finds the block by its class."""
-
-    def change(model):
-        blocks = {
-            type(m) for m in model.modules() if type(m).__name__.endswith(("SparseMoeBlock", "GptOssMLP"))
-        }
-        experts = {type(m) for m in model.modules() if type(m).__name__.endswith("Experts")}
-        assert len(set_z3_leaf_modules(model, list(blocks))) == 2
-        assert len(blocks) == len(experts) == 1
-
-    run(name, change=change)
-
-
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_patch_of_partitioned_model(name, tmp_path):
-    """from_pretrained partitions the parameters where ZeRO-3 is configured: patching sees empty ones."""
-    folder = [tmp_path]
-    torch.distributed.broadcast_object_list(folder)
-    # Rank 0 alone writes the weights.
-    families.make(name).save_pretrained(folder[0])
-    torch.distributed.barrier()
-
-    def load(name, tied):
-        # It is in effect as long as it exists.
-        configuration = HfDeepSpeedConfig(CONFIG)
-        model = getattr(transformers, families.FAMILIES[name].model).from_pretrained(
-            folder[0], attn_implementation="eager"
-        )
-        assert all(parameter.numel() == 0 for parameter in model.parameters())
-        del configuration
-        return model.train()
-
-    run(name, make=load)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tiny_models import batch, make, twin  # noqa: E402
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy  # noqa: E402
+from tiny_models import batch, make, twin
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-import liger  # noqa: E402
-from liger.transformers.scan import models  # noqa: E402
+import liger
+from liger.transformers.scan import models
 
 # Layers of one class that call other submodules, and, in the last type, layers that are left as before.
 MIXED = {
