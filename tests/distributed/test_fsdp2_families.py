@@ -7,14 +7,7 @@ import pytest
 import ranks
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Every unit returns bfloat16, as in accelerate's plugin.
-BF16_OUTPUT = MixedPrecisionPolicy(
-    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
-)
-CHECKPOINTING = ("none", "reentrant", "non_reentrant", "wrapper")
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
 def layers_of(model):
@@ -106,31 +99,3 @@ def test_no_reshard(name):
 def test_tied_or_not(name, layout):
     """The other choice than the configuration of the family makes."""
     run(name, layout, tied=name == "qwen3")
-
-
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING[1:])
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_checkpointing(name, checkpointing):
-    run(name, "tail", checkpointing)
-
-
-@pytest.mark.parametrize("layout", ["root", "tail"])
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_mixed_precision(name, layout):
-    run(name, layout, dtype=torch.bfloat16, mp_policy=BF16)
-
-
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_mixed_precision_with_checkpointing(name):
-    run(name, "tail", "non_reentrant", torch.bfloat16, mp_policy=BF16_OUTPUT, reshard_after_forward=True)
-
-
-@pytest.mark.parametrize("name", families.FAMILIES)
-def test_rank_without_valid_label(name):
-    run(name, "tail", steps=families.batches(name, ignored_rank=1))
-
-
-@pytest.mark.parametrize("name", families.MOE)
-def test_router_loss(name):
-    """The loss of the router is added to that of the head, in place."""
-    run(name, "tail", steps=families.batches(name, output_router_logits=True))

@@ -4,7 +4,8 @@ import families
 import pytest
 import ranks
 import torch
-from test_fsdp2_families import BF16, layers_of, run, shard, train
+from test_fsdp2_families import layers_of, run, shard, train
+from test_fsdp2_precision import BF16
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
