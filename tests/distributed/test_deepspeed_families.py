@@ -43,16 +43,24 @@ def train(model, steps, bfloat16=False, stage=3):
         engine.destroy()
 
 
-def run(name, steps=None, tied=None, bfloat16=False, stage=3, change=None, make=families.make):
+def run(
+    name, steps=None, tied=None, bfloat16=False, stage=3, change=None, make=families.make, whole=families.make
+):
+    """``make``: the model to train; ``whole``: the same for one process; ``change``: applied after the patch."""
     steps = families.batches(name) if steps is None else steps
-    exact = families.exactly(families.make(name, tied), steps)
+    exact = families.exactly(whole(name, tied), steps)
     results = []
-    for prepare in (lambda model: model, lambda model: families.patched(model, name)):
-        model = prepare(make(name, tied))
+    for is_patched in (False, True):
+        model = make(name, tied)
+        if is_patched:
+            families.patched(model, name)
         if change is not None:
             change(model)
         results.append(train(model, steps, bfloat16, stage))
-    families.assert_as_exact(results[1], results[0], exact, torch.bfloat16 if bfloat16 else torch.float32)
+    trained = results[0].changes
+    first, last, changes = ({key: kind[key] for key in trained} for kind in exact[1:])
+    exact = families.Result(exact.losses, first, last, changes)
+    families.assert_as_exact(*results[::-1], exact, torch.bfloat16 if bfloat16 else torch.float32)
 
 
 @pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16"])

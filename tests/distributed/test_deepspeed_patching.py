@@ -56,3 +56,14 @@ def test_patch_of_partitioned_model(name, tmp_path):
         return model.train()
 
     run(name, make=load)
+
+
+@pytest.mark.parametrize("targets, save_head", [("layers", False), ("layers", True), ("head", False)])
+def test_lora(targets, save_head):
+    pytest.importorskip("peft")
+    from test_lora_families import make
+
+    def lora(name, tied=None):
+        return make(targets, save_head)
+
+    run("qwen3", make=lora, whole=lora)
