@@ -121,10 +121,13 @@ class LossCall:
                 "with fused_linear_cross_entropy=False"
             )
         # The output of the head's call, not self.loss: hooks on the head may have wrapped it, to gather the weight
-        # before the backward. A transformed loss is wrong, and the sum with factor 0 keeps its graph node.
-        if self.recipe.softcap is None and self.recipe.scale == 1:
-            return logits if not logits.dim() else logits.reshape(())
-        return self.loss + 0.0 * (logits if not logits.dim() else logits.reshape(()))
+        # before the backward.
+        output = logits if not logits.dim() else logits.reshape(())
+        if self.recipe.softcap is None and self.recipe.scale == 1 and output.dtype == self.loss.dtype:
+            return output
+        # A transformed loss is wrong, and one that a mixed-precision policy has cast (output_dtype of FSDP2) is
+        # rounded. The sum with factor 0 keeps its graph node; the clamp, because a cast to float16 may be infinite.
+        return self.loss + 0.0 * output.clamp(-1.0, 1.0)
 
 
 class HeadCall:
