@@ -26,6 +26,8 @@ SOURCES = (
     "docs/**/*.md",
     "docs/images/*",
 )
+# How a test runs the block below it: tests/support/doc_blocks.py.
+_COMMENT = re.compile(r"^<!--.*?-->\n+", re.M | re.S)
 _MARKER = re.compile(r"(?:[-*+]|\d+\.) +")
 
 
@@ -37,7 +39,7 @@ def stage(folder: Path) -> None:
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix == ".md":
-                target.write_text(indent_lists(path.read_text()))
+                target.write_text(indent_lists(_COMMENT.sub("", path.read_text())))
             else:
                 shutil.copyfile(path, target)
     (folder / "api").mkdir()
