@@ -58,7 +58,13 @@ def _index(root):
 
 def _module_page(root, module):
     packages = {name for _, name in MODULES}
-    lines = [f"# {module}", "", f"::: {module}", "    options: {members: false, show_root_heading: false}", ""]
+    lines = [
+        f"# {module}",
+        "",
+        f"::: {module}",
+        "    options: {members: false, show_root_heading: false}",
+        "",
+    ]
     for name in exported(root, module):
         if f"{module}.{name}" not in packages:
             lines += [f"::: {module}.{name}", ""]
@@ -76,7 +82,9 @@ def _schemas(root):
         "",
     ]
     comment = []
-    for line in (root / "csrc/library.cpp").read_text().partition("STABLE_TORCH_LIBRARY(liger, m) {")[2].splitlines():
+    for line in (
+        (root / "csrc/library.cpp").read_text().partition("STABLE_TORCH_LIBRARY(liger, m) {")[2].splitlines()
+    ):
         text = line.strip()
         found = _DEFINITION.search(text)
         if text.startswith("//"):

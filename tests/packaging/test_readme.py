@@ -51,6 +51,9 @@ def undone(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.setenv("LIGER_COMPAT_OVERRIDE", "1")
+    # With several GPUs the Trainer of a block would wrap its model in DataParallel.
+    devices = torch.cuda.device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: min(devices, 1))
     environment = dict(os.environ)
     yield
     os.environ.clear()

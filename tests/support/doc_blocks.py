@@ -58,7 +58,9 @@ def blocks(path):
         comment = found["comment"] or ""
         kind, _, rest = comment.partition("\n") if comment.startswith("setup") else comment.partition(": ")
         if comment and kind.strip() not in ("setup", "not run"):
-            raise ValueError(f"{page}: the comment before a block is {kind!r}, expected 'setup' or 'not run: reason'")
+            raise ValueError(
+                f"{page}: the comment before a block is {kind!r}, expected 'setup' or 'not run: reason'"
+            )
         yield Block(
             page,
             text.count("\n", 0, found.start("code")),
