@@ -34,6 +34,8 @@ _SECTION = re.compile(r"^ *(Args|Attributes|Raises):$")
 _SEVERAL = re.compile(r"^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+):(.*)$", re.S)
 # Names whose list goes on in the next line.
 _CONTINUED = re.compile(r"^( +(?:\*{0,2}\w+, )*\*{0,2}\w+),\n +(?=(?:\*{0,2}\w+, )*\*{0,2}\w+:)", re.M)
+# A description of results with a colon: griffe takes the text before it for the type, unless there is one.
+_RETURNS = re.compile(r"^ *Returns:\n +(?=[^\n]*: )", re.M)
 _SOURCE = re.compile(r"^(\s*)(Sources?):(?= \S)", re.M)
 
 
@@ -56,6 +58,8 @@ def _convert(obj: griffe.Object, package: griffe.Module) -> None:
     """Docstrings of an object and its members, whose roles may name what their package exports."""
     if obj.docstring is not None:
         obj.docstring.value = markdown(obj.docstring.value, package)
+        if isinstance(obj, griffe.Function) and obj.returns is not None:
+            obj.docstring.value = _RETURNS.sub(rf"\g<0>{obj.returns}: ", obj.docstring.value)
     if isinstance(obj, griffe.Function):
         # They differ in the type of the result alone, which the docstring states.
         obj.overloads = None
