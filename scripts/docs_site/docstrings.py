@@ -17,6 +17,12 @@ LAZY = {
     "liger.unpatch": "liger.transformers._patching.unpatch",
     "liger.vocab_parallel_cross_entropy": "liger.distributed.vocab_parallel.vocab_parallel_cross_entropy",
     "liger.vocab_parallel_fused_linear_ce": "liger.distributed.vocab_parallel.vocab_parallel_fused_linear_ce",
+    "liger.vocab_parallel_fused_linear_logprobs": (
+        "liger.distributed.vocab_parallel_logprobs.vocab_parallel_fused_linear_logprobs"
+    ),
+    "liger.distributed.vocab_parallel_fused_linear_logprobs": (
+        "liger.distributed.vocab_parallel_logprobs.vocab_parallel_fused_linear_logprobs"
+    ),
     "liger.distributed.vocab_parallel_cross_entropy": (
         "liger.distributed.vocab_parallel.vocab_parallel_cross_entropy"
     ),
