@@ -30,7 +30,7 @@ def _eager(t):
     return F.cross_entropy((t["input"] @ t["weight"].T).float(), t["target"])
 
 
-def _torch(t):
+def torch_head(t):
     options = torch.nn.LinearCrossEntropyOptions()
     return F.linear_cross_entropy(t["input"], t["weight"], t["target"], options=options)
 
@@ -57,7 +57,7 @@ def _cut_cross_entropy(t):
     return peer("cut_cross_entropy", "linear_cross_entropy")(t["input"], t["weight"], t["target"])
 
 
-def _quack(t, chunk_size):
+def quack_head(t, chunk_size):
     function = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     return function(t["input"], t["weight"], t["target"], chunk_size=chunk_size, tuned=False)
 
@@ -93,14 +93,14 @@ def _candidates(options, tokens, hidden, vocabulary, ignored):
             *_small(options, tokens, hidden, vocabulary),
             liger_kernel(lambda t: _liger_kernel(t, torch.float32), " fp32 sum"),
             liger_kernel_cute(_liger_kernel_cute),
-            quack(lambda t: _quack(t, 4096)),
+            quack(lambda t: quack_head(t, 4096)),
             Candidate("torch eager", _eager),
             *compiled(options, _eager),
         ]
         if tokens > 4096:
-            candidates.append(quack(lambda t: _quack(t, tokens), " one chunk"))
+            candidates.append(quack(lambda t: quack_head(t, tokens), " one chunk"))
         if hasattr(F, "linear_cross_entropy"):
-            candidates.append(Candidate("torch F.linear_cross_entropy", _torch))
+            candidates.append(Candidate("torch F.linear_cross_entropy", torch_head))
     return selected(options, candidates)
 
 

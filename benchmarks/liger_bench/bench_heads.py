@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import liger
 
-from .bench_fused_linear_ce import REFERENCE_ROWS, three_gemms
+from .bench_fused_linear_ce import REFERENCE_ROWS, quack_head, three_gemms, torch_head
 from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
 from .harness import Contest, Provider, Row, normal, targets, training_work
 
@@ -108,20 +108,10 @@ def _trl(head):
     )[0].mean()  # fmt: skip
 
 
-def _torch(t):
-    options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(t["input"], t["weight"], t["target"], options=options)
-
-
 def _cut_cross_entropy(head):
     return lambda t: peer("cut_cross_entropy", "linear_cross_entropy")(
         t["input"], t["weight"], t["target"], t.get("bias"), softcap=head.softcap
     )
-
-
-def _quack(t):
-    function = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
-    return function(t["input"], t["weight"], t["target"], chunk_size=4096, tuned=False)
 
 
 def _candidates(options, head):
@@ -137,9 +127,9 @@ def _candidates(options, head):
             Candidate("cut-cross-entropy", _cut_cross_entropy(head), needs=("cut_cross_entropy",)),
         ]
     if head.plain:
-        candidates.append(quack(_quack))
+        candidates.append(quack(lambda t: quack_head(t, 4096)))
         if hasattr(F, "linear_cross_entropy"):
-            candidates.append(Candidate("torch F.linear_cross_entropy", _torch))
+            candidates.append(Candidate("torch F.linear_cross_entropy", torch_head))
     return selected(options, candidates)
 
 

@@ -3,10 +3,10 @@
 //
 // A row belongs to a block, or to a cluster if one block cannot hold it (device/smem_rows.cuh). Each warp
 // waits for its own part of a pipeline stage and adds it to the statistics. After the cluster reduction it
-// computes the gradient of that part and stores it. In a persistent launch it then starts the bulk copy of the
-// same part of the next row: loads overlap with the gradient without a producer warp. Warps wait for each
-// other only in the cluster reduction. There the first warp of each block merges the statistics and broadcasts
-// the coefficients of the gradient.
+// computes the gradient of that part and stores it. In a persistent launch it then starts the bulk copy of
+// the same part of the next row: loads overlap with the gradient without a producer warp. Warps wait for each
+// other only in the cluster reduction. There the first warp of each block merges the statistics and
+// broadcasts the coefficients of the gradient.
 #pragma once
 
 #include "cross_entropy/rows.cuh"

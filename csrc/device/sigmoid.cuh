@@ -1,8 +1,8 @@
 // Exponential, reciprocal and sigmoid of a float.
 //
 // T is the dtype of the tensors. float32 uses the accurate functions of the CUDA math library. Half types use
-// single instructions of the special function unit, which flush subnormal numbers to 0. Their error, a few units of
-// 2^-22, is far below the rounding to a half type.
+// single instructions of the special function unit, which flush subnormal numbers to 0. Their error, a few
+// units of 2^-22, is far below the rounding to a half type.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// Rows staged in shared memory: the layout and the loop that kernels of cross_entropy, divergence, softmax and
-// group_norm share.
+// Rows staged in shared memory: the layout and the loop that kernels of cross_entropy, divergence, softmax
+// and group_norm share.
 //
 // A row belongs to one block, or to a cluster of blocks if one cannot hold it; each block has a slice of it.
 // A slice is cut into pipeline stages, and a stage into one part per warp. Each warp loads its own part by a
@@ -52,8 +52,8 @@ struct SmemRowShape {
   }
 
   // The smallest cluster in [fewest, most] whose shared memory holds a row. Odd sizes above one are no
-  // candidates: they measured 2 to 8 % slower (docs/performance/cross_entropy.md). The driver reserves 1 KB of
-  // shared memory per resident block. part_bytes: a multiple of 8.
+  // candidates: they measured 2 to 8 % slower (docs/performance/cross_entropy.md). The driver reserves 1 KB
+  // of shared memory per resident block. part_bytes: a multiple of 8.
   static constexpr SmemRowPlan plan(int64_t row_vectors, int fewest, int most, int shared_memory_optin,
                                     int part_bytes = 0) {
     const int available = (shared_memory_optin + 1024) / kBlocksPerSm - 1024;
@@ -147,8 +147,9 @@ struct WarpSlices {
     over_stages(s, [&](int k) { mbarrier_wait(&arrived[k], phase); }, body, [](int) {});
     phase ^= 1;
   }
-  // The same for passes whose lanes exchange values: all lanes call body(k, begin, count, part) for each stage
-  // in which this warp has vectors, `count` of the slice from `begin` on. part points to the first of them.
+  // The same for passes whose lanes exchange values: all lanes call body(k, begin, count, part) for each
+  // stage in which this warp has vectors, `count` of the slice from `begin` on. part points to the first of
+  // them.
   template <typename Body>
   __device__ __forceinline__ void first_pass_by_part(const Slice<T>& s, const Body& body) {
 #pragma unroll 1

@@ -107,7 +107,8 @@ __device__ __forceinline__ void round_values(float (&x)[N]) {
   unpack(pack<T, N>(x), x);
 }
 
-// Products in T. A product of two values of a half type is exact in float, so this rounds as often as float does.
+// Products in T. A product of two values of a half type is exact in float, so this rounds as often as float
+// does.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> multiply(const Vec<T, N>& a, const Vec<T, N>& b) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -129,8 +130,8 @@ __device__ __forceinline__ void store(T* p, const Vec<T, N>& x) {
   *reinterpret_cast<Vec<T, N>*>(p) = x;
 }
 
-// Load from shared memory that the compiler does not replace by the registers of an earlier load: for a value that is
-// read twice and takes too many registers in between.
+// Load from shared memory that the compiler does not replace by the registers of an earlier load: for a value
+// that is read twice and takes too many registers in between.
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> load_again(const Vec<T, N>* shared) {
   static_assert(sizeof(Vec<T, N>) == 16);

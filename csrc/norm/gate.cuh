@@ -1,7 +1,7 @@
 // The gate of rms_norm_gated, and the groups of the last dimension that it normalises separately.
 //
-// With a = silu(gate) or sigmoid(gate), n = x * rstd and w = offset + weight: y = n * w * a (Extra::kGateLast)
-// or, with n = x * a * rstd, y = n * w (Extra::kGateFirst).
+// With a = silu(gate) or sigmoid(gate), n = x * rstd and w = offset + weight: y = n * w * a
+// (Extra::kGateLast) or, with n = x * a * rstd, y = n * w (Extra::kGateFirst).
 #pragma once
 
 #include <cstdint>

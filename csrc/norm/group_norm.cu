@@ -47,8 +47,8 @@ bool fits_in_registers(int64_t vectors) {
   return vectors <= 4 * kForwardThreads<4>;
 }
 
-// Launches the forward with rows in shared memory; returns false if no cluster size holds a row. Two blocks per
-// SM are faster than a smaller cluster at one block per SM.
+// Launches the forward with rows in shared memory; returns false if no cluster size holds a row. Two blocks
+// per SM are faster than a smaller cluster at one block per SM.
 template <typename T>
 bool launch_forward_smem(const char* op, const GroupNorm& p, const DeviceAttributes& device,
                          cudaStream_t stream) {

@@ -6,10 +6,10 @@
 // these formulas, a gate before the norm takes part in x and in its gradient.
 //
 // Grid: persistent blocks, at most one per SM, which load rows through a shared-memory ring
-// (norm/row_ring.cuh); with a gate each works on one group of columns. The sum over rows is split over the blocks: each accumulates its partial grad_weight
-// in float registers over all its rows, and a second kernel adds the partial sums in a fixed order
-// (norm/sum_partials.cuh), so the result is deterministic. Rows too wide for a block take one block per row
-// for grad_x, and a kernel of its own for grad_weight.
+// (norm/row_ring.cuh); with a gate each works on one group of columns. The sum over rows is split over the
+// blocks: each accumulates its partial grad_weight in float registers over all its rows, and a second kernel
+// adds the partial sums in a fixed order (norm/sum_partials.cuh), so the result is deterministic. Rows too
+// wide for a block take one block per row for grad_x, and a kernel of its own for grad_weight.
 //
 // With N = kVec<T> every row and the weight are aligned to 16 bytes and `hidden` is a multiple of N; N = 1
 // has no requirement.
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(kMaxRowThreads, 1) rms_norm_backward_kernel(
     wait_async(stages - 1);
     float rstd[R], dot[R];
     Vector cached[kInRegisters ? R : 1][kStreams][kInRegisters ? V : 1];
-    // What the second pass needs of the activation. A gate after the norm: the upstream gradient times the gate, in
-    // registers, or in the slots of grad_y and the gate. A gate before it: the sigmoids of the gate, in registers, or
-    // computed again.
+    // What the second pass needs of the activation. A gate after the norm: the upstream gradient times the
+    // gate, in registers, or in the slots of grad_y and the gate. A gate before it: the sigmoids of the gate,
+    // in registers, or computed again.
     constexpr bool kGateLast = kExtra == Extra::kGateLast;
     float kept[kInRegisters && is_gate(kExtra) ? R : 1][V][N];
     const auto value = [&](int r, int stream, int j) -> const Vector& {

@@ -1,5 +1,5 @@
-// RMSNorm backward of rows that do not fit in the registers of a block: one block per row, and per group with a
-// gate, for grad_x and grad_gate, and a kernel of its own for grad_weight. The formulas are those of
+// RMSNorm backward of rows that do not fit in the registers of a block: one block per row, and per group with
+// a gate, for grad_x and grad_gate, and a kernel of its own for grad_weight. The formulas are those of
 // norm/rms_norm_backward.cuh, which includes this file.
 #pragma once
 

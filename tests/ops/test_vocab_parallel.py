@@ -19,7 +19,7 @@ from cross_entropy_reference import (
     reference,
     rows_per_chunk,
 )
-from processes import needs_gloo, on_processes, part_of
+from processes import assert_same_bits, needs_gloo, on_processes, part_of
 from torch.nn.functional import linear
 
 import liger
@@ -30,14 +30,6 @@ pytestmark = [
     needs_gloo,
     pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
 ]
-
-
-def assert_same_bits(tensor, what):
-    """The tensor of this process is that of every other one, nan included."""
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor.detach().contiguous())
-    for other in gathered:
-        assert torch.equal(other.nan_to_num(7.0), tensor.nan_to_num(7.0)), what
 
 
 def check(rank, world, what, tensors, target, bounds=None, layout=None, **chosen):

@@ -7,10 +7,9 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import assert_as_exact_as_torch
 from cross_entropy_reference import LARGEST_LSE, leaves, logit_rounding, random_layer, rows_per_chunk
-from processes import needs_gloo, on_processes, part_of
+from processes import assert_same_bits, needs_gloo, on_processes, part_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
@@ -36,12 +35,6 @@ def exact_of(x, weight, target, bias, temperature=1.0, softcap=None, ignore_inde
     found = logp.gather(1, target.long().masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)
     entropy = -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
     return found.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0), logits.argmax(-1)
-
-
-def assert_same_bits(tensor, what):
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor.detach().contiguous())
-    assert all(torch.equal(other, tensor.detach()) for other in gathered), what
 
 
 def check(rank, world, what, tensors, target, bounds=None, layout=None, memory_budget=None, **chosen):

@@ -45,3 +45,11 @@ def part_of(tensor, rank, world, bounds=None, dim=0):
     else:
         piece = tensor.narrow(dim, bounds[rank], bounds[rank + 1] - bounds[rank])
     return piece.detach().clone().requires_grad_()
+
+
+def assert_same_bits(tensor, what):
+    """The tensor of this process is that of every other one, nan included."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor.detach().contiguous())
+    for other in gathered:
+        assert torch.equal(other.nan_to_num(7.0), tensor.nan_to_num(7.0)), what

@@ -1,12 +1,11 @@
 // The three GEMMs of a chunk of fused_linear_ce, each with an epilogue that saves a pass over memory:
 //
-// - ExpEpilogue: exponentials exp(input @ weight.T - reference) and their sums per row and tile. The
-// reference is the
-//   logit of the target, which is known before the GEMM, so no maximum is needed first: bf16 has the exponent range
-//   of float32. A row whose sum overflows kMaxRowSum is recomputed from its maximum.
-// - GradInputEpilogue: (exponentials @ weight) * scale of the row. - GradWeightEpilogue (grad_weight.cuh):
-// exponentials.T @ (scale * input), accumulated over chunks in the memory of
-//   the bf16 result as block-scaled fp16.
+// - ExpEpilogue: exponentials exp(input @ weight.T - reference) and their sums per row and tile. The reference
+//   is the logit of the target, which is known before the GEMM, so no maximum is needed first: bf16 has the
+//   exponent range of float32. A row whose sum overflows kMaxRowSum is recomputed from its maximum.
+// - GradInputEpilogue: (exponentials @ weight) * scale of the row.
+// - GradWeightEpilogue (grad_weight.cuh): exponentials.T @ (scale * input), accumulated over chunks in the
+//   memory of the bf16 result as block-scaled fp16.
 //
 // Between them apply_rule (rows.cuh) turns sums into losses and scales. The softmax is never normalised in
 // memory, and the logits are never stored. The one-hot term is most of the gradient while a model is
@@ -264,7 +263,8 @@ struct ExpEpilogue {
           const float y = fmaf(x, factor, -from[h]);
           x = exp2_fast(y);
           sum[h] += x;
-          // 0 * -inf cannot occur: without a bias, logits are infinite only if operands are, or if they are excluded.
+          // 0 * -inf cannot occur: without a bias, logits are infinite only if operands are, or if they are
+          // excluded.
           if constexpr (kMetrics)
             entropy_sum[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, entropy_sum[h]);
         }

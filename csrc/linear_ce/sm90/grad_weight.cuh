@@ -135,8 +135,8 @@ struct GradWeightEpilogue {
   }
 
  private:
-  // The segments of a warp. In a full tile they are rows of 512 bytes; those of a partial one follow each other through
-  // its shorter rows.
+  // The segments of a warp. In a full tile they are rows of 512 bytes; those of a partial one follow each
+  // other through its shorter rows.
   struct Segments {
     uint4* sums;  // with an offset for the lane in a full tile
     int stride;   // from a row to the next, in 16-byte vectors

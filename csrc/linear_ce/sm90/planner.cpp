@@ -84,7 +84,7 @@ class CostModel {
 };
 
 bool supported(const LinearCeProblem& p) {
-  // The kernels for partial tiles take hidden % kTileK == 0; they have not been run on a GPU.
+  // The kernels for partial tiles take hidden % kTileK == 0. They are not chosen before they are measured.
   return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && !sm90::has_partial_tiles(p.hidden, p.vocab);
 }
 

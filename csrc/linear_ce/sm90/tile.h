@@ -18,8 +18,8 @@ template <typename T>
 constexpr T panels(T columns) {
   return (columns + kPanel - 1) / kPanel;
 }
-// Whether the last tile of columns of the hidden size, or the last panel of classes, is partial. Kernels of their own
-// (kPartialTiles) handle such sizes.
+// Whether the last tile of columns of the hidden size, or the last panel of classes, is partial. Kernels of
+// their own (kPartialTiles) handle such sizes.
 constexpr bool has_partial_tiles(int64_t hidden, int64_t vocab) {
   return hidden % kTileN != 0 || vocab % kPanel != 0;
 }
