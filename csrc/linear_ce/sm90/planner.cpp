@@ -46,7 +46,7 @@ class CostModel {
     const int64_t tiles = ceil_div(rows, 2 * kTileM) * sm90::column_tiles(p_.hidden);
     const double useful_rows = static_cast<double>(rows) / round_up(rows, 2 * kTileM);
     // Every split sums at least one block of kTileK classes.
-    const int64_t most = std::min(kMostSplits, p_.vocab / kTileK);
+    const int64_t most = std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK}));
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
       // Partial sums are an extra that small chunks alone can afford.
       if (8 * partial_bytes(rows, k_splits) > p_.memory_budget) break;
@@ -157,7 +157,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
   const CostModel model(p);
   LinearCePlan plan{};
-  plan.panel_offset = p.need_grad_weight ? kPanelOffset : 0;
+  plan.panel_offset = p.need_grad_weight && p.hidden >= kTileM ? kPanelOffset : 0;
   const Limits l = limits(p, plan.panel_offset);
   const auto chunk = [&](int64_t first, int64_t rows) {
     return PlannedChunk{first, rows, model.split_k(rows).k_splits};
