@@ -8,7 +8,7 @@ import torch
 from cases import compiled, poison_memory
 
 import liger
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 GPU = torch.cuda.is_available()
 

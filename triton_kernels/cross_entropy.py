@@ -19,11 +19,11 @@ from .common import (
 )
 from .cross_entropy_rows import RowResults, Rule, streaming_tile
 from .cross_entropy_rule import (
-    apply_softcap,
     class_weight,
     coefficients,
     fill_zeros,
     store_target_gradient,
+    target_logit,
     write_gradient,
 )
 
@@ -40,7 +40,7 @@ def backward_kernel(
     target = tl.load(target_ptr + row)
     if target != ignore_index:
         in_range = (target >= 0) & (target < n_cols)
-        z_target = apply_softcap(tl.load(row_ptr + target, mask=in_range, other=0.0).to(tl.float32), softcap)
+        z_target = target_logit(row_ptr, target, in_range, softcap)
         # In place, another thread may overwrite the target's logit; all threads must have loaded it before.
         tl.debug_barrier()
         upstream = tl.load(grad_loss_ptr + row * grad_loss_stride).to(tl.float32) / tl.load(

@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 
 from .._core.cross_entropy_math import check_targets
-from ..backend import targets_checked
+from .._core.environment import targets_checked
 from .common import dense_vector, on_device_of, sm_count
 from .cross_entropy_rule import (
-    apply_softcap,
     class_weight,
     coefficients,
     fill_zeros,
@@ -25,6 +24,7 @@ from .cross_entropy_rule import (
     statistics,
     store_gradient,
     store_target_gradient,
+    target_logit,
     tile_statistics,
     write_gradient,
 )
@@ -65,7 +65,7 @@ def _row(
     best = -1
     if valid:
         # Loaded before the gradient may overwrite it: the reductions of the statistics are barriers in between.
-        z_target = apply_softcap(tl.load(row_ptr + target, mask=in_range, other=0.0).to(tl.float32), softcap)
+        z_target = target_logit(row_ptr, target, in_range, softcap)
         weight = class_weight(ce_weight_ptr, target, in_range)
         # Makes all results NaN if the target is not a class.
         scale = tl.where(in_range, 1.0, float("nan"))

@@ -31,6 +31,12 @@ def apply_softcap(x, softcap):
 
 
 @triton.jit
+def target_logit(row_ptr, column, in_range, softcap):
+    """The logit of the target after the softcap; 0 if the column is not in range."""
+    return apply_softcap(tl.load(row_ptr + column, mask=in_range, other=0.0).to(tl.float32), softcap)
+
+
+@triton.jit
 def _columns(start, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr):
     """Column offsets of a tile [LANES, REPEATS, VECTOR]: vectors of adjacent columns, LANES vectors apart per lane.
 

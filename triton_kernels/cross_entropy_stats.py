@@ -18,11 +18,11 @@ from .common import (
 )
 from .cross_entropy_rows import streaming_tile
 from .cross_entropy_rule import (
-    apply_softcap,
     class_weight,
     fill_zeros,
     partial_statistics,
     store_target_gradient,
+    target_logit,
     write_gradient,
 )
 
@@ -39,7 +39,7 @@ def stats_kernel(
     if target != ignore_index:
         column = target.to(tl.int64) - vocab_start
         in_range = (column >= 0) & (column < n_cols)
-        z = apply_softcap(tl.load(row_ptr + column, mask=in_range, other=0.0).to(tl.float32), softcap)
+        z = target_logit(row_ptr, column, in_range, softcap)
         z_target = tl.where(in_range, z, 0.0)
         z_max, e_sum, class_sum = partial_statistics(
             row_ptr, ce_weight_ptr, n_cols, softcap, CLASS_SUM, LANES, REPEATS, VECTOR
@@ -64,7 +64,7 @@ def stats_backward_kernel(
     if target != ignore_index:
         column = target.to(tl.int64) - vocab_start
         in_range = (column >= 0) & (column < n_cols)
-        z_target = apply_softcap(tl.load(row_ptr + column, mask=in_range, other=0.0).to(tl.float32), softcap)
+        z_target = target_logit(row_ptr, column, in_range, softcap)
         # In place, another thread may overwrite the target's logit; all threads must have loaded it before.
         tl.debug_barrier()
         reference, coef_exp = tl.load(reference_ptr + row), tl.load(coef_exp_ptr + row)

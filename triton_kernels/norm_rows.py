@@ -45,6 +45,17 @@ def inverse_rms(square_sum, n_cols, eps, dtype: tl.constexpr, CASTING: tl.conste
     return rstd.to(dtype).to(tl.float32) if CASTING == "none" else rstd
 
 
+@triton.jit
+def add_weight_gradient(partial_row, g, xhat, cols, n_cols, dtype: tl.constexpr, CASTING: tl.constexpr):
+    """Adds the gradient of the weight of a tile to the partial of this program, which was initialised to zero.
+
+    The threads need a barrier before the next sum over the same columns.
+    """
+    grad_weight = tl.load(partial_row + cols, mask=cols < n_cols, other=0.0)
+    grad_weight += tl.sum(g * round_xhat(xhat, dtype, CASTING), 0)
+    tl.store(partial_row + cols, grad_weight, mask=cols < n_cols)
+
+
 @triton.jit(do_not_specialize=["n_partials"])
 def sum_partials_kernel(
     partial_ptr, out_ptr, other_ptr, n_partials, n_cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr

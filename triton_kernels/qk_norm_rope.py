@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .common import dense_vector, on_device_of, require_dtype, require_same_shape, sm_count
 from .norm_rows import inverse_rms, round_xhat, sum_partials
-from .rope import heads_and_warps, load_pairs, store_pairs, table_strides
+from .rope import heads_and_warps, load_pairs, load_tables, store_pairs, table_strides
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
@@ -43,21 +43,6 @@ def _load_weight(
         second += offset
         other = _load_rest(row, 1, mask, half, rest, rest_cols) + offset
     return first, second, other
-
-
-@triton.jit
-def _load_tables(
-    cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
-    sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride,
-    batch, token, half, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """cos1, cos2, sin1, sin2"""
-    one_row = tl.full([1, 1], True, tl.int1)
-    cos_row = cos_ptr + batch * cos_batch_stride + token * cos_token_stride + tl.zeros([1, 1], tl.int32)
-    sin_row = sin_ptr + batch * sin_batch_stride + token * sin_token_stride + tl.zeros([1, 1], tl.int32)
-    cos1, cos2 = load_pairs(cos_row, cos_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
-    sin1, sin2 = load_pairs(sin_row, sin_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
-    return cos1, cos2, sin1, sin2
 
 
 @triton.jit
@@ -112,7 +97,7 @@ def qk_norm_rope_kernel(
     all_tokens = tl.program_id(0) // (Q_GROUPS + K_GROUPS)
     batch = (all_tokens // n_tokens).to(tl.int64)
     token = (all_tokens % n_tokens).to(tl.int64)
-    cos1, cos2, sin1, sin2 = _load_tables(
+    cos1, cos2, sin1, sin2 = load_tables(
         cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
         sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride, batch, token, half, HALF, INTERLEAVED,
     )  # fmt: skip
@@ -157,7 +142,7 @@ def qk_norm_rope_backward_kernel(
         head_mask = heads < n_heads
         batch = tl.cast(item // GROUPS // n_tokens, tl.int64)
         token = tl.cast(item // GROUPS % n_tokens, tl.int64)
-        cos1, cos2, sin1, sin2 = _load_tables(
+        cos1, cos2, sin1, sin2 = load_tables(
             cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
             sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride, batch, token, half, HALF, INTERLEAVED,
         )  # fmt: skip

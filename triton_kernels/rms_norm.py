@@ -20,6 +20,7 @@ from .common import (
     write_back,
 )
 from .norm_rows import (
+    add_weight_gradient,
     backward_plan,
     forward_tile,
     inverse_rms,
@@ -158,10 +159,7 @@ def backward_kernel(
                 g = load_float(grad_y_rows, cols, mask)
                 xhat = load_float(x_rows, cols, mask) * rstd
                 if partial_ptr is not None:
-                    # The partial belongs to this program and was initialised to zero.
-                    grad_weight_sum = tl.load(partial_row + cols, mask=cols < n_cols, other=0.0)
-                    grad_weight_sum += tl.sum(g * round_xhat(xhat, dtype, CASTING), 0)
-                    tl.store(partial_row + cols, grad_weight_sum, mask=cols < n_cols)
+                    add_weight_gradient(partial_row, g, xhat, cols, n_cols, dtype, CASTING)
                 if grad_x_ptr is not None:
                     if weight_ptr is not None:
                         g *= load_weight(weight_ptr, cols, n_cols, offset)

@@ -19,6 +19,7 @@ from .common import (
     write_back,
 )
 from .norm_rows import (
+    add_weight_gradient,
     backward_plan,
     forward_tile,
     inverse_rms,
@@ -228,10 +229,7 @@ def gated_backward_kernel(
                     grad_y_rows, x_rows, gate_rows, rstd, cols, mask, CASTING, GATE_LAST, SIGMOID
                 )
                 if partial_ptr is not None:
-                    # The partial belongs to this program and was initialised to zero.
-                    grad_weight_sum = tl.load(partial_row + cols, mask=cols < n_cols, other=0.0)
-                    grad_weight_sum += tl.sum(g * round_xhat(xhat, dtype, CASTING), 0)
-                    tl.store(partial_row + cols, grad_weight_sum, mask=cols < n_cols)
+                    add_weight_gradient(partial_row, g, xhat, cols, n_cols, dtype, CASTING)
                 if weight_ptr is not None:
                     g *= load_weight(weight_ptr, cols, n_cols, offset)
                 _store_gradients(

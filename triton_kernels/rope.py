@@ -48,6 +48,21 @@ def store_pairs(
 
 
 @triton.jit
+def load_tables(
+    cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
+    sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride,
+    batch, token, half, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The rows of the tables for a token: cos1, cos2, sin1, sin2, each a float32 tile [1, HALF]."""
+    one_row = tl.full([1, 1], True, tl.int1)
+    cos_row = cos_ptr + batch * cos_batch_stride + token * cos_token_stride + tl.zeros([1, 1], tl.int32)
+    sin_row = sin_ptr + batch * sin_batch_stride + token * sin_token_stride + tl.zeros([1, 1], tl.int32)
+    cos1, cos2 = load_pairs(cos_row, cos_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
+    sin1, sin2 = load_pairs(sin_row, sin_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
+    return cos1, cos2, sin1, sin2
+
+
+@triton.jit
 def _rotate_heads(
     x_ptr, x_head_stride, x_dim_stride, out_ptr, out_head_stride, out_dim_stride, first_head, n_heads,
     cos1, cos2, sin1, sin2, half, rest,
@@ -86,11 +101,10 @@ def rope_kernel(
     all_tokens = tl.program_id(0) // (Q_GROUPS + K_GROUPS)
     batch = (all_tokens // n_tokens).to(tl.int64)
     token = (all_tokens % n_tokens).to(tl.int64)
-    one_row = tl.full([1, 1], True, tl.int1)
-    cos_row = cos_ptr + batch * cos_batch_stride + token * cos_token_stride + tl.zeros([1, 1], tl.int32)
-    sin_row = sin_ptr + batch * sin_batch_stride + token * sin_token_stride + tl.zeros([1, 1], tl.int32)
-    cos1, cos2 = load_pairs(cos_row, cos_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
-    sin1, sin2 = load_pairs(sin_row, sin_dim_stride, one_row, half, 1, HALF, INTERLEAVED)
+    cos1, cos2, sin1, sin2 = load_tables(
+        cos_ptr, cos_batch_stride, cos_token_stride, cos_dim_stride,
+        sin_ptr, sin_batch_stride, sin_token_stride, sin_dim_stride, batch, token, half, HALF, INTERLEAVED,
+    )  # fmt: skip
     if BACKWARD:
         # The transpose of [[cos1, -sin1], [sin2, cos2]].
         sin1, sin2 = -sin2, -sin1

@@ -85,10 +85,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       if (next.valid) load_registers(next, row + row_step, y_next);
       const bool out_aligned = same_alignment(now.row, out);
       slices.last_pass(now, next, {next.row}, [&](auto count, const T* part, int column) {
-        // The same in all lanes: true if the target is not in the columns of this warp. As unsigned, a
-        // negative difference is large.
-        const bool fast_path = out_aligned && static_cast<unsigned>(g.target - column + slices.lane * N) >=
-                                                  static_cast<unsigned>(count * 32 * N);
+        const bool fast_path = out_aligned && !slices.has_column(g.target, count, column);
         if (fast_path) {
           Vec<T, N> raw[count];
 #pragma unroll

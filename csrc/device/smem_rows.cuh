@@ -128,6 +128,12 @@ struct WarpSlices {
   // Elements between the copies of two tensors.
   __device__ __forceinline__ int copy_stride() const { return warp_vectors * N; }
 
+  // In body(count, part, column) of a pass: whether any lane of this warp has the column `wanted`, the same
+  // answer in all lanes. As unsigned, a negative difference is large.
+  __device__ __forceinline__ bool has_column(int wanted, int count, int column) const {
+    return static_cast<unsigned>(wanted - column + lane * N) < static_cast<unsigned>(count * 32 * N);
+  }
+
   // Starts the bulk copies of rows that are equally far from a 16-byte boundary.
   template <int kTensors>
   __device__ __forceinline__ void load_row(const Slice<T>& s, const T* const (&rows)[kTensors]) const {

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
   WarpSlices<T, Shape> slices(memory, plan);
   typename Shape::ClusterReduce cluster_reduce(memory + Shape::slices_bytes(plan), rank, plan.blocks,
                                                slices.warp);
-  const int lane = slices.lane, step = slices.copy_stride();
+  const int step = slices.copy_stride();
 
   const auto teacher_of = [&](int64_t row) { return row_at<T>(p.teacher, p.teacher_stride, row); };
   Vec<T, 1> student_edge = {}, teacher_edge = {};
@@ -183,10 +183,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
       const bool out_aligned = reinterpret_cast<uintptr_t>(out + now.aligned.head) % sizeof(Vec<G, N>) == 0;
       const T* const rows_next[] = {next.row, teacher_of(row_next)};
       slices.last_pass(now, next, rows_next, [&](auto count, const T* part, int column) {
-        // The same in all lanes: true if the target is not in the columns of this warp. As unsigned, a
-        // negative difference is large.
-        const bool fast_path = out_aligned && static_cast<unsigned>(target - column + lane * N) >=
-                                                  static_cast<unsigned>(count * 32 * N);
+        const bool fast_path = out_aligned && !slices.has_column(target, count, column);
         if (fast_path) {
           constexpr int kBatch = count < 2 ? 1 : 2;  // gradients computed at the same time
 #pragma unroll

@@ -1,6 +1,7 @@
 // Host code shared by the norms.
 #pragma once
 
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -62,10 +63,18 @@ inline bool float_parameters(const std::optional<Tensor>& weight, const std::opt
   return either && either->scalar_type() == ScalarType::Float;
 }
 
-// An uninitialised gradient of a parameter, or the placeholder if it is not needed.
+// A gradient of a parameter: zero if x is empty, else uninitialised; the placeholder if it is not needed.
 inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed, const Tensor& x) {
   const ScalarType dtype = parameter ? parameter->scalar_type() : x.scalar_type();
-  return needed ? empty({parameter->size(0)}, dtype, x) : no_tensor(dtype, x);
+  if (!needed) return no_tensor(dtype, x);
+  Tensor grad = empty({parameter->size(0)}, dtype, x);
+  if (x.numel() == 0) torch::stable::zero_(grad);
+  return grad;
+}
+
+// For an empty x: the mean of an empty row is NaN, and so is its rstd.
+inline void fill_empty_row_statistic(const Tensor& statistic) {
+  if (statistic.numel() > 0) torch::stable::fill_(statistic, std::numeric_limits<double>::quiet_NaN());
 }
 
 // Checks a float32 result of the forward with one value per row: mean or rstd.

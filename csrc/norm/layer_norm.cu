@@ -2,7 +2,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <limits>
 #include <tuple>
 
 #include "host/dispatch.h"
@@ -23,11 +22,8 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::option
   Tensor mean = empty(leading_shape(x), ScalarType::Float, x);
   Tensor rstd = empty(leading_shape(x), ScalarType::Float, x);
   if (x.numel() == 0) {
-    // The mean of an empty row is NaN, and so is its rstd.
-    if (rstd.numel() > 0) {
-      torch::stable::fill_(mean, std::numeric_limits<double>::quiet_NaN());
-      torch::stable::fill_(rstd, std::numeric_limits<double>::quiet_NaN());
-    }
+    fill_empty_row_statistic(mean);
+    fill_empty_row_statistic(rstd);
     return {y.result, mean, rstd};
   }
 
@@ -77,12 +73,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
   Tensor grad_bias = parameter_grad(bias, need_grad_bias, x);
   const std::tuple<Tensor, Tensor, Tensor> grads{grad_x.result, grad_weight, grad_bias};
-  if (x.numel() == 0) {
-    if (need_grad_weight) torch::stable::zero_(grad_weight);
-    if (need_grad_bias) torch::stable::zero_(grad_bias);
-    return grads;
-  }
-  if (!need_grad_x && !need_grad_weight && !need_grad_bias) return grads;
+  if (x.numel() == 0 || !(need_grad_x || need_grad_weight || need_grad_bias)) return grads;
 
   const RowInput input = row_input(x), upstream = row_input(grad_y);
   const std::optional<Tensor> scale = dense_parameter(weight);

@@ -2,7 +2,6 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include <limits>
 #include <tuple>
 
 #include "host/dispatch.h"
@@ -27,8 +26,7 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
   RowOutput sum = residual ? row_output(new_like(x)) : y;
   Forward out{y.result, sum.result, empty(leading_shape(x), ScalarType::Float, x)};
   if (x.numel() == 0) {
-    // The mean of an empty row is NaN, and so is its rstd.
-    if (out.rstd.numel() > 0) torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());
+    fill_empty_row_statistic(out.rstd);
     return out;
   }
 
@@ -82,11 +80,7 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
   const OpGuard guard(op, x.get_device_index());
   RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
-  if (x.numel() == 0) {
-    if (need_grad_weight) torch::stable::zero_(grad_weight);
-    return {grad_x.result, grad_weight};
-  }
-  if (!need_grad_x && !need_grad_weight) return {grad_x.result, grad_weight};
+  if (x.numel() == 0 || !(need_grad_x || need_grad_weight)) return {grad_x.result, grad_weight};
 
   const RowInput input = row_input(x), upstream = row_input(grad_y);
   const std::optional<RowInput> added =

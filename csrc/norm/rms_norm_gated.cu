@@ -2,7 +2,6 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
-#include <limits>
 #include <tuple>
 
 #include "host/dispatch.h"
@@ -37,8 +36,7 @@ std::tuple<Tensor, Tensor> rms_norm_gated(const Tensor& x, const Tensor& gate,
   if (group_size) shape.push_back(x.size(-1) / *group_size);
   const Tensor rstd = empty(shape, ScalarType::Float, x);
   if (x.numel() == 0) {
-    // The mean of an empty row is NaN, and so is its rstd.
-    if (rstd.numel() > 0) torch::stable::fill_(rstd, std::numeric_limits<double>::quiet_NaN());
+    fill_empty_row_statistic(rstd);
     return {y.result, rstd};
   }
 
@@ -89,11 +87,7 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_gated_backward(
   RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
   RowOutput grad_gate = row_output(need_grad_gate ? new_like(gate) : no_tensor(x.scalar_type(), x));
   Tensor grad_weight = parameter_grad(weight, need_grad_weight, x);
-  if (x.numel() == 0) {
-    if (need_grad_weight) torch::stable::zero_(grad_weight);
-    return {grad_x.result, grad_gate.result, grad_weight};
-  }
-  if (!need_grad_x && !need_grad_gate && !need_grad_weight)
+  if (x.numel() == 0 || !(need_grad_x || need_grad_gate || need_grad_weight))
     return {grad_x.result, grad_gate.result, grad_weight};
 
   const RowInput input = row_input(x), upstream = row_input(grad_y), gate_input = row_input(gate);

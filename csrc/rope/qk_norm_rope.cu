@@ -201,9 +201,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
                             parameter_grad(k_weight, need_weight[1], k)};
   const auto results = [&] { return std::make_tuple(grad_q, grad_k, grad_weights[0], grad_weights[1]); };
   const Tensor* const inputs[2] = {&q, &k};
-  for (int i = 0; i < 2; ++i) {
-    if (need_weight[i] && inputs[i]->numel() == 0) torch::stable::zero_(grad_weights[i]);
-  }
   if (q.numel() == 0 && k.numel() == 0) return results();
 
   Call call(q, q_weight, k_weight, cos, sin, eps, offset, casting_mode);

@@ -27,6 +27,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ._core import load
+from ._core.environment import targets_checked, triton_interpreted
+from ._core.kernel_checks import checking_devices, checking_overlap
 from ._core.log import log_dispatch
 
 Backend: TypeAlias = Literal["cuda", "triton", "torch"]
@@ -91,71 +93,6 @@ FAMILIES: dict[str, Family] = {}
 PORTABLE: Kernels = {}
 
 
-def environment_flag(name: str) -> bool:
-    """Whether an environment variable is 1. Unset and empty mean 0.
-
-    Raises:
-        ValueError: any other value than 0 or 1.
-    """
-    text = os.environ.get(name) or "0"
-    if text not in ("0", "1"):
-        raise ValueError(f"{name}: expected 0 or 1, got '{text}'")
-    return text == "1"
-
-
-def triton_interpreted() -> bool:
-    """Whether TRITON_INTERPRET is 1: Triton kernels then run on CPU tensors. Raises ValueError as environment_flag."""
-    return environment_flag("TRITON_INTERPRET")
-
-
-def targets_checked() -> bool:
-    """Whether LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises ValueError as
-    environment_flag."""
-    return environment_flag("LIGER_CHECK_TARGETS")
-
-
-def _with_overlap_check(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, preceded by a check that written arguments do not overlap other tensors. Compiled kernels check that
-    themselves."""
-    arguments = getattr(torch.ops.liger, op).default._schema.arguments
-    tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
-    writes = [i for i in tensors if arguments[i].alias_info is not None and arguments[i].alias_info.is_write]
-    if not writes:
-        return kernel
-    order = [*writes, *(i for i in tensors if i not in writes)]
-
-    @functools.wraps(kernel)
-    def checked(*args, **kwargs):
-        named = [(arguments[i].name, args[i]) for i in order if i < len(args) and args[i] is not None]
-        torch.ops.liger.check_written(op, [n for n, _ in named], [t for _, t in named], len(writes))
-        return kernel(*args, **kwargs)
-
-    return checked
-
-
-def _with_device_check(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The Triton kernel, preceded by a check that its tensors are on one device: Triton would pass a pointer to another
-    GPU. Compiled kernels check that themselves."""
-    arguments = getattr(torch.ops.liger, op).default._schema.arguments
-    names = [a.name for a in arguments]
-
-    @functools.wraps(kernel)
-    def checked(*args, **kwargs):
-        first = None
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if not isinstance(value, torch.Tensor):
-                continue
-            if first is None:
-                first = name, value.device
-            elif value.device != first[1]:
-                raise RuntimeError(
-                    f"{op}: {name} is on {value.device}, expected {first[1]}, the device of {first[0]}"
-                )
-        return kernel(*args, **kwargs)
-
-    return checked
-
-
 def register_family(name: str, torch_kernels: Kernels, triton_module: str) -> None:
     """Registers the torch kernels of an op family for CPU tensors, and makes the family selectable.
 
@@ -165,7 +102,7 @@ def register_family(name: str, torch_kernels: Kernels, triton_module: str) -> No
         triton_module: full name of a module with functions of the same names.
     """
     for op, kernel in torch_kernels.items():
-        _library.impl(op, _with_overlap_check(op, kernel), "CPU")
+        _library.impl(op, checking_overlap(op, kernel), "CPU")
     FAMILIES[name] = Family(name, torch_kernels, triton_module)
 
 
@@ -173,7 +110,7 @@ def register_portable(kernels: Kernels) -> None:
     """Registers Python kernels, by op name, that serve both CPU and CUDA tensors."""
     for op, kernel in kernels.items():
         for key in ("CPU", "CUDA"):
-            _library.impl(op, _with_overlap_check(op, kernel), key)
+            _library.impl(op, checking_overlap(op, kernel), key)
     PORTABLE.update(kernels)
 
 
@@ -387,9 +324,9 @@ def _apply(family: Family, requested: str) -> None:
                 # torch warns that a kernel is overridden, which is intended here.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 for op, kernel in kernels.items():
-                    checked = _with_overlap_check(op, kernel)
+                    checked = checking_overlap(op, kernel)
                     if backend == "triton" and torch.cuda.device_count() > 1:
-                        checked = _with_device_check(op, checked)
+                        checked = checking_devices(op, checked)
                     for key in keys:
                         family._override.impl(op, checked, key, allow_override=True)
     if (backend, reason) != (family.choice, family.reason):

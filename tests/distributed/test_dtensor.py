@@ -4,75 +4,10 @@ import pytest
 import ranks
 import torch
 from cases import assert_as_exact_as_torch, error
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from sharded import B, H, R, T, V, compare, distribute, random, targets
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 import liger
-
-R = Replicate()
-B, T, H, V = 2, 7, 16, 40  # T does not divide
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(ranks.DEVICE, dtype)
-
-
-def targets(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    target = torch.randint(V, shape, generator=generator)
-    target.view(-1)[1::5] = -100
-    return target.to(ranks.DEVICE)
-
-
-def distribute(tensor, *placements):
-    """The parts of a tensor that all ranks have; partial sums whose sum it is."""
-    if placements[0] == Partial():
-        return DTensor.from_local(tensor * (0.25 + 0.5 * ranks.RANK), ranks.mesh(), placements)
-    return distribute_tensor(tensor, ranks.mesh(), placements, src_data_rank=None)
-
-
-def compare(function, tensors, placements, gathers=False):
-    """Results and gradients of a function of whole tensors against those of distributed ones.
-
-    Returns the distributed results and gradients. Unless it ``gathers``, it reduces scalars at most.
-    """
-
-    def run(inputs):
-        leaves = [t.detach().requires_grad_(t.is_floating_point()) if t is not None else None for t in inputs]
-        outputs = function(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        upstream = [random(*o.shape, seed=1 + i).to(o.dtype) for i, o in enumerate(outputs)]
-        return leaves, outputs, upstream
-
-    leaves, outputs, upstream = run(tensors)
-    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-    used = dict(allow_unused=True)
-    grads = torch.autograd.grad(outputs, wanted, upstream, **used)
-
-    sharded = [None if t is None else distribute(t, p) for t, p in zip(tensors, placements, strict=True)]
-    with CommDebugMode() as communication:
-        leaves, results, upstream = run(sharded)
-        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
-        upstream = [
-            distribute(u, *(R if p.is_partial() else p for p in r.placements))
-            for u, r in zip(upstream, results, strict=True)
-        ]
-        their_grads = torch.autograd.grad(results, wanted, upstream, **used)
-    if not gathers:
-        counts = {str(op): n for op, n in communication.get_comm_counts().items()}
-        assert not any("reduce" not in op or "scatter" in op for op in counts), counts
-    for ours, whole in zip([*results, *their_grads], [*outputs, *grads], strict=True):
-        if whole is None:
-            assert ours is None
-            continue
-        full = ours.full_tensor()
-        assert full.shape == whole.shape
-        if whole.is_floating_point():
-            assert error(full, whole) <= 32 * torch.finfo(whole.dtype).eps
-        else:
-            torch.testing.assert_close(full, whole)
-    return results, their_grads
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -224,81 +159,6 @@ def test_experts_of_sharded_tokens():
     assert all(g.placements == (Partial(),) for g in grads[2:])
 
 
-REDUCTIONS = [("mean", None), ("mean", 5.0), ("sum", None), ("sum", 5.0), ("none", None)]
-OPTIONS = {"label_smoothing": 0.1, "lse_square_scale": 1e-2, "softcap": 20.0}
-
-
-@pytest.mark.parametrize("reduction, denominator", REDUCTIONS)
-@pytest.mark.parametrize(
-    "shape, dim", [((13,), 0), ((B, T), 0), ((B, T), 1)], ids=["rows", "batch", "tokens"]
-)
-@pytest.mark.parametrize("op", ["cross_entropy", "fused_linear_ce"])
-def test_losses_of_sharded_tokens(op, shape, dim, reduction, denominator):
-    """The denominator of a mean is that of all ranks, whose shares of ignored tokens differ."""
-    target, token_weight = targets(*shape), random(*shape, seed=4).abs()
-    class_weight = random(V, seed=5).abs()
-    part, fused = Shard(dim), op == "fused_linear_ce"
-
-    def loss(x, *weights):
-        distributed = isinstance(x, DTensor)
-        t, w, c = (
-            (distribute(target, part), distribute(token_weight, part), distribute(class_weight, R))
-            if distributed
-            else (target, token_weight, class_weight)
-        )
-        keywords = {"token_weight": w, "ce_weight": c, "reduction": reduction, "denominator": denominator}
-        return getattr(liger, op)(x, *weights[:1], t, *weights[1:], **keywords, **OPTIONS)
-
-    inputs = [random(*shape, H), random(V, H, seed=1), random(V, seed=2)] if fused else [random(*shape, V)]
-    (result,), grads = compare(loss, inputs, [part, R, R][: len(inputs)])
-    assert result.placements == ((part,) if reduction == "none" else (Partial(),))
-    assert grads[0].placements == (part,)
-    assert all(g.placements == (Partial(),) for g in grads[1:])
-
-
-@pytest.mark.parametrize("op", ["cross_entropy", "fused_linear_ce"])
-def test_metrics_of_sharded_tokens(op):
-    target = targets(B, T)
-    weights = [random(V, H, seed=1)] if op == "fused_linear_ce" else []
-    x = random(B, T, H if weights else V)
-    asked = [f"return_{n}" for n in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy")]
-    for names in (asked, asked[1:2]):
-        keywords = dict.fromkeys(names, True) | {"lse_square_scale": 1e-2}
-        whole = getattr(liger, op)(x, *weights, target, **keywords)
-        parts = [distribute(x, Shard(1)), *(distribute(w, R) for w in weights), distribute(target, Shard(1))]
-        ours = getattr(liger, op)(*parts, **keywords)
-        for name, expected in whole._asdict().items():
-            actual = getattr(ours, name)
-            assert (actual is None) == (expected is None), name
-            if expected is not None:
-                torch.testing.assert_close(actual.full_tensor(), expected, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("placement", ["vocabulary", "partial"])
-def test_logits_that_are_sharded_otherwise(placement, dims):
-    """Exact, and no rank ever holds all logits: they become sharded tokens."""
-    shape = (B, T)[: dims - 1] if dims == 3 else (T,)
-    placement = Partial() if placement == "partial" else Shard(dims - 1)
-    target = targets(*shape)
-
-    def loss(x):
-        return liger.cross_entropy(x, distribute(target, R) if isinstance(x, DTensor) else target)
-
-    compare(loss, [random(*shape, V)], [placement], gathers=True)
-
-
-def test_ignored_by_a_whole_rank():
-    """A rank with no token that counts still takes its part, and adds nothing."""
-    target = targets(8)
-    target[4:] = -100
-
-    def loss(x, w):
-        return liger.fused_linear_ce(x, w, distribute(target, Shard(0)) if isinstance(x, DTensor) else target)
-
-    compare(loss, [random(8, H), random(V, H, seed=1)], [Shard(0), R])
-
-
 def test_inplace_forms():
     """They write each rank's part, and refuse what would have to move first."""
     gate, up, grad = (random(B, T, H, seed=i) for i in range(3))
@@ -399,21 +259,3 @@ def test_bfloat16_weight_gradient():
     ours = gradient(*(distribute(t.detach(), p) for t, p in zip(low, (Shard(0), R, Shard(0)), strict=True)))
     assert ours.placements == (Partial(),)
     assert_as_exact_as_torch(ours.full_tensor(), gradient(*low), exact, intermediate=0.0)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
-def test_divergences_of_sharded_tokens(name, reduction):
-    """A mean is over the tokens of all ranks that are not ignored; so is what each rank makes of its gradient."""
-    target, token_weight, teacher = targets(B, T), random(B, T, seed=4).abs(), random(B, T, V, seed=5)
-    part = Shard(1)
-
-    def loss(student):
-        rest = teacher, target, token_weight
-        if isinstance(student, DTensor):
-            rest = [distribute(t, part) for t in rest]
-        weighted = getattr(liger, name)(student, *rest[:2], token_weight=rest[2], reduction=reduction)
-        return weighted, getattr(liger, name)(student, rest[0], reduction=reduction)
-
-    _, grads = compare(loss, [random(B, T, V)], [part])
-    assert grads[0].placements == (part,)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import strided_like
 from cross_entropy_reference import options
+from cuda_graphs import capture
 from sm90_engine import (
     BESIDE,
     BFLOAT16,
@@ -305,14 +306,7 @@ def test_a_graph_fits_other_inputs_and_any_number_of_ignored_rows(sm90, shape, r
     def step():
         return run(shape, *static, upstream=upstream, reduction=reduction)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for ignored, scale in ((0.5, 1.0), (0.0, 1.0), (0.99, 0.5), (0.2, 30.0)):
         for tensor, value in zip(static, shape.layer(sm90, ignored, scale), strict=True):
             tensor.copy_(value)

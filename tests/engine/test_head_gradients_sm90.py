@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_graphs import capture
 from sm90_engine import BFLOAT16, GRADIENT, MIB
 
 import liger
@@ -272,14 +273,7 @@ def test_cuda_graph(sm90, plans):
     rows, hidden, vocab, budget = SHAPES["chunks"]
     values = layers(sm90, rows, hidden, vocab)
     expected = ours("jsd", *values, memory_budget=budget)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        ours("jsd", *values, memory_budget=budget)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = ours("jsd", *values, memory_budget=budget)
+    graph, found = capture(lambda: ours("jsd", *values, memory_budget=budget))
     graph.replay()
     assert plans[-1] is not None
     assert torch.equal(found[0], expected[0]) and all(map(torch.equal, found[1], expected[1]))

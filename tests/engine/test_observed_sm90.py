@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cuda_graphs import capture
 from sm90_engine import (
     BESIDE,
     BFLOAT16,
@@ -192,14 +193,7 @@ def test_a_graph_fits_other_inputs(sm90, shape):
     def step():
         return run(shape, *static, **OBSERVED)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for ignored, scale in ((0.0, 1.0), (0.9, 30.0), (0.2, 0.5)):
         for tensor, value in zip(static, shape.layer(sm90, ignored, scale), strict=True):
             tensor.copy_(value)

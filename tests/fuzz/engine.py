@@ -21,7 +21,7 @@ import torch
 from hypothesis import strategies as st
 
 import liger
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 CASES = int(os.environ.get("LIGER_FUZZ_CASES", "0"))
 # Shares of all tests together, which each test's own is a part of.

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from engine import Numbers, compare, dtypes, fuzz, leading, maybe, one_of
 from hypothesis import strategies as st
+from lm_head import budget, differentiable
 
 import liger
 
@@ -91,16 +92,6 @@ def layer(draw, numbers, front, vocab):
     if draw(st.booleans()):
         tensors["bias"] = numbers.normal(vocab)
     return tensors
-
-
-def differentiable(draw, *names):
-    """Those that get a gradient, at least one."""
-    return draw(st.lists(st.sampled_from(names), unique=True, min_size=1))
-
-
-def budget(draw, vocab, dtype):
-    """None, or bytes for some rows of logits."""
-    return maybe(draw, 1, 2 * vocab * dtype.itemsize, 5 * vocab * dtype.itemsize)
 
 
 @fuzz(9)

@@ -15,6 +15,7 @@ from cross_entropy_reference import (
     reference,
     rows_per_chunk,
 )
+from cuda_graphs import capture
 from torch.nn.functional import linear
 
 import liger
@@ -294,15 +295,7 @@ def test_cuda_graph_gives_the_same_numbers(device, reduction):
         )
         return [*output, *torch.autograd.grad(output.loss.sum(), copies)]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step, warm_up=3)
     for mask in ("half", "none", "all but one"):
         static.copy_(layer(ignored_rows(mask), device)[1])
         graph.replay()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES
+from cuda_graphs import capture
 from public_ops import CASES, HIDDEN, VOCAB, as_tuple, assert_same, inputs_of, results, target_of, total
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
@@ -253,15 +254,7 @@ def test_checkpoint_of_an_mlp_with_inplace_backward(device, use_reentrant):
 def test_cuda_graph_of_forward_and_backward(device, name):
     function = CASES[name].function
     inputs = inputs_of(name, device, 40)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            results(function, inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results(function, inputs)
+    graph, captured = capture(lambda: results(function, inputs), warm_up=3)
     others = inputs_of(name, device, 40)
     with torch.no_grad():
         for static, other in zip(inputs, others, strict=True):

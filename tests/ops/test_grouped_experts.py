@@ -7,7 +7,7 @@ from cases import DTYPES, check_op, strided_like
 
 import liger
 from liger._core import grouped_mm
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 TOKENS, CHOICES, EXPERTS, HIDDEN, INTERMEDIATE = 13, 3, 5, 16, 24
 

@@ -5,7 +5,7 @@ import torch
 from cases import DTYPES, check_op, forward_backward, strided_like
 
 import liger
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 MODES = ["llama", "gemma", "none"]
 # (batch, q heads, k heads, tokens, head_dim, rotary). Full and partial rotation, one head left over, idle lanes

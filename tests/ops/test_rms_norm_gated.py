@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from cases import DTYPES, check_op, strided_like
 
 import liger
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 MODES = ["llama", "gemma", "none"]
 # (shape, group_size). Rows within a warp; odd sizes, without 16-byte vectors; groups of one warp, of odd size, and more

@@ -9,8 +9,8 @@ from cases import DTYPES, check_op, strided_like
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import liger
+from liger._core.environment import triton_interpreted
 from liger._core.tiled_mlp_plan import Problem, block_columns, plan_tiles
-from liger.backend import triton_interpreted
 from liger.ops.tiled_mlp import _forward_op
 from liger.ops.tiled_mlp_torch import ParameterGradient
 

@@ -38,7 +38,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 from liger.ops.grouped_experts_torch import Gate
 
 pytestmark = pytest.mark.skipif(

@@ -20,12 +20,10 @@ from cross_entropy_reference import (
     rows_per_chunk,
 )
 from processes import needs_gloo, on_processes, part_of
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
 
 import liger
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 pytestmark = [
     pytest.mark.slow,
@@ -283,100 +281,3 @@ def _metrics(rank, world):
 
 def test_metrics_and_module(tmp_path):
     on_processes(tmp_path, _metrics)
-
-
-# --- frameworks -----------------------------------------------------------------------------------------------------
-
-
-def _dtensors(rank, world):
-    mesh = init_device_mesh("cpu", (world,))
-    x, weight, bias, target = random_layer(8, 6, 11, "cpu")
-    whole = leaves(x, weight, bias)
-    expected = liger.fused_linear_ce(*whole[:2], target, whole[2])
-    expected.backward()
-    for placement in (Replicate(), Shard(0)):
-        made = [
-            distribute_tensor(t, mesh, [p]).requires_grad_()
-            for t, p in ((x, placement), (weight, Shard(0)), (bias, Shard(0)))
-        ]
-        loss = liger.vocab_parallel_fused_linear_ce(*made[:2], target, made[2])
-        assert not isinstance(loss, DTensor)
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-        loss.backward()
-        for t, full in zip(made, whole, strict=True):
-            assert t.grad.placements == t.placements
-            torch.testing.assert_close(t.grad.full_tensor(), full.grad, rtol=1e-5, atol=1e-6)
-    logits = distribute_tensor(linear(x, weight), mesh, [Shard(1)]).requires_grad_()
-    torch.testing.assert_close(
-        liger.vocab_parallel_cross_entropy(logits, target), liger.cross_entropy(linear(x, weight), target)
-    )
-
-    def refuses(match, *arguments, **options):
-        with pytest.raises(RuntimeError, match=match):
-            liger.vocab_parallel_fused_linear_ce(*arguments, **options)
-
-    for placement in (Replicate(), Shard(1)):
-        refuses(r"weight is a DTensor with placements .*, expected \(Shard\(dim=0\),\)", x,
-                distribute_tensor(weight, mesh, [placement]), target)  # fmt: skip
-    refuses("vocab_size is 12, expected that of weight, a DTensor", x, made[1], target, vocab_size=12)
-    two = init_device_mesh("cpu", (world, 1))
-    refuses("on a mesh of 2 dimensions", x, distribute_tensor(weight, two, [Shard(0), Replicate()]), target)
-    groups = [dist.new_group([r]) for r in range(world)]
-    refuses(r"over ranks \[0, 1\], expected those of the group", x, made[1], target, group=groups[rank])
-
-
-def test_dtensors(tmp_path):
-    on_processes(tmp_path, _dtensors)
-
-
-def _autograd(rank, world):
-    x, weight, bias, target = random_layer(9, 8, 34, "cpu")
-    for reduction in ("mean", "none"):
-        mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
-        loss = liger.vocab_parallel_fused_linear_ce(
-            mine[0], mine[1], target, mine[2], reduction=reduction, memory_budget=500
-        ).sum()
-        first = torch.autograd.grad(3 * loss, mine, retain_graph=True)
-        kept = [g.clone() for g in first]
-        for g in first:
-            g.fill_(7)
-        for a, b in zip(kept, torch.autograd.grad(3 * loss, mine, create_graph=True), strict=True):
-            assert torch.equal(a, b) and a.any()
-        (grad, *_) = torch.autograd.grad(loss, mine, create_graph=True)
-        with pytest.raises(RuntimeError, match="vocab_parallel_fused_linear_ce is not differentiable"):
-            grad.sum().backward()
-    weights = torch.rand(34, requires_grad=True)
-    with pytest.raises(RuntimeError, match="ce_weight requires grad"):
-        liger.vocab_parallel_fused_linear_ce(mine[0], mine[1], target, ce_weight=weights)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = liger.vocab_parallel_fused_linear_ce(mine[0], mine[1], target)
-    half = [t.detach().bfloat16() for t in mine[:2]]
-    assert torch.equal(loss, liger.vocab_parallel_fused_linear_ce(*half, target))
-
-
-def test_autograd(tmp_path):
-    on_processes(tmp_path, _autograd)
-
-
-def _compiled(rank, world):
-    x, weight, bias, target = random_layer(9, 8, 34, "cpu")
-
-    def fused(x, weight, bias):
-        return liger.vocab_parallel_fused_linear_ce(2 * x, weight, target, bias, label_smoothing=0.1)
-
-    def plain(x, weight, bias):
-        return liger.vocab_parallel_cross_entropy(linear(2 * x, weight, bias), target, label_smoothing=0.1)
-
-    for function in (fused, plain):
-        results = []
-        for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
-            mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
-            loss = run(*mine)
-            loss.backward()
-            results.append((loss, *(t.grad for t in mine)))
-        for a, b in zip(*results, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
-def test_compiled(tmp_path):
-    on_processes(tmp_path, _compiled)

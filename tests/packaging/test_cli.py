@@ -13,8 +13,8 @@ from live_bytes import LiveBytes
 
 import liger
 from liger import cli
+from liger._core.environment import triton_interpreted
 from liger._core.sm90_plan import plan_chunks_sm90
-from liger.backend import triton_interpreted
 from liger.cli import _demo_data, _demo_report, _format, demo
 from liger.cli import plan as plan_command
 from liger.cli._demo_sizes import SIZES

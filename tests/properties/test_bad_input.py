@@ -13,6 +13,7 @@ import torch
 from public_callables import CASES, arguments
 
 import liger
+from liger._core import environment
 
 # One case of each public callable.
 FIRST = {case.public: name for name, case in reversed(CASES.items())}
@@ -203,8 +204,8 @@ def test_inputs_of_modules(name):
 
 def test_what_is_read_from_the_environment(monkeypatch):
     for name, read in (
-        ("TRITON_INTERPRET", liger.backend.triton_interpreted),
-        ("LIGER_CHECK_TARGETS", liger.backend.targets_checked),
+        ("TRITON_INTERPRET", environment.triton_interpreted),
+        ("LIGER_CHECK_TARGETS", environment.targets_checked),
     ):
         for text, value in (("0", False), ("1", True), ("", False)):
             monkeypatch.setenv(name, text)

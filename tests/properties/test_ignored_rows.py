@@ -4,12 +4,13 @@ gradient, and its own gradient is exactly zero."""
 import pytest
 import torch
 from cases import DTYPES
+from cuda_graphs import capture
 from losses_cases import leaf
 from public_callables import CASES, arguments, cases, outputs, weighted_sum
 
 import liger
 from liger import losses
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 # The interpreter of Triton takes its time.
 POISONS = {"nan": torch.nan} | ({} if triton_interpreted() else {"inf": torch.inf, "-inf": -torch.inf})
@@ -47,14 +48,7 @@ def assert_no_trace(name, given, found, expected):
 
 def captured(function):
     """What a CUDA graph of the function gives."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = function()
+    graph, found = capture(function)
     graph.replay()
     return [t.detach().clone() for t in found]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import liger
-from liger.backend import triton_interpreted
+from liger._core.environment import triton_interpreted
 
 # Triton's interpreter computes bfloat16 dots wrongly, so it is tested in the two dtypes that it has right.
 DTYPES = (

@@ -12,6 +12,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from liger.transformers.scan import checks, configs, models, runner, table  # noqa: E402
+from liger.transformers.scan.report import run  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # One model of every way in which the fused loss is found: scaled, capped and cut logits, heads in submodules, unshifted
@@ -43,7 +44,7 @@ def assert_equal(report):
 
 @pytest.mark.parametrize("pair", THIRD, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 def test_a_patched_model_is_equal(pair):
-    report = checks.run(*pair, QUICK)
+    report = run(*pair, QUICK)
     assert_equal(report)
     if f"transformers {transformers.__version__}:" not in PAGE.read_text():
         return
@@ -134,8 +135,9 @@ def run_broken(monkeypatch, breaking):
         breaking(patched)
         return patched
 
-    monkeypatch.setattr(checks, "patched_copy", patched_copy)
-    return checks.run("llama", "LlamaForCausalLM")
+    for module in ("checks", "report"):
+        monkeypatch.setattr(f"liger.transformers.scan.{module}.patched_copy", patched_copy)
+    return run("llama", "LlamaForCausalLM")
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):

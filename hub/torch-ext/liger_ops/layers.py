@@ -82,6 +82,12 @@ class LigerGEGLUMLP(nn.Module):
         return self.down_proj(liger.geglu(self.gate_proj(x), self.up_proj(x), "tanh", inplace=inplace))
 
 
+def _tiled_mlp(mlp, x, activation):
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    weights = gate.weight, up.weight, down.weight
+    return liger.tiled_mlp(x, *weights, gate.bias, up.bias, down.bias, activation=activation)
+
+
 class LigerTiledSwiGLUMLP(nn.Module):
     """:class:`LigerSwiGLUMLP`, a shard of tokens at a time by ``liger.tiled_mlp``; for plain linear projections."""
 
@@ -89,9 +95,7 @@ class LigerTiledSwiGLUMLP(nn.Module):
     has_backward = True
 
     def forward(self, x):
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        weights = gate.weight, up.weight, down.weight
-        return liger.tiled_mlp(x, *weights, gate.bias, up.bias, down.bias, activation="silu")
+        return _tiled_mlp(self, x, "silu")
 
 
 class LigerTiledGEGLUMLP(nn.Module):
@@ -101,9 +105,7 @@ class LigerTiledGEGLUMLP(nn.Module):
     has_backward = True
 
     def forward(self, x):
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        weights = gate.weight, up.weight, down.weight
-        return liger.tiled_mlp(x, *weights, gate.bias, up.bias, down.bias, activation="gelu_tanh")
+        return _tiled_mlp(self, x, "gelu_tanh")
 
 
 class LigerLinear(nn.Module):

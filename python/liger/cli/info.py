@@ -10,7 +10,7 @@ import torch
 import liger
 
 from .._core import load
-from ..backend import triton_interpreted
+from .._core.environment import triton_interpreted
 
 # Variable -> its default. docs/environment.md describes them.
 VARIABLES = {

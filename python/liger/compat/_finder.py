@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..backend import environment_flag
+from .._core.environment import environment_flag
 from ._names import MODULES
 
 ROOT = "liger_kernel"

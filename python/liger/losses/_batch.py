@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .._core.arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
 from .._core.dtypes import accumulate_dtype
+from .._core.environment import targets_checked
 from .._core.fakes import register_fake
-from ..backend import targets_checked
 
 _library = torch.library.Library("liger_losses", "FRAGMENT")
 # 1, or NaN if the cumulative lengths are invalid. An op, so that torch.compile does not trace the reads of values.

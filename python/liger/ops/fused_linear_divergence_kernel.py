@@ -10,10 +10,11 @@ import torch
 
 from .._core.cross_entropy_math import check_targets
 from .._core.dtypes import accumulate_dtype
+from .._core.environment import targets_checked
 from .._core.lm_head import LMHeadGradients, Sm90LMHeadGradients, row_chunks
 from .._core.lm_head_fp16 import ScaledLMHeadGradients, scale_of
 from .._core.matmul import write_linear, write_wide_linear
-from ..backend import register_portable, targets_checked
+from ..backend import register_portable
 from .fused_linear_divergence_torch import Rows, RowWeights, Targets, Terms, distil_rows
 
 # A chunk is divided into about so many slices. Their logits exist together with the gradient of the whole chunk.

@@ -104,6 +104,12 @@ class LossProxy(KeywordProxy):
         """
         return trainer_loss + (self.loss - self.loss.detach())
 
+    def attach_gradient_to(self, result, return_outputs):
+        """The result of a trainer's ``compute_loss`` with that gradient: a loss, or (loss, outputs)."""
+        if return_outputs:
+            return self.attach_gradient(result[0]), result[1]
+        return self.attach_gradient(result)
+
 
 def items_per_process(num_items_in_batch, trainer):
     """The global number of items, at least 1, divided by the number of processes: a float32 tensor."""

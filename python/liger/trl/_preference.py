@@ -41,9 +41,7 @@ def adapt_dpo(trainer):
         policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True):
             result = original(policy, inputs, return_outputs)
-        if return_outputs:
-            return policy.attach_gradient(result[0]), result[1]
-        return policy.attach_gradient(result)
+        return policy.attach_gradient_to(result, return_outputs)
 
     replace(trainer, "_compute_loss", compute_loss)
     return None
@@ -136,9 +134,7 @@ def adapt_kto(trainer):
         policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True, _compute_kl_logps=lambda *_: mismatched):
             result = original(policy, inputs, return_outputs)
-        if return_outputs:
-            return policy.attach_gradient(result[0]), result[1]
-        return policy.attach_gradient(result)
+        return policy.attach_gradient_to(result, return_outputs)
 
     replace(trainer, "_compute_loss", compute_loss)
     return None

@@ -48,9 +48,7 @@ def adapt_sft(trainer):
 
         policy = LossProxy(model, function)
         result = original(policy, inputs, return_outputs, num_items_in_batch)
-        if return_outputs:
-            return policy.attach_gradient(result[0]), result[1]
-        return policy.attach_gradient(result)
+        return policy.attach_gradient_to(result, return_outputs)
 
     replace(trainer, "compute_loss", compute_loss)
     return None

@@ -1,4 +1,4 @@
-"""Comparisons of a model with its patched copy. A check raises :class:`Differs`, or :class:`NotRun` with a reason."""
+"""Checks of a model and its patched copy. A check raises :class:`Differs`, or :class:`NotRun` with a reason."""
 
 from __future__ import annotations
 
@@ -10,105 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _loss, _patching
+from .. import _patching
+from .comparison import Differs, NotRun, both, copied, patched_copy, step
 from .inputs import ERRORS, batch_for, image_batch, packed, parameters_of
 from .models import NotBuilt, build
-
-# Loss: relative. Gradients: relative to the largest element of each parameter's gradient.
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
-
-
-class Differs(Exception):
-    """The patched model gives other numbers."""
-
-
-class NotRun(Exception):
-    """The model as it is in transformers does not take part in this check."""
-
-
-def step(
-    model: nn.Module, batch: dict[str, Any], seed: int = 0
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(loss, gradients by parameter name) of one forward and backward with these random numbers."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    output = model(**batch)
-    loss = output["loss"] if isinstance(output, dict) else output[0]
-    if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
-        raise NotRun("it returns no loss for these inputs")
-    loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=True)
-    return loss.detach(), grads
-
-
-def compare(actual: Any, expected: Any, factor: float = 1.0) -> None:
-    """Raises :class:`Differs` if two results of :func:`step` differ by more than ``factor`` times the tolerances."""
-    (loss, grads), (expected_loss, expected_grads) = actual, expected
-    if not torch.allclose(loss.double(), expected_loss.double(), LOSS_TOLERANCE * factor, 0, equal_nan=True):
-        raise Differs(f"the loss is {loss.item():.8g}, not {expected_loss.item():.8g}")
-    if grads.keys() != expected_grads.keys():
-        names = ", ".join(sorted(grads.keys() ^ expected_grads.keys())[:3])
-        raise Differs(f"other parameters have gradients: {names}")
-    largest = max((g.abs().max().item() for g in expected_grads.values() if g.numel()), default=0.0)
-    for name, grad in grads.items():
-        wanted = expected_grads[name]
-        if not grad.numel():
-            continue
-        if not torch.equal(grad.isfinite(), wanted.isfinite()):
-            raise Differs(f"the gradient of {name} is finite in other places")
-        # Gradients that are zero but for rounding have no scale of their own.
-        scale = max(wanted.nan_to_num().abs().max().item(), 1e-4 * largest)
-        error = (grad - wanted).nan_to_num().abs().max().item() / max(scale, 1e-30)
-        if error > GRADIENT_TOLERANCE * factor:
-            raise Differs(f"the gradient of {name} differs by {error:.1g} of its largest element")
-
-
-def both(
-    plain: nn.Module, patched: nn.Module, batch: dict[str, Any], factor: float = 1.0, seed: int = 0
-) -> None:
-    """One step of both models. What the unpatched model refuses, the check does not run."""
-    try:
-        expected = step(plain, batch, seed)
-    except ERRORS as error:
-        raise NotRun(f"the model raises {type(error).__name__}") from error
-    actual = step(patched, batch, seed)
-    try:
-        compare(actual, expected, factor)
-    except Differs:
-        if _as_near_to_float64(plain, batch, seed, actual, expected):
-            return
-        try:
-            compare(step(plain, batch, seed), expected, factor)
-        except Differs as difference:
-            raise NotRun("two steps of the model itself differ") from difference
-        raise
-
-
-def _as_near_to_float64(plain, batch, seed, actual, expected):
-    """Whether a result is at most three times as far from float64 as that of the unpatched model.
-
-    Some models amplify every rounding, so that two correct results differ.
-    """
-    wide = _copy(plain).double()
-    if hasattr(wide, "set_experts_implementation"):
-        # torch's grouped GEMM takes no float64.
-        wide.set_experts_implementation("eager")
-    try:
-        _, exact = step(wide, {k: v.double() if _is_float(v) else v for k, v in batch.items()}, seed)
-    except ERRORS:
-        return False
-    if not torch.allclose(actual[0], expected[0], LOSS_TOLERANCE, 0) or actual[1].keys() != exact.keys():
-        return False
-    distances = [
-        {n: (g - exact[n]).norm().item() for n, g in grads.items()} for grads in (actual[1], expected[1])
-    ]
-    floor = {n: 1e-5 * g.norm().item() for n, g in exact.items()}
-    return all(ours <= 3 * distances[1][n] + floor[n] for n, ours in distances[0].items())
-
-
-def _is_float(value):
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def training(plain, patched, model_type, class_name):
@@ -156,36 +61,15 @@ def generate(plain, patched, model_type, class_name):
     }
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    results = []
-    for model in (plain, patched):
-        model.eval()
-        try:
-            results.append(model.generate(**batch, **arguments))
-        except ERRORS as error:
-            if model is plain:
-                raise NotRun(f"the model raises {type(error).__name__}") from error
-            raise
-        finally:
-            model.train()
-    if not torch.equal(*results):
+    if not torch.equal(*_in_evaluation(plain, patched, lambda model: model.generate(**batch, **arguments))):
         raise Differs("other tokens")
 
 
 def evaluation(plain, patched, model_type, class_name):
     """Logits and loss in evaluation, where the patched model returns logits, too."""
-    batch, results = batch_for(plain), []
-    for model in (plain, patched):
-        model.eval()
-        try:
-            with torch.no_grad():
-                results.append(model(**batch))
-        except ERRORS as error:
-            if model is plain:
-                raise NotRun(f"the model raises {type(error).__name__}") from error
-            raise
-        finally:
-            model.train()
-    expected, actual = results
+    batch = batch_for(plain)
+    with torch.no_grad():
+        expected, actual = _in_evaluation(plain, patched, lambda model: model(**batch))
     for name in ("loss", "logits"):
         if isinstance(expected.get(name), torch.Tensor):
             scale = expected[name].abs().max().item()
@@ -193,8 +77,24 @@ def evaluation(plain, patched, model_type, class_name):
                 raise Differs(f"other {name}")
 
 
+def _in_evaluation(plain, patched, function):
+    """A function of both models in evaluation mode. What the unpatched model refuses, the check does not run."""
+    results = []
+    for model in (plain, patched):
+        model.eval()
+        try:
+            results.append(function(model))
+        except ERRORS as error:
+            if model is plain:
+                raise NotRun(f"the model raises {type(error).__name__}") from error
+            raise
+        finally:
+            model.train()
+    return results
+
+
 def unpatch(plain, patched, model_type, class_name):
-    restored = _patching.unpatch(_copy(patched))
+    restored = _patching.unpatch(copied(patched))
     for (name, module), other in zip(restored.named_modules(), plain.modules(), strict=True):
         if type(module) is not type(other):
             raise Differs(f"{name} has another class")
@@ -212,7 +112,7 @@ def unpatch(plain, patched, model_type, class_name):
 
 def bfloat16(plain, patched, model_type, class_name):
     """Both models in bfloat16 against float32: the error of the patched one is at most twice that of the other."""
-    narrow = [_copy(model).to(torch.bfloat16) for model in (plain, patched)]
+    narrow = [copied(model).to(torch.bfloat16) for model in (plain, patched)]
     found = [_bfloat16_difference(plain, narrow, batch_for(plain, seed=seed)) for seed in range(3)]
     # A rounding may send a token to another expert, in either model, but not in every batch.
     if None not in found:
@@ -249,13 +149,13 @@ def packed_positions(plain, patched, model_type, class_name):
 
 def resized_vocabulary(plain, patched, model_type, class_name):
     """Resized before and after patching."""
-    first = _copy(plain)
+    first = copied(plain)
     try:
         size = plain.get_input_embeddings().weight.shape[0] + 7
         first.resize_token_embeddings(size, mean_resizing=False)
     except ERRORS as error:
         raise NotRun(f"the model raises {type(error).__name__}") from error
-    second = _copy(patched)
+    second = copied(patched)
     second.resize_token_embeddings(size, mean_resizing=False)
     # New rows are random.
     second.load_state_dict(first.state_dict())
@@ -338,75 +238,3 @@ def _scaled(models, factor: float) -> Iterator[None]:
     finally:
         for model, state in zip(models, before, strict=True):
             model.load_state_dict(state)
-
-
-def _copy(model):
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as error:
-        # Tensors with a history, which a recurrent model saves between calls.
-        raise NotRun("the model has a state that cannot be copied") from error
-
-
-def patched_copy(model: nn.Module) -> nn.Module:
-    """A patched copy; where nothing can be patched, as for a model without a known part, a plain one."""
-    patched = _copy(model)
-    _patching.unpatch(patched)
-    _patching.apply(patched, _patching.Options())
-    return patched
-
-
-def fused_loss(patched: nn.Module) -> bool:
-    """Whether a step of the model computes its loss in the head."""
-    calls, before, batch = [], _loss.fused_linear_ce, batch_for(patched)
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        return before(*args, **kwargs)
-
-    _loss.fused_linear_ce = counted
-    try:
-        step(patched, batch)
-    except (NotRun, *ERRORS):
-        return False
-    finally:
-        _loss.fused_linear_ce = before
-    return len(calls) == 1
-
-
-def run(model_type: str, class_name: str, names: tuple[str, ...] = tuple(CHECKS)) -> dict[str, Any]:
-    """The report of one model class: what is replaced and left, and the result of each check by name."""
-    try:
-        plain = build(model_type, class_name)
-    except NotBuilt as error:
-        return {"type": model_type, "class": class_name, "not built": str(error)}
-    patched = patched_copy(plain)
-    report = _patching.patch_report(patched)
-    results = {}
-    for name in names:
-        try:
-            CHECKS[name](plain, patched, model_type, class_name)
-            results[name] = "equal"
-        except NotRun as reason:
-            results[name] = f"not run: {reason}"
-        except Differs as difference:
-            results[name] = f"differs: {difference}"
-        except ERRORS as error:
-            message = str(error).split("\n")[0][:120]
-            results[name] = f"differs: the patched model raises {type(error).__name__}: {message}"
-    return {
-        "type": model_type,
-        "class": class_name,
-        "replaced": _counts(report.replaced.values()),
-        "left": _counts(report.left.values()),
-        "not looked at": _counts(report.not_looked_at.values()),
-        "loss": "fused" if fused_loss(patched) else report.left.get("", "it has no lm_head of its own"),
-        "checks": results,
-    }
-
-
-def _counts(values):
-    counts: dict[str, int] = {}
-    for value in values:
-        counts[value] = counts.get(value, 0) + 1
-    return dict(sorted(counts.items()))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import transformers
 
-from .checks import CHECKS, run
+from .checks import CHECKS
+from .report import run
 
 MEMORY = 8 << 30  # bytes of address space of one process
 
@@ -25,7 +26,7 @@ def scan(
     checks: tuple[str, ...] = tuple(CHECKS),
     progress: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> list[dict[str, Any]]:
-    """The reports of :func:`liger.transformers.scan.checks.run`, in the order of ``classes``.
+    """The reports of :func:`liger.transformers.scan.report.run`, in the order of ``classes``.
 
     Args:
         classes: pairs (model type, class name).

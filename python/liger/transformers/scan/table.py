@@ -6,7 +6,8 @@ from typing import Any
 
 import transformers
 
-from .checks import CHECKS, GRADIENT_TOLERANCE, LOSS_TOLERANCE
+from .checks import CHECKS
+from .comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 _INTRODUCTION = """# Models
 

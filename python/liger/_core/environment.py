@@ -1,0 +1,28 @@
+"""Environment variables that are 0 or 1."""
+
+from __future__ import annotations
+
+import os
+
+
+def environment_flag(name: str) -> bool:
+    """Whether an environment variable is 1. Unset and empty mean 0.
+
+    Raises:
+        ValueError: any other value than 0 or 1.
+    """
+    text = os.environ.get(name) or "0"
+    if text not in ("0", "1"):
+        raise ValueError(f"{name}: expected 0 or 1, got '{text}'")
+    return text == "1"
+
+
+def triton_interpreted() -> bool:
+    """Whether TRITON_INTERPRET is 1: Triton kernels then run on CPU tensors. Raises ValueError as environment_flag."""
+    return environment_flag("TRITON_INTERPRET")
+
+
+def targets_checked() -> bool:
+    """Whether LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises ValueError as
+    environment_flag."""
+    return environment_flag("LIGER_CHECK_TARGETS")

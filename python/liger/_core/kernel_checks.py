@@ -1,0 +1,51 @@
+"""Checks before a Python kernel that compiled kernels make themselves: overlapping memory, several devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def checking_overlap(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel, preceded by a check that written arguments do not overlap other tensors. Compiled kernels check that
+    themselves."""
+    arguments = getattr(torch.ops.liger, op).default._schema.arguments
+    tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+    writes = [i for i in tensors if arguments[i].alias_info is not None and arguments[i].alias_info.is_write]
+    if not writes:
+        return kernel
+    order = [*writes, *(i for i in tensors if i not in writes)]
+
+    @functools.wraps(kernel)
+    def checked(*args, **kwargs):
+        named = [(arguments[i].name, args[i]) for i in order if i < len(args) and args[i] is not None]
+        torch.ops.liger.check_written(op, [n for n, _ in named], [t for _, t in named], len(writes))
+        return kernel(*args, **kwargs)
+
+    return checked
+
+
+def checking_devices(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The Triton kernel, preceded by a check that its tensors are on one device: Triton would pass a pointer to another
+    GPU. Compiled kernels check that themselves."""
+    arguments = getattr(torch.ops.liger, op).default._schema.arguments
+    names = [a.name for a in arguments]
+
+    @functools.wraps(kernel)
+    def checked(*args, **kwargs):
+        first = None
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if not isinstance(value, torch.Tensor):
+                continue
+            if first is None:
+                first = name, value.device
+            elif value.device != first[1]:
+                raise RuntimeError(
+                    f"{op}: {name} is on {value.device}, expected {first[1]}, the device of {first[0]}"
+                )
+        return kernel(*args, **kwargs)
+
+    return checked

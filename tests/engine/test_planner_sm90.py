@@ -1,0 +1,162 @@
+"""How the engine of compute capability 9.0 cuts its rows: properties of the plans of many problems."""
+
+import random
+
+import pytest
+import torch
+
+MIB = 1 << 20
+TILE = PANEL = 128  # rows; columns
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+def plan_sm90(*problem):
+    """Chunks as (first, rows, k_splits), then rows_in_grad_weight, workspace_panel_bytes, scale_bytes, panel_offset."""
+    first, rows, k_splits, *rest = torch.ops.liger.plan_chunks_sm90(*problem)
+    return list(zip(first, rows, k_splits, strict=True)), *rest
+
+
+def random_problems_sm90(count):
+    """Rows, hidden, vocab, need_grad_input, need_grad_weight, exact, budget, clusters: of shapes that are taken."""
+    draw = random.Random(0)
+    for _ in range(count):
+        rows = draw.choice([256, 257, 300, 1000, 8192, 16384, draw.randint(256, 40000)])
+        partial = draw.random() < 0.4
+        hidden = 64 * draw.randint(1, 96) if partial else 256 * draw.randint(1, 24)
+        vocab = PANEL * draw.choice([1, 2, 3, 9, 33, 250, 1002, draw.randint(1, 1200)])
+        if partial:
+            vocab = max(vocab - draw.randint(0, PANEL), 1)
+        needs = [draw.random() < 0.7 for _ in range(3)]
+        budget = int(2 ** draw.uniform(16, 31))
+        yield rows, hidden, vocab, *needs, budget, draw.choice([39, 57, 66])
+
+
+SM90 = [(problem, plan_sm90(*problem)) for problem in random_problems_sm90(3000)]
+TAKEN = [(problem, plan) for problem, plan in SM90 if plan[0]]
+
+
+def test_sm90_problems_are_of_every_kind():
+    """One chunk, chunks whose weight gradients are summed, exactly or not, or not at all."""
+    several = [problem for problem, (chunks, *_) in TAKEN if len(chunks) > 1]
+    assert min(len(TAKEN) - len(several), sum(problem[4] and problem[5] for problem in several)) > 200
+    assert sum(problem[4] and not problem[5] for problem in several) > 20
+    assert sum(not problem[4] for problem in several) > 200
+    assert {k_splits for _, plan in TAKEN for _, _, k_splits in plan[0]} == set(range(1, 9))
+
+
+def test_sm90_chunks_tile_the_rows():
+    for problem, (chunks, *_) in TAKEN:
+        at = 0
+        for first, rows, _ in chunks:
+            assert first == at and rows > 0, problem
+            at += rows
+        assert at == problem[0], problem
+        assert all(rows % TILE == 0 for _, rows, _ in chunks[:-1]), problem
+        later = [rows for _, rows, _ in chunks[1:]]
+        assert all(rows == later[0] for rows in later[:-1]) and max(later, default=0) == sum(later[:1]), (
+            problem
+        )
+
+
+def test_sm90_exponentials_have_room_where_the_plan_puts_them():
+    for problem, (chunks, in_grad_weight, panel_bytes, scale_bytes, panel_offset) in TAKEN:
+        _, hidden, _, _, need_grad_weight, *_ = problem
+        # A panel of the weight gradient, 128 of its rows, holds 128 columns of as many rows as the hidden size.
+        # Rows beyond them begin with a tile.
+        fitting = hidden // TILE * TILE
+        assert in_grad_weight == (min(fitting, chunks[0][1]) if need_grad_weight else 0), problem
+        assert panel_offset > 0 if in_grad_weight else panel_offset == 0, problem
+        beside = chunks[0][1] - in_grad_weight
+        if beside:
+            assert in_grad_weight % TILE == 0, "what lies beside begins with a tile"
+        assert ceil_div(beside, TILE) * TILE * PANEL * 2 <= panel_bytes, problem
+        for _, rows, _ in chunks[1:]:
+            assert scale_bytes + rows * PANEL * 2 <= panel_bytes, problem
+        scales = TILE * ceil_div(hidden, 256)
+        assert scale_bytes == (scales if need_grad_weight and len(chunks) > 1 else 0), problem
+
+
+def test_sm90_stays_in_the_budget():
+    """Up to a tile of rows."""
+    for problem, (chunks, _, panel_bytes, scale_bytes, panel_offset) in TAKEN:
+        _, hidden, vocab, *_, budget, _ = problem
+        panels = ceil_div(vocab, PANEL) + panel_offset
+        tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, 256)
+        assert panels * panel_bytes <= max(budget, panels * scale_bytes) + tile, problem
+        for _, rows, k_splits in chunks:
+            assert 1 <= k_splits <= min(8, ceil_div(vocab, 64)), problem
+            assert k_splits == 1 or 8 * (4 * k_splits * rows * hidden) <= budget, problem
+
+
+def test_sm90_sums_of_metrics_are_within_the_budget():
+    """Up to a tile of rows; so some chunks are smaller."""
+    smaller = 0
+    for problem, plain in TAKEN:
+        vocab, budget = problem[2], problem[6]
+        chunks, in_grad_weight, panel_bytes, scale_bytes, panel_offset = plan_sm90(*problem, True)
+        if not chunks:
+            assert problem[4] and not problem[5], problem
+            continue
+        panels, sums = ceil_div(vocab, PANEL) + panel_offset, 2 * (4 * ceil_div(vocab, 256) + 8)
+        rows = max(chunks[0][1] - in_grad_weight, max((count for _, count, _ in chunks[1:]), default=0))
+        tile = (panels * PANEL * 2 + sums) * TILE
+        assert panels * panel_bytes + rows * sums <= max(budget, panels * scale_bytes) + tile, problem
+        smaller += chunks != plain[0]
+    assert smaller > 50
+
+
+def test_sm90_parts_are_for_the_input_gradient():
+    for problem, (chunks, *_) in TAKEN:
+        if not problem[3]:
+            assert all(k_splits == 1 for _, _, k_splits in chunks), problem
+
+
+def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
+    for problem, (chunks, *rest) in SM90:
+        if not chunks:
+            assert rest == [0, 0, 0, 0] and problem[4] and not problem[5], problem
+    for problem, (chunks, *_) in TAKEN:
+        if problem[4] and not problem[5] and len(chunks) > 1:
+            assert chunks[1][1] >= 1024, "with small chunks and a sum of bf16 the generic engine is faster"
+    fits = (4096, 1024, 32000, True, True, True, 512 * MIB)
+    assert plan_sm90(*fits)[0]
+
+    def takes(position, size):
+        return bool(plan_sm90(*fits[:position], size, *fits[position + 1 :])[0])
+
+    assert not any(takes(0, rows) for rows in (0, 1, 255))
+    assert not any(takes(1, hidden) for hidden in (0, 32, 1000, 1100))
+    assert all(takes(1, hidden) for hidden in (64, 640, 896, 1152, 2880))
+    assert not takes(2, 0) and all(takes(2, vocab) for vocab in (1, 64, 32003, 50257))
+
+
+def test_sm90_all_rows_at_once_with_a_large_budget():
+    for problem, _ in SM90[:500]:
+        chunks, in_grad_weight, panel_bytes, scale_bytes, _ = plan_sm90(*problem[:6], 1 << 40)
+        assert len(chunks) == 1 and scale_bytes == 0, problem
+        assert panel_bytes == ceil_div(problem[0] - in_grad_weight, TILE) * TILE * PANEL * 2, problem
+
+
+def test_sm90_budget_comes_from_the_environment(monkeypatch):
+    problem = (16384, 1024, 32000, True, True, True)
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "64M")
+    assert plan_sm90(*problem) == plan_sm90(*problem, 64 * MIB) != plan_sm90(*problem, 512 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({0: -1}, "must not be negative, got rows=-1 hidden=256 vocab=1024"),
+        ({6: 0}, "memory_budget: expected a positive number of bytes, got 0"),
+        ({7: 0}, "clusters is 0, expected at least 1"),
+    ],
+)
+def test_sm90_bad_arguments(changed, words):
+    problem = [300, 256, 1024, True, True, True, MIB, 66]
+    for position, value in changed.items():
+        problem[position] = value
+    with pytest.raises(RuntimeError, match=words):
+        plan_sm90(*problem)

@@ -1,0 +1,145 @@
+"""Errors of the distillation losses: options, tensors, labels and indices that are no class."""
+
+import pytest
+import torch
+from distillation_cases import (
+    DISTANCES,
+    LENGTH,
+    SEQUENCES,
+    VOCAB,
+    call,
+    make,
+    teacher_arguments,
+)
+from losses_cases import leaf
+
+from liger import losses
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**32 + 5])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("name", DISTANCES)
+def test_label_that_is_no_class(device, name, temperature, wrong):
+    """An error on the CPU; on a GPU, where nothing is waited for, the row is nan, as with liger.cross_entropy."""
+    tensors = make(device)
+    module = DISTANCES[name][0](**DISTANCES[name][1], temperature=temperature, return_soft_hard_loss=True)
+    tensors["labels"][0, 1] = wrong
+    tensors["x"] = leaf(tensors["x"])
+    if device.type == "cpu":
+        with pytest.raises(
+            RuntimeError,
+            match=f"FusedLinear.*Loss: true_labels at row 1 is {wrong}, expected 0 <= true_labels < {VOCAB}",
+        ):
+            call(name, module, tensors)
+    else:
+        loss, soft, hard = call(name, module, tensors)
+        (grad,) = torch.autograd.grad(loss, tensors["x"])
+        nan = grad.isnan().any(-1)
+        assert loss.isnan() and hard.isnan() and soft.isfinite()
+        assert nan.nonzero().tolist() == [[0, 1]]
+    # Without cross entropy they say no more than which tokens count.
+    soft = DISTANCES[name][0](**DISTANCES[name][1], weight_hard_loss=0.0, weight_soft_loss=1.0)
+    assert call(name, soft, tensors).isfinite()
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCAB, 2**32 + 5])
+@pytest.mark.parametrize("name", ["top k", "top k renormalised"])
+def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
+    tensors, module = make(device), DISTANCES[name][0](**DISTANCES[name][1])
+    (log_p, indices), _ = teacher_arguments(name, tensors)
+    indices[0, 1, 2] = wrong
+    x = leaf(tensors["x"])
+
+    def run():
+        return module(x, tensors["weight"], log_p, indices, tensors["labels"], tensors["bias"])
+
+    if device.type == "cpu":
+        message = (
+            rf"FusedLinearTopKLoss: teacher_indices at index \(1, 2\) is {wrong}, expected 0 <= .* < {VOCAB}"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            run()
+    else:
+        loss = run()
+        (grad,) = torch.autograd.grad(loss, x)
+        assert loss.isnan() and grad.isnan().any(-1).nonzero().tolist() == [[0, 1]]
+    # Where the log-probability is -inf, the index means nothing.
+    log_p[0, 1, 2] = -torch.inf
+    assert run().isfinite()
+
+
+def test_options():
+    for message, cls, options in (
+        ("FusedLinearJSDLoss: temperature is 0", losses.FusedLinearJSDLoss, {"temperature": 0}),
+        ("FusedLinearKLDivLoss: temperature is nan", losses.FusedLinearKLDivLoss, {"temperature": float("nan")}),
+        ("beta is 1.5, expected a value between 0 and 1", losses.FusedLinearJSDLoss, {"beta": 1.5}),
+        ("beta is 0, expected a positive, finite value", losses.FusedLinearCosineSimilarityLoss, {"beta": 0}),
+        ("weight_hard_loss is -1", losses.FusedLinearJSDLoss, {"weight_hard_loss": -1}),
+        ("not both 0", losses.FusedLinearJSDLoss, {"weight_hard_loss": 0, "weight_soft_loss": 0}),
+        ("unknown rest 'nothing', expected one of tail, renormalize", losses.FusedLinearTopKLoss, {"rest": "nothing"}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            cls(**options)
+    with pytest.raises(TypeError):
+        losses.FusedLinearJSDLoss(chunk_size=4)
+
+
+def test_bad_input(device):
+    tensors = make(device)
+
+    def refuses(error, match, change=(), name="jsd", **how):
+        with pytest.raises(error, match=match):
+            call(name, DISTANCES[name][0](), tensors | dict(change), **how)
+
+    short = {"teacher_weight": tensors["teacher_weight"][:50], "teacher_bias": None}
+    refuses(RuntimeError, "FusedLinearJSDLoss: teacher_weight has 50 classes, expected 57", short)
+    logits = {"teacher_x": torch.zeros(SEQUENCES, LENGTH, 60, device=device), "teacher_weight": None}
+    refuses(RuntimeError, "teacher_input, without teacher_weight, has 60 classes, expected 57", logits)
+    refuses(ValueError, "FusedLinearJSDLoss: no true_labels", {"labels": None})
+    refuses(RuntimeError, r"true_labels has shape \(18,\)", {"labels": tensors["labels"].flatten()})
+    refuses(RuntimeError, r"mask has shape \(3,\)", mask=tensors["labels"][:, 0])
+    refuses(RuntimeError, r"teacher_input has shape \(3, 5, 40\)", {"teacher_x": tensors["teacher_x"][:, 1:]})
+    refuses(RuntimeError, r"student_input has shape \(24,\)", {"x": tensors["x"][0, 0]})
+    refuses(RuntimeError, "num_items_in_batch has shape", num_items_in_batch=tensors["labels"])
+    refuses(RuntimeError, "teacher requires grad", {"teacher_x": leaf(tensors["teacher_x"])})
+    refuses(RuntimeError, "student_weight has dtype float64", {"weight": tensors["weight"].double()})
+    refuses(RuntimeError, "true_labels has dtype float32", {"labels": tensors["labels"].float()})
+    refuses(
+        RuntimeError,
+        r"teacher_weight has shape \(57, 39\), expected .* of teacher_input, 40",
+        {"teacher_weight": tensors["teacher_weight"][:, 1:]},
+    )
+
+    (log_p, indices), _ = teacher_arguments("top k", tensors)
+    module = losses.FusedLinearTopKLoss()
+    for match, *arguments in (
+        (r"teacher_indices has shape \(3, 5, 5\)", log_p, indices[:, 1:]),
+        (r"teacher_indices has shape \(3, 6, 4\)", log_p, indices[..., 1:]),
+        ("teacher_indices has dtype float32", log_p, indices.float()),
+        ("teacher_logprobs has dtype int64", indices, indices),
+        ("at least one class", log_p[..., :0], indices[..., :0]),
+        ("teacher requires grad", leaf(log_p), indices),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            module(tensors["x"], tensors["weight"], *arguments, tensors["labels"])
+
+
+def test_bad_arguments_of_the_op(device):
+    """What no module passes."""
+    tensors = make(device)
+    x, teacher = (tensors[name].flatten(0, 1) for name in ("x", "teacher_x"))
+    of_heads = [x, tensors["weight"], teacher, tensors["teacher_weight"]]
+
+    def refuses(match, divergence="jsd", indices=None, soft=1.0, hard=0.0, heads=of_heads):
+        with pytest.raises(RuntimeError, match=match):
+            torch.ops.liger.fused_linear_divergence_forward(
+                *heads, indices, *(None,) * 4, divergence, 0.5, 1.0, soft, hard, -100, False, None, None, *(False,) * 3
+            )  # fmt: skip
+
+    refuses("divergence is 'hellinger'", "hellinger")
+    refuses("soft is -1 and hard is 0", soft=-1.0)
+    refuses("soft is 0 and hard is 0", soft=0.0)
+    refuses("no target", hard=1.0)
+    refuses("teacher_indices was given with divergence 'jsd'", indices=teacher.long())
+    refuses("no teacher_indices", "topk", heads=[*of_heads[:3], None])
+    refuses("teacher_weight or teacher_bias was given", "topk", indices=teacher.long())

@@ -1,0 +1,109 @@
+"""Distillation from the teacher's logits, or from log-probabilities of some classes, instead of its hidden states."""
+
+import pytest
+import torch
+from cases import DTYPES
+from distillation_cases import (
+    BUDGETS,
+    DISTANCES,
+    LENGTH,
+    SEQUENCES,
+    VOCAB,
+    call,
+    logits_of,
+    make,
+    teacher_arguments,
+)
+from losses_cases import leaf
+
+from liger import losses
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_logits_of_a_teacher(device, budget):
+    tensors = make(device)
+    module = losses.FusedLinearJSDLoss(memory_budget=budget)
+    expected = call("jsd", module, tensors)
+    x, labels = tensors["x"], tensors["labels"]
+    logits = logits_of(tensors)[1]
+    loss = module(x, tensors["weight"], logits, None, labels, tensors["bias"])
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rest", ["tail", "renormalize"])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_teachers_of_some_classes(device, rest, temperature):
+    """Rows are filled up with -inf of any class; none may be there, or all; a tail may be without mass."""
+    tensors = make(device)
+    module = losses.FusedLinearTopKLoss(rest=rest, temperature=temperature, return_soft_hard_loss=True)
+    name = "top k" if rest == "tail" else "top k renormalised"
+    log_p, indices = teacher_arguments(name, tensors, temperature)[0]
+
+    def run(log_p, indices, mask=None):
+        x, w = leaf(tensors["x"]), leaf(tensors["weight"])
+        loss, *parts = module(x, w, log_p, indices, tensors["labels"], tensors["bias"], mask=mask)
+        return [loss.detach(), *parts, *torch.autograd.grad(loss, (x, w))]
+
+    expected = run(log_p, indices)
+    fill = torch.full_like(log_p[..., :2], -torch.inf)
+    # In front and behind; the class of one of them is that of a real entry, and that of the label.
+    filled = torch.cat([fill, log_p, fill], -1)
+    classes = torch.cat(
+        [indices[..., 3:], indices, tensors["labels"].clamp_min(0)[..., None].expand(fill.shape)], -1
+    )
+    torch.testing.assert_close(run(filled, classes.int()), expected, rtol=1e-5, atol=1e-6)
+
+    # Rows without an entry: their labels count.
+    log_p[0, 1] = -torch.inf
+    _, soft, hard, grad, _ = run(log_p, indices)
+    torch.testing.assert_close(hard, expected[2])
+    labels = tensors["labels"].clone()
+    labels[0, 1] = -100
+    others = module(
+        tensors["x"], tensors["weight"], log_p, indices, labels, tensors["bias"],
+        num_items_in_batch=(tensors["labels"] != -100).sum(),
+    )  # fmt: skip
+    torch.testing.assert_close(soft, others[1], rtol=1e-5, atol=1e-6)
+    ce = losses.FusedLinearTopKLoss(weight_soft_loss=0)
+    x = leaf(tensors["x"])
+    ce(x, tensors["weight"], log_p, indices, tensors["labels"], tensors["bias"]).backward()
+    torch.testing.assert_close(grad[0, 1], x.grad[0, 1], rtol=1e-4, atol=1e-6)
+
+    # All classes: no tail, whose mass is at most rounding.
+    full = logits_of(tensors)[1].div(temperature).log_softmax(-1).sort(-1, descending=True)
+    _, soft, *_, grad, _ = run(*full)
+    expected = losses.FusedLinearKLDivLoss(temperature=temperature)
+    x = leaf(tensors["x"])
+    call("kl", expected, tensors | {"x": x}).backward()
+    torch.testing.assert_close(grad, x.grad, rtol=1e-4, atol=1e-6)
+    assert torch.isfinite(soft)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("name", [n for n in DISTANCES if not n.startswith("top k")])
+def test_logits_of_a_teacher_stay_as_they_are(device, backend, name, temperature, dtype):
+    """Also where nothing may be written: expanded, and of inference mode."""
+    if dtype == torch.float64 and backend != "torch":
+        pytest.skip("float64 is computed by the torch backend alone")
+    if dtype not in DTYPES and dtype != torch.float64:
+        pytest.skip("not computed by Triton's interpreter")
+    tensors, module = make(device, dtype), DISTANCES[name][0](**DISTANCES[name][1], temperature=temperature)
+    row = logits_of(tensors)[1][0, 0].detach()
+    with torch.inference_mode():
+        of_inference = row.expand(SEQUENCES, LENGTH, VOCAB).clone()
+    teachers = (
+        row.expand(SEQUENCES, LENGTH, VOCAB).clone(),
+        row.expand(SEQUENCES, LENGTH, VOCAB),
+        of_inference,
+    )
+    before, results = row.clone(), []
+    for teacher in teachers:
+        given = tensors | {"x": leaf(tensors["x"])}
+        loss = module(given["x"], given["weight"], teacher, None, given["labels"], given["bias"])
+        results.append([loss.detach(), *torch.autograd.grad(loss, given["x"])])
+        assert torch.equal(teacher, before.expand_as(teacher))
+    # Rows that lie differently are added up in another order.
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], **tolerance)
