@@ -27,7 +27,7 @@ PYTEST_ARGS ?=
 SANITIZE_TOOLS ?=
 FUZZ_CASES ?= 100000
 
-.PHONY: demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint clean install-demo install-test
+.PHONY: demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint docs clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
@@ -77,6 +77,18 @@ lint:
 	$(PYTHON) -m ruff format --check
 	$(PYTHON) -m mypy
 	"$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("scripts"))')/clang-format" --dry-run -Werror $(CXX_SOURCES)
+
+# The documentation site in build/site, strictly: a broken link or a page outside the navigation is an error. It has an
+# environment of its own, and needs neither torch nor a build.
+docs: build/docs/installed
+	build/docs/bin/python scripts/docs_site/stage.py build/site-sources
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --strict
+
+build/docs/installed: pyproject.toml
+	python3 -m venv build/docs
+	build/docs/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	build/docs/bin/python -m pip install --quiet --group docs
+	touch $@
 
 install-demo:
 	scripts/install.sh $(PYTHON) demo

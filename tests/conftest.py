@@ -3,6 +3,11 @@
 Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. With a GPU: all three there.
 """
 
+import os
+
+# Before the first import of huggingface_hub. No test needs the hub, but importing bitsandbytes asks it for a kernel.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import pytest
 import torch
 from cases import compiled, poison_memory

@@ -27,6 +27,9 @@ def _parser():
         prog="liger bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPS)} (default: all)")
+    parser.add_argument(
+        "--heads", action="store_true", help="the lm_heads of current models alone: the same as heads"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument(
         "--sweep",
@@ -95,6 +98,8 @@ def _complaint(arguments):
 def main(argv=None):
     """Runs the suite with the given arguments (default: those of the process); returns the exit code."""
     arguments = _parser().parse_args(argv)
+    if arguments.heads:
+        arguments.ops = [*arguments.ops, "heads"]
     complaint = _complaint(arguments)
     if complaint is not None:
         print(f"liger bench: {complaint}", file=sys.stderr)

@@ -84,6 +84,7 @@ __all__ = [
     "use_backend",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_fused_linear_ce",
+    "vocab_parallel_fused_linear_logprobs",
 ]
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from ranks import PATIENCE, WORLD
 
 REPORT = "LIGER_TEST_REPORT"
-# Seconds for the tests of a file, and for the other ranks after one has failed: they may wait for it in vain.
-FILE_TIMEOUT, STRAGGLER_TIMEOUT = 300, 15
+# Seconds for the tests of a file with few tests, for each test of a file with many, and for the other ranks after one
+# has failed: they may wait for it in vain.
+FILE_TIMEOUT, TEST_TIMEOUT, STRAGGLER_TIMEOUT = 300, 7, 15
 
 
 def _free_port():
@@ -41,9 +42,9 @@ def _start(rank, port, node_ids, folder, root):
         return subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
-def _wait(processes):
+def _wait(processes, tests):
     """Ends them all; returns what was wrong with those that did not end by themselves."""
-    deadline = time.monotonic() + FILE_TIMEOUT
+    deadline = time.monotonic() + max(FILE_TIMEOUT, TEST_TIMEOUT * tests)
     while any(p.poll() is None for p in processes):
         if any(p.poll() for p in processes):
             deadline = min(deadline, time.monotonic() + STRAGGLER_TIMEOUT)
@@ -67,7 +68,7 @@ def run(node_ids, root):
         folder, port = Path(name), _free_port()
         processes = [_start(rank, port, node_ids, folder, root) for rank in range(WORLD)]
         try:
-            faults = _wait(processes)
+            faults = _wait(processes, len(node_ids))
         finally:
             for process in processes:
                 process.kill()

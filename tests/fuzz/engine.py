@@ -24,8 +24,8 @@ import liger
 from liger._core.environment import triton_interpreted
 
 CASES = int(os.environ.get("LIGER_FUZZ_CASES", "0"))
-# Shares of all tests together, which each test's own is a part of.
-SHARES = 100
+# The shares of all tests together.
+SHARES = 124
 # Triton's interpreter takes a hundred times as long; on a GPU every test runs once per backend, and Triton compiles.
 DEFAULT_CASES = 100 if triton_interpreted() else 600 if torch.cuda.is_available() else 3000
 
@@ -46,7 +46,7 @@ dtypes, wide_dtypes = _dtypes(True), _dtypes(False)
 
 
 def fuzz(share):
-    """Decorator of a test that takes ``data`` (and fixtures); ``share`` percent of all cases are its own."""
+    """Decorator of a test that takes ``data`` (and fixtures); ``share`` of ``SHARES`` of all cases are its own."""
 
     def decorate(function):
         settings = hypothesis.settings(

@@ -53,6 +53,28 @@ def group_norm(x, groups, weight, bias, eps):
     return (y if bias is None else y + up(bias).reshape(per_channel)).to(x.dtype)
 
 
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+def experts(x, index, weights, gate_up, down, gate_up_bias, down_bias, activate):
+    """One expert after the other, over all tokens; weights of the layout (experts, outputs, inputs).
+
+    ``activate(gate_up)``: the activation times up, (..., 2I) -> (..., I), in float32 or float64.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    weights = up(weights).reshape(-1, index.shape[-1])
+    index = index.reshape(-1, index.shape[-1])
+    result = torch.zeros_like(up(rows))
+    for e in range(gate_up.shape[0]):
+        first = F.linear(rows, gate_up[e], None if gate_up_bias is None else gate_up_bias[e])
+        second = F.linear(
+            activate(up(first)).to(x.dtype), down[e], None if down_bias is None else down_bias[e]
+        )
+        share = torch.where(index == e, weights, 0.0).sum(-1, keepdim=True)
+        result = result + share * up(second)
+    return result.view(x.shape).to(x.dtype)
+
+
 # --- elementwise and rows -----------------------------------------------------------------------------------------
 
 

@@ -42,12 +42,17 @@ def make(family, device="cpu", dtype=torch.float32, **overrides):
         settings = config(family, **overrides)
         name = FAMILIES.get(family, family)
         model = getattr(transformers, f"{name}ForCausalLM")(settings)
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                torch.nn.init.uniform_(parameter, 0.5, 1.5)
-            elif parameter.dim() == 1:
-                torch.nn.init.normal_(parameter, std=0.1)
+        fill(model)
     return model.to(device, dtype).train()
+
+
+def fill(model):
+    """Gives norm weights and biases random values."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, std=0.1)
 
 
 def batch(device="cpu", rows=2, tokens=11):

@@ -54,8 +54,12 @@ class LMHead(NamedTuple):
         )  # fmt: skip
         return RowStatistics(logprobs, entropies, predicted, lse)
 
-    def write_gradient(self, logits, target, rows, grad_logprob, grad_entropy=None):
-        """Overwrites logits with the gradient of ``x @ weight.T + bias``; ``rows`` are their statistics."""
+    def write_gradient(self, logits, target, rows, grad_logprob, grad_entropy=None, vocab_start=0):
+        """Overwrites logits with the gradient of ``x @ weight.T + bias``.
+
+        ``rows`` are their statistics. ``vocab_start`` is the first class of a shard of the classes; the statistics are
+        those of all classes then.
+        """
         neg_grad = grad_logprob * (-1.0 / self.temperature)
         coef_exp, coef_log = neg_grad, None
         if grad_entropy is not None:
@@ -69,7 +73,7 @@ class LMHead(NamedTuple):
             neg_grad,
             None,
             None,
-            0,
+            vocab_start,
             self.ignore_index,
             self._cap,
             coef_log,

@@ -9,11 +9,18 @@ from typing import Any
 
 from .._core.dtensor import is_dtensor, when_dtensor_is_imported
 
-__all__ = ["is_dtensor", "vocab_parallel_cross_entropy", "vocab_parallel_fused_linear_ce"]
+__all__ = [
+    "is_dtensor",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_fused_linear_ce",
+    "vocab_parallel_fused_linear_logprobs",
+]
 
 
 def __getattr__(name: str) -> Any:
     # Imported at first use, because it imports torch.distributed.tensor.
+    if name == "vocab_parallel_fused_linear_logprobs":
+        return getattr(importlib.import_module("liger.distributed.vocab_parallel_logprobs"), name)
     if name.startswith("vocab_parallel_"):
         return getattr(importlib.import_module("liger.distributed.vocab_parallel"), name)
     raise AttributeError(f"module 'liger.distributed' has no attribute '{name}'")

@@ -54,14 +54,21 @@ def metrics_of(return_z_loss, return_logprobs):
 # --- the fused op -------------------------------------------------------------------------------------------------
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
+    """A chunk of rows whose statistics are being exchanged."""
+
     rows: slice
     logits: torch.Tensor
     gathered: torch.Tensor
     work: object
 
+    def wait(self):
+        if self.work is not None:
+            self.work.wait()
+        return self.gathered
 
-class _Gradients:
+
+class Gradients:
     """The gradients of a call, chunk by chunk. The gradient of input is a sum over processes: an asynchronous float32
     all-reduce that overlaps with the next chunk, then rounded once."""
 
@@ -76,6 +83,11 @@ class _Gradients:
         self.bias = input.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
         self.needs_grad = need_input, need_weight, self.bias.numel() > 0
         self.reducing = None
+
+    @property
+    def spare(self):
+        """The memory of the weight gradient if its sum is a separate buffer, else None."""
+        return None if self.sum is self.weight else self.weight
 
     def add(self, rows, dlogits, ignored):
         need_input, need_weight, need_bias = self.needs_grad
@@ -127,6 +139,44 @@ def _chunks(rows, chunk_rows, chunks):
     return [slice(i, min(i + chunk_rows, rows)) for i in range(0, rows, max(chunk_rows, 1))], in_flight
 
 
+class ChunkPlan(NamedTuple):
+    """The chunks of a call, the same on every process."""
+
+    slices: list[slice]
+    in_flight: int  # chunks whose logits are in memory at a time
+    accumulator: int  # bytes of a separate sum of the weight gradient
+
+    @classmethod
+    def of(cls, input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget):
+        rows, hidden = input.shape
+        # Planned from sizes that are equal on all processes, so that all run the same collectives.
+        rank_classes = -(-vocab_size // dist.get_world_size(group))
+        chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
+            rows, hidden, rank_classes, input.element_size(), need_grad_weight, accum_dtype in (None, torch.float32),
+            memory_budget,
+        )  # fmt: skip
+        return cls(*_chunks(rows, chunk_rows, chunks), accumulator)
+
+    def new_logits(self, input, classes, spare=None):
+        """A function of a chunk's number that returns the memory of its logits.
+
+        spare: a tensor whose memory is used instead if it is large enough.
+        """
+        # Rows of logits start at multiples of 16 bytes.
+        per_16_bytes = 16 // input.element_size()
+        stride = -(-classes // per_16_bytes) * per_16_bytes
+        size = max((s.stop - s.start for s in self.slices), default=0) * stride
+        in_spare = spare is not None and self.in_flight * size <= spare.numel()
+        memory = spare.view(-1) if in_spare else input.new_empty(self.in_flight * size)
+
+        def logits_of(index):
+            rows = self.slices[index].stop - self.slices[index].start
+            buffer = memory[index % self.in_flight * size :][: rows * stride]
+            return buffer.view(-1, stride)[:, :classes]
+
+        return logits_of
+
+
 def _fused_forward(input, weight, target, bias, *rest):
     options = CEOptions(*rest[:8])
     (
@@ -136,42 +186,26 @@ def _fused_forward(input, weight, target, bias, *rest):
     # ce_weight has all classes: Rows checks it.
     options._replace(ce_weight=None).check_linear(input, weight, target, bias, accum_dtype, memory_budget)
     group = _resolve_process_group(group_name)
-    (rows, hidden), classes = input.shape, weight.shape[0]
+    classes = weight.shape[0]
     metrics = metrics_of(return_z_loss, return_logprobs)
     whole_rows = Rows(FUSED, input.dtype, classes, target, options, vocab_start, vocab_size, metrics)
-    # Planned from sizes that are equal on all processes, so that all run the same collectives.
-    rank_classes = -(-vocab_size // dist.get_world_size(group))
-    chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
-        rows, hidden, rank_classes, input.element_size(), need_grad_weight, accum_dtype in (None, torch.float32),
-        memory_budget,
-    )  # fmt: skip
-    slices, in_flight = _chunks(rows, chunk_rows, chunks)
+    plan = ChunkPlan.of(input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    gradients = _Gradients(input, weight, bias, group, accumulator, needs_grad)
-
-    # Rows of logits start at multiples of 16 bytes.
-    per_16_bytes = 16 // input.element_size()
-    stride = -(-classes // per_16_bytes) * per_16_bytes
-    size = max((s.stop - s.start for s in slices), default=0) * stride
-    # If the sum of the weight gradient is a separate buffer, the memory of the gradient itself is used for logits.
-    in_grad_weight = accumulator > 0 and in_flight * size <= gradients.weight.numel()
-    memory = gradients.weight.view(-1) if in_grad_weight else input.new_empty(in_flight * size)
+    gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad)
+    logits_of = plan.new_logits(input, classes, gradients.spare)
 
     def finish(chunk):
-        if chunk.work is not None:
-            chunk.work.wait()
-        coefficients = whole_rows.fill(chunk.rows, chunk.gathered)
+        coefficients = whole_rows.fill(chunk.rows, chunk.wait())
         if any(gradients.needs_grad):
             whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
             gradients.add(chunk.rows, chunk.logits, target[chunk.rows] == options.ignore_index)
 
     pending = deque()
-    for index, chunk in enumerate(slices):
-        buffer = memory[index % in_flight * size :][: (chunk.stop - chunk.start) * stride]
-        logits = buffer.view(-1, stride)[:, :classes]
+    for index, chunk in enumerate(plan.slices):
+        logits = logits_of(index)
         write_linear(input[chunk], weight, bias, logits)
-        pending.append(_Chunk(chunk, logits, *gather(whole_rows.stats(chunk, logits), group)))
-        if len(pending) == in_flight:
+        pending.append(Chunk(chunk, logits, *gather(whole_rows.stats(chunk, logits), group)))
+        if len(pending) == plan.in_flight:
             finish(pending.popleft())
     while pending:
         finish(pending.popleft())

@@ -218,8 +218,8 @@ def _make_function(model_type: str) -> Callable[..., None]:
 
     Args:
         rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp,
-        tiled_mlp_num_shards, geglu, layer_norm, relu_squared, gelu, fused_add_rms_norm, rms_norm_gated: as in
-        :func:`liger.patch`.
+        tiled_mlp_num_shards, geglu, layer_norm, relu_squared, gelu, fused_add_rms_norm, rms_norm_gated:
+            as in :func:`liger.patch`.
         model: the model to patch; None: every {model_type} model that is constructed afterwards, until
             ``liger.transformers.revert("{model_type}")`` or a call with every option False.
 

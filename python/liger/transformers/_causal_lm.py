@@ -17,7 +17,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from . import _trials
-from ._loss import LOSS_KEYWORDS, CausalLMRecipe, HeadCall, LossCall, heads_of
+from ._heads import heads_of, needs_logits
+from ._loss import LOSS_KEYWORDS, CausalLMRecipe, HeadCall, LossCall
 
 logger = logging.getLogger("liger.transformers")
 
@@ -50,15 +51,15 @@ def causal_lm(module, fused):
         return "its head is not one of its submodules"
     if not fused:
         return CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
-    linears = heads_of(head)
-    plain = [getattr(linear, "base_layer", linear) for linear in linears]
-    if not linears or any(_trials.original(linear).forward is not nn.Linear.forward for linear in plain):
-        kind = f"{type(head).__module__}.{type(head).__qualname__}"
-        return f"its head is a {kind}, not a plain linear layer: the loss is computed from full logits"
-    found = _Trial(module, name, plain[0], loss, CLASSES, False).result()
-    if found in (UNKNOWN, READS) and plain[0].out_features * HIDDEN < MOST_ELEMENTS:
+    reason = needs_logits(head)
+    if reason is not None:
+        return reason
+    first = heads_of(head)[0]
+    linear = getattr(first, "base_layer", first)
+    found = _Trial(module, name, linear, loss, CLASSES, False).result()
+    if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MOST_ELEMENTS:
         # The forward may read the shape of the logits, or cut off classes, which shows with all classes only.
-        found = _Trial(module, name, plain[0], loss, plain[0].out_features, True).result()
+        found = _Trial(module, name, linear, loss, linear.out_features, True).result()
     return found
 
 

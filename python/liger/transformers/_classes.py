@@ -15,12 +15,25 @@ from transformers.modeling_utils import PreTrainedModel
 
 
 @functools.cache
+def _metaclass(base):
+    """The metaclass of patched classes whose original has the metaclass ``base``."""
+
+    def __instancecheck__(cls, instance):
+        # Layers of one class may have different recipes, or none. Wrapping policies (FSDP, activation checkpointing)
+        # take the class of one layer, by its name, and test the others with isinstance.
+        target = cls.__dict__.get("_liger_original", cls)
+        return base.__instancecheck__(target, instance)
+
+    return type("Patched", (base,), {"__instancecheck__": __instancecheck__})
+
+
+@functools.cache
 def patched_class(original, recipe):
     """The subclass of ``original`` that the recipe describes; cached, so equal arguments give the same class.
 
     It has the name of the original, by which transformers, PEFT and FSDP policies recognise classes. The printed name
     of a module gets the prefix Liger. A model of transformers does not, because the Trainer decides from its printed
-    name whether to shift labels.
+    name whether to shift labels. ``isinstance`` treats it as the original: every instance of that is one of its own.
     """
 
     def reduce(self, protocol):
@@ -41,7 +54,7 @@ def patched_class(original, recipe):
     }
     if not issubclass(original, PreTrainedModel):
         members["_get_name"] = lambda self: f"Liger{original._get_name(self)}"
-    cls = type(original)(original.__name__, (original,), members)
+    cls = _metaclass(type(original))(original.__name__, (original,), members)
     return cls
 
 
@@ -57,10 +70,21 @@ def recipe_of(module):
 
 def give_class(module, cls):
     """Sets the class of a module, and updates the forward that accelerate stored as ``_old_forward``."""
-    before = type(module).forward
+    stored = _is_of_class(module, "_old_forward")
+    if not overrides_forward(module):
+        module.__dict__.pop("forward", None)
     module.__class__ = cls
-    if getattr(module.__dict__.get("_old_forward"), "__func__", None) is before:
+    if stored:
         module._old_forward = MethodType(cls.forward, module)
+
+
+def overrides_forward(module):
+    """Whether the instance has a forward other than that of its class.
+
+    accelerate stores the forward of the class in the instance when it removes its hooks.
+    """
+    forward = module.__dict__.get("forward")
+    return forward is not None and not (_is_of_class(module, "forward") and forward.__self__ is module)
 
 
 def instance_forward(module):
@@ -68,10 +92,9 @@ def instance_forward(module):
 
     None also for the hooks of accelerate, which call the forward of the class.
     """
-    forward = module.__dict__.get("forward")
-    if forward is None or _is_of_class(module, "_old_forward"):
+    if _is_of_class(module, "_old_forward") or not overrides_forward(module):
         return None
-    return forward
+    return module.__dict__["forward"]
 
 
 def overriding_forward(module):

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from .._core.dtensor import is_dtensor
+from .._core.quantised import is_quantised
 from ..ops.grouped_experts import grouped_experts
 from . import _trials
 
@@ -30,6 +31,7 @@ COUNT_NAMES = ("num_experts", "num_local_experts")
 DEFAULTS = (None, "eager", "grouped_mm", "batched_mm", "liger")
 IMPLEMENTATION = "_experts_implementation"
 _RECIPE = "_liger_experts"
+QUANTISED = "its weights are quantised, and the op needs ordinary tensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +64,18 @@ class ExpertsRecipe:
         # Under autocast the original returns the dtype of its input, too.
         return y.to(hidden_states.dtype)
 
+    def unused_because(self, module):
+        """Why each call reaches the original forward although the module is patched; None if it does not."""
+        return QUANTISED if any(map(is_quantised, self.parameters(module))) else None
+
     def takes(self, module, hidden_states, top_k_index):
-        """Whether the op supports these tensors: not mixed dtypes, DTensors beside plain tensors, other devices."""
+        """Whether the op supports these tensors: not mixed dtypes, quantised weights, DTensors beside plain tensors."""
         parameters, device = self.parameters(module), hidden_states.device.type
         dtypes = {p.dtype for p in parameters}
         return (
             device in ("cpu", "cuda", "meta")
             and (dtypes == {hidden_states.dtype} or torch.is_autocast_enabled(device))
+            and not any(map(is_quantised, parameters))
             and top_k_index.dim() == hidden_states.dim()
             and all(is_dtensor(t) == is_dtensor(hidden_states) for t in (*parameters, top_k_index))
         )
@@ -107,6 +114,8 @@ def experts(module, activations):
         "act_fn"
     }:  # fmt: skip
         return "its experts have other parameters than two projections with or without biases"
+    if any(map(is_quantised, module._parameters.values())):
+        return QUANTISED
     implementation = getattr(getattr(module, "config", None), IMPLEMENTATION, None)
     if implementation not in DEFAULTS:
         return f"its experts_implementation is {implementation!r}"

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from .._core.dtensor import is_dtensor
+from .._core.quantised import is_quantised
+from ._classes import overrides_forward
 
 
 def is_lora_linear(module):
@@ -33,9 +35,9 @@ def _is_readable(linear):
     # A weight with ds_id is gathered by ZeRO-3 inside a call of its layer only.
     return (
         forward is nn.Linear.forward
-        and "forward" not in linear.__dict__
+        and not overrides_forward(linear)
         and not any(hooks)
-        and not (is_dtensor(weight) or hasattr(weight, "ds_id"))
+        and not (is_dtensor(weight) or is_quantised(weight) or hasattr(weight, "ds_id"))
     )
 
 

@@ -21,6 +21,7 @@ from .._core.dtensor import is_dtensor
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import give_class, patched_class, recipe_of
+from ._heads import heads_of, needs_logits
 from ._lora_head import is_lora_linear, low_rank_parts, supports
 from ._low_rank import low_rank_ce
 from ._reuse import can_share, lookup
@@ -120,10 +121,13 @@ class LossCall:
                 "with fused_linear_cross_entropy=False"
             )
         # The output of the head's call, not self.loss: hooks on the head may have wrapped it, to gather the weight
-        # before the backward. A transformed loss is wrong, and the sum with factor 0 keeps its graph node.
-        if self.recipe.softcap is None and self.recipe.scale == 1:
-            return logits if not logits.dim() else logits.reshape(())
-        return self.loss + 0.0 * (logits if not logits.dim() else logits.reshape(()))
+        # before the backward.
+        output = logits if not logits.dim() else logits.reshape(())
+        if self.recipe.softcap is None and self.recipe.scale == 1 and output.dtype == self.loss.dtype:
+            return output
+        # A transformed loss is wrong, and one that a mixed-precision policy has cast (output_dtype of FSDP2) is
+        # rounded. The sum with factor 0 keeps its graph node; the clamp, because a cast to float16 may be infinite.
+        return self.loss + 0.0 * output.clamp(-1.0, 1.0)
 
 
 class HeadCall:
@@ -245,6 +249,24 @@ class CausalLMRecipe:
     shaped: bool = False
 
     @property
+    def follows_head(self):
+        """Whether a linear layer that replaces the head is another such head: the trial did not depend on classes."""
+        return self.classes is None and not self.shaped
+
+    def head_of(self, model):
+        return functools.reduce(getattr, self.head_name.split("."), model)
+
+    def unused_because(self, model):
+        """Why the loss is computed from full logits although the model is patched; None if the head computes it."""
+        if not self.fused:
+            return None
+        head = self.head_of(model)
+        reason = needs_logits(head)
+        if reason is None and not self.follows_head and any(recipe_of(m) is None for m in heads_of(head)):
+            return "its head was replaced: the loss is computed from full logits until liger.patch is called again"
+        return reason
+
+    @property
     def loss_function(self):
         return loss_from_logits if self.shift else _unshifted_loss_from_logits
 
@@ -270,37 +292,19 @@ def _set_loss_function(self, value):
     self._loss_function = value
 
 
-def heads_of(head):
-    """The modules of a head that may compute the loss: its nn.Linear modules, or a LoRA layer around one."""
-    return [head] if is_lora_linear(head) and supports(head) else linear_heads(head)
-
-
 def head_recipe(head):
     return LoraHeadRecipe() if is_lora_linear(head) else HeadRecipe()
 
 
-def _patched_heads(head):
+def _patched_heads(head, recipe):
     """The modules of a head that a patched model may give its labels to."""
     heads = heads_of(head)
-    for module in heads:
-        # Adapters that were added after patching: the linear layer in them was patched as the head.
-        adopted = is_lora_linear(module) and recipe_of(module.base_layer) == HeadRecipe()
-        if adopted and recipe_of(module) is None and not torch.compiler.is_compiling():
-            give_class(module, patched_class(type(module), LoraHeadRecipe()))
+    if recipe.follows_head and not torch.compiler.is_compiling():
+        # A head that has been replaced since: adapters were added or merged, or the vocabulary was resized.
+        for module in heads:
+            if recipe_of(module) is None:
+                give_class(module, patched_class(type(module), head_recipe(module)))
     return [module for module in heads if recipe_of(module) is not None]
-
-
-def linear_heads(head):
-    """The nn.Linear modules of a head: itself, or the copies in PEFT's wrapper for ``modules_to_save``."""
-    if isinstance(head, nn.Linear):
-        return [head]
-    copies = getattr(head, "modules_to_save", None)
-    inner = (
-        [getattr(head, "original_module", None), *copies.values()]
-        if isinstance(copies, nn.ModuleDict)
-        else [None]
-    )
-    return inner if all(isinstance(module, nn.Linear) for module in inner) else []
 
 
 def sharing_embeddings(module, heads):
@@ -322,10 +326,10 @@ def _fused_forward(original, recipe):
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)
         call = None
         if skip and getattr(self, "_loss_function", None) is None:
-            head = functools.reduce(getattr, recipe.head_name.split("."), self)
-            heads = _patched_heads(head)
+            head = recipe.head_of(self)
+            heads = _patched_heads(head, recipe)
             if not heads and not torch.compiler.is_compiling():
-                _warn_about_head(type(head))
+                _warn_about_head(recipe.unused_because(self))
             call = LossCall(
                 self, heads, labels, {n: kwargs[n] for n in recipe.keywords if n in kwargs}, recipe
             )
@@ -336,16 +340,15 @@ def _fused_forward(original, recipe):
             output = original.forward(self, *args, **kwargs)
         return _without_logits(output, call) if skip else output
 
+    # accelerate's unwrap_model follows __wrapped__ to the end, and would restore the original forward.
+    forward.__signature__ = inspect.signature(original.forward)
+    del forward.__wrapped__
     return forward
 
 
 @functools.cache
-def _warn_about_head(cls):
-    logger.warning(
-        "liger: the head is a %s.%s, not the linear layer that was patched: the loss is computed from full logits",
-        cls.__module__,
-        cls.__name__,
-    )
+def _warn_about_head(reason):
+    logger.warning("liger: a model was patched, but now %s", reason)
 
 
 def _without_logits(output, call):

@@ -12,10 +12,12 @@ from torch import nn
 
 from .._core.dtensor import is_dtensor
 from .._core.gated import GELU_NAMES
+from .._core.quantised import is_quantised
 from .._tiled import tiled
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.swiglu import swiglu, swiglu_packed
 from ..ops.tiled_mlp import tiled_mlp
+from ._classes import overrides_forward
 from ._reuse import linear_over
 
 # Activation -> (option of patch, op for separate gate and up, op for packed gate and up).
@@ -122,9 +124,9 @@ class TiledMLPRecipe:
 
 
 def _is_plain_linear(projection):
-    """Whether a layer is a plain nn.Linear with an unsharded weight and without hooks."""
-    own_forward = type(projection).forward is not nn.Linear.forward or "forward" in projection.__dict__
-    if own_forward or is_dtensor(projection.weight):
+    """Whether a layer is a plain nn.Linear without hooks, with an unsharded weight that is not quantised."""
+    own_forward = type(projection).forward is not nn.Linear.forward or overrides_forward(projection)
+    if own_forward or is_dtensor(projection.weight) or is_quantised(projection.weight):
         return False
     # The hooks of ZeRO-3 only gather the weight, and reading the weight gathers it as well.
     partitioned = hasattr(projection.weight, "ds_id")

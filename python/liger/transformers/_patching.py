@@ -11,7 +11,8 @@ from torch import nn
 
 from . import _activations, _behaviour, _causal_lm, _experts, _gated_norms, _layers, _norms, _rotary, _trials
 from ._classes import give_class, instance_forward, patched_class, recipe_of, restore_class
-from ._loss import EmbeddingRecipe, head_recipe, heads_of, sharing_embeddings
+from ._heads import heads_of
+from ._loss import EmbeddingRecipe, head_recipe, sharing_embeddings
 from ._options import Options, check_names
 from ._report import LEFT, PatchReport, covered_parts, function_of, override_reason, patch_report
 

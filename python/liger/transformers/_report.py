@@ -144,6 +144,9 @@ def _state(module):
     kind = getattr(recipe, "kind", None)
     if kind is not None and forward is not None:
         return None, override_reason(forward)
+    if hasattr(recipe, "unused_because"):
+        unused = recipe.unused_because(module)
+        return (kind, None) if unused is None else (None, unused)
     return kind, reason
 
 

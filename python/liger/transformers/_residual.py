@@ -14,6 +14,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from .._core.dtensor import is_dtensor
 from ..ops.rms_norm import fused_add_rms_norm
+from ._classes import overrides_forward
 from ._norms import NormRecipe
 
 
@@ -120,7 +121,7 @@ def _is_called_plainly(module):
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return not any(hooks) and "forward" not in module.__dict__ and not _has_any_global_hook()
+    return not any(hooks) and not overrides_forward(module) and not _has_any_global_hook()
 
 
 class Parameters:

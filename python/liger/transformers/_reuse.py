@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .._core.autograd import is_traced, may_write_saved
+from ._classes import overrides_forward
 
 # --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
 
@@ -88,7 +89,7 @@ def can_share(embedding, head):
         and embedding.max_norm is None
         and not (embedding.sparse or embedding.scale_grad_by_freq)
         and not (embedding._forward_pre_hooks or head._forward_pre_hooks or head._forward_hooks)
-        and not any("forward" in module.__dict__ for module in (embedding, head))
+        and not any(map(overrides_forward, (embedding, head)))
     )
 
 
@@ -152,7 +153,7 @@ def linear_over(layer, x):
     if (
         getattr(type(layer), "forward", None) is nn.Linear.forward
         and type(weight) is nn.Parameter
-        and not (layer._forward_pre_hooks or layer._forward_hooks or "forward" in layer.__dict__)
+        and not (layer._forward_pre_hooks or layer._forward_hooks or overrides_forward(layer))
         and not (layer._backward_pre_hooks or layer._backward_hooks)
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)

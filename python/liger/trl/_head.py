@@ -13,7 +13,7 @@ from torch import nn
 from trl.trainer.utils import FusedCausalLMOutput
 
 from .._core.dtensor import is_dtensor
-from ..transformers._loss import linear_heads
+from ..transformers._heads import linear_heads
 from ._scores import Scores, Transform, score, top1, with_logit_statistics
 
 
@@ -64,7 +64,7 @@ def call_head(head, hidden, function):
     if call.result is None:
         raise RuntimeError(
             f"liger.trl: the head is a {type(head).__module__}.{type(head).__qualname__}, expected a torch.nn.Linear "
-            "with a whole weight (no adapter in target_modules, no tensor parallelism)"
+            "with a whole weight (no adapter in target_modules, no quantisation, no tensor parallelism)"
         )
     outputs = iter(differentiable)
     result = (t if t is None or not t.requires_grad else next(outputs) for t in call.result)

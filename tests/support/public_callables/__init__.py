@@ -27,6 +27,7 @@ EXEMPT = {
     "use_backend": "no tensors",
     "vocab_parallel_cross_entropy": "several processes: tests/ops/test_vocab_parallel.py",
     "vocab_parallel_fused_linear_ce": "several processes: tests/ops/test_vocab_parallel.py",
+    "vocab_parallel_fused_linear_logprobs": "several processes: tests/ops/test_vocab_parallel_logprobs.py",
     "nn.VocabParallelFusedLinearCrossEntropyLoss": "several processes: tests/ops/test_vocab_parallel.py",
     "losses.FusedLinearLoss": "a base class",
     "losses.PreferenceLoss": "a base class",

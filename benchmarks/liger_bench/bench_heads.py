@@ -1,0 +1,207 @@
+"""The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options than
+bench_fused_linear_ce.py, beside every peer that takes them. ``docs/performance/heads.md`` has floors and goals.
+
+The ceiling is the three GEMMs by cuBLAS, with the vocabulary rounded down to a multiple of 128 classes: cuBLAS takes
+several times as long for rows that are not aligned.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import liger
+
+from .bench_fused_linear_ce import REFERENCE_ROWS, three_gemms
+from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
+from .harness import Contest, Provider, Row, normal, targets, training_work
+
+# Classes per tile of TRL's head, as its trainers call it.
+TRL_CLASSES = 8192
+
+
+@dataclass(frozen=True)
+class Head:
+    """The sizes of a head, and the options of its loss."""
+
+    model: str
+    tokens: int
+    hidden: int
+    vocabulary: int
+    dtype: torch.dtype | None = None  # None: that of the run
+    bias: bool = False
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+
+    @property
+    def plain(self):
+        return not (self.bias or self.softcap or self.label_smoothing)
+
+    @property
+    def name(self):
+        parts = (
+            str(self.dtype).removeprefix("torch.") if self.dtype else "",
+            "bias" if self.bias else "",
+            f"softcap {self.softcap:g}" if self.softcap else "",
+            f"label smoothing {self.label_smoothing:g}" if self.label_smoothing else "",
+        )
+        size = f"{self.tokens}x{self.hidden}x{self.vocabulary}"
+        return ", ".join((f"heads {self.model} {size}", *filter(None, parts)))
+
+
+LLAMA = 2048, 128256
+HEADS = (
+    Head("Llama-3.2-1B", 8192, *LLAMA),
+    Head("Qwen3-4B", 8192, 2560, 151936),
+    Head("Qwen3-8B", 8192, 4096, 151936),
+    Head("Qwen3.5-2B", 16384, 2048, 248320),
+    Head("gemma-3-270m", 8192, 640, 262144),
+    Head("gemma-3-1b", 8192, 1152, 262144),
+    Head("Qwen2.5-0.5B", 8192, 896, 151936),
+    Head("gpt-oss-20b", 8192, 2880, 201088),
+    Head("Phi-3", 8192, 3072, 32064),
+    Head("Llama-3.2-1B, one class more", 8192, 2048, 128257),
+    Head("Llama-3.2-1B", 8192, *LLAMA, dtype=torch.float16),
+    Head("gemma-2-2b", 8192, 2304, 256000, softcap=30.0),
+    Head("Llama-3.2-1B", 8192, *LLAMA, bias=True),
+    Head("Llama-3.2-1B", 8192, *LLAMA, label_smoothing=0.1),
+    Head("Llama-3-8B", 512, 4096, 128256),
+    Head("Llama-3.2-1B", 131072, *LLAMA),
+)
+QUICK = HEADS[0], HEADS[4], HEADS[9]
+TINY = (
+    Head("tiny", 14, 16, 50),
+    Head("tiny", 14, 24, 51, bias=True, softcap=5.0),
+    Head("tiny", 14, 16, 50, label_smoothing=0.1),
+)
+
+
+def _logits(head, t):
+    logits = F.linear(t["input"], t["weight"], t.get("bias"))
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _eager(head):
+    return lambda t: F.cross_entropy(
+        _logits(head, t).float(), t["target"], label_smoothing=head.label_smoothing
+    )
+
+
+def _ours(head):
+    options = {"softcap": head.softcap, "label_smoothing": head.label_smoothing}
+    return lambda t: liger.fused_linear_ce(t["input"], t["weight"], t["target"], t.get("bias"), **options)
+
+
+def _liger_kernel(head, accum_dtype):
+    # input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+    # return_z_loss, accum_dtype
+    options = None, -100, 0.0, head.label_smoothing, "mean", head.softcap, False, accum_dtype
+    return lambda t: peer("liger_kernel.ops", "LigerFusedLinearCrossEntropyFunction").apply(
+        t["input"], t["weight"], t["target"], t.get("bias"), *options
+    )[0]
+
+
+def _trl(head):
+    # hidden, weight, bias, targets, temperature, classes per tile, softcap, scale of the logits, further outputs
+    return lambda t: -peer("trl.kernels.chunked_logprob", "ChunkedLogProbFunction").apply(
+        t["input"], t["weight"], t.get("bias"), t["target"], 1.0, TRL_CLASSES, head.softcap, 1.0, ()
+    )[0].mean()  # fmt: skip
+
+
+def _torch(t):
+    options = torch.nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(t["input"], t["weight"], t["target"], options=options)
+
+
+def _cut_cross_entropy(head):
+    return lambda t: peer("cut_cross_entropy", "linear_cross_entropy")(
+        t["input"], t["weight"], t["target"], t.get("bias"), softcap=head.softcap
+    )
+
+
+def _quack(t):
+    function = peer("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+    return function(t["input"], t["weight"], t["target"], chunk_size=4096, tuned=False)
+
+
+def _candidates(options, head):
+    candidates = [
+        *ours(options, _ours(head)),
+        liger_kernel(_liger_kernel(head, None)),
+        liger_kernel(_liger_kernel(head, torch.float32), " fp32 sum"),
+        *compiled(options, _eager(head)),
+    ]
+    if not head.label_smoothing:
+        candidates += [
+            Candidate("TRL", _trl(head), needs=("trl", "transformers", "triton")),
+            Candidate("cut-cross-entropy", _cut_cross_entropy(head), needs=("cut_cross_entropy",)),
+        ]
+    if head.plain:
+        candidates.append(quack(_quack))
+        if hasattr(F, "linear_cross_entropy"):
+            candidates.append(Candidate("torch F.linear_cross_entropy", _torch))
+    return selected(options, candidates)
+
+
+def _reference(head):
+    """The float32 result, in blocks of rows."""
+
+    def run(inputs):
+        leaves = {n: t.float().requires_grad_() for n, t in inputs.items() if n != "target"}
+        rows, names = inputs["input"].shape[0], list(leaves)
+        loss, grads = 0.0, [torch.zeros_like(leaves[n]) for n in names]
+        for part in torch.arange(rows, device=inputs["input"].device).split(REFERENCE_ROWS):
+            t = {**leaves, "input": leaves["input"][part]}
+            value = F.cross_entropy(
+                _logits(head, t),
+                inputs["target"][part],
+                reduction="sum",
+                label_smoothing=head.label_smoothing,
+            )
+            for total, grad in zip(
+                grads, torch.autograd.grad(value / rows, [leaves[n] for n in names]), strict=True
+            ):
+                total += grad
+            loss = loss + value.detach() / rows
+        return {"loss": loss, **{f"d{n}": g for n, g in zip(names, grads, strict=True)}}
+
+    return run
+
+
+def _row(options, head):
+    dtype = options.dtype if head.dtype is None else head.dtype
+    # Logits with standard deviation 2.5, as in a trained model.
+    std = 0.02
+
+    def inputs():
+        made = {
+            "input": normal(options, head.tokens, head.hidden, std=2.5 / (std * head.hidden**0.5)),
+            "weight": normal(options, head.vocabulary, head.hidden, std=std),
+        }
+        if head.bias:
+            made["bias"] = normal(options, head.vocabulary, std=0.5)
+        made = {name: t.to(dtype) for name, t in made.items()}
+        return {**made, "target": targets(options, head.tokens, head.vocabulary)}
+
+    leaves = ("input", "weight", "bias") if head.bias else ("input", "weight")
+    return Row(
+        "heads",
+        head.name,
+        inputs,
+        [
+            *providers(_candidates(options, head), training_work, (), leaves),
+            Provider("three GEMMs", three_gemms(multiple=128), "ceiling"),
+        ],
+        _reference(head),
+        rounds=5,
+        burst=1,
+        heat_ms=100,
+        contests=(Contest(label="it sums dW in bfloat16"),),
+        work="heads",
+        shape={"tokens": head.tokens, "hidden size": head.hidden, "vocabulary": head.vocabulary},
+    )
+
+
+def rows(options):
+    for head in options.pick(HEADS, QUICK, TINY):
+        yield _row(options, head)

@@ -1,0 +1,235 @@
+"""The op of vocabulary-parallel log-probabilities: schemas, kernels, fakes and autograd.
+
+docs/vocab_parallel.md says which data is exchanged and when.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from .._core.autograd import differentiable, differentiable_once
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.lm_head import LMHead, RowStatistics, check_head
+from ._vocab_parallel_ops import Chunk, ChunkPlan, Gradients
+from ._vocab_shards import gather
+
+LOGPROBS = "vocab_parallel_fused_linear_logprobs"
+# In targets that count from the first class of a process; no class has this index.
+_IGNORED = -100
+
+_library = torch.library.Library("liger_distributed", "FRAGMENT")
+_LAYER = "Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap"
+_PLAN = "int? memory_budget, int vocab_start, int vocab_size, str group_name"
+_library.define(
+    f"fused_linear_logprobs_forward({_LAYER}, {_PLAN}, bool return_entropy, bool return_argmax)"
+    " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor lse)"
+)
+# lse, entropy: results of the forward, of rows over all classes.
+_library.define(
+    f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor lse, Tensor entropy,"
+    f" {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+    " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
+)
+
+
+class _Shard(NamedTuple):
+    """Statistics of rows over the classes of one process, or of every process after the exchange. Each process adds in
+    the order of ranks, so all get the same bits."""
+
+    lse: torch.Tensor
+    logprobs: torch.Tensor  # of the target; -inf on the processes without it
+    entropy: torch.Tensor | None
+    highest: torch.Tensor | None  # the largest logit
+    argmax: torch.Tensor | None  # its class, an int32 with the bits of a float
+
+    @classmethod
+    def of(cls, head, logits, target, vocab_start, return_entropy, return_argmax):
+        """target: of the rows, counted from the first class of this process."""
+        classes = logits.shape[1]
+        present = (target >= 0) & (target < classes)
+        ignored = target == _IGNORED
+        # The op needs a class for the rows whose target another process has.
+        rows = head.statistics(logits, torch.where(present | ignored, target, 0), return_entropy, argmax=True)
+        column = rows.argmax.clamp(min=0)
+        highest = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(rows.lse.dtype)
+        # Without a class that has probability here, the statistics are NaN.
+        empty = highest == -torch.inf
+        lse = torch.where(empty, -torch.inf, rows.lse)
+        logprobs = torch.where(present & ~empty, rows.logprobs, -torch.inf)
+        entropy = torch.where(empty, 0.0, rows.entropy) if return_entropy else None
+        if not return_argmax:
+            return cls(lse, logprobs, entropy, None, None)
+        return cls(lse, logprobs, entropy, highest, _as_bits(column + vocab_start, lse.dtype))
+
+    def stacked(self):
+        return torch.stack([t for t in self if t is not None])
+
+    @classmethod
+    def unstacked(cls, gathered, return_entropy, return_argmax):
+        parts = iter(gathered.unbind(1))
+        flags = (True, True, return_entropy, return_argmax, return_argmax)
+        return cls(*(next(parts) if flag else None for flag in flags))
+
+    def merged(self):
+        """:class:`RowStatistics` over all classes."""
+        reference = self.lse.amax(0)
+        # A row of -inf: avoids inf - inf.
+        finite = torch.where(reference == -torch.inf, 0.0, reference)
+        lse = reference + (self.lse - finite).exp().sum(0).log()
+        log_share = self.lse - lse
+        logprobs = (self.logprobs + log_share).amax(0)
+        entropy = argmax = lse.new_empty(0)
+        if self.entropy is not None:
+            # The entropy of a mixture: -sum(p log p) with p = share * q, q the softmax over the classes of a process.
+            share = log_share.exp()
+            entropy = torch.where(share == 0.0, 0.0, share * (self.entropy - log_share)).sum(0)
+        if self.argmax is not None:
+            classes = _as_classes(self.argmax)
+            is_highest = (self.highest == self.highest.amax(0)) | self.highest.isnan()
+            argmax = torch.where(is_highest, classes, torch.iinfo(torch.int64).max).amin(0)
+        return RowStatistics(logprobs, entropy, argmax, lse)
+
+
+def _as_bits(classes, dtype):
+    """Integers as floats of the same bits: a float32 has not enough digits for every class."""
+    return classes.to(torch.int64 if dtype == torch.float64 else torch.int32).view(dtype)
+
+
+def _as_classes(bits):
+    return bits.view(torch.int64 if bits.dtype == torch.float64 else torch.int32).long()
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+
+def _forward(
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, vocab_start, vocab_size, group_name,
+    return_entropy, return_argmax,
+):  # fmt: skip
+    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    group = _resolve_process_group(group_name)
+    head = LMHead(weight, bias, temperature, _IGNORED, softcap)
+    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+    ignored = target == ignore_index
+    local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
+    # A target below the classes of a process must not look ignored.
+    local = torch.where(~ignored & (local < 0), weight.shape[0], local)
+    logprobs, lse = input.new_empty(rows, dtype=wide), input.new_empty(rows, dtype=wide)
+    entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
+    argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
+
+    def finish(chunk):
+        every = _Shard.unstacked(chunk.wait(), return_entropy, return_argmax)
+        merged = every.merged()
+        left_out, y = ignored[chunk.rows], target[chunk.rows]
+        # A target that is no class: only a CUDA tensor can have one.
+        found = torch.where((y >= 0) & (y < vocab_size), merged.logprobs, torch.nan)
+        logprobs[chunk.rows] = found.masked_fill_(left_out, 0.0)
+        lse[chunk.rows] = merged.lse.masked_fill_(left_out, 0.0)
+        if return_entropy:
+            entropy[chunk.rows] = merged.entropy.masked_fill_(left_out, 0.0)
+        if return_argmax:
+            argmax[chunk.rows] = merged.argmax.masked_fill_(left_out, -1)
+
+    plan = ChunkPlan.of(input, group, vocab_size, False, None, memory_budget)
+    logits_of = plan.new_logits(input, weight.shape[0])
+    pending = deque()
+    for index, chunk in enumerate(plan.slices):
+        logits = logits_of(index)
+        head.write_logits(input[chunk], logits)
+        shard = _Shard.of(head, logits, local[chunk], vocab_start, return_entropy, return_argmax)
+        pending.append(Chunk(chunk, logits, *gather(shard.stacked(), group)))
+        if len(pending) == plan.in_flight:
+            finish(pending.popleft())
+    while pending:
+        finish(pending.popleft())
+    return logprobs, entropy, argmax, lse
+
+
+def _backward_kernel(
+    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, lse, entropy,
+    memory_budget, vocab_start, vocab_size, group_name, *needs_grad,
+):  # fmt: skip
+    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    group = _resolve_process_group(group_name)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap)
+    plan = ChunkPlan.of(input, group, vocab_size, needs_grad[1], None, memory_budget)
+    gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad)
+    logits_of = plan.new_logits(input, weight.shape[0], gradients.spare)
+    for index, chunk in enumerate(plan.slices):
+        logits, y = logits_of(index), target[chunk]
+        head.write_logits(input[chunk], logits)
+        with_entropy = grad_entropy is not None
+        statistics = RowStatistics(None, entropy[chunk] if with_entropy else None, None, lse[chunk])
+        chunk_grad_entropy = grad_entropy[chunk] if with_entropy else None
+        head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy, vocab_start)
+        gradients.add(chunk, logits, y == ignore_index)
+    return gradients.finish()
+
+
+_library.impl("fused_linear_logprobs_forward", _forward, "CompositeExplicitAutograd")
+_library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExplicitAutograd")
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@register_fake("liger_distributed::fused_linear_logprobs_forward")
+def _(input, *arguments):
+    (rows, _hidden), wide = input.shape, accumulate_dtype(input.dtype)
+    return_entropy, return_argmax = arguments[-2:]
+    return (
+        input.new_empty((rows,), dtype=wide),
+        input.new_empty((rows if return_entropy else 0,), dtype=wide),
+        input.new_empty((rows if return_argmax else 0,), dtype=torch.int64),
+        input.new_empty((rows,), dtype=wide),
+    )
+
+
+@register_fake("liger_distributed::fused_linear_logprobs_backward")
+def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
+    need_grad_input, need_grad_weight, need_grad_bias = arguments[-3:]
+    return (
+        input.new_empty(input.shape if need_grad_input else (0,)),
+        input.new_empty(weight.shape if need_grad_weight else (0,)),
+        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+    )
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def _setup(ctx, inputs, output):
+    input, weight, target, bias, *options, with_entropy, _ = inputs
+    _logprobs, entropy, argmax, lse = output
+    ctx.save_for_backward(input, weight, target, bias, lse, entropy)
+    ctx.options = options
+    ctx.mark_non_differentiable(argmax, lse, *(() if with_entropy else (entropy,)))
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once(LOGPROBS)
+def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
+    result = [None] * 13
+    if grad_logprobs is None and grad_entropy is None:
+        return tuple(result)
+    if grad_logprobs is None:
+        grad_logprobs = torch.zeros_like(grad_entropy)
+    input, weight, target, bias, lse, entropy = ctx.saved_tensors
+    positions = (0, 1, 3)  # of input, weight and bias among the arguments
+    needed = [ctx.needs_input_grad[i] for i in positions]
+    grads = torch.ops.liger_distributed.fused_linear_logprobs_backward.default(
+        grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options[:3], lse, entropy, *ctx.options[3:],
+        *needed,
+    )  # fmt: skip
+    for position, grad, need in zip(positions, grads, needed, strict=True):
+        result[position] = grad if need else None
+    return tuple(result)
+
+
+logprobs_op = differentiable(
+    torch.ops.liger_distributed.fused_linear_logprobs_forward.default, _setup, _backward
+)

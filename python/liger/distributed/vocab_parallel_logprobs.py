@@ -1,0 +1,143 @@
+"""Log-probabilities of targets under an lm_head whose vocabulary is sharded over the processes of a group.
+
+docs/vocab_parallel.md says which data is exchanged and when.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from .._core.arguments import (
+    ANYTHING,
+    HEAD,
+    INTEGER,
+    RETURNS,
+    LayerNames,
+    arguments,
+    check_given_classes,
+    check_layer,
+)
+from .._core.autocast import autocast_operands
+from .._core.loss_rows import flatten_rows
+from .._core.memory_budget import check_budget_variable
+from ..ops.fused_linear_logprobs import LogProbs
+from ._vocab_parallel_logprobs_op import LOGPROBS, logprobs_op
+from ._vocab_shards import find_shard, local_shard, replicated_tensor
+
+_NAMES = LayerNames("hidden", "weight", "targets")
+_checked = arguments(**HEAD, **RETURNS, group=ANYTHING, vocab_start=INTEGER, vocab_size=INTEGER)
+
+
+# Any: with a flag that is a bool variable the result may also be the log-probabilities alone.
+@overload
+def vocab_parallel_fused_linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    memory_budget: int | None = ...,
+    return_entropy: Literal[False] = ...,
+    return_argmax: Literal[False] = ...,
+    *,
+    group: dist.ProcessGroup | None = ...,
+    vocab_start: int | None = ...,
+    vocab_size: int | None = ...,
+) -> torch.Tensor: ...
+@overload
+def vocab_parallel_fused_linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    memory_budget: int | None = ...,
+    return_entropy: bool = ...,
+    return_argmax: bool = ...,
+    *,
+    group: dist.ProcessGroup | None = ...,
+    vocab_start: int | None = ...,
+    vocab_size: int | None = ...,
+) -> LogProbs | Any: ...
+@_checked
+def vocab_parallel_fused_linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    memory_budget: int | None = None,
+    return_entropy: bool = False,
+    return_argmax: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+) -> torch.Tensor | LogProbs:
+    """:func:`liger.fused_linear_logprobs` of a weight whose rows, the classes, are sharded over the processes of a
+    group.
+
+    Every process calls it with the same hidden states, targets and options, and with its own shard of the weight.
+    Logits are not exchanged, only two numbers per row, one more with the entropy and two more with the argmax.
+
+    Args:
+        hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), the same on every process. A
+            DTensor over the group, for example sharded by tokens, is gathered first.
+        weight: (classes of this process, H), the dtype of hidden; or a DTensor (V, H) with placement ``Shard(0)`` on a
+            mesh of one dimension.
+        targets: (...), int64 or int32 class indices among all V classes.
+        bias: (classes of this process,), the dtype of hidden, or a DTensor like the weight.
+        temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax: as in
+            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process.
+        group: the processes over which the vocabulary is sharded. None: the mesh of a DTensor weight, else all
+            processes.
+        vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
+            ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
+
+    Returns:
+        As :func:`liger.fused_linear_logprobs`: the log-probabilities, or a :class:`LogProbs`, with the same bits on
+        every process. Every process gets the complete gradient of hidden, and the gradients of its own shards of weight
+        and bias.
+
+    Raises:
+        TypeError: an argument of another type.
+        RuntimeError: as :func:`liger.fused_linear_logprobs`; no process group, or this process is not a member; a shard
+            that does not fit the vocabulary; a DTensor with another placement or mesh.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+
+    Source: the exchange is that of :func:`liger.vocab_parallel_fused_linear_ce`; the entropy is that of a mixture of
+    the softmax distributions of all processes.
+    """
+    check_budget_variable(memory_budget)
+    weight, group, vocab_size = local_shard(LOGPROBS, "weight", weight, 0, group, vocab_size)
+    bias, group, vocab_size = local_shard(LOGPROBS, "bias", bias, 0, group, vocab_size)
+    if weight.dim() != 2:
+        raise RuntimeError(f"{LOGPROBS}: weight has shape {tuple(weight.shape)}, expected (classes, hidden)")
+    shards = find_shard(LOGPROBS, "weight", weight.shape[0], group, vocab_start, vocab_size)
+    named = {"hidden": hidden, "targets": targets}
+    hidden, targets = (replicated_tensor(LOGPROBS, name, t, group) for name, t in named.items())
+    hidden, weight, bias = autocast_operands(hidden, weight, bias)
+    rows, flat, _ = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
+    check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat)
+    check_given_classes(LOGPROBS, _NAMES.target, targets, shards.vocab, ignore_index)
+    logprobs, entropy, argmax, _ = logprobs_op(
+        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, *shards, return_entropy,
+        return_argmax,
+    )  # fmt: skip
+    logprobs = logprobs.view(targets.shape)
+    if not (return_entropy or return_argmax):
+        return logprobs
+    return LogProbs(
+        logprobs,
+        entropy.view(targets.shape) if return_entropy else None,
+        argmax.view(targets.shape) if return_argmax else None,
+    )

@@ -1,0 +1,139 @@
+"""Griffe extension: docstrings of the sources, which use Sphinx roles, as Markdown, and names imported at first use.
+
+The sources remain readable in ``help()``; all differences are handled here, for every docstring alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+import griffe
+
+# Names that a package imports in its ``__getattr__``, which a reader of sources cannot follow.
+LAZY = {
+    "liger.patch": "liger.transformers._patching.patch",
+    "liger.unpatch": "liger.transformers._patching.unpatch",
+    "liger.vocab_parallel_cross_entropy": "liger.distributed.vocab_parallel.vocab_parallel_cross_entropy",
+    "liger.vocab_parallel_fused_linear_ce": "liger.distributed.vocab_parallel.vocab_parallel_fused_linear_ce",
+    "liger.vocab_parallel_fused_linear_logprobs": (
+        "liger.distributed.vocab_parallel_logprobs.vocab_parallel_fused_linear_logprobs"
+    ),
+    "liger.distributed.vocab_parallel_fused_linear_logprobs": (
+        "liger.distributed.vocab_parallel_logprobs.vocab_parallel_fused_linear_logprobs"
+    ),
+    "liger.distributed.vocab_parallel_cross_entropy": (
+        "liger.distributed.vocab_parallel.vocab_parallel_cross_entropy"
+    ),
+    "liger.distributed.vocab_parallel_fused_linear_ce": (
+        "liger.distributed.vocab_parallel.vocab_parallel_fused_linear_ce"
+    ),
+    "liger.nn.VocabParallelFusedLinearCrossEntropyLoss": (
+        "liger.nn.vocab_parallel.VocabParallelFusedLinearCrossEntropyLoss"
+    ),
+    "liger.transformers.AutoLigerKernelForCausalLM": "liger.transformers._auto.AutoLigerKernelForCausalLM",
+}
+_ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`")
+_PAGE = re.compile(r"\bdocs/([a-z_]+)\.md\b")
+_SECTION = re.compile(r"^ *(Args|Attributes|Raises):$")
+_SEVERAL = re.compile(r"^( +)((?:\*{0,2}\w+, )+\*{0,2}\w+):(.*)$", re.S)
+# Names whose list goes on in the next line.
+_CONTINUED = re.compile(r"^( +(?:\*{0,2}\w+, )*\*{0,2}\w+),\n +(?=(?:\*{0,2}\w+, )*\*{0,2}\w+:)", re.M)
+# A description of results with a colon: griffe takes the text before it for the type, unless there is one.
+_RETURNS = re.compile(r"^ *Returns:\n +(?=[^\n]*: )", re.M)
+_SOURCE = re.compile(r"^(\s*)(Sources?):(?= \S)", re.M)
+
+
+class Docstrings(griffe.Extension):
+    """See the module."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        if pkg.name != "liger":
+            return
+        for name, target in LAZY.items():
+            parent, _dot, own = name.removeprefix("liger.").rpartition(".")
+            module = pkg[parent] if parent else pkg
+            if own not in module.members:
+                module.set_member(own, griffe.Alias(own, target))
+        _define_apply_functions(pkg["transformers._architectures"])
+        _convert(pkg, pkg)
+
+
+def _convert(obj: griffe.Object, package: griffe.Module) -> None:
+    """Docstrings of an object and its members, whose roles may name what their package exports."""
+    if obj.docstring is not None:
+        obj.docstring.value = markdown(obj.docstring.value, package)
+        if isinstance(obj, griffe.Function) and obj.returns is not None:
+            obj.docstring.value = _RETURNS.sub(rf"\g<0>{obj.returns}: ", obj.docstring.value)
+    if isinstance(obj, griffe.Function):
+        # They differ in the type of the result alone, which the docstring states.
+        obj.overloads = None
+    for member in obj.members.values():
+        if isinstance(member, griffe.Object):
+            inner = member if isinstance(member, griffe.Module) and member.is_init_module else package
+            _convert(member, inner)
+
+
+def _define_apply_functions(module: griffe.Module) -> None:
+    """Gives every ``apply_liger_kernel_to_x = _make_function("x")`` the signature and docstring that it returns."""
+    tree = ast.parse(module.filepath.read_text())
+    maker = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_make_function")
+    template = next(
+        node.value for node in maker.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "apply_liger_kernel.__doc__"
+    )  # fmt: skip
+    source = ast.unparse(next(n for n in maker.body if isinstance(n, ast.FunctionDef)))
+    for name in [name for name in module.members if name.startswith("apply_liger_kernel_to_")]:
+        code = source.replace("def apply_liger_kernel(", f"def {name}(", 1)
+        function = griffe.visit(module.path, module.filepath, code, parent=module.parent)[name]
+        text = eval(ast.unparse(template), {"model_type": name.removeprefix("apply_liger_kernel_to_")})
+        function.docstring = griffe.Docstring(_dedent(text), parent=function)
+        module.set_member(name, function)
+
+
+def _dedent(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return first + "\n" + re.sub(r"^    ", "", rest, flags=re.M)
+
+
+def markdown(text: str, package: griffe.Module) -> str:
+    """A docstring with roles, names of pages and joined arguments as mkdocstrings expects them."""
+
+    def reference(match: re.Match[str]) -> str:
+        name = match[1]
+        path = f"{package.path}.{name}" if name.partition(".")[0] in (package.exports or ()) else name
+        return f"[`{name}`][{path}]" if path.startswith("liger") else f"`{name}`"
+
+    text = _ROLE.sub(reference, _one_name_each(text))
+    text = _PAGE.sub(lambda match: f"[docs/{match[1]}.md](../docs/{match[1]}.md)", text)
+    return _SOURCE.sub(r"\1**\2:**", text)
+
+
+def _one_name_each(text: str) -> str:
+    """In sections of arguments: ``a, b: text`` as one item per name, with the same text."""
+    lines = _CONTINUED.sub(r"\1, ", text).splitlines()
+    result: list[str] = []
+    level, start = None, 0
+    while start < len(lines):
+        line = lines[start]
+        end = start + 1
+        if _SECTION.match(line):
+            level = _indent(line)
+        elif line.strip() and level is not None and _indent(line) <= level:
+            level = None
+        elif line.strip() and level is not None:
+            while end < len(lines) and lines[end].strip() and _indent(lines[end]) > _indent(line):
+                end += 1
+            if found := _SEVERAL.match(line):
+                for name in found[2].split(", "):
+                    result += [f"{found[1]}{name}:{found[3]}", *lines[start + 1 : end]]
+                start = end
+                continue
+        result += lines[start:end]
+        start = end
+    return "\n".join(result)
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

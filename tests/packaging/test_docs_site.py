@@ -1,0 +1,145 @@
+"""The documentation site: every page has its place, the build is strict, and the reference has every public name.
+
+The build needs MkDocs: in this environment, or in that of ``make docs``. The navigation is compared without it.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import public_callables
+import pytest
+
+import liger
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts" / "docs_site"
+DOCS_PYTHON = ROOT / "build" / "docs" / "bin" / "python"
+pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").is_file(), reason="not a checkout")
+
+
+def module(name):
+    """A module of scripts/docs_site, none of which needs MkDocs."""
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        spec = importlib.util.spec_from_file_location(f"docs_site_{name}", SCRIPTS / f"{name}.py")
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        return made
+    finally:
+        sys.path.remove(str(SCRIPTS))
+
+
+def navigation():
+    text = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    return re.findall(r"([\w./-]+\.md)$", text, re.M)
+
+
+def test_every_page_is_in_the_navigation_once(tmp_path):
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("an sdist has no results")
+    module("stage").stage(tmp_path / "sources")
+    pages = {path.relative_to(tmp_path / "sources").as_posix() for path in tmp_path.rglob("*.md")}
+    listed = navigation()
+    assert not sorted(pages - set(listed)), "add them to nav in mkdocs.yml"
+    assert not sorted(set(listed) - pages), "nav in mkdocs.yml names pages that do not exist"
+    assert len(listed) == len(set(listed))
+
+
+def test_lists_are_indented_as_python_markdown_needs_them():
+    source = "Text:\n- a\n  b\n\n  ```bash\n    c\n  ```\n- d\n   1. e\n\n      f\n\ng\n"
+    expected = "Text:\n\n- a\n    b\n\n    ```bash\n      c\n    ```\n- d\n     1. e\n\n        f\n\ng\n"
+    assert module("stage").indent_lists(source) == expected
+
+
+def test_the_reference_lists_every_schema():
+    page = module("reference").pages(ROOT)["torch_ops.md"]
+    listed = set(re.findall(r"#torch\.ops\.liger\.(\w+) ", page))
+    source = (ROOT / "csrc" / "library.cpp").read_text()
+    assert listed == set(re.findall(r'm\.def\("(\w+)\(', source)) and len(listed) > 80
+
+
+def documented_names():
+    """Every public name with ``liger.`` before it: the registry's, and those of the packages that it leaves out."""
+    names = {f"liger.{name}" for name in public_callables.public_names()}
+    for package in ("distributed", "transformers"):
+        names |= {f"liger.{package}.{name}" for name in getattr(liger, package).__all__}
+    reference = module("reference")
+    for package in ("liger.trl", "liger.compat"):
+        # Importing them needs TRL, or has effects.
+        names |= {f"{package}.{name}" for name in reference.exported(ROOT, package)}
+    return names
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    if not (ROOT / "benchmarks" / "results").is_dir():
+        pytest.skip("an sdist has no results")
+    if importlib.util.find_spec("mkdocs") and importlib.util.find_spec("mkdocstrings_handlers"):
+        python = sys.executable
+    elif DOCS_PYTHON.is_file():
+        python = str(DOCS_PYTHON)
+    else:
+        pytest.skip("needs MkDocs: make docs")
+    folder = tmp_path_factory.mktemp("site")
+    environment = os.environ | {"LIGER_SITE_SOURCES": str(folder / "sources"), "NO_MKDOCS_2_WARNING": "1"}
+    for command in (
+        [SCRIPTS / "stage.py", folder / "sources"],
+        ["-m", "mkdocs", "build", "--strict", "--site-dir", folder / "html"],
+    ):
+        run = subprocess.run(
+            [python, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+    return folder / "html"
+
+
+@pytest.mark.slow
+def test_every_public_name_is_in_the_reference(site):
+    anchors = set()
+    for page in (site / "api").rglob("index.html"):
+        anchors |= set(re.findall(r'id="(liger[\w.]*)"', page.read_text()))
+    assert not sorted(documented_names() - anchors)
+
+
+@pytest.mark.slow
+def test_a_reference_entry_has_shapes_errors_and_source(site):
+    page = (site / "api" / "liger" / "index.html").read_text()
+    entry = page.partition('id="liger.rms_norm"')[2].partition('id="liger.rms_norm_gated"')[0]
+    for text in ("(..., H), float16", "Raises:", "RuntimeError", "<strong>Source:</strong>", "Returns:"):
+        assert text in entry
+    # A colon within the description of the results.
+    assert "(q, k) rotated: new tensors" in page
+    assert not re.search(r":(func|class|meth|mod):", page)
+
+
+@pytest.mark.slow
+def test_addresses_within_the_site_exist(site):
+    """Also those that MkDocs does not check: cross-references of the API reference and its own anchors."""
+    pages = {path: path.read_text() for path in site.rglob("*.html") if path.name != "404.html"}
+    anchors = {path: set(re.findall(r'\bid="?([^"\s>]+)', text)) for path, text in pages.items()}
+    missing = set()
+    for path, text in pages.items():
+        for address in re.findall(r'\b(?:href|src)="([^"]*)"', text):
+            if re.match(r"[a-z]+:", address):
+                continue
+            target, _, anchor = address.partition("#")
+            file = (path.parent / target).resolve() if target else path
+            file = file / "index.html" if file.is_dir() else file
+            if not file.is_file() or (anchor and file in anchors and anchor not in anchors[file]):
+                missing.add((path.relative_to(site).as_posix(), address))
+    assert not sorted(missing)
+    assert len(pages) > 60
+
+
+@pytest.mark.slow
+def test_pages_load_nothing_from_other_hosts(site):
+    for path in site.rglob("*.html"):
+        loaded = re.findall(r'<(?:script|img)[^>]*\bsrc="(https?:[^"]*)"', path.read_text())
+        loaded += re.findall(
+            r'<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="(https?:[^"]*)"', path.read_text()
+        )
+        assert not loaded, path

@@ -1,0 +1,22 @@
+"""The schemas of torch.ops.liger, now and in the last release: ``python tests/support/op_schemas.py`` records them."""
+
+import pathlib
+
+import torch
+
+import liger  # noqa: F401  registers the ops
+
+RELEASED = pathlib.Path(__file__).parents[1] / "packaging/released_schemas.txt"
+# Ops that other ops and commands call, and no graph contains.
+INTERNAL = ("check_", "plan_", "lay_out_")
+
+
+def current():
+    """{name: schema} of the ops that compiled graphs and exported programs contain."""
+    found = {s.name: s for s in torch._C._jit_get_all_schemas() if s.name.startswith("liger::")}
+    return {n: s for n, s in sorted(found.items()) if not n.partition("::")[2].startswith(INTERNAL)}
+
+
+if __name__ == "__main__":
+    RELEASED.write_text("".join(f"{schema}\n" for schema in current().values()))
+    print(f"{len(current())} schemas in {RELEASED}")
