@@ -48,6 +48,15 @@ def test_the_shapes_are_what_they_are_named(sm90):
         "one row more": (False, True, False, True),
         "some rows more": (False, True, False, False),
         "one panel": (False, True, False, True),
+        "partial, in the weight gradient": (False, False, False, True),
+        "partial, beside it": (False, True, False, True),
+        "partial, sums": (True, True, True, False),
+        "partial, sums, larger": (True, True, True, False),
+        "partial, sums, 192 columns": (True, True, True, False),
+        "partial, bf16 allowed": (True, True, True, False),
+        "partial, parts": (False, True, False, True),
+        "partial, few columns": (True, True, True, False),
+        "partial, few classes": (False, True, False, False),
     }
     assert {name: kinds(shape) for name, shape in SHAPES.items()} == expected
     for shape in (BESIDE, SUMS, SHAPES["one panel"]):

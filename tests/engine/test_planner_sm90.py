@@ -24,10 +24,14 @@ def random_problems_sm90(count):
     draw = random.Random(0)
     for _ in range(count):
         rows = draw.choice([256, 257, 300, 1000, 8192, 16384, draw.randint(256, 40000)])
+        partial = draw.random() < 0.4
+        hidden = 64 * draw.randint(1, 96) if partial else 256 * draw.randint(1, 24)
         vocab = PANEL * draw.choice([1, 2, 3, 9, 33, 250, 1002, draw.randint(1, 1200)])
+        if partial:
+            vocab = max(vocab - draw.randint(0, PANEL), 1)
         needs = [draw.random() < 0.7 for _ in range(3)]
         budget = int(2 ** draw.uniform(16, 31))
-        yield rows, 256 * draw.randint(1, 24), vocab, *needs, budget, draw.choice([39, 57, 66])
+        yield rows, hidden, vocab, *needs, budget, draw.choice([39, 57, 66])
 
 
 SM90 = [(problem, plan_sm90(*problem)) for problem in random_problems_sm90(3000)]
@@ -61,7 +65,9 @@ def test_sm90_exponentials_have_room_where_the_plan_puts_them():
     for problem, (chunks, in_grad_weight, panel_bytes, scale_bytes, panel_offset) in TAKEN:
         _, hidden, _, _, need_grad_weight, *_ = problem
         # A panel of the weight gradient, 128 of its rows, holds 128 columns of as many rows as the hidden size.
-        assert in_grad_weight == (min(hidden, chunks[0][1]) if need_grad_weight else 0), problem
+        # Rows beyond them begin with a tile.
+        fitting = hidden // TILE * TILE
+        assert in_grad_weight == (min(fitting, chunks[0][1]) if need_grad_weight else 0), problem
         assert panel_offset > 0 if in_grad_weight else panel_offset == 0, problem
         beside = chunks[0][1] - in_grad_weight
         if beside:
@@ -69,18 +75,19 @@ def test_sm90_exponentials_have_room_where_the_plan_puts_them():
         assert ceil_div(beside, TILE) * TILE * PANEL * 2 <= panel_bytes, problem
         for _, rows, _ in chunks[1:]:
             assert scale_bytes + rows * PANEL * 2 <= panel_bytes, problem
-        assert scale_bytes == (hidden // 2 if need_grad_weight and len(chunks) > 1 else 0), problem
+        scales = TILE * ceil_div(hidden, 256)
+        assert scale_bytes == (scales if need_grad_weight and len(chunks) > 1 else 0), problem
 
 
 def test_sm90_stays_in_the_budget():
     """Up to a tile of rows."""
     for problem, (chunks, _, panel_bytes, scale_bytes, panel_offset) in TAKEN:
         _, hidden, vocab, *_, budget, _ = problem
-        panels = vocab // PANEL + panel_offset
+        panels = ceil_div(vocab, PANEL) + panel_offset
         tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, 256)
         assert panels * panel_bytes <= max(budget, panels * scale_bytes) + tile, problem
         for _, rows, k_splits in chunks:
-            assert 1 <= k_splits <= min(8, vocab // 64), problem
+            assert 1 <= k_splits <= min(8, ceil_div(vocab, 64)), problem
             assert k_splits == 1 or 8 * (4 * k_splits * rows * hidden) <= budget, problem
 
 
@@ -93,7 +100,7 @@ def test_sm90_sums_of_metrics_are_within_the_budget():
         if not chunks:
             assert problem[4] and not problem[5], problem
             continue
-        panels, sums = vocab // PANEL + panel_offset, 2 * (4 * ceil_div(vocab, 256) + 8)
+        panels, sums = ceil_div(vocab, PANEL) + panel_offset, 2 * (4 * ceil_div(vocab, 256) + 8)
         rows = max(chunks[0][1] - in_grad_weight, max((count for _, count, _ in chunks[1:]), default=0))
         tile = (panels * PANEL * 2 + sums) * TILE
         assert panels * panel_bytes + rows * sums <= max(budget, panels * scale_bytes) + tile, problem
@@ -116,9 +123,14 @@ def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
             assert chunks[1][1] >= 1024, "with small chunks and a sum of bf16 the generic engine is faster"
     fits = (4096, 1024, 32000, True, True, True, 512 * MIB)
     assert plan_sm90(*fits)[0]
-    for position, sizes in ((0, (0, 1, 255)), (1, (0, 64, 1000, 1152)), (2, (0, 1, 64, 32003, 50257))):
-        for size in sizes:
-            assert not plan_sm90(*fits[:position], size, *fits[position + 1 :])[0], (position, size)
+
+    def takes(position, size):
+        return bool(plan_sm90(*fits[:position], size, *fits[position + 1 :])[0])
+
+    assert not any(takes(0, rows) for rows in (0, 1, 255))
+    assert not any(takes(1, hidden) for hidden in (0, 32, 1000, 1100))
+    assert all(takes(1, hidden) for hidden in (64, 640, 896, 1152, 2880))
+    assert not takes(2, 0) and all(takes(2, vocab) for vocab in (1, 64, 32003, 50257))
 
 
 def test_sm90_all_rows_at_once_with_a_large_budget():

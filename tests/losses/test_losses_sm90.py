@@ -28,6 +28,9 @@ PAIRS = {
     "parts": (6, 150, 256, 8192, 8 * MIB),
     # Gradients go to their places some columns at a time.
     "few classes": (32, 128, 256, 256, 400 << 10),
+    # The last tile of columns and the last panel of classes are partial.
+    "partial tiles": (10, 77, 320, 1409, 1100 << 10),
+    "partial tiles, wider": (8, 203, 576, 2050, 3 * MIB),
 }
 
 

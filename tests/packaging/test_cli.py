@@ -173,7 +173,7 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
 
 
 @pytest.mark.parametrize(
-    "changed", [["--capability=8.0"], ["--capability=10.0"], ["--dtype=fp16"], ["--vocab=128257"]]
+    "changed", [["--capability=8.0"], ["--capability=10.0"], ["--dtype=fp16"], ["--hidden=4100"]]
 )
 def test_plan_of_the_generic_engine(capsys, monkeypatch, changed):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")

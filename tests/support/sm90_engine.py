@@ -57,7 +57,11 @@ SUMS = Shape(1900, 256, 1152, MIB)
 SUMS_BF16 = Shape(5000, 256, 2048, 8 * MIB, BFLOAT16)
 PARTS = Shape(256, 256, 16384)
 PARTS_OF_CHUNKS = Shape(900, 256, 8192, 8 * MIB)
-KINDS = pytest.mark.parametrize("shape", [BESIDE, SUMS, SUMS_BF16], ids=["one chunk", "sums", "bf16 allowed"])
+# A hidden size that is no multiple of 256, and a vocabulary that is none of 128.
+PARTIAL_SUMS = Shape(1900, 320, 1153, MIB)
+KINDS = pytest.mark.parametrize(
+    "shape", [BESIDE, SUMS, SUMS_BF16, PARTIAL_SUMS], ids=["one chunk", "sums", "bf16 allowed", "partial tiles"]
+)
 SHAPES = {
     "in the weight gradient": Shape(500, 512, 2048),
     "beside it": BESIDE,
@@ -71,6 +75,15 @@ SHAPES = {
     "one row more": Shape(257, 256, 256),
     "some rows more": Shape(300, 256, 256, MIB),
     "one panel": Shape(300, 256, 128),
+    "partial, in the weight gradient": Shape(500, 640, 2049),
+    "partial, beside it": Shape(900, 576, 4223),
+    "partial, sums": PARTIAL_SUMS,
+    "partial, sums, larger": Shape(3000, 832, 8250, 8 * MIB),
+    "partial, sums, 192 columns": Shape(2500, 448, 4160, 4 * MIB),
+    "partial, bf16 allowed": Shape(5000, 384, 2047, 8 * MIB, BFLOAT16),
+    "partial, parts": Shape(256, 192, 16385),
+    "partial, few columns": Shape(1000, 64, 3000, MIB),
+    "partial, few classes": Shape(700, 128, 37),
 }
 
 

@@ -84,8 +84,7 @@ class CostModel {
 };
 
 bool supported(const LinearCeProblem& p) {
-  // The kernels for partial tiles take hidden % kTileK == 0. They are not chosen before they are measured.
-  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && !sm90::has_partial_tiles(p.hidden, p.vocab);
+  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kTileK == 0;
 }
 
 // Chunks are multiples of this: of a tile, or of a group.
@@ -158,7 +157,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
   const CostModel model(p);
   LinearCePlan plan{};
-  plan.panel_offset = p.need_grad_weight ? kPanelOffset : 0;
+  plan.panel_offset = p.need_grad_weight && p.hidden >= kTileM ? kPanelOffset : 0;
   const Limits l = limits(p, plan.panel_offset);
   const auto chunk = [&](int64_t first, int64_t rows) {
     return PlannedChunk{first, rows, model.split_k(rows).k_splits};
@@ -319,7 +318,7 @@ class LinearBackwardPlanner {
 
 std::optional<LinearBackwardPlan> plan_linear_backward_sm90(const LinearCeProblem& p, int64_t aux_rows,
                                                             bool aux_in_grad_weight) {
-  if (!supported(p)) return std::nullopt;
+  if (!supported(p) || sm90::has_partial_tiles(p.hidden, p.vocab)) return std::nullopt;
   LinearBackwardPlanner planner(p, aux_rows);
   const std::optional<LinearBackwardPlan> equal = planner.equal_chunks();
   const bool longer = aux_in_grad_weight && aux_rows > 0 && p.need_grad_weight;

@@ -41,8 +41,8 @@ struct LinearCePlan {
   static LinearCePlan decode(const std::vector<int64_t>& numbers);
 };
 
-// nullopt if the generic engine has to take over, or is faster: hidden sizes that are not a multiple of 256,
-// vocabularies that are not a multiple of 128, few rows, groups that exceed the budget.
+// nullopt if the generic engine has to take over, or is faster: hidden sizes that are not a multiple of 64, few rows,
+// groups that exceed the budget.
 std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& problem);
 
 // The plan of losses whose dlogits is a row-major matrix of its own (linear_backward.cu). Logits are computed
@@ -59,7 +59,8 @@ struct LinearBackwardPlan {
 // aux_rows: 16-bit rows of auxiliary logits per row of dlogits; two for each float32 logits GEMM, 0 if
 // dlogits overwrites the logits. aux_in_grad_weight: the auxiliary logits of the first chunk use the memory
 // of the weight gradient, hidden / aux_rows rows at a time, which leaves the budget to its dlogits. Returns
-// nullopt as plan_sm90(), or if the budget has no room for a slice of 256 rows.
+// nullopt as plan_sm90(), for hidden sizes that are not a multiple of 256, vocabularies that are not a multiple of 128,
+// or if the budget has no room for a slice of 256 rows.
 std::optional<LinearBackwardPlan> plan_linear_backward_sm90(const LinearCeProblem& problem, int64_t aux_rows,
                                                             bool aux_in_grad_weight);
 

@@ -11,11 +11,11 @@ With liger: the logits of one chunk, which their gradient overwrites; the float3
 is one; the gradients of the hidden states and of the weight. With a float32 sum, the logits of a chunk are freed before
 the weight gradient is allocated.
 
-GPUs of compute capability 9.0 use the sm_90a engine for bfloat16, at least 256 rows, hidden sizes divisible by 256 and
-vocabularies divisible by 128. It stores exponentials instead of logits. Its first chunk is larger than the others,
-because most of its exponentials use the memory of the weight gradient. The sum over chunks uses the same memory, in
-float16 with block scales in a separate buffer. Its working memory is a copy of the rows of a chunk, sums per row, and
-float32 split-K partials of the input gradient, unless they fit into gradients that are not written yet.
+GPUs of compute capability 9.0 use the sm_90a engine for bfloat16, at least 256 rows, and hidden sizes divisible by 64.
+It stores exponentials instead of logits. Its first chunk is larger than the others, because most of its exponentials use
+the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block scales in a separate
+buffer. Its working memory is a copy of the rows of a chunk, sums per row, and float32 split-K partials of the input
+gradient, unless they fit into gradients that are not written yet.
 """
 
 import argparse
