@@ -154,8 +154,9 @@ Chunk::Chunk(const Batch& batch, const LinearCePlan& plan, size_t index, const P
       separate_rows_(separate_rows(batch, plan, index)),
       panels_{} {
   const int64_t behind = in_grad_weight_ ? plan.panel_offset : 0;  // panels
-  Bf16* const in_workspace = reinterpret_cast<Bf16*>(
-      grad_weight.panel_workspace + behind * plan.workspace_panel_bytes + (is_first_ ? 0 : plan.scale_bytes));
+  Bf16* const in_workspace =
+      reinterpret_cast<Bf16*>(grad_weight.panel_workspace + behind * plan.workspace_panel_bytes +
+                              (in_grad_weight_ ? 0 : plan.scale_bytes));
   const int64_t workspace_stride = plan.workspace_panel_bytes / 2;
   panels_.memory[0] =
       in_grad_weight_ ? grad_weight.gradient + behind * sm90::kPanel * batch.hidden() : in_workspace;

@@ -181,8 +181,12 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   plan.rows_in_grad_weight = std::min(l.rows_in_grad_weight, best.first_rows);
   plan.scale_bytes = scale_bytes(p, kPanel);
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
-  plan.workspace_panel_bytes = std::max(plan.scale_bytes + panel_bytes(best.chunk_rows),
-                                        panel_bytes(best.first_rows - plan.rows_in_grad_weight));
+  // The block scales of the first chunk overwrite exponentials that were read before, if those are stored
+  // panel_offset panels behind; else they need their own memory.
+  const int64_t first_scale_bytes = plan.rows_in_grad_weight > 0 ? 0 : plan.scale_bytes;
+  plan.workspace_panel_bytes =
+      std::max(plan.scale_bytes + panel_bytes(best.chunk_rows),
+               first_scale_bytes + panel_bytes(best.first_rows - plan.rows_in_grad_weight));
   plan.chunks = {chunk(0, best.first_rows)};
   for (int64_t first = best.first_rows; first < p.rows; first += best.chunk_rows) {
     plan.chunks.push_back(chunk(first, std::min(best.chunk_rows, p.rows - first)));
