@@ -178,4 +178,12 @@ int64_t default_memory_budget() {
   return number * unit;
 }
 
+bool wgmma_engine_allowed() {
+  const char* const text = std::getenv("LIGER_WGMMA");
+  const std::string value = text == nullptr ? "" : text;
+  if (value.empty() || value == "1") return true;
+  if (value == "0") return false;
+  throw std::runtime_error("LIGER_WGMMA: expected 0 or 1, got '" + value + "'");
+}
+
 }  // namespace liger

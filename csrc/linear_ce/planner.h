@@ -72,4 +72,8 @@ ChunkLayout lay_out_chunks(const ChunkProblem& problem, bool need_grad_input, in
 // malformed.
 int64_t default_memory_budget();
 
+// False under LIGER_WGMMA=0: the generic engine computes everything. Throws std::runtime_error for other values
+// than 0 and 1.
+bool wgmma_engine_allowed();
+
 }  // namespace liger

@@ -1,5 +1,7 @@
 """What the tests of the engine for compute capability 9.0 share: shapes that it takes, and what results are held to."""
 
+import contextlib
+import os
 from dataclasses import dataclass
 
 import pytest
@@ -60,7 +62,9 @@ PARTS_OF_CHUNKS = Shape(900, 256, 8192, 8 * MIB)
 # A hidden size that is no multiple of 256, and a vocabulary that is none of 128.
 PARTIAL_SUMS = Shape(1900, 320, 1153, MIB)
 KINDS = pytest.mark.parametrize(
-    "shape", [BESIDE, SUMS, SUMS_BF16, PARTIAL_SUMS], ids=["one chunk", "sums", "bf16 allowed", "partial tiles"]
+    "shape",
+    [BESIDE, SUMS, SUMS_BF16, PARTIAL_SUMS],
+    ids=["one chunk", "sums", "bf16 allowed", "partial tiles"],
 )
 SHAPES = {
     "in the weight gradient": Shape(500, 512, 2048),
@@ -90,8 +94,21 @@ SHAPES = {
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 
-def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=False, **chosen):
-    """(output, gradients in float64) by this engine, or by the generic one."""
+@contextlib.contextmanager
+def engine(generic):
+    """The engine that computes; LIGER_WGMMA is read at each call."""
+    before = os.environ.get("LIGER_WGMMA")
+    os.environ["LIGER_WGMMA"] = "0" if generic else "1"
+    try:
+        yield
+    finally:
+        del os.environ["LIGER_WGMMA"]
+        if before is not None:
+            os.environ["LIGER_WGMMA"] = before
+
+
+def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=False, bias=None, **chosen):
+    """(output, gradients in float64) by this engine, or by the generic one; the last gradient is that of a bias."""
     summed = chosen.get("reduction", "mean") != "none"
     observed = not OBSERVED.keys().isdisjoint(chosen)
     if summed or not any(trained):
@@ -102,23 +119,25 @@ def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=F
         shape.plan(*trained)
     poison_memory()
     x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
-    output = liger.fused_linear_ce(
-        x, weight, target,
-        # This engine takes no bias: one of zeros changes nothing else.
-        weight.new_zeros(shape.vocab) if generic else None,
-        memory_budget=shape.budget, accum_dtype=shape.accum_dtype, return_logprobs=True, return_z_loss=True, **chosen,
-    )  # fmt: skip
-    leaves = [t for t in (x, weight) if t.requires_grad]
-    return output, list(torch.autograd.grad(output.loss, leaves, upstream)) if leaves else []
+    bias = None if bias is None else bias.detach().requires_grad_(any(trained))
+    leaves = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    with engine(generic):
+        output = liger.fused_linear_ce(
+            x, weight, target, bias,
+            memory_budget=shape.budget, accum_dtype=shape.accum_dtype, return_logprobs=True, return_z_loss=True,
+            **chosen,
+        )  # fmt: skip
+        return output, list(torch.autograd.grad(output.loss, leaves, upstream)) if leaves else []
 
 
-def exact(x, weight, target, trained=(True, True), upstream=None, **chosen):
+def exact(x, weight, target, trained=(True, True), upstream=None, bias=None, **chosen):
     """The same by the formulas, in float64."""
     x, weight = (
         t.detach().double().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True)
     )
-    values = reference(linear(x, weight), target, **chosen)
-    leaves = [t for t in (x, weight) if t.requires_grad]
+    bias = None if bias is None else bias.detach().double().requires_grad_(any(trained))
+    values = reference(linear(x, weight, bias), target, **chosen)
+    leaves = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
     if upstream is not None:
         upstream = upstream.double()
     return values, torch.autograd.grad(values["loss"], leaves, upstream) if leaves else ()
@@ -147,6 +166,7 @@ def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, *
     assert not output.logprobs[ignored].any()
 
     names = [name for name, want in zip(("input", "weight"), trained, strict=True) if want]
+    names += ["bias"] if chosen.get("bias") is not None and names else []
     for name, actual, theirs, expected in zip(names, grads, generic_grads, exact_grads, strict=True):
         assert actual.dtype == BFLOAT16 and actual.isfinite().all(), name
         error = actual.double() - expected

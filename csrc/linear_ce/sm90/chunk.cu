@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <climits>
 
+#include "linear_ce/planner.h"
 #include "linear_ce/sm90/gemm_launch.cuh"
 #include "linear_ce/sm90/grad_weight.cuh"
 #include "linear_ce/sm90/rows.cuh"
@@ -55,9 +56,12 @@ void with_flags(const F& f, bool flag, Flags... flags) {
   flag ? with(std::true_type{}) : with(std::false_type{});
 }
 
-// True if kernels for sm_90a are loaded on the device and it can run them. Sets problem.clusters.
+// True if kernels for sm_90a are loaded on the device, it can run them, and LIGER_WGMMA does not forbid it. Sets problem.clusters.
 bool runs_on(LinearCeProblem& problem, int device) {
-  if (!device_attributes(device).code.sm90a || problem.rows > INT_MAX / 2 || !has_tensor_maps()) return false;
+  if (!device_attributes(device).code.sm90a || problem.rows > INT_MAX / 2 || !has_tensor_maps() ||
+      !wgmma_engine_allowed()) {
+    return false;
+  }
   problem.clusters = resident_clusters<GradInputEpilogue<false>>(device);
   return true;
 }
@@ -78,6 +82,10 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
   if (batch.with_metrics) {
     visit(b.metrics.entropy_sums, sums);
     visit(b.metrics.best_keys, chunk.rows);
+  }
+  if (batch.terms.smoothing()) {
+    visit(b.weighted_sum, chunk.rows);
+    visit(b.smoothing, chunk.rows);
   }
 }
 
@@ -183,8 +191,8 @@ sm90::Maps Chunk::maps_of(const CUtensorMap& b) const {
 }
 
 FirstRowOfClass Chunk::first_row_of_class() const {
-  return {batch_.need_grad_weight ? reinterpret_cast<unsigned long long*>(grad_weight_.class_one_hot)
-                                  : nullptr};
+  return {batch_.need_class_one_hot() ? reinterpret_cast<unsigned long long*>(grad_weight_.class_one_hot)
+                                      : nullptr};
 }
 
 void Chunk::exponentials() const {
@@ -203,18 +211,28 @@ void Chunk::exponentials() const {
                            buffers_.input,
                            buffers_.target_logit,
                            buffers_.overflow,
-                           first_row_of_class()};
-  if (batch_.need_grad_weight) {
+                           first_row_of_class(),
+                           batch_.terms.transform,
+                           batch_.terms.class_sum,
+                           batch_.terms.bias_sum,
+                           buffers_.weighted_sum};
+  if (batch_.need_class_one_hot()) {
     check_cuda(cudaMemsetAsync(grad_weight_.class_one_hot, 0xff, class_one_hot_bytes(batch_), batch_.stream),
                kOp);
   }
   gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(gather_rows);
   check_launch(kOp);
-  with_flags([&](auto metrics, auto partial_tiles) { logits_gemm<metrics.value, partial_tiles.value>(); },
-             batch_.with_metrics, batch_.has_partial_tiles());
+  const bool transform = batch_.terms.transform.any();
+  with_flags(
+      [&](auto metrics, auto partial_tiles, auto transform) {
+        // A kernel with the transform handles partial tiles too.
+        constexpr bool kPartialTiles = partial_tiles.value || transform.value;
+        logits_gemm<metrics.value, kPartialTiles, transform.value>();
+      },
+      batch_.with_metrics, batch_.has_partial_tiles(), transform);
 }
 
-template <bool kMetrics, bool kPartialTiles>
+template <bool kMetrics, bool kPartialTiles, bool kTransform>
 void Chunk::logits_gemm() const {
   const int hidden = static_cast<int>(batch_.hidden()), vocab = static_cast<int>(batch_.vocab());
   if constexpr (kMetrics) {
@@ -224,17 +242,18 @@ void Chunk::logits_gemm() const {
   }
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
   const sm90::Maps maps{{input, input}, matrix_map(batch_.weight)};
-  ExpEpilogue<kMetrics, kPartialTiles> epilogue{rows(),
-                                                vocab,
-                                                hidden,
-                                                kLog2e * batch_.inverse_temperature,
-                                                buffers_.target_logit,
-                                                buffers_.tile_sums,
-                                                panels_,
-                                                batch_.need_gradient(),
-                                                buffers_.overflow,
-                                                Phase::kAll,
-                                                buffers_.metrics};
+  ExpEpilogue<kMetrics, kPartialTiles, kTransform> epilogue{rows(),
+                                                            vocab,
+                                                            hidden,
+                                                            kLog2e * batch_.inverse_temperature,
+                                                            buffers_.target_logit,
+                                                            buffers_.tile_sums,
+                                                            panels_,
+                                                            batch_.need_gradient(),
+                                                            buffers_.overflow,
+                                                            Phase::kAll,
+                                                            buffers_.metrics,
+                                                            batch_.terms.transform};
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
   epilogue.phase = Phase::kMaxima;
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
@@ -243,7 +262,8 @@ void Chunk::logits_gemm() const {
                            buffers_.tile_sums,
                            static_cast<int>(sums_per_row(batch_)),
                            batch_.inverse_temperature,
-                           buffers_.scale};
+                           buffers_.scale,
+                           batch_.terms.transform};
   recompute_reference<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(overflow);
   check_launch(kOp);
   epilogue.phase = Phase::kRecompute;
@@ -253,6 +273,7 @@ void Chunk::logits_gemm() const {
 
 void Chunk::apply_rule(bool gradient) const {
   const NvtxRange range("apply_rule");
+  const bool metrics = batch_.problem.entropy != nullptr || batch_.problem.predicted != nullptr;
   const Rule rule{batch_.problem,
                   rows(),
                   batch_.row_index.index + chunk_.first,
@@ -267,15 +288,19 @@ void Chunk::apply_rule(bool gradient) const {
                   buffers_.scale,
                   first_row_of_class(),
                   buffers_.one_hot,
-                  buffers_.metrics};
-  const bool metrics = batch_.problem.entropy != nullptr || batch_.problem.predicted != nullptr;
-  const auto kernel = metrics ? linear_ce::apply_rule<true> : linear_ce::apply_rule<false>;
+                  metrics ? buffers_.metrics : RowMetrics{},
+                  batch_.terms.transform,
+                  buffers_.weighted_sum,
+                  buffers_.smoothing};
+  const auto kernel =
+      metrics || batch_.terms.smoothing() ? linear_ce::apply_rule<true> : linear_ce::apply_rule<false>;
   kernel<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(rule);
   check_launch(kOp);
 }
 
 void Chunk::gradients() const {
   const NvtxRange range("gradients");
+  if (batch_.need_grad_bias()) add_to_grad_bias();
   with_flags(
       [&](auto partial_tiles) {
         if (separate_rows_) grad_input_gemm<partial_tiles.value>();
@@ -292,7 +317,7 @@ void Chunk::grad_input_gemm() const {
       {rows(), static_cast<int>(batch_.vocab()), static_cast<int>(batch_.hidden()), panels_.rows_in_first,
        static_cast<int>(chunk_.k_splits), buffers_.scale, buffers_.one_hot,
        static_cast<const Bf16*>(batch_.weight.const_data_ptr()), batch_.weight.stride(0), grad_input_,
-       buffers_.partial}};
+       buffers_.partial, RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}}};
   launch_gemm(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
   if (chunk_.k_splits > 1) {
     reduce_k_splits<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(epilogue);
@@ -307,6 +332,12 @@ void Chunk::grad_weight_gemm() const {
   if (in_grad_weight_) {
     const size_t counters = batch_.panels() * sizeof(int);
     check_cuda(cudaMemsetAsync(grad_weight_.panel_read_counts, 0, counters, batch_.stream), kOp);
+  }
+  if (batch_.terms.smoothing()) {
+    launch_row_sums({static_cast<const Bf16*>(batch_.input.const_data_ptr()), batch_.input.stride(0),
+                     chunk_.rows, batch_.row_index.count, chunk_.first, batch_.row_index.index + chunk_.first,
+                     buffers_.smoothing, hidden, batch_.terms.partial, batch_.terms.row_sum},
+                    batch_.stream);
   }
   const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
   const GradWeightEpilogue<kPartialTiles> epilogue{
@@ -325,9 +356,26 @@ void Chunk::grad_weight_gemm() const {
       in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
       static_cast<int>(plan_.panel_offset),
       grouped ? kGroupM : static_cast<int>(sm90::column_tiles(hidden)),
-      last_vectors(hidden)};
+      last_vectors(hidden),
+      RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight}};
   launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), epilogue, batch_.device,
               batch_.stream, in_grad_weight_);
+}
+
+void Chunk::add_to_grad_bias() const {
+  const GradBias sums{rows(),
+                      panels_,
+                      static_cast<int>(batch_.vocab()),
+                      buffers_.scale,
+                      grad_weight_.class_one_hot,
+                      buffers_.smoothing,
+                      batch_.problem.class_weight,
+                      is_first_,
+                      is_last_,
+                      batch_.terms.grad_bias_sum,
+                      batch_.terms.grad_bias};
+  add_grad_bias<<<static_cast<unsigned>(batch_.panels()), kRowThreads, 0, batch_.stream>>>(sums);
+  check_launch(kOp);
 }
 
 int64_t linear_backward_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t k_splits) {

@@ -12,6 +12,20 @@ namespace liger::linear_ce {
 
 using Bf16 = __nv_bfloat16;
 
+// What a call adds to products and row scales. Null without bias or label smoothing. Vectors are float32, with
+// zeros up to whole tiles.
+struct LogitTerms {
+  LogitTransform transform;
+  float* grad_bias_sum;  // (vocab), of the chunks so far
+  Bf16* grad_bias;       // (vocab), written by the last chunk
+  // With label smoothing, logit_terms.cuh:
+  const float *class_sum, *bias_sum;  // class_weight @ weight, class_weight @ bias
+  float* row_sum;                     // coefficients @ input, of a chunk
+  float* partial;                     // row_sum_elements(hidden)
+
+  bool smoothing() const { return class_sum != nullptr; }
+};
+
 // The rows that are cut into chunks: a batch, or some of its rows. Tensors as dense() returns them.
 struct Batch {
   Tensor input, weight;  // (rows, hidden), (vocab, hidden)
@@ -22,13 +36,17 @@ struct Batch {
   valid_rows::RowIndex row_index;  // of these rows
   int device;
   cudaStream_t stream;
+  LogitTerms terms{};
 
   int64_t rows() const { return input.size(0); }
   int64_t hidden() const { return input.size(1); }
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
   bool has_partial_tiles() const { return sm90::has_partial_tiles(hidden(), vocab()); }
-  bool need_gradient() const { return need_grad_input || need_grad_weight; }
+  bool need_grad_bias() const { return terms.grad_bias != nullptr; }
+  bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
+  // One-hot terms per class.
+  bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
 };
 
 // The buffers of one chunk, except its exponentials.
@@ -39,8 +57,9 @@ struct ChunkBuffers {
   float* tile_sums;
   int* overflow;
   OneHot* one_hot;
-  float* partial;      // split-K partial sums of the input gradient; null without splits
-  RowMetrics metrics;  // null without metrics
+  float* partial;                   // split-K partial sums of the input gradient; null without splits
+  RowMetrics metrics;               // null without metrics
+  float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
 
   // separate_rows: the gathered rows are among the buffers.
   static int64_t bytes(const Batch& batch, const PlannedChunk& chunk, bool separate_rows);
@@ -86,12 +105,13 @@ class Chunk {
   ChunkRows rows() const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
   FirstRowOfClass first_row_of_class() const;
-  template <bool kMetrics, bool kPartialTiles>
+  template <bool kMetrics, bool kPartialTiles, bool kTransform>
   void logits_gemm() const;
   template <bool kPartialTiles>
   void grad_input_gemm() const;
   template <bool kPartialTiles>
   void grad_weight_gemm() const;
+  void add_to_grad_bias() const;
 
   const Batch& batch_;
   const LinearCePlan& plan_;

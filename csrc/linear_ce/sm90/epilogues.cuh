@@ -17,7 +17,9 @@
 
 #include "cross_entropy/rule.cuh"
 #include "device/integers.h"
+#include "device/sigmoid.cuh"
 #include "linear_ce/sm90/gemm.cuh"
+#include "linear_ce/sm90/logit_terms.cuh"
 
 namespace liger::linear_ce {
 
@@ -142,6 +144,18 @@ __device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, 
   }
 }
 
+// sums of row h -= amount * vector[0..kTileN - 1], for the columns of this lane.
+__device__ __forceinline__ void subtract_rank_one(float (&sums)[sm90::kSums], int h, float amount,
+                                                  const float* vector, int lane) {
+  const float2* const pairs = reinterpret_cast<const float2*>(vector) + lane % 4;
+#pragma unroll
+  for (int j = 0; j < sm90::kTileN / 8; ++j) {
+    const float2 v = __ldg(pairs + 4 * j);
+    float &low = sums[4 * j + 2 * h], &high = sums[4 * j + 2 * h + 1];
+    low = fmaf(-amount, v.x, low), high = fmaf(-amount, v.y, high);
+  }
+}
+
 // Rounds a warp's accumulators to bf16 and stores the first `count` of its 16 rows: 64 bytes of 8 rows at a
 // time. (Longer segments of fewer rows, staged in shared memory, were slower.)
 template <bool kPartialTiles>
@@ -185,7 +199,9 @@ __device__ __forceinline__ int column_of_key(unsigned long long key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
-template <bool kMetrics, bool kPartialTiles>
+// kTransform: with a bias or a softcap. The softcap multiplies an exponential by its derivative after it was
+// added to the sum.
+template <bool kMetrics, bool kPartialTiles, bool kTransform>
 struct ExpEpilogue {
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
@@ -198,10 +214,11 @@ struct ExpEpilogue {
   const float* reference;  // per row of the chunk, over the temperature
   float* tile_sums;        // (rows, column tiles): sums of exponentials, or maxima of logits
   Panels out;
-  bool write;          // false: sums only
-  int* overflow;       // per row tile, set if a sum is too large
-  Phase phase;         // other than kAll: tiles with overflow only
-  RowMetrics metrics;  // with kMetrics
+  bool write;                // false: sums only
+  int* overflow;             // per row tile, set if a sum is too large
+  Phase phase;               // other than kAll: tiles with overflow only
+  RowMetrics metrics;        // with kMetrics
+  LogitTransform transform;  // with kTransform
 
   __device__ __forceinline__ int columns() const { return ceil_div(vocab, sm90::kTileN); }
   __device__ __forceinline__ int row_pairs() const {
@@ -225,6 +242,9 @@ struct ExpEpilogue {
                                         int lane, const sm90::EpilogueSmem& smem) const {
     if (tile.m0 >= chunk()) return;
     if (phase != Phase::kAll && !overflow[tile.m0 / sm90::kTileM]) return;
+    if constexpr (kTransform) {
+      if (transform.bias != nullptr) add_bias(z, tile, lane);
+    }
     if (phase == Phase::kMaxima) {
       float max[2] = {-INFINITY, -INFINITY};
 #pragma unroll
@@ -242,32 +262,46 @@ struct ExpEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
-      from[h] = (r < chunk.rows ? reference[r] : 0.0f) * kLog2e;
+      // With a bias a row of zeros may have large logits; all its exponentials become 0.
+      from[h] = (r < chunk.rows ? reference[r] : kTransform ? INFINITY : 0.0f) * kLog2e;
     }
     __nv_bfloat16* const rows = write ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
     const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
     constexpr int kVectors = sm90::kPanel / 8;
+    const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
 #pragma unroll
     for (int half = 0; half < sm90::kTileN / sm90::kPanel; ++half) {
       if (tile.n0 + half * sm90::kPanel >= vocab) break;
       if constexpr (kPartialTiles) exclude_beyond(vocab - tile.n0, z, half, lane);
+      const auto exponentials = [&](auto capped) __attribute__((always_inline)) {
 #pragma unroll
-      for (int j = half * kVectors; j < (half + 1) * kVectors; ++j) {
+        for (int j = half * kVectors; j < (half + 1) * kVectors; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = z[4 * j + i];
-          const int h = i / 2;
-          if constexpr (kMetrics) {
-            if (x > best[h]) best[h] = x, best_column[h] = 8 * j + i % 2;
+          for (int i = 0; i < 4; ++i) {
+            float& x = z[4 * j + i];
+            const int h = i / 2;
+            if constexpr (kMetrics) {
+              if (x > best[h]) best[h] = x, best_column[h] = 8 * j + i % 2;
+            }
+            float y, derivative;
+            if constexpr (capped.value) {
+              y = 8 * j + i % 2 < left ? capped_exponent(x, from[h], derivative) : -INFINITY;
+            } else {
+              y = fmaf(x, factor, -from[h]);
+            }
+            x = exp2_fast(y);
+            sum[h] += x;
+            // A logit of -inf, of an excluded column or by the bias, has no entropy.
+            if constexpr (kMetrics)
+              entropy_sum[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, entropy_sum[h]);
+            if constexpr (capped.value) x *= derivative;
           }
-          const float y = fmaf(x, factor, -from[h]);
-          x = exp2_fast(y);
-          sum[h] += x;
-          // 0 * -inf cannot occur: without a bias, logits are infinite only if operands are, or if they are
-          // excluded.
-          if constexpr (kMetrics)
-            entropy_sum[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, entropy_sum[h]);
         }
+      };
+      if (kTransform && transform.softcap != 0.0f) {
+        if constexpr (kTransform) exponentials(std::true_type{});
+      } else {
+        exponentials(std::false_type{});
       }
       if (!write) continue;
       if (lane == 0) sm90::bulk_store_wait_read();
@@ -287,6 +321,22 @@ struct ExpEpilogue {
   }
 
  private:
+  __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], const Tile& tile, int lane) const {
+    const float2* const pairs = reinterpret_cast<const float2*>(transform.bias + tile.n0) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < sm90::kTileN / 8; ++j) {
+      const float2 b = __ldg(pairs + 4 * j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
+    }
+  }
+  // The exponent of a logit after the softcap, and the derivative of the softcap: with u = z / softcap and
+  // r = 1 / (1 + e^2u), tanh(u) = 1 - 2r, and its derivative is 4r (1 - r).
+  __device__ __forceinline__ float capped_exponent(float z, float from, float& derivative) const {
+    const float r = reciprocal_fast(1.0f + exp2_fast(z * (2.0f * kLog2e / transform.softcap)));
+    derivative = fmaf(-4.0f * r, r, 4.0f * r);
+    return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
+  }
   // The logits of columns from `left` on become -inf, if panel `half` of the tile has any.
   static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int half,
                                                         int lane) {
@@ -333,6 +383,7 @@ struct GradInput {
   int64_t weight_stride;
   __nv_bfloat16* out;  // (chunk.rows, hidden)
   float* partial;      // (k_splits, chunk.rows, hidden) partial sums, if k_splits > 1
+  RankOneTerm smoothing;
 };
 
 template <bool kPartialTiles>
@@ -390,6 +441,8 @@ struct GradInputEpilogue : GradInput {
       const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
       if (target.index >= 0)
         subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane, width);
+      if (smoothing.vector != nullptr && valid)
+        subtract_rank_one(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
     }
     if (k_splits > 1) return;
     const int first = tile.m0 + row;

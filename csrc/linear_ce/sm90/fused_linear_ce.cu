@@ -29,16 +29,70 @@ Bf16* row_at(const Tensor& matrix, int64_t row) {
   return static_cast<Bf16*>(matrix.mutable_data_ptr()) + row * matrix.size(1);
 }
 
+// Float32 elements of LogitTerms.
+struct TermElements {
+  explicit TermElements(const FusedLinearCe& call)
+      : bias(call.bias ? round_up(call.weight.size(0), int64_t{sm90::kTileN}) : 0),
+        grad_bias(call.need_grad_bias ? round_up(call.weight.size(0), int64_t{sm90::kTileN}) : 0),
+        hidden(smoothing(call) ? round_up(call.input.size(1), int64_t{sm90::kTileN}) : 0),
+        partial(smoothing(call) ? linear_ce::row_sum_elements(call.input.size(1)) : 0),
+        bias_sum(smoothing(call) ? sm90::kTileN : 0) {}
+  int64_t bias, grad_bias, hidden, partial, bias_sum;
+
+  int64_t total() const { return bias + grad_bias + 2 * hidden + partial + bias_sum; }
+  static bool smoothing(const FusedLinearCe& call) { return problem_of(call).extras & ce::kSmoothing; }
+};
+
+// memory: TermElements::total(), which the caller keeps until the last launch.
+linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, const linear_ce::Batch& batch,
+                                  const Tensor& memory, const Tensor& grad_bias) {
+  const TermElements elements(call);
+  const ce::Problem& problem = batch.problem;
+  float* at = static_cast<float*>(memory.mutable_data_ptr());
+  const auto take = [&](int64_t count) {
+    float* const block = at;
+    at += count;
+    return count > 0 ? block : nullptr;
+  };
+  linear_ce::LogitTerms terms{};
+  float* const bias = take(elements.bias);
+  terms.transform = {bias, problem.extras & ce::kSoftcap ? problem.softcap : 0.0f};
+  terms.grad_bias_sum = take(elements.grad_bias);
+  terms.grad_bias = call.need_grad_bias ? static_cast<Bf16*>(grad_bias.mutable_data_ptr()) : nullptr;
+  float* const class_sum = take(elements.hidden);
+  terms.class_sum = class_sum;
+  terms.row_sum = take(elements.hidden);
+  terms.partial = take(elements.partial);
+  float* const bias_sum = take(elements.bias_sum);
+  if (call.bias) {
+    terms.bias_sum = bias_sum;
+    const Tensor values = torch::stable::contiguous(*call.bias);
+    linear_ce::launch_bias_terms({static_cast<const Bf16*>(values.const_data_ptr()), problem.class_weight,
+                                  batch.vocab(), elements.bias, bias, bias_sum},
+                                 call.stream);
+  }
+  if (terms.smoothing()) {
+    linear_ce::launch_row_sums(
+        {static_cast<const Bf16*>(batch.weight.const_data_ptr()), batch.weight.stride(0), batch.vocab(),
+         nullptr, 0, nullptr, problem.class_weight, batch.hidden(), terms.partial, class_sum},
+        call.stream);
+  }
+  return terms;
+}
+
 }  // namespace
 
 std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
-  const unsigned extras = problem_of(call).extras, metrics = extras & (ce::kArgmax | ce::kEntropy);
-  if (call.input.scalar_type() != ScalarType::BFloat16 || call.bias || extras != metrics) {
+  const unsigned extras = problem_of(call).extras;
+  // The sum of a row's logits, which label smoothing needs, is not linear in the input with a softcap.
+  const bool unsupported = (extras & ce::kSmoothing) && (extras & ce::kSoftcap);
+  if (call.input.scalar_type() != ScalarType::BFloat16 || unsupported) {
     return std::nullopt;
   }
   return linear_ce::plan_on_device(
       {call.input.size(0), call.input.size(1), call.weight.size(0), call.need_grad_input,
-       call.need_grad_weight, call.exact_accumulation, call.memory_budget, 0, 1, metrics != 0},
+       call.need_grad_weight, call.exact_accumulation, call.memory_budget - 4 * TermElements(call).total(), 0,
+       1, (extras & (ce::kArgmax | ce::kEntropy)) != 0},
       call.device);
 }
 
@@ -49,7 +103,7 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
                          linear_ce::dense(call.weight),
                          call.need_grad_input,
                          call.need_grad_weight,
-                         problem.extras != 0,
+                         (problem.extras & (ce::kArgmax | ce::kEntropy)) != 0,
                          1.0f,
                          problem,
                          {},
@@ -66,8 +120,12 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
   const Tensor weight_memory =
       matrix_or_none(call.need_grad_weight, (panels + plan.panel_offset) * sm90::kPanel, hidden, input);
   const Tensor panel_workspace = bytes(linear_ce::panel_workspace_bytes(batch, plan), input);
+  const Tensor term_memory = empty({TermElements(call).total()}, ScalarType::Float, input);
+  const Tensor grad_bias = call.need_grad_bias ? empty({vocab}, ScalarType::BFloat16, input)
+                                               : no_tensor(ScalarType::BFloat16, input);
+  batch.terms = logit_terms(call, batch, term_memory, grad_bias);
   const Tensor class_one_hot =
-      bytes(call.need_grad_weight ? linear_ce::class_one_hot_bytes(batch) : 0, input);
+      bytes(batch.need_class_one_hot() ? linear_ce::class_one_hot_bytes(batch) : 0, input);
   const Tensor panel_read_counts = empty({plan.rows_in_grad_weight > 0 ? panels : 0}, ScalarType::Int, input);
   const linear_ce::GradWeightBuffers grad_weight{
       static_cast<Bf16*>(weight_memory.mutable_data_ptr()),
@@ -105,8 +163,7 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
   }
   if (call.need_grad_input)
     linear_ce::scatter_rows(batch, batch.row_index.position, rows, row_at(grad_input, 0));
-  return {grad_input, call.need_grad_weight ? first_rows(weight_memory, vocab) : weight_memory,
-          no_tensor(ScalarType::BFloat16, input)};
+  return {grad_input, call.need_grad_weight ? first_rows(weight_memory, vocab) : weight_memory, grad_bias};
 }
 
 }  // namespace liger

@@ -47,6 +47,7 @@ struct GradWeightEpilogue {
   int group;
   // Divides by the 16-byte vectors of a row in the last tile of columns, if that tile is partial.
   FastDivide last_vectors;
+  RankOneTerm smoothing;
 
   __device__ __forceinline__ bool is_narrow(const Tile& tile) const {
     return hidden - tile.n0 <= sm90::kTileN / 2;
@@ -118,6 +119,9 @@ struct GradWeightEpilogue {
       if (e.one_hot[h].index >= 0)
         subtract_row(sums, h, e.one_hot[h].amount, input + e.one_hot[h].index * input_stride + tile.n0, lane,
                      width);
+      const int r = tile.m0 + row + lane / 4 + 8 * h;
+      if (smoothing.vector != nullptr && r < vocab)
+        subtract_rank_one(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
     }
     if (!last) {
       float inverse_scale[2];

@@ -38,6 +38,11 @@ struct Gather {
   float* target_logit;  // over the temperature, one per block
   int* overflow;
   FirstRowOfClass first_row;
+  LogitTransform transform;
+  // With label smoothing: class_weight @ weight, class_weight @ bias (null without one), and the sum of the
+  // weighted logits of each row of the chunk.
+  const float *class_sum, *bias_sum;
+  float* weighted_sum;
 };
 
 __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
@@ -49,7 +54,8 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
     if (row < p.chunk.rows) {
       for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) out[i] = make_uint4(0, 0, 0, 0);
     }
-    if (threadIdx.x == 0) p.target_logit[row] = 0.0f;
+    // Its logits are those of zeros; with a bias they may be large, so the reference makes all exponentials 0.
+    if (threadIdx.x == 0) p.target_logit[row] = p.transform.bias != nullptr ? INFINITY : 0.0f;
     return;
   }
   const int source = p.index[row];
@@ -57,7 +63,7 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
   const bool valid = target >= 0 && target < p.vocab;
   const uint4* const x = reinterpret_cast<const uint4*>(p.input + source * p.input_stride);
   const uint4* const w = reinterpret_cast<const uint4*>(p.weight + (valid ? target : 0) * p.weight_stride);
-  float sum = 0.0f;
+  float sum = 0.0f, weighted_sum = 0.0f;
   for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) {
     const uint4 a = x[i], b = w[i];
     out[i] = a;
@@ -66,17 +72,27 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
       const uint32_t u = (&a.x)[j], v = (&b.x)[j];
       sum = fmaf(__uint_as_float(u << 16), __uint_as_float(v << 16), sum);
       sum = fmaf(__uint_as_float(u & 0xffff0000u), __uint_as_float(v & 0xffff0000u), sum);
+      if (p.class_sum != nullptr) {
+        const float2 s = reinterpret_cast<const float2*>(p.class_sum + 8 * i)[j];
+        weighted_sum = fmaf(__uint_as_float(u << 16), s.x, weighted_sum);
+        weighted_sum = fmaf(__uint_as_float(u & 0xffff0000u), s.y, weighted_sum);
+      }
     }
   }
   sum = block_reduce<Sum>(sum, scratch);
+  if (p.class_sum != nullptr) {
+    weighted_sum = block_reduce<Sum>(weighted_sum, scratch);
+    if (threadIdx.x == 0) p.weighted_sum[row] = weighted_sum + (p.bias_sum != nullptr ? *p.bias_sum : 0.0f);
+  }
   if (threadIdx.x == 0) {
-    p.target_logit[row] = valid ? sum * p.inverse_temperature : 0.0f;
+    if (valid && p.transform.bias != nullptr) sum += p.transform.bias[target];
+    p.target_logit[row] = valid ? p.transform.cap(sum) * p.inverse_temperature : 0.0f;
     if (valid) p.first_row.claim(target, source);
   }
 }
 
-// For tiles with overflow: row maxima of the logits -> a reference from which no sum overflows. Rows beyond
-// the count have zero logits and get the reference 0. grid: rows of the chunk.
+// For tiles with overflow: row maxima of the logits before the softcap -> a reference from which no sum
+// overflows. Rows beyond the count get that of gather(). grid: rows of the chunk.
 struct Recompute {
   ChunkRows chunk;
   const int* overflow;
@@ -84,6 +100,7 @@ struct Recompute {
   int columns;  // of maxima
   float inverse_temperature;
   float* reference;  // over the temperature; not written for other tiles
+  LogitTransform transform;
 };
 
 __global__ void __launch_bounds__(kRowThreads) recompute_reference(const Recompute p) {
@@ -91,18 +108,18 @@ __global__ void __launch_bounds__(kRowThreads) recompute_reference(const Recompu
   const int row = blockIdx.x;
   if (!p.overflow[row / sm90::kTileM]) return;
   if (row >= p.chunk()) {
-    if (threadIdx.x == 0) p.reference[row] = 0.0f;
+    if (threadIdx.x == 0) p.reference[row] = p.transform.bias != nullptr ? INFINITY : 0.0f;
     return;
   }
   float max = -INFINITY;
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
     max = fmaxf(max, p.maxima[int64_t{row} * p.columns + i]);
   max = block_reduce<Max>(max, scratch);
-  if (threadIdx.x == 0) p.reference[row] = ce::reference_of(max * p.inverse_temperature);
+  if (threadIdx.x == 0) p.reference[row] = ce::reference_of(p.transform.cap(max) * p.inverse_temperature);
 }
 
-// Row sums -> loss, metrics, scale and one-hot term; scales the gathered row in place if the weight gradient
-// needs it. grid: rows of the chunk.
+// Row sums -> loss, metrics, scale, one-hot term and coefficient of label smoothing; scales the gathered row
+// in place if the weight gradient needs it. grid: rows of the chunk.
 struct Rule {
   ce::Problem problem;  // of the whole batch, without logits
   ChunkRows chunk;
@@ -118,10 +135,14 @@ struct Rule {
   float* scale;  // in: the reference of rows of tiles with overflow; out: the scale
   FirstRowOfClass first_row;
   OneHot* one_hot;
-  RowMetrics metrics;  // with kMetrics
+  RowMetrics metrics;  // null without metrics
+  LogitTransform transform;
+  const float* weighted_sum;  // of the rows of the chunk, with label smoothing
+  float* smoothing;           // coefficients of the rows, with label smoothing
 };
 
-template <bool kMetrics>
+// kExtras: with metrics or label smoothing.
+template <bool kExtras>
 __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x;
@@ -131,15 +152,18 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
   float sum = 0.0f;
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads) sum += p.sums[int64_t{row} * p.columns + i];
   sum = block_reduce<Sum>(sum, scratch);
-  ce::Stats<kMetrics> stats = ce::empty_stats<kMetrics>();
+  ce::Stats<kExtras> stats = ce::empty_stats<kExtras>();
   stats.max = reference;
   stats.sum = sum;
-  if constexpr (kMetrics) {
-    float entropy_sum = 0.0f;
-    for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
-      entropy_sum += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
-    stats.entropy_sum = block_reduce<Sum>(entropy_sum, scratch) / kLog2e;
-    stats.best_column = column_of_key(p.metrics.best_keys[row]);
+  if constexpr (kExtras) {
+    if (p.metrics.entropy_sums != nullptr) {
+      float entropy_sum = 0.0f;
+      for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
+        entropy_sum += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
+      stats.entropy_sum = block_reduce<Sum>(entropy_sum, scratch) / kLog2e;
+      stats.best_column = column_of_key(p.metrics.best_keys[row]);
+    }
+    if (p.weighted_sum != nullptr) stats.weighted_sum = p.weighted_sum[row];
   }
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
   if (p.problem.token_weight != nullptr) r.token_weight = p.problem.token_weight[r.index];
@@ -158,14 +182,17 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
       ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
   if (threadIdx.x == 0) {
     p.scale[row] = g.coef_exp;
+    if (p.smoothing != nullptr) p.smoothing[row] = g.coef_class;
     OneHot one_hot = {0.0f, -1};
     if (r.target >= 0 && g.coef_target != 0.0f) {
+      const float derivative = p.transform.derivative(z_target);
       if (p.first_row.is_first(r.index, r.target)) {
-        one_hot = {g.coef_target, r.target};
-        p.first_row.set(r.target, g.coef_target);
+        one_hot = {g.coef_target * derivative, r.target};
+        p.first_row.set(r.target, one_hot.amount);
       } else {
         const float exact = ce::exp_from(z_target, stats.max);
-        *p.exponentials.at(row, r.target) = __float2bfloat16_rn(exact - g.coef_target / g.coef_exp);
+        *p.exponentials.at(row, r.target) =
+            __float2bfloat16_rn((exact - g.coef_target / g.coef_exp) * derivative);
       }
     }
     p.one_hot[row] = one_hot;
@@ -202,6 +229,12 @@ __global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput p
       sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
     sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+    if (p.smoothing.vector != nullptr) {
+      const float4 v = reinterpret_cast<const float4*>(p.smoothing.vector)[i];
+      const float amount = p.smoothing.amount_of(row);
+      sum.x = fmaf(-amount, v.x, sum.x), sum.y = fmaf(-amount, v.y, sum.y);
+      sum.z = fmaf(-amount, v.z, sum.z), sum.w = fmaf(-amount, v.w, sum.w);
+    }
     if (one_hot.index >= 0) {
       const uint2 w = target[i];
       sum.x = fmaf(-one_hot.amount, __uint_as_float(w.x << 16), sum.x);
@@ -211,6 +244,61 @@ __global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput p
     }
     to[i] = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
   }
+}
+
+// The gradient of the bias: sums over the rows of the chunk of what the gradients of input and weight are
+// products of. A block sums the columns of one panel, in a fixed order; a warp reads two rows at a time. grid:
+// panels.
+struct GradBias {
+  ChunkRows chunk;
+  Panels exponentials;
+  int vocab;
+  const float* scale;         // of the rows of the chunk
+  const OneHot* one_hot;      // per class
+  const float* smoothing;     // coefficients of the rows; null without label smoothing
+  const float* class_weight;  // null for ones
+  bool first, last;           // chunk
+  float* total;               // (vocab)
+  __nv_bfloat16* out;         // (vocab), written by the last chunk
+};
+
+__global__ void __launch_bounds__(kRowThreads) add_grad_bias(const GradBias p) {
+  constexpr int kVectors = sm90::kPanel / 8, kRows = kRowThreads / kVectors;
+  __shared__ float sums[kRows][sm90::kPanel];
+  __shared__ float scratch[32];
+  const int vector = threadIdx.x % kVectors, group = threadIdx.x / kVectors, rows = p.chunk();
+  const int first_column = blockIdx.x * sm90::kPanel;
+  float sum[8] = {};
+#pragma unroll 4
+  for (int row = group; row < rows; row += kRows) {
+    const uint4 words = *reinterpret_cast<const uint4*>(p.exponentials.at(row, first_column + 8 * vector));
+    const float scale = p.scale[row];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = (&words.x)[i];
+      sum[2 * i] = fmaf(scale, __uint_as_float(word << 16), sum[2 * i]);
+      sum[2 * i + 1] = fmaf(scale, __uint_as_float(word & 0xffff0000u), sum[2 * i + 1]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sums[group][8 * vector + i] = sum[i];
+  float coefficient = 0.0f;
+  if (p.smoothing != nullptr) {
+    for (int row = threadIdx.x; row < rows; row += kRowThreads) coefficient += p.smoothing[row];
+    coefficient = block_reduce<Sum>(coefficient, scratch);
+  }
+  __syncthreads();
+  const int column = first_column + threadIdx.x;
+  if (threadIdx.x >= sm90::kPanel || column >= p.vocab) return;
+  float total = p.first ? 0.0f : p.total[column];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) total += sums[i][threadIdx.x];
+  const OneHot one_hot = p.one_hot[column];
+  if (one_hot.index >= 0) total -= one_hot.amount;
+  if (p.smoothing != nullptr)
+    total -= coefficient * (p.class_weight != nullptr ? p.class_weight[column] : 1.0f);
+  p.total[column] = total;
+  if (p.last) p.out[column] = __float2bfloat16_rn(total);
 }
 
 }  // namespace liger::linear_ce

@@ -16,6 +16,7 @@ from .._core.environment import triton_interpreted
 VARIABLES = {
     "LIGER_BACKEND": "auto",
     "LIGER_MEMORY_BUDGET": "512M",
+    "LIGER_WGMMA": "1",
     "LIGER_CHECK_TARGETS": "0",
     "LIGER_LOG": "",
     "TRITON_INTERPRET": "0",
