@@ -314,6 +314,15 @@ def test_libraries_use_the_stable_abi_of_the_oldest_torch(path):
 
 
 @pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_define_all_their_functions(path):
+    """A source file that CMakeLists.txt does not list is noticed when a library is loaded, which needs a CUDA torch."""
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm")
+    _, symbols = call("nm", "--dynamic", "--demangle", "--undefined-only", path)
+    assert "torch" in symbols and "liger::" not in symbols, symbols
+
+
+@pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.name)
 def test_libraries_need_no_python_and_no_cuda_runtime(path):
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf")

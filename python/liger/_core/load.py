@@ -64,7 +64,7 @@ def _load_cuda():
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return False, f"libliger_cuda.so did not load: {error}"
+        return False, f"libliger_cuda.so did not load: {error.__cause__ or error}"
     return True, f"compiled CUDA kernels, loaded into torch {torch.__version__}"
 
 
