@@ -22,9 +22,9 @@ LEARNING_RATE, MOMENTUM = 0.01, 0.9
 # Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to, as a share
 # of the largest tensor of a kind.
 FLOOR, LEAST = 2, 1e-4
-# The same for float32 on GPUs, where reductions across warps and split-K GEMMs change the order of every sum. A gradient
-# of the first layer is behind about 16 of them: two layers, forward and backward, of GEMMs, norms and attention. Their
-# roundings are independent, so they add up to the square root of that number.
+# The same for float32 on GPUs, where reductions across warps and split-K GEMMs change the order of every sum. A
+# gradient of the first layer follows about 16 of them: two layers, forward and backward, of GEMMs, norms and attention.
+# Their roundings are independent, so they add up to the square root of that number.
 FLOOR_OF_GPU = 4
 
 _TEXT = {
