@@ -144,10 +144,10 @@ void check_rms_norm_gated(const std::string& op, const Tensor& x, const Tensor& 
                           const std::optional<Tensor>& weight, const std::string& casting_mode,
                           std::optional<int64_t> group_size, const std::string& activation, double eps,
                           double offset) {
+  check_same_device(op, "gate", gate, "x", x);
   check_rms_norm(op, x, std::nullopt, weight, casting_mode, eps, offset);
   check_same_shape(op, "gate", gate, "x", x);
   check_same_dtype(op, "gate", gate, "x", x);
-  check_same_device(op, "gate", gate, "x", x);
   require(!group_size || (*group_size > 0 && x.size(-1) % *group_size == 0), op, ": group_size is ",
           group_size.value_or(0), ", expected a divisor of the last dimension of x, ", x.size(-1));
   require(activation == "silu" || activation == "sigmoid", op, ": activation is '", activation,
@@ -213,7 +213,10 @@ void check_qk_norm_rope(const std::string& op, const Tensor& q, const Tensor& k,
   check_heads(op, q, k, cos, sin);
   const int64_t head_dim = q.size(3);
   if (q_weight) check_norm_parameter(op, "q_weight", *q_weight, q, head_dim, "the head_dim of q", "q");
-  if (k_weight) check_norm_parameter(op, "k_weight", *k_weight, k, head_dim, "the head_dim of k", "k");
+  if (k_weight) {
+    check_same_device(op, "k_weight", *k_weight, "q", q);
+    check_norm_parameter(op, "k_weight", *k_weight, k, head_dim, "the head_dim of k", "k");
+  }
   check_rms_options(op, casting_mode, eps, offset);
 }
 

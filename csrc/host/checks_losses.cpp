@@ -5,24 +5,25 @@
 namespace liger {
 namespace {
 
-void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, int64_t vocab,
-                      const Tensor& target, const std::optional<Tensor>& ce_weight,
+// The rows are called `rows_name` in messages.
+void check_ce_options(const std::string& op, const char* rows_name, const Tensor& like, int64_t rows,
+                      int64_t vocab, const Tensor& target, const std::optional<Tensor>& ce_weight,
                       const std::optional<Tensor>& token_weight, const std::optional<Tensor>& denominator,
                       double label_smoothing, std::optional<double> softcap, const std::string& reduction) {
   require(target.scalar_type() == ScalarType::Long || target.scalar_type() == ScalarType::Int, op,
           ": target has dtype ", dtype_name(target.scalar_type()),
           ", expected int64 or int32 class indices (class probabilities are not supported)");
   check_vector(op, "target", target, rows, "one class index per row");
-  check_same_device(op, "target", target, "the rows", like);
+  check_same_device(op, "target", target, rows_name, like);
   if (ce_weight) {
     check_floating(op, "ce_weight", *ce_weight);
     check_vector(op, "ce_weight", *ce_weight, vocab, "one weight per class");
-    check_same_device(op, "ce_weight", *ce_weight, "the rows", like);
+    check_same_device(op, "ce_weight", *ce_weight, rows_name, like);
   }
   if (token_weight) {
     check_floating(op, "token_weight", *token_weight);
     check_vector(op, "token_weight", *token_weight, rows, "one weight per row");
-    check_same_device(op, "token_weight", *token_weight, "the rows", like);
+    check_same_device(op, "token_weight", *token_weight, rows_name, like);
   }
   if (denominator) {
     require(denominator->numel() == 1, op, ": denominator has shape ", shape_text(*denominator),
@@ -31,7 +32,7 @@ void check_ce_options(const std::string& op, const Tensor& like, int64_t rows, i
                 denominator->scalar_type() == ScalarType::Int,
             op, ": denominator has dtype ", dtype_name(denominator->scalar_type()),
             ", expected a floating dtype, int64 or int32");
-    check_same_device(op, "denominator", *denominator, "the rows", like);
+    check_same_device(op, "denominator", *denominator, rows_name, like);
     require(reduction != "none", op,
             ": denominator was given with reduction 'none', expected 'mean' or 'sum'");
   }
@@ -51,8 +52,8 @@ bool is_topk(const std::string& name) {
   return name == "topk_tail" || name == "topk";
 }
 
-void check_divergence_options(const std::string& op, const Tensor& like, const std::optional<Tensor>& target,
-                              double beta, double temperature) {
+void check_divergence_options(const std::string& op, const char* rows_name, const Tensor& like,
+                              const std::optional<Tensor>& target, double beta, double temperature) {
   require(beta >= 0.0 && beta <= 1.0, op, ": beta is ", beta, ", expected a value between 0 and 1");
   require(std::isfinite(temperature) && temperature > 0.0, op, ": temperature is ", temperature,
           ", expected a positive, finite value");
@@ -60,7 +61,7 @@ void check_divergence_options(const std::string& op, const Tensor& like, const s
     require(target->scalar_type() == ScalarType::Long || target->scalar_type() == ScalarType::Int, op,
             ": target has dtype ", dtype_name(target->scalar_type()), ", expected int64 or int32");
     check_vector(op, "target", *target, like.size(0), "one value per row");
-    check_same_device(op, "target", *target, "the rows", like);
+    check_same_device(op, "target", *target, rows_name, like);
   }
 }
 
@@ -86,8 +87,8 @@ void check_cross_entropy(const std::string& op, const Tensor& logits, const Tens
   require(logits.dim() == 2 && logits.size(1) > 0, op, ": logits has shape ", shape_text(logits),
           ", expected (rows, classes) with at least one class");
   check_floating(op, "logits", logits);
-  check_ce_options(op, logits, logits.size(0), logits.size(1), target, ce_weight, token_weight, denominator,
-                   label_smoothing, softcap, reduction);
+  check_ce_options(op, "logits", logits, logits.size(0), logits.size(1), target, ce_weight, token_weight,
+                   denominator, label_smoothing, softcap, reduction);
 }
 
 void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tensor& target,
@@ -110,8 +111,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
     check_same_dtype(op, "bias", *bias, "input", input);
     check_same_device(op, "bias", *bias, "input", input);
   }
-  check_ce_options(op, input, input.size(0), weight.size(0), target, ce_weight, token_weight, denominator,
-                   label_smoothing, softcap, reduction);
+  check_ce_options(op, "input", input, input.size(0), weight.size(0), target, ce_weight, token_weight,
+                   denominator, label_smoothing, softcap, reduction);
   require(!accum_dtype || *accum_dtype == ScalarType::Float || *accum_dtype == input.scalar_type(), op,
           ": accum_dtype is ", dtype_name(accum_dtype.value_or(ScalarType::Float)),
           ", expected float32, the dtype of", " input, ", dtype_name(input.scalar_type()), ", or None");
@@ -130,7 +131,7 @@ void check_divergence(const std::string& op, const Tensor& student, const Tensor
   check_same_device(op, "teacher", teacher, "student", student);
   require(is_divergence(divergence), op, ": divergence is '", divergence,
           "', expected 'forward_kl', 'reverse_kl', 'jsd' or 'tvd'");
-  check_divergence_options(op, student, target, beta, temperature);
+  check_divergence_options(op, "student", student, target, beta, temperature);
   if (row_weight) {
     if (row_weight->dim() > 0) {
       check_vector(op, "row_weight", *row_weight, student.size(0), "one value per row");
@@ -221,7 +222,7 @@ void check_fused_linear_divergence(const Tensor& input, const Tensor& weight, co
   check_like_input("teacher_weight", teacher_weight);
   check_like_input("bias", bias);
   check_like_input("teacher_bias", teacher_bias);
-  check_divergence_options(op, input, target, beta, temperature);
+  check_divergence_options(op, "input", input, target, beta, temperature);
   if (row_weight) {
     if (row_weight->dim() > 0) {
       check_vector(op, "row_weight", *row_weight, input.size(0), "one value per row");

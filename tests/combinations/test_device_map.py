@@ -195,16 +195,25 @@ def test_weights_offloaded_to_the_cpu(model_type, part, order, tmp_path):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", [*TEXTS, "gemma3"])
 def test_two_gpus(model_type, order, tmp_path):
-    """Inputs and labels are on the first GPU, the last layer and the head on the second."""
+    """Inputs and labels are on the first GPU, the last layer and the head on the second.
+
+    A tied head is on the first, as in a map of accelerate: it ties the two again after it has moved them, so they have
+    one device, and the hook of the embedding must send the tokens there.
+    """
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     plain = tiny(model_type, "cuda")
-    ours = dispatched(
-        tiny(model_type), tmp_path, order, default=0, **{"layers.1": 1, "norm": 1, "lm_head": 1}
-    )
-    assert ours.get_output_embeddings().weight.device.index == 1
+    tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
+    places = {"layers.1": 1, "norm": 1, "lm_head": 0 if tied else 1}
+    ours, unpatched = (dispatched(tiny(model_type), tmp_path, o, default=0, **places) for o in (order, None))
+    assert not lt.patch_report(unpatched).replaced
+    for model in (ours, unpatched):
+        head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+        assert (head.device.index, embedding.device.index) == (places["lm_head"], 0)
     given = inputs_of(model_type, "cuda")
-    assert_same_step(seeded_step(ours, given), seeded_step(plain, given))
+    expected = seeded_step(plain, given)
+    assert_same_step(seeded_step(unpatched, given), expected)
+    assert_same_step(seeded_step(ours, given), expected)
 
 
 @pytest.mark.gpu

@@ -147,7 +147,7 @@ def test_experts_of_sharded_tokens():
     experts = 4
     weights = [random(experts, 6 * H, H, seed=1), random(experts, H, 3 * H, seed=2)]
     weights += [random(experts, 6 * H, seed=3), random(experts, H, seed=4)]
-    index = torch.arange(B * T * 2).view(B, T, 2) * 7 % 5 % experts
+    index = torch.arange(B * T * 2, device=ranks.DEVICE).view(B, T, 2) * 7 % 5 % experts
     routing = random(B, T, 2, seed=5).abs()
 
     def run(x, routing, *parameters):

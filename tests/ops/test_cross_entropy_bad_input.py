@@ -128,7 +128,7 @@ def test_cross_entropy_weights_that_require_grad_are_refused(device, name):
 def test_cross_entropy_weight_on_another_device(device):
     logits, target = random_logits(4, 9, device)
     with pytest.raises(
-        RuntimeError, match="cross_entropy: ce_weight is on cpu, expected the device of the rows, cuda"
+        RuntimeError, match="cross_entropy: ce_weight is on cpu, expected the device of logits, cuda"
     ):
         liger.cross_entropy(logits, target, ce_weight=torch.ones(9))
 

@@ -7,6 +7,9 @@ import torch
 from public_callables import CASES, arguments
 from samples import SAMPLES
 
+from liger import backend
+from liger._core.kernel_checks import checking_devices
+
 GPU = torch.cuda.is_available()
 # Their products with weights, before any op of liger, are torch's own, which does not look at the device of a weight on
 # meta. A module may have such weights until its hooks fetch them.
@@ -53,7 +56,7 @@ def test_a_tensor_of_another_device_raises(name, moved, elsewhere, device):
     with pytest.raises(RuntimeError) as raised:
         CASES[name].call(**given)
     where = r"(meta|cpu|cuda:\d)"
-    words = rf"\w+: \w+ is on {where}, expected (the device of [\w ]+, {where}|{where}, the device of [\w ]+)"
+    words = rf"\w+: \w+ is on {where}, expected the device of [\w ]+, {where}"
     assert re.match(words, str(raised.value)), str(raised.value)
 
 
@@ -76,6 +79,34 @@ def test_a_tensor_of_another_device_raises_in_ops(op, place, elsewhere, device):
     # Of Triton it is a ValueError where no check of ours comes first.
     with pytest.raises((RuntimeError, ValueError), match=r"device|cpu tensor"), torch.no_grad():
         getattr(torch.ops.liger, op)(*given)
+
+
+def tensors_of_forwards():
+    """(op, position): of the ops with several backends that public functions call without a check of devices."""
+    own = {op: family for family in backend.FAMILIES.values() for op in family.torch_kernels}
+    # Each backend of rescale has a check of its own; the public functions of the divergences check before the op.
+    return [
+        (own[op], op, place)
+        for op, place in tensors_of_ops()
+        if op in own and "backward" not in op and not op.startswith(("rescale", "divergence"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "op", "place"), tensors_of_forwards(), ids=lambda v: getattr(v, "name", v)
+)
+def test_the_same_words_in_every_backend(family, op, place):
+    """The check of the compiled kernels, which those of torch make as well, that of the dispatcher for meta tensors,
+    and that before Triton kernels where there are several GPUs."""
+    given = list(SAMPLES[op](torch.device("cpu"))[0])
+    given[place] = given[place].detach().to("meta")
+    dispatched, kernel = getattr(torch.ops.liger, op), family.torch_kernels[op]
+    said = []
+    for call in (dispatched, kernel, checking_devices(op, pytest.fail)):
+        with pytest.raises(RuntimeError) as raised, torch.no_grad():
+            call(*given)
+        said.append(str(raised.value).split("\n")[0])
+    assert said == said[:1] * 3 and said[0].startswith(f"{family.name}: ")
 
 
 def described(results):

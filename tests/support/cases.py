@@ -72,12 +72,26 @@ def forward_backward(function, inputs, grad_outputs=None):
 
 def check_op(function, plain, inputs, intermediate=0.0):
     """Outputs and gradients of ``function`` against those of ``plain`` in the same dtype and in float64."""
-    upstream = [torch.randn_like(o) for o in forward_backward(function, inputs)[0]]
-    exact_inputs = [t.double() if t is not None else None for t in inputs]
-    runs = [(function, inputs), (plain, inputs), (plain, exact_inputs)]
-    (outputs, grads), *others = (forward_backward(f, arguments, upstream) for f, arguments in runs)
-    for kind, index, actual in (("output", 0, outputs), ("gradient", 1, grads)):
-        for i, values in enumerate(zip(actual, *(other[index] for other in others), strict=True)):
+    check_draws(function, plain, [inputs], intermediate)
+
+
+def check_draws(function, plain, draws, intermediate=0.0):
+    """:func:`check_op` of the results of several draws of the inputs, stacked.
+
+    For a result of one number: its error may be any multiple of that of plain torch, which is zero by chance, and
+    relative to itself it has no bound where its terms cancel.
+    """
+    runs = []
+    for inputs in draws:
+        upstream = [torch.randn_like(o) for o in forward_backward(function, inputs)[0]]
+        exact_inputs = [t.double() if t is not None else None for t in inputs]
+        calls = [(function, inputs), (plain, inputs), (plain, exact_inputs)]
+        runs.append([forward_backward(f, arguments, upstream) for f, arguments in calls])
+    for index, kind in enumerate(("output", "gradient")):
+        # One list of results per draw, each of (ours, plain, exact), then one stack of draws per result.
+        of_draws = [list(zip(*(results[index] for results in run), strict=True)) for run in runs]
+        for i, draws_of_result in enumerate(zip(*of_draws, strict=True)):
+            values = [torch.stack(of_call) for of_call in zip(*draws_of_result, strict=True)]
             assert_as_exact_as_torch(*values, f"{kind} {i}", intermediate)
 
 

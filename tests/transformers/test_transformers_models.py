@@ -183,7 +183,12 @@ def test_a_configuration_has_a_layer_of_every_kind():
     assert config.text_config.hidden_size == config.vision_config.hidden_size
 
 
-def test_processes_have_limits():
+def test_processes_have_limits(monkeypatch):
+    monkeypatch.setenv("LIGER_BACKEND", "cuda")  # of the models on the CPU it is not asked
+    # A backward starts the threads of autograd for GPUs, and a fork of this process has none of them.
+    torch.ones(1, requires_grad=True).sum().backward()
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
     pairs = [("llama", "LlamaForCausalLM"), ("no such type", "X"), ("qwen3", "Qwen3ForCausalLM")]
     seen = []
     reports = runner.scan(pairs, jobs=2, checks=("training",), progress=seen.append)
@@ -191,3 +196,22 @@ def test_processes_have_limits():
     assert reports[0]["checks"] == {"training": "equal"} and "not built" in reports[1]
     [late] = runner.scan(pairs[:1], limit_s=0.0)
     assert late["not built"] == "it took longer than 0 s"
+    assert torch.get_num_threads() == before + 1
+    torch.set_num_threads(before)
+
+
+def test_a_process_of_the_checks_that_does_not_start(monkeypatch):
+    monkeypatch.setattr(runner.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="ended with exit code 1 after 0 of 1 classes"):
+        runner.scan([("llama", "LlamaForCausalLM")])
+
+
+def test_an_exception_of_the_caller_ends_the_processes():
+    class Stopped(Exception):
+        pass
+
+    def stop(report):
+        raise Stopped
+
+    with pytest.raises(Stopped):
+        runner.scan([("no such type", "X"), ("llama", "LlamaForCausalLM")], jobs=2, progress=stop)

@@ -14,7 +14,7 @@ def register_fake(name):
     namespace, _, op = name.partition("::")
     arguments = getattr(getattr(torch.ops, namespace), op).default._schema.arguments
     names = [argument.name for argument in arguments]
-    public = op.removesuffix("_").removesuffix("_forward")
+    public = public_name(op)
 
     def decorate(fake):
         @functools.wraps(fake)
@@ -26,6 +26,11 @@ def register_fake(name):
         return fake
 
     return decorate
+
+
+def public_name(op):
+    """The public function that a raw op, named without its namespace, belongs to in messages."""
+    return op.removesuffix("_").removesuffix("_forward")
 
 
 def check_one_device(op, arguments):

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .fakes import check_one_device, public_name
+
 
 def checking_overlap(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel, preceded by a check that written arguments do not overlap other tensors. Compiled kernels check that
@@ -30,22 +32,14 @@ def checking_overlap(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def checking_devices(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The Triton kernel, preceded by a check that its tensors are on one device: Triton would pass a pointer to another
-    GPU. Compiled kernels check that themselves."""
+    GPU. Compiled kernels check that themselves, in the same words."""
     arguments = getattr(torch.ops.liger, op).default._schema.arguments
     names = [a.name for a in arguments]
+    public = public_name(op)
 
     @functools.wraps(kernel)
     def checked(*args, **kwargs):
-        first = None
-        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-            if not isinstance(value, torch.Tensor):
-                continue
-            if first is None:
-                first = name, value.device
-            elif value.device != first[1]:
-                raise RuntimeError(
-                    f"{op}: {name} is on {value.device}, expected {first[1]}, the device of {first[0]}"
-                )
+        check_one_device(public, {**dict(zip(names, args, strict=False)), **kwargs})
         return kernel(*args, **kwargs)
 
     return checked

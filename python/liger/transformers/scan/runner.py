@@ -1,12 +1,20 @@
-"""Runs the checks of many model classes, each in a process of its own with a time limit and a memory limit."""
+"""Runs the checks of many model classes, each in a process of its own with a time limit and a memory limit.
+
+These processes are forks of a server, which has imported transformers. The server is a new process without GPUs:
+autograd fails in a fork of a process that has run a backward on a machine with a GPU, even one of CPU tensors.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import resource
+import signal
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -34,34 +42,76 @@ def scan(
         limit_s: seconds for one class; a class that takes longer is reported as not built.
         checks: names of the checks to run.
         progress: called with every report as it arrives.
+
+    Raises:
+        RuntimeError: the server ended before all reports, for example without memory.
     """
     classes, results = list(classes), dict[tuple[str, str], Any]()
+    # The models are on the CPU; a backend that needs a GPU would be refused there.
+    environment = {name: value for name, value in os.environ.items() if name != "LIGER_BACKEND"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        with theirs:
+            server = subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import _serve; _serve({theirs.fileno()})"],
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        try:
+            for _ in dict.fromkeys(classes):
+                try:
+                    if not results:
+                        ours.send((classes, jobs, limit_s, checks))
+                    report = ours.recv()
+                except (EOFError, ConnectionError) as error:
+                    raise RuntimeError(
+                        f"scan: the process of the checks ended with exit code {server.wait()} after "
+                        f"{len(results)} of {len(classes)} classes"
+                    ) from error
+                results[report["type"], report["class"]] = report
+                progress(report)
+        finally:
+            server.terminate()
+            server.wait()
+    return [results[pair] for pair in classes]
+
+
+def _serve(descriptor: int) -> None:
+    """The server: reads the arguments of :func:`scan` from a connection, and sends each report."""
+    # An exit, unlike a signal, ends the processes of the classes as well.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(1)  # A fork must not inherit a pool of threads.
+    with Connection(descriptor) as connection:
+        classes, jobs, limit_s, checks = connection.recv()
+        _run_all(classes, jobs, limit_s, checks, connection.send)
+
+
+def _run_all(classes, jobs, limit_s, checks, send) -> None:
+    """Forks a process per class, at most ``jobs`` at a time, and sends the reports in the order in which they end."""
     context = multiprocessing.get_context("fork")
-    waiting, running = iter(classes), dict[Any, Any]()
-    for pair in _fill(waiting, running, jobs, context, checks):
-        results[pair] = None
+    waiting, running = iter(dict.fromkeys(classes)), dict[Any, Any]()
+    _fill(waiting, running, jobs, context, checks)
     while running:
         ready = wait(list(running), timeout=min(1.0, limit_s))
         for connection in list(running):
             pair, process, started = running[connection]
             if connection in ready:
-                results[pair] = _receive(connection, pair)
+                report = _receive(connection, pair)
             elif time.monotonic() - started > limit_s:
-                results[pair] = _failed(pair, f"it took longer than {limit_s:g} s")
+                report = _failed(pair, f"it took longer than {limit_s:g} s")
             else:
                 continue
             process.kill()
             process.join()
             connection.close()
             del running[connection]
-            progress(results[pair])
-        for pair in _fill(waiting, running, jobs, context, checks):
-            results[pair] = None
-    return [results[pair] for pair in classes]
+            send(report)
+        _fill(waiting, running, jobs, context, checks)
 
 
-def _fill(waiting, running, jobs, context, checks) -> Iterator[tuple[str, str]]:
+def _fill(waiting, running, jobs, context, checks) -> None:
     while len(running) < jobs:
         pair = next(waiting, None)
         if pair is None:
@@ -71,10 +121,10 @@ def _fill(waiting, running, jobs, context, checks) -> Iterator[tuple[str, str]]:
         process.start()
         theirs.close()
         running[ours] = pair, process, time.monotonic()
-        yield pair
 
 
 def _work(pair, checks, connection: Connection):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
