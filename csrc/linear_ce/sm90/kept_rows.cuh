@@ -20,7 +20,7 @@ inline constexpr int kKeptRowThreads = 256;
 struct alignas(16) KeptRow {
   float sum;      // of the exponentials; NaN if the target is outside [0, vocab)
   float logprob;  // of the target
-  float entropy;  // 0 without metrics
+  float entropy;  // NaN without metrics
   // 1: the exponential at the target is less by `sum`, so that it includes the one-hot term; else 0.
   float one_hot_included;
 };
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kKeptRowThreads) keep_rows(const KeepRows p) {
   const float z_target = p.target_logit[row];
   const float reference = p.overflow[row / sm90::kTileM] ? p.reference[row] : z_target;
   const float log_of_sum = logf(sum);
-  KeptRow kept = {valid ? sum : NAN, z_target - reference - log_of_sum, 0.0f, 0.0f};
+  KeptRow kept = {valid ? sum : NAN, z_target - reference - log_of_sum, NAN, 0.0f};
   if (p.entropy_sums != nullptr) kept.entropy = log_of_sum - entropy_sum / kLog2e / sum;
   if (valid && p.class_one_hot != nullptr && p.class_one_hot[target].index != source) {
     kept.one_hot_included = 1.0f;
