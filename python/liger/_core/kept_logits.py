@@ -84,8 +84,8 @@ def check_keep(op, keep):
 def _kept_shapes(keep, input, weight, with_entropy):
     """Shapes of (logits or exponentials, numbers of each row).
 
-    Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of their rows
-    are log-sum-exp, then entropy if it is known.
+    Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of a row
+    are its log-sum-exp, and its entropy if that is known.
     """
     (rows, _), vocab = input.shape, weight.shape[0]
     if keep == EXPONENTIALS:
