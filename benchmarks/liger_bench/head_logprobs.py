@@ -125,7 +125,8 @@ def _row(options, policy):
             "input": normal(options, policy.tokens, policy.hidden, std=2.5 / (std * policy.hidden**0.5)),
             "weight": normal(options, policy.vocabulary, policy.hidden, std=std),
             "target": targets(options, policy.tokens, policy.vocabulary),
-            "advantages": normal(options, policy.tokens).float(),
+            # Of one sign: the relative error of a sum near zero says nothing.
+            "advantages": normal(options, policy.tokens).float().abs(),
         }
 
     candidates = [*ours(options, _ours(policy)), *compiled(options, _eager(policy))]
