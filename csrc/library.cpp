@@ -130,9 +130,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // "topk" (renormalised). The gradients are those of the sum.
   m.def("fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta, float temperature, float soft, float hard, int ignore_index, bool per_row, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor loss, Tensor soft_loss, Tensor hard_loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   // input (N, H), target (N,): log-probabilities of the targets under softmax(softcap(input @ weight.T +
-  // bias) / temperature); 0 in ignored rows
-  m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
-  m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // bias) / temperature); 0 in ignored rows. keep: "nothing", "logits" or "exponentials" of all rows for the
+  // backward, which gets the same word, with kept and kept_rows; else both are empty. What a forward without
+  // need_grad_weight keeps serves no gradient of the weight.
+  m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, str keep=\"nothing\", bool need_grad_weight=False) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
+  m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, str keep=\"nothing\", Tensor? kept=None, Tensor? kept_rows=None) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward

@@ -162,7 +162,16 @@ def sm90_sizes():
     target = classes(600, 2048)
     run(liger.fused_linear_ce, x, weight, target=target)
     run(liger.fused_linear_ce, x, weight, target=target, memory_budget=1 << 20)
-    run(liger.fused_linear_logprobs, x, weight, targets=target)
+    for recompute in (False, True):
+        run(liger.fused_linear_logprobs, x, weight, targets=target, temperature=0.7, recompute=recompute)
+
+        def with_entropy(x, weight, recompute=recompute):
+            found = liger.fused_linear_logprobs(
+                x, weight, target, memory_budget=1 << 20, return_entropy=True, recompute=recompute
+            )
+            return found[:2]
+
+        run(with_entropy, x, weight)
 
 
 def public(name, weights=0):

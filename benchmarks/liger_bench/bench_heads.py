@@ -1,5 +1,6 @@
 """The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options than
-bench_fused_linear_ce.py, beside every peer that takes them. ``docs/performance/heads.md`` has floors and goals.
+bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs``.
+``docs/performance/heads.md`` has floors and goals.
 
 The ceiling is the three GEMMs by cuBLAS, with the vocabulary rounded down to a multiple of 128 classes: cuBLAS takes
 several times as long for rows that are not aligned.
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 import liger
 
+from . import head_logprobs
 from .bench_fused_linear_ce import REFERENCE_ROWS, quack_head, three_gemms, torch_head
 from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
 from .harness import Contest, Provider, Row, normal, targets, training_work
@@ -195,3 +197,4 @@ def _row(options, head):
 def rows(options):
     for head in options.pick(HEADS, QUICK, TINY):
         yield _row(options, head)
+    yield from head_logprobs.rows(options)

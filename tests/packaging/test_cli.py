@@ -192,6 +192,32 @@ def test_plan_for_capability_9_0_as_text(capsys, monkeypatch):
         assert f"\n{chunks}, by the engine of compute capability 9.0\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("changed", "gemms", "kept", "words"),
+    [
+        ([], 4, 0, "4 GEMMs, 3 with a budget of 3.9 GiB"),
+        (
+            ["--budget=4G"],
+            3,
+            2 * 16384 * 128256,
+            "3 GEMMs, with 3.9 GiB of exponentials kept for the backward",
+        ),
+        (["--tokens=2000"], 3, 2 * 2048 * 128256, "3 GEMMs, with 501.0 MiB of exponentials kept"),
+        (["--tokens=255"], 4, 0, "4 GEMMs"),
+        (["--budget=4G", "--capability=8.0"], 4, 0, "4 GEMMs"),
+        (["--budget=4G", "--dtype=fp16"], 4, 0, "4 GEMMs"),
+    ],
+)
+def test_plan_of_logprobs(capsys, monkeypatch, changed, gemms, kept, words):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
+    arguments = [*ARGUMENTS_90, "--capability=9.0", *changed]
+    assert cli.main(arguments) == 0
+    assert re.search(f"\nfused_linear_logprobs: {words}", capsys.readouterr().out)
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["logprobs_gemms"], found["logprobs_kept"]) == (gemms, kept)
+
+
 def test_plan_is_for_the_device_at_hand(capsys, monkeypatch):
     for capability, engine in ((None, "generic"), ((8, 0), "generic"), ((9, 0), "sm90")):
         monkeypatch.setattr(plan_command, "_device_capability", lambda c=capability: c)

@@ -152,16 +152,22 @@ def _fused_linear_logprobs_forward(d):
         (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True),
         (*tensors, None, 1.0, -100, None, None, True, False),
         (floats(d, 0, 8), tensors[1], tensors[2][:0], None, 2.0, -100, None, None, True, True),
+        (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True, "logits", True),
+        (*tensors, None, 1.0, -100, None, None, False, False, "logits", False),
     ]
 
 
 def _fused_linear_logprobs_backward(d):
     samples = []
-    for tensors in _fused_linear_logprobs_forward(d):
-        rows, entropy = len(tensors[0]), tensors[-2]
+    for arguments in _fused_linear_logprobs_forward(d):
+        tensors, (budget, entropy, _) = arguments[:7], arguments[7:10]
+        rows = len(tensors[0])
+        kept = ()
+        if len(arguments) > 10:
+            kept = arguments[10], *torch.ops.liger.fused_linear_logprobs_forward(*arguments)[3:]
         grads = floats(d, rows), floats(d, rows) if entropy else None
         for needed in ((True, True, True), (False, True, False), (True, False, False)):
-            samples.append((*grads, *tensors[:-3], None, tensors[-3], *needed))
+            samples.append((*grads, *tensors, None, budget, *needed, *kept))
     return samples
 
 

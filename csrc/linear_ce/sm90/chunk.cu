@@ -142,6 +142,11 @@ std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device) 
   return plan_sm90(problem);
 }
 
+std::optional<LinearCePlan> plan_one_chunk_on_device(LinearCeProblem problem, int device) {
+  if (!runs_on(problem, device)) return std::nullopt;
+  return plan_one_chunk_sm90(problem);
+}
+
 std::optional<LinearBackwardPlan> plan_linear_backward_on_device(LinearCeProblem problem, int64_t aux_rows,
                                                                  bool aux_in_grad_weight, int device) {
   if (!runs_on(problem, device)) return std::nullopt;

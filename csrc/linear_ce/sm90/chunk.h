@@ -100,6 +100,8 @@ class Chunk {
   void apply_rule(bool gradient) const;
   // The GEMMs of the input and the weight gradient.
   void gradients() const;
+  // Where the exponentials are.
+  const Panels& panels() const { return panels_; }
 
  private:
   ChunkRows rows() const;
@@ -151,6 +153,7 @@ void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf1
 
 // The plans for this device; nullopt if the engine cannot run on it or takes other sizes.
 std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device);
+std::optional<LinearCePlan> plan_one_chunk_on_device(LinearCeProblem problem, int device);
 std::optional<LinearBackwardPlan> plan_linear_backward_on_device(LinearCeProblem problem, int64_t aux_rows,
                                                                  bool aux_in_grad_weight, int device);
 

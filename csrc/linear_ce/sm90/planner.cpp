@@ -216,6 +216,15 @@ std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& p) {
   return plan;
 }
 
+std::optional<LinearCePlan> plan_one_chunk_sm90(const LinearCeProblem& p) {
+  if (!supported(p)) return std::nullopt;
+  LinearCePlan plan{};
+  plan.workspace_panel_bytes = round_up(p.rows, kTileM) * kPanel * 2;
+  plan.chunks = {{0, p.rows, CostModel(p).split_k(p.rows).k_splits}};
+  if (logs_plans()) log_plan(text_of(p, plan));
+  return plan;
+}
+
 std::vector<int64_t> LinearCePlan::encode() const {
   std::vector<int64_t> numbers{rows_in_grad_weight, workspace_panel_bytes, scale_bytes, panel_offset};
   for (const PlannedChunk& chunk : chunks) {

@@ -45,6 +45,10 @@ struct LinearCePlan {
 // groups that exceed the budget.
 std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& problem);
 
+// All rows in one chunk, whose exponentials are kept from the forward to the backward of
+// fused_linear_logprobs: the panel workspace holds them all. The caller compares their bytes with the budget.
+std::optional<LinearCePlan> plan_one_chunk_sm90(const LinearCeProblem& problem);
+
 // The plan of losses whose dlogits is a row-major matrix of its own (linear_backward.cu). Logits are computed
 // for a slice of a chunk at a time.
 struct LinearBackwardPlan {

@@ -12,10 +12,13 @@ is one; the gradients of the hidden states and of the weight. With a float32 sum
 the weight gradient is allocated.
 
 GPUs of compute capability 9.0 use the sm_90a engine for bfloat16, at least 256 rows, and hidden sizes divisible by 64.
-It stores exponentials instead of logits. Its first chunk is larger than the others, because most of its exponentials use
-the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block scales in a separate
-buffer. Its working memory is a copy of the rows of a chunk, sums per row, and float32 split-K partials of the input
-gradient, unless they fit into gradients that are not written yet.
+It stores exponentials instead of logits. Its first chunk is larger than the others, because most of its exponentials
+use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block scales in a
+separate buffer. Its working memory is a copy of the rows of a chunk, sums per row, and float32 split-K partials of the
+input gradient, unless they fit into gradients that are not written yet.
+
+fused_linear_logprobs takes three GEMMs where this engine keeps the exponentials of all rows from the forward to the
+backward, because they fit the budget, and four elsewhere.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import torch
 
 import liger
 
+from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
 from .._core.sm90_plan import plan_chunks_sm90
 from ._format import human_bytes, table
@@ -166,13 +170,15 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     Returns:
         dict with engine ("generic" or "sm90"), chunks, chunk_rows, first_chunk_rows, and bytes: logits and
         logits_liger (logits and everything of their size), accumulator (what the sum over chunks needs beside the
-        weight gradient), working, gradients (of hidden states and weight), peak and peak_liger.
+        weight gradient), working, gradients (of hidden states and weight), peak and peak_liger. Of
+        fused_linear_logprobs: logprobs_gemms, logprobs_kept (bytes between forward and backward), and
+        logprobs_budget, with which there are three GEMMs (None: with no budget).
 
     Raises:
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
         RuntimeError: negative sizes.
     """
-    default_memory_budget()
+    budget = default_memory_budget()
     plan = None
     if capability == SM90 and dtype == torch.bfloat16:
         plan = _plan_sm90(tokens, hidden, vocab, exact_accumulation)
@@ -184,12 +190,18 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     # The generic engine allocates the final gradient after its last chunk of logits.
     sequential = plan["engine"] == "generic" and plan["accumulator"] > 0
     together = (max if sequential else sum)((plan["logits_liger"], weight_gradient))
+    can_keep = capability == SM90 and dtype == torch.bfloat16 and sizes_for_engine(tokens, hidden)
+    exponentials = exponentials_bytes(tokens, vocab)
+    keeps = can_keep and exponentials <= budget
     return {
         **plan,
         "logits": logits,
         "gradients": weight_gradient + input_gradient,
         "peak": max(logits, linear_backward),
         "peak_liger": together + plan["accumulator"] + plan["working"] + input_gradient,
+        "logprobs_gemms": 3 if keeps else 4,
+        "logprobs_kept": exponentials if keeps else 0,
+        "logprobs_budget": exponentials if can_keep else None,
     }
 
 
@@ -199,6 +211,15 @@ def _describe_chunks(memory):
     sizes = f" of {first} rows" if first == later else f": {first} rows, then {later} at a time"
     engine = "the generic engine" if memory["engine"] == "generic" else "the engine of compute capability 9.0"
     return f"{count}{sizes}, by {engine}"
+
+
+def _describe_logprobs(memory):
+    text = f"fused_linear_logprobs: {memory['logprobs_gemms']} GEMMs"
+    if memory["logprobs_kept"]:
+        return text + f", with {human_bytes(memory['logprobs_kept'])} of exponentials kept for the backward"
+    if memory["logprobs_budget"]:
+        return text + f", 3 with a budget of {human_bytes(memory['logprobs_budget'])}"
+    return text
 
 
 def run(arguments):
@@ -236,6 +257,7 @@ def run(arguments):
             header=("memory of the head and its loss", "without liger", "with liger"),
         )
     )
+    print("\n" + _describe_logprobs(memory))
     if memory["peak_liger"]:
         print(
             f"\n{memory['peak'] / memory['peak_liger']:.1f} times less. 'liger plan --help' says what is counted."

@@ -190,8 +190,12 @@ def _redistribute_head(call, *per_row):
 
 
 def _logprobs(call):
+    if call["keep"] != "nothing":
+        raise RuntimeError(
+            f"fused_linear_logprobs: keep is '{call['keep']}', expected 'nothing' with DTensors"
+        )
     tokens, (rows, _) = _redistribute_head(call)
-    requested = True, call["return_entropy"], call["return_argmax"]
+    requested = True, call["return_entropy"], call["return_argmax"], False, False
     return tuple(
         call.wrap(local, tokens, (rows,)) if flag else call.placeholder(local)
         for local, flag in zip(call.run(), requested, strict=True)

@@ -29,7 +29,7 @@ from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
 from .._core.lm_head import LMHead, check_head
 from .._core.vmap import register_loops
-from ..ops.fused_linear_logprobs import fused_linear_logprobs_backward, fused_linear_logprobs_forward
+from ..ops.fused_linear_logprobs_kernel import fused_linear_logprobs_backward, fused_linear_logprobs_forward
 from ._chunks import ChunkArguments, Layout, make_chunks
 
 _OP = "fused_linear_loss"
@@ -116,7 +116,7 @@ def _forward(
             )
         )
     if chunks is None:
-        logprobs, entropy, argmax = fused_linear_logprobs_forward(
+        logprobs, entropy, argmax, *_ = fused_linear_logprobs_forward(
             input, weight, target, bias, *head[2:], memory_budget, with_entropy, with_metrics
         )
         if not any(needs_grad):

@@ -1,7 +1,7 @@
 """Log-probabilities of target tokens under the softmax of a linear layer, in chunks of rows.
 
-The backward computes the logits a second time. The losses of :mod:`liger.losses` are cheaper, because their forward
-computes the gradient.
+The gradients of the log-probabilities arrive after the forward. Either the forward keeps the exponentials of all logits
+(:mod:`liger._core.kept_logits`), or the backward computes the logits a second time.
 """
 
 from __future__ import annotations
@@ -10,25 +10,16 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from .._core.arguments import (
-    HEAD,
-    RETURNS,
-    LayerNames,
-    arguments,
-    check_classes,
-    check_given_classes,
-    check_layer,
-)
+from .._core.arguments import FLAG, HEAD, RETURNS, LayerNames, arguments, check_given_classes, check_layer
 from .._core.autocast import autocast_operands
-from .._core.autograd import differentiable, differentiable_once
+from .._core.autograd import differentiable, differentiable_once, wants_grad
 from .._core.dtensor import align_tokens, unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, LMHeadGradients, check_head, lm_head_gradients, planned_rows, row_chunks
+from .._core.kept_logits import NOTHING, check_keep, choose, new_kept
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
-from ..backend import register_portable
-from .fused_linear_ce import fused_linear_ce_forward
+from . import fused_linear_logprobs_kernel  # noqa: F401  registers the kernels
 
 _OP = "fused_linear_logprobs"
 _NAMES = LayerNames("hidden", "weight", "targets")
@@ -48,92 +39,28 @@ class LogProbs(NamedTuple):
     argmax: torch.Tensor | None
 
 
-# --- kernels ------------------------------------------------------------------------------------------------------
-
-
-def fused_linear_logprobs_forward(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
-    check_classes(_OP, _NAMES.target, target, weight.shape[0], ignore_index)
-    if temperature == 1.0:
-        # The engines of fused_linear_ce, which leave out ignored rows.
-        results = fused_linear_ce_forward(
-            input, weight, target, bias, None, None, None, ignore_index, 0.0, 0.0, softcap, "none", None,
-            memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
-        )  # fmt: skip
-        return results[4], results[5], results[3]
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
-    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-    logprobs = input.new_empty(rows, dtype=wide)
-    entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
-    argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
-    chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
-    memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
-    for chunk in row_chunks(rows, chunk_rows):
-        logits = memory[: chunk.stop - chunk.start]
-        head.write_logits(input[chunk], logits)
-        statistics = head.statistics(logits, target[chunk], return_entropy, return_argmax)
-        logprobs[chunk] = statistics.logprobs
-        if return_entropy:
-            entropy[chunk] = statistics.entropy
-        if return_argmax:
-            argmax[chunk] = statistics.argmax
-    return logprobs, entropy, argmax
-
-
-def fused_linear_logprobs_backward(
-    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
-    memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
-):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
-    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    if temperature == 1.0 and grad_entropy is None:
-        return fused_linear_ce_forward(
-            input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
-            accum_dtype, memory_budget, False, False, False, False, False, *needs_grad,
-        )[-3:]  # fmt: skip
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
-    exact = accum_dtype in (None, torch.float32)
-    gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, memory_budget)
-    memory = gradients.new_logits(chunk_rows)
-    for chunk in row_chunks(input.shape[0], chunk_rows):
-        logits, y = memory[: chunk.stop - chunk.start], target[chunk]
-        head.write_logits(input[chunk], logits)
-        statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy)
-        gradients.add(input[chunk], logits, gradients.input[chunk], y == ignore_index)
-    return gradients.finish()
-
-
-register_portable(
-    {
-        "fused_linear_logprobs_forward": fused_linear_logprobs_forward,
-        "fused_linear_logprobs_backward": fused_linear_logprobs_backward,
-    }
-)
-
-
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
 @register_fake("liger::fused_linear_logprobs_forward")
 def _(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+    keep=NOTHING, need_grad_weight=False,
 ):  # fmt: skip
+    check_keep(_OP, keep)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     return (
         input.new_empty((rows,), dtype=wide),
         input.new_empty((rows,) if return_entropy else (0,), dtype=wide),
         input.new_empty((rows,) if return_argmax else (0,), dtype=torch.int64),
+        *new_kept(keep, input, weight, wide, return_entropy),
     )
 
 
 @register_fake("liger::fused_linear_logprobs_backward")
 def _(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
-    memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
+    memory_budget, need_grad_input, need_grad_weight, need_grad_bias, keep=NOTHING, kept=None, kept_rows=None,
 ):  # fmt: skip
     return (
         input.new_empty(input.shape if need_grad_input else (0,)),
@@ -146,25 +73,28 @@ def _(
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *options, ctx.with_entropy, _ = inputs
-    ctx.save_for_backward(input, weight, target, bias)
+    input, weight, target, bias, *options, ctx.with_entropy, _, ctx.keep, _ = inputs
+    kept = (None, None) if ctx.keep == NOTHING else output[3:]
+    ctx.save_for_backward(input, weight, target, bias, *kept)
     *ctx.options, ctx.memory_budget = options
     ctx.mark_non_differentiable(*(output[2:] if ctx.with_entropy else output[1:]))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once(_OP)
-def _backward(ctx, grad_logprobs, grad_entropy, _grad_argmax):
-    result = [None] * 10
+def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
+    result = [None] * 12
     if grad_logprobs is None and grad_entropy is None:
         return tuple(result)
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(grad_entropy)
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
+    *tensors, kept, kept_rows = ctx.saved_tensors
     grads = torch.ops.liger.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, None, ctx.memory_budget, *needed
-    )
+        grad_logprobs, grad_entropy, *tensors, *ctx.options, None, ctx.memory_budget, *needed, ctx.keep, kept,
+        kept_rows,
+    )  # fmt: skip
     for position, grad, need in zip(positions, grads, needed, strict=True):
         result[position] = grad if need else None
     return tuple(result)
@@ -178,7 +108,7 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 
 def logprobs_of_layer(
     op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
-    return_argmax=False,
+    return_argmax=False, recompute=None,
 ):  # fmt: skip
     """(log-probabilities, entropies, most probable classes) as in :func:`fused_linear_logprobs`, with the argument
     names of another function in messages."""
@@ -188,13 +118,15 @@ def logprobs_of_layer(
     rows, flat, _ = flatten_rows(op, names.input, hidden, targets, None, names.target)
     check_layer(op, names, rows, weight, bias, flat)
     check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
+    needs_grad = wants_grad(rows, weight, bias)
+    keep = choose(rows, weight, bias, softcap, memory_budget, recompute) if any(needs_grad) else NOTHING
     results = _forward_op(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax,
+        return_argmax, keep, needs_grad[1],
     )  # fmt: skip
     requested = (True, return_entropy, return_argmax)
     return tuple(
-        unflatten_tokens(t, targets) if flag else None for t, flag in zip(results, requested, strict=True)
+        unflatten_tokens(t, targets) if flag else None for t, flag in zip(results[:3], requested, strict=True)
     )
 
 
@@ -211,6 +143,7 @@ def fused_linear_logprobs(
     memory_budget: int | None = ...,
     return_entropy: Literal[False] = ...,
     return_argmax: Literal[False] = ...,
+    recompute: bool | None = ...,
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_logprobs(
@@ -224,8 +157,9 @@ def fused_linear_logprobs(
     memory_budget: int | None = ...,
     return_entropy: bool = ...,
     return_argmax: bool = ...,
+    recompute: bool | None = ...,
 ) -> LogProbs | Any: ...
-@arguments(**HEAD, **RETURNS)
+@arguments(**HEAD, **RETURNS, recompute=FLAG)
 def fused_linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -237,11 +171,13 @@ def fused_linear_logprobs(
     memory_budget: int | None = None,
     return_entropy: bool = False,
     return_argmax: bool = False,
+    recompute: bool | None = None,
 ) -> torch.Tensor | LogProbs:
     """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
-    Rows are processed in chunks whose logits fit a memory budget. The forward is one GEMM; the backward computes the
-    logits again.
+    The forward is one GEMM. On GPUs of compute capability 9.0 it keeps the exponentials of all logits for the backward
+    where they fit the memory budget, which leaves two GEMMs for the backward. Else both process rows in chunks whose
+    logits fit the budget, and the backward computes the logits again: four GEMMs in all.
 
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
@@ -251,9 +187,17 @@ def fused_linear_logprobs(
         temperature: positive and finite.
         ignore_index: the target of ignored rows, whose log-probability and entropy are 0, without gradient.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by the temperature.
-        memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+        memory_budget: bytes for the logits of a chunk, or for the exponentials of all rows; None:
+            ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
         return_entropy: also return the entropy of each row, which is differentiable, too.
         return_argmax: also return the most probable class, -1 in ignored rows.
+        recompute: None: the forward keeps exponentials, two bytes per row and class, if the wgmma engine takes the call
+            (bfloat16, no bias, no softcap, no DTensor) and they fit the budget. True: it keeps nothing. False: it keeps
+            exponentials of any size, and where the engine does not take the call the logits in the dtype of hidden;
+            then ignored rows cost as much as others.
+
+    Kept exponentials are freed with the graph. The backward does not change them, so it may run again with
+    ``retain_graph=True``. A gradient of the entropies takes one more pass over them, in chunks of at most 512 MiB.
 
     Under autocast hidden, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
 
@@ -271,6 +215,6 @@ def fused_linear_logprobs(
     """
     logprobs, entropy, argmax = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax,
+        return_argmax, recompute,
     )  # fmt: skip
     return LogProbs(logprobs, entropy, argmax) if return_entropy or return_argmax else logprobs

@@ -1,0 +1,154 @@
+"""Rows of ``fused_linear_logprobs`` for bench_heads.py: a policy gradient, forward and backward, with exponentials
+that fit the memory budget and without."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import liger
+
+from .bench_fused_linear_ce import REFERENCE_ROWS, three_gemms
+from .candidates import Candidate, compiled, ours, peer, providers, selected
+from .harness import Provider, Row, normal, targets, training_work
+
+# Weight of the entropies in the loss.
+BONUS = 0.01
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The sizes of a head, and how its log-probabilities are computed."""
+
+    model: str
+    tokens: int
+    hidden: int
+    vocabulary: int
+    keeps: bool  # the budget holds the exponentials of all rows
+    entropy: bool = False
+    temperature: float = 1.0
+
+    @property
+    def budget(self):
+        """Bytes; None: the default, which is less than the exponentials take."""
+        return 2 * self.tokens * -(-self.vocabulary // 128) * 128 if self.keeps else None
+
+    @property
+    def name(self):
+        parts = (
+            f"heads logprobs {self.model} {self.tokens}x{self.hidden}x{self.vocabulary}",
+            f"budget {self.budget >> 20} MiB" if self.budget else "default budget",
+            f"temperature {self.temperature:g}" if self.temperature != 1.0 else "",
+            "entropy" if self.entropy else "",
+        )
+        return ", ".join(filter(None, parts))
+
+
+LLAMA = "Llama-3.2-1B", 8192, 2048, 128256
+POLICIES = (
+    Policy(*LLAMA, keeps=True),
+    Policy(*LLAMA, keeps=False),
+    Policy(*LLAMA, keeps=True, entropy=True, temperature=0.7),
+    Policy(*LLAMA, keeps=False, entropy=True, temperature=0.7),
+)
+QUICK = POLICIES[:2]
+TINY = (
+    Policy("tiny", 14, 16, 50, keeps=True),
+    Policy("tiny", 14, 16, 50, keeps=False, entropy=True, temperature=0.7),
+)
+
+
+def _loss(policy, logprobs, entropy, advantages):
+    total = (logprobs * advantages).mean()
+    return -(total + BONUS * entropy.mean() if policy.entropy else total)
+
+
+def _ours(policy):
+    options = {"temperature": policy.temperature, "memory_budget": policy.budget}
+
+    def run(t):
+        found = liger.fused_linear_logprobs(
+            t["input"], t["weight"], t["target"], return_entropy=policy.entropy, **options
+        )
+        return _loss(policy, *(found[:2] if policy.entropy else (found, None)), t["advantages"])
+
+    return run
+
+
+def _eager(policy):
+    def run(t):
+        logits = F.linear(t["input"], t["weight"]).float() / policy.temperature
+        logp = logits.log_softmax(-1)
+        chosen = logp.gather(-1, t["target"].unsqueeze(-1)).squeeze(-1)
+        entropy = -(logp.exp() * logp).sum(-1) if policy.entropy else None
+        return _loss(policy, chosen, entropy, t["advantages"])
+
+    return run
+
+
+def _trl(policy):
+    # Its trainers call it with 8192 classes per tile; the other arguments are those of bench_heads.py.
+    return lambda t: _loss(
+        policy,
+        peer("trl.kernels.chunked_logprob", "ChunkedLogProbFunction").apply(
+            t["input"], t["weight"], None, t["target"], policy.temperature, 8192, None, 1.0, ()
+        )[0],
+        None,
+        t["advantages"],
+    )
+
+
+def _reference(policy):
+    """The float32 result, in blocks of rows."""
+    loss = _eager(policy)
+
+    def run(inputs):
+        x, weight = (inputs[n].float().requires_grad_() for n in ("input", "weight"))
+        total, grads = 0.0, [torch.zeros_like(x), torch.zeros_like(weight)]
+        for part in torch.arange(policy.tokens, device=x.device).split(REFERENCE_ROWS):
+            rows = {"input": x[part], "weight": weight}
+            rows |= {n: inputs[n][part] for n in ("target", "advantages")}
+            value = loss(rows) * (len(part) / policy.tokens)
+            for grad, more in zip(grads, torch.autograd.grad(value, (x, weight)), strict=True):
+                grad += more
+            total = total + value.detach()
+        return {"loss": total, "dinput": grads[0], "dweight": grads[1]}
+
+    return run
+
+
+def _row(options, policy):
+    std = 0.02
+
+    def inputs():
+        return {
+            "input": normal(options, policy.tokens, policy.hidden, std=2.5 / (std * policy.hidden**0.5)),
+            "weight": normal(options, policy.vocabulary, policy.hidden, std=std),
+            "target": targets(options, policy.tokens, policy.vocabulary),
+            # Of one sign: the relative error of a sum near zero says nothing.
+            "advantages": normal(options, policy.tokens).float().abs(),
+        }
+
+    candidates = [*ours(options, _ours(policy)), *compiled(options, _eager(policy))]
+    if not policy.entropy:
+        candidates.append(Candidate("TRL", _trl(policy), needs=("trl", "transformers", "triton")))
+    return Row(
+        "heads",
+        policy.name,
+        inputs,
+        [
+            *providers(selected(options, candidates), training_work, (), ("input", "weight")),
+            Provider("three GEMMs", three_gemms(multiple=128), "ceiling"),
+        ],
+        _reference(policy),
+        rounds=5,
+        burst=1,
+        heat_ms=100,
+        work="heads logprobs",
+        shape={"tokens": policy.tokens, "hidden size": policy.hidden, "vocabulary": policy.vocabulary},
+    )
+
+
+def rows(options):
+    for policy in options.pick(POLICIES, QUICK, TINY):
+        yield _row(options, policy)

@@ -1,0 +1,348 @@
+// fused_linear_logprobs on the wgmma engine: the gradients arrive after the forward.
+//
+// If the exponentials of all rows are kept from the forward to the backward, both take three GEMMs together.
+// The backward does not write to them, so it may run again. Else the backward computes them again, chunk by
+// chunk, and there are four GEMMs.
+//
+// Internal ops, called by python/liger/ops/fused_linear_logprobs.py.
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "cross_entropy/cross_entropy.h"
+#include "linear_ce/sm90/chunk.h"
+#include "linear_ce/sm90/kept_rows.cuh"
+
+namespace liger {
+namespace {
+
+using linear_ce::Bf16;
+using linear_ce::KeptRow;
+
+constexpr const char* kOp = "fused_linear_logprobs";
+constexpr int64_t kKeptNumbers = sizeof(KeptRow) / sizeof(float);
+
+// The arguments of forward and backward.
+struct Call {
+  const Tensor &input, &weight, &target;
+  int64_t ignore_index;
+  double temperature;
+  int64_t memory_budget;
+};
+
+// The rows of a call with the index of the valid ones.
+class Rows {
+ public:
+  Rows(const Call& call, bool need_grad_input, bool need_grad_weight, bool with_metrics)
+      : target_(torch::stable::contiguous(call.target)),
+        batch_{linear_ce::dense(call.input),
+               linear_ce::dense(call.weight),
+               need_grad_input,
+               need_grad_weight,
+               with_metrics,
+               static_cast<float>(1.0 / call.temperature),
+               {},
+               {},
+               call.input.get_device_index(),
+               current_stream(call.input)},
+        index_memory_(empty({linear_ce::row_index_bytes(batch_.rows())}, ScalarType::Byte, call.input)) {
+    ce::Problem& problem = batch_.problem;
+    problem.rows = batch_.rows();
+    problem.vocab = static_cast<int>(batch_.vocab());
+    problem.targets = {target_.const_data_ptr(), target_.scalar_type() == ScalarType::Int, call.ignore_index};
+  }
+  Rows(const Rows&) = delete;
+
+  // Also writes the results of ignored rows that the problem has pointers for.
+  void index() {
+    linear_ce::index_valid_rows(batch_, static_cast<int32_t*>(index_memory_.mutable_data_ptr()));
+  }
+  linear_ce::Batch& batch() { return batch_; }
+
+ private:
+  Tensor target_;
+  linear_ce::Batch batch_;
+  Tensor index_memory_;
+};
+
+// The plan, which exists: the caller has asked takes().
+LinearCePlan plan_of(const linear_ce::Batch& batch, bool one_chunk, int64_t memory_budget) {
+  const LinearCeProblem problem{batch.rows(),
+                                batch.hidden(),
+                                batch.vocab(),
+                                batch.need_grad_input,
+                                batch.need_grad_weight,
+                                true,
+                                memory_budget,
+                                0,
+                                1,
+                                batch.with_metrics};
+  const std::optional<LinearCePlan> plan = one_chunk
+                                               ? linear_ce::plan_one_chunk_on_device(problem, batch.device)
+                                               : linear_ce::plan_on_device(problem, batch.device);
+  require(plan.has_value(), kOp, ": the engine of compute capability 9.0 does not take ", batch.rows(),
+          " rows with hidden size ", batch.hidden(), " and ", batch.vocab(), " classes");
+  return *plan;
+}
+
+// Work on one chunk of a call: its buffers, and the kernels of kept_rows.cuh.
+class ChunkOfCall {
+ public:
+  // kept: of the chunk; null if they are among the buffers.
+  ChunkOfCall(const linear_ce::Batch& batch, const LinearCePlan& plan, size_t index, Bf16* grad_weight,
+              unsigned char* panel_workspace, Bf16* grad_input, KeptRow* kept, bool with_entropy,
+              const Tensor& memory)
+      : batch_(batch), planned_(plan.chunks[index]), kept_(kept) {
+    Workspace workspace(memory, 0);
+    class_one_hot_ = workspace.allocate<linear_ce::OneHot>(batch.panels() * sm90::kPanel);
+    int* const read_counts = workspace.allocate<int>(batch.panels());
+    if (kept_ == nullptr) kept_ = workspace.allocate<KeptRow>(planned_.rows);
+    if (with_entropy) entropy_terms_ = workspace.allocate<linear_ce::EntropyTerm>(planned_.rows);
+    Bf16* const rows = linear_ce::Chunk::separate_rows(batch, plan, index) ? nullptr : grad_input;
+    buffers_ = linear_ce::ChunkBuffers::allocate(batch, planned_, rows, workspace);
+    chunk_.emplace(batch, plan, index, planned_, buffers_,
+                   linear_ce::GradWeightBuffers{grad_weight, panel_workspace, class_one_hot_, read_counts},
+                   grad_input);
+  }
+  ChunkOfCall(const ChunkOfCall&) = delete;
+
+  static int64_t workspace_bytes(const linear_ce::Batch& batch, const LinearCePlan& plan, size_t index) {
+    const PlannedChunk& chunk = plan.chunks[index];
+    const bool separate_rows = linear_ce::Chunk::separate_rows(batch, plan, index);
+    return Workspace::bytes_for({linear_ce::class_one_hot_bytes(batch), batch.panels() * int64_t{sizeof(int)},
+                                 chunk.rows * int64_t{sizeof(KeptRow)},
+                                 chunk.rows * int64_t{sizeof(linear_ce::EntropyTerm)},
+                                 linear_ce::ChunkBuffers::bytes(batch, chunk, separate_rows)});
+  }
+
+  const linear_ce::Chunk& chunk() const { return *chunk_; }
+
+  // After Chunk::exponentials().
+  void keep_rows() const {
+    const linear_ce::KeepRows arguments{rows(),
+                                        index(),
+                                        batch_.problem.targets,
+                                        batch_.problem.vocab,
+                                        buffers_.target_logit,
+                                        buffers_.overflow,
+                                        buffers_.scale,
+                                        buffers_.tile_sums,
+                                        static_cast<int>(ceil_div(batch_.vocab(), int64_t{sm90::kTileN})),
+                                        batch_.with_metrics ? buffers_.metrics.entropy_sums : nullptr,
+                                        batch_.need_grad_weight ? class_one_hot_ : nullptr,
+                                        chunk_->panels(),
+                                        kept_};
+    linear_ce::keep_rows<<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
+    check_launch(kOp);
+  }
+
+  // The weight gradient has no one-hot terms in this chunk yet: for kept exponentials, whose first rows of
+  // classes are known.
+  void clear_one_hot_terms() const {
+    if (!batch_.need_grad_weight) return;
+    check_cuda(cudaMemsetAsync(class_one_hot_, 0xff, linear_ce::class_one_hot_bytes(batch_), batch_.stream),
+               kOp);
+  }
+
+  void row_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy) const {
+    const linear_ce::RowGradients arguments{rows(),
+                                            index(),
+                                            batch_.problem.targets,
+                                            batch_.problem.vocab,
+                                            kept_,
+                                            static_cast<const float*>(grad_logprobs.const_data_ptr()),
+                                            static_cast<const float*>(data(grad_entropy)),
+                                            batch_.inverse_temperature,
+                                            static_cast<const Bf16*>(batch_.input.const_data_ptr()),
+                                            batch_.input.stride(0),
+                                            static_cast<int>(batch_.hidden()),
+                                            batch_.need_grad_weight ? buffers_.input : nullptr,
+                                            buffers_.scale,
+                                            buffers_.one_hot,
+                                            batch_.need_grad_weight ? class_one_hot_ : nullptr,
+                                            entropy_terms_};
+    linear_ce::row_gradients<<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
+    check_launch(kOp);
+  }
+
+  // from: the exponentials of the batch, or of this chunk with `first` 0.
+  void entropy_gradient(const linear_ce::Panels& from, int64_t first) const {
+    const int64_t tiles = ceil_div(planned_.rows, int64_t{sm90::kTileM});
+    const linear_ce::EntropyGradient arguments{
+        rows(), from, static_cast<int>(first), chunk_->panels(), static_cast<int>(tiles), entropy_terms_};
+    const auto grid = static_cast<unsigned>(tiles * batch_.panels());
+    linear_ce::entropy_gradient<<<grid, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
+    check_launch(kOp);
+    const auto row_blocks =
+        static_cast<unsigned>(ceil_div(planned_.rows, int64_t{linear_ce::kKeptRowThreads}));
+    linear_ce::put_targets<<<row_blocks, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(
+        rows(), index(), batch_.problem.targets, batch_.problem.vocab, chunk_->panels(), entropy_terms_);
+    check_launch(kOp);
+  }
+
+ private:
+  linear_ce::ChunkRows rows() const {
+    return {batch_.row_index.count, static_cast<int>(planned_.first), static_cast<int>(planned_.rows)};
+  }
+  const int32_t* index() const { return batch_.row_index.index + planned_.first; }
+  unsigned blocks() const { return static_cast<unsigned>(planned_.rows); }
+
+  const linear_ce::Batch& batch_;
+  const PlannedChunk planned_;
+  KeptRow* kept_;
+  linear_ce::EntropyTerm* entropy_terms_ = nullptr;
+  linear_ce::OneHot* class_one_hot_ = nullptr;
+  linear_ce::ChunkBuffers buffers_{};
+  std::optional<linear_ce::Chunk> chunk_;
+};
+
+Tensor workspace_of(const linear_ce::Batch& batch, const LinearCePlan& plan) {
+  int64_t most = 0;
+  for (size_t i = 0; i < plan.chunks.size(); ++i)
+    most = std::max(most, ChunkOfCall::workspace_bytes(batch, plan, i));
+  return empty({most}, ScalarType::Byte, batch.input);
+}
+
+// The memory of a result; null if it is empty.
+template <typename T>
+T* memory_of(const Tensor& tensor) {
+  return tensor.numel() > 0 ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
+// Whether the engine takes such a call on this device.
+bool takes(int64_t rows, int64_t hidden, int64_t vocab, int64_t device) {
+  const LinearCeProblem problem{rows, hidden, vocab, true, true, true, 1, 0};
+  return linear_ce::plan_one_chunk_on_device(problem, static_cast<int>(device)).has_value();
+}
+
+// (rows,) float32, as the kernels read it.
+void check_row_gradient(const char* name, const Tensor& gradient, int64_t rows) {
+  require(gradient.scalar_type() == ScalarType::Float && gradient.is_contiguous() && gradient.numel() == rows,
+          kOp, ": ", name, " has shape ", shape_text(gradient), ", expected one contiguous float32 per row (",
+          rows, ")");
+}
+
+using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const Tensor& target,
+                                int64_t ignore_index, double temperature, int64_t memory_budget,
+                                bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight) {
+  const OpGuard guard("fused_linear_logprobs forward", input.get_device_index());
+  Rows call({input, weight, target, ignore_index, temperature, memory_budget}, keep, keep && need_grad_weight,
+            return_entropy || return_argmax);
+  linear_ce::Batch& batch = call.batch();
+  LinearCePlan plan = plan_of(batch, keep, memory_budget);
+  // The split-K is that of the input gradient.
+  for (PlannedChunk& chunk : plan.chunks) chunk.k_splits = 1;
+
+  const int64_t rows = batch.rows();
+  const auto row_results = [&](bool requested, ScalarType dtype) {
+    return empty({requested ? rows : 0}, dtype, input);
+  };
+  const Tensor logprobs = row_results(true, ScalarType::Float);
+  const Tensor entropy = row_results(return_entropy, ScalarType::Float);
+  const Tensor argmax = row_results(return_argmax, ScalarType::Long);
+  batch.problem.logprobs = memory_of<float>(logprobs);
+  batch.problem.entropy = memory_of<float>(entropy);
+  batch.problem.predicted = memory_of<int64_t>(argmax);
+  call.index();
+
+  const int64_t kept_elements = keep ? batch.panels() * plan.workspace_panel_bytes / 2 : 0;
+  const Tensor kept = empty({kept_elements}, ScalarType::BFloat16, input);
+  const Tensor kept_rows = empty({keep ? rows : 0, kKeptNumbers}, ScalarType::Float, input);
+  const Tensor workspace = workspace_of(batch, plan);
+  for (size_t i = 0; i < plan.chunks.size(); ++i) {
+    const ChunkOfCall work(batch, plan, i, nullptr, memory_of<unsigned char>(kept), nullptr,
+                           memory_of<KeptRow>(kept_rows), false, workspace);
+    work.chunk().exponentials();
+    work.chunk().apply_rule(false);
+    if (keep) work.keep_rows();
+  }
+  return {logprobs, entropy, argmax, kept, kept_rows};
+}
+
+std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
+                                             const std::optional<Tensor>& grad_entropy, const Tensor& kept,
+                                             const Tensor& kept_rows, const Tensor& input,
+                                             const Tensor& weight, const Tensor& target, int64_t ignore_index,
+                                             double temperature, int64_t memory_budget, bool need_grad_input,
+                                             bool need_grad_weight) {
+  const OpGuard guard("fused_linear_logprobs backward", input.get_device_index());
+  const bool keeps = kept.numel() > 0, with_entropy = grad_entropy.has_value();
+  Rows call({input, weight, target, ignore_index, temperature, memory_budget}, need_grad_input,
+            need_grad_weight, with_entropy && !keeps);
+  linear_ce::Batch& batch = call.batch();
+  const int64_t rows = batch.rows(), hidden = batch.hidden(), vocab = batch.vocab();
+  check_row_gradient("the gradient of the log-probabilities", grad_logprobs, rows);
+  if (with_entropy) check_row_gradient("the gradient of the entropies", *grad_entropy, rows);
+  const int64_t panel_elements = round_up(rows, int64_t{sm90::kTileM}) * sm90::kPanel;
+  require(
+      !keeps || (kept.numel() == batch.panels() * panel_elements && kept_rows.numel() == rows * kKeptNumbers),
+      kOp, ": kept has ", kept.numel(), " elements and kept_rows ", kept_rows.numel(), ", expected ",
+      batch.panels() * panel_elements, " and ", rows * kKeptNumbers);
+  call.index();
+
+  // The gradients of entropies need a second matrix, so they are computed in chunks.
+  const bool one_chunk = keeps && !with_entropy;
+  const LinearCePlan plan = plan_of(batch, one_chunk, memory_budget);
+  const auto matrix = [&](bool needed, int64_t length) {
+    return empty({needed ? length : 0, hidden}, ScalarType::BFloat16, input);
+  };
+  Tensor grad_input = matrix(need_grad_input, rows);
+  Tensor grad_weight = matrix(need_grad_weight, (batch.panels() + plan.panel_offset) * sm90::kPanel);
+  const Tensor panel_workspace =
+      one_chunk ? kept : empty({linear_ce::panel_workspace_bytes(batch, plan)}, ScalarType::Byte, input);
+  const Tensor workspace = workspace_of(batch, plan);
+  Bf16* const kept_memory = memory_of<Bf16>(kept);
+  const linear_ce::Panels kept_panels{
+      {kept_memory, kept_memory}, {panel_elements, panel_elements}, static_cast<int>(round_up(rows, 128))};
+
+  for (size_t i = 0; i < plan.chunks.size(); ++i) {
+    const int64_t first = plan.chunks[i].first;
+    Bf16* const grad_rows = need_grad_input ? memory_of<Bf16>(grad_input) + first * hidden : nullptr;
+    KeptRow* const of_rows = keeps ? memory_of<KeptRow>(kept_rows) + first : nullptr;
+    const ChunkOfCall work(batch, plan, i, memory_of<Bf16>(grad_weight),
+                           memory_of<unsigned char>(panel_workspace), grad_rows, of_rows, with_entropy,
+                           workspace);
+    if (keeps) {
+      work.clear_one_hot_terms();
+    } else {
+      work.chunk().exponentials();
+      work.keep_rows();
+    }
+    work.row_gradients(grad_logprobs, grad_entropy);
+    if (with_entropy) work.entropy_gradient(keeps ? kept_panels : work.chunk().panels(), keeps ? first : 0);
+    work.chunk().gradients();
+  }
+  if (need_grad_input) {
+    linear_ce::scatter_rows(batch, batch.row_index.position, rows, memory_of<Bf16>(grad_input));
+  }
+  const auto result = [&](Tensor& gradient, bool needed, int64_t length) {
+    return needed ? torch::stable::narrow(gradient, 0, 0, length) : no_tensor(ScalarType::BFloat16, input);
+  };
+  return {result(grad_input, need_grad_input, rows), result(grad_weight, need_grad_weight, vocab)};
+}
+
+}  // namespace
+
+// clang-format off: a schema is one line, whatever its length.
+STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
+  m.def("takes_logprobs(int rows, int hidden, int vocab, int device) -> bool");
+  // kept and kept_rows: the exponentials and what the backward needs of each row; empty unless `keep`. Those of
+  // a forward without need_grad_weight serve no weight gradient.
+  m.def("logprobs_forward(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
+  m.def("logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor kept, Tensor kept_rows, Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool need_grad_input, bool need_grad_weight) -> (Tensor grad_input, Tensor grad_weight)");
+}
+// clang-format on
+
+STABLE_TORCH_LIBRARY_IMPL(liger_sm90, CompositeExplicitAutograd, m) {
+  m.impl("takes_logprobs", TORCH_BOX(&takes));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(liger_sm90, CUDA, m) {
+  m.impl("logprobs_forward", TORCH_BOX(&logprobs_forward));
+  m.impl("logprobs_backward", TORCH_BOX(&logprobs_backward));
+}
+
+}  // namespace liger

@@ -1,0 +1,114 @@
+"""What the forward of fused_linear_logprobs keeps for its backward, so that the logits are computed once.
+
+``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: those of all rows, as the
+wgmma engine of compute capability 9.0 writes them. ``"logits"``: those of all rows in the dtype of the hidden states,
+on any device and with every option. Both take two bytes per row and class in half types, and save one GEMM.
+"""
+
+import torch
+
+from ..backend import FAMILIES
+from .arguments import described
+from .dtensor import is_dtensor
+
+NOTHING, LOGITS, EXPONENTIALS = "nothing", "logits", "exponentials"
+# kPanel, kTileM and kTileK of csrc/linear_ce/sm90/tile.h, kFewestRows of planner.cpp.
+_PANEL = _TILE_ROWS = 128
+_TILE_K, _FEWEST_ROWS = 64, 256
+# Numbers that the wgmma engine keeps of each row: KeptRow of csrc/linear_ce/sm90/kept_rows.cuh.
+_NUMBERS_OF_A_ROW = 4
+
+
+def _round_up(size, multiple):
+    return -(-size // multiple) * multiple
+
+
+def exponentials_bytes(rows, vocab):
+    """Bytes of the exponentials of so many rows, in whole tiles."""
+    return 2 * _round_up(rows, _TILE_ROWS) * _round_up(vocab, _PANEL)
+
+
+@torch.compiler.assume_constant_result
+def _engine_runs_on(device_index):
+    """Whether the wgmma engine serves bfloat16 on this device, in some sizes."""
+    if FAMILIES["fused_linear_ce"].choice != "cuda":
+        return False
+    return torch.ops.liger_sm90.takes_logprobs.default(_FEWEST_ROWS, _TILE_K, _PANEL, device_index)
+
+
+@torch.compiler.assume_constant_result
+def _default_budget():
+    return torch.ops.liger.default_memory_budget()
+
+
+def budget_or_default(memory_budget):
+    """Bytes. Compiled code reads LIGER_MEMORY_BUDGET when it is compiled."""
+    return _default_budget() if memory_budget is None else memory_budget
+
+
+def sizes_for_engine(rows, hidden):
+    """Whether the wgmma engine takes these sizes, with any number of classes."""
+    return rows >= _FEWEST_ROWS and hidden % _TILE_K == 0
+
+
+def engine_takes(input, bias, softcap):
+    """Whether the wgmma engine computes the log-probabilities of these hidden states."""
+    if not input.is_cuda or input.dtype != torch.bfloat16 or bias is not None or softcap is not None:
+        return False
+    return sizes_for_engine(*input.shape) and _engine_runs_on(input.device.index)
+
+
+def choose(input, weight, bias, softcap, memory_budget, recompute):
+    """What to keep of a call with a backward.
+
+    Args:
+        recompute: True: nothing. False: something, whatever it takes. None: exponentials that fit the budget. Not
+            logits, because their GEMM computes ignored rows, too.
+    """
+    if recompute or is_dtensor(input) or is_dtensor(weight):
+        return NOTHING
+    if not engine_takes(input, bias, softcap):
+        return NOTHING if recompute is None else LOGITS
+    needed = exponentials_bytes(input.shape[0], weight.shape[0])
+    fits = recompute is not None or needed <= budget_or_default(memory_budget)
+    return EXPONENTIALS if fits else NOTHING
+
+
+def check_keep(op, keep):
+    if keep not in (NOTHING, LOGITS, EXPONENTIALS):
+        raise RuntimeError(
+            f"{op}: keep is {described(keep)}, expected '{NOTHING}', '{LOGITS}' or '{EXPONENTIALS}'"
+        )
+
+
+def _kept_shapes(keep, input, weight, with_entropy):
+    """Shapes of (logits or exponentials, numbers of each row).
+
+    Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of a row
+    are its log-sum-exp, and its entropy if that is known.
+    """
+    (rows, _), vocab = input.shape, weight.shape[0]
+    if keep == EXPONENTIALS:
+        return (exponentials_bytes(rows, vocab) // 2,), (rows, _NUMBERS_OF_A_ROW)
+    if keep == LOGITS:
+        stride = _round_up(vocab, 16 // input.element_size()) if input.is_cuda else vocab
+        return (rows, stride), (1 + with_entropy, rows)
+    return (0,), (0,)
+
+
+def check_kept(op, keep, kept, kept_rows, input, weight, with_entropy):
+    """Raises RuntimeError if a backward gets other shapes than those that its forward has kept."""
+    if keep == NOTHING:
+        return
+    shapes = _kept_shapes(keep, input, weight, with_entropy)
+    for name, tensor, shape in zip(("kept", "kept_rows"), (kept, kept_rows), shapes, strict=True):
+        found = None if tensor is None else tuple(tensor.shape)
+        # Entropies may be known without having a gradient.
+        if found != shape and (found != (2, *shape[1:]) or name == "kept"):
+            raise RuntimeError(f"{op}: {name} has shape {found}, expected {shape} for keep='{keep}'")
+
+
+def new_kept(keep, input, weight, wide, with_entropy):
+    """Memory for (logits or exponentials, numbers of each row) of this kind."""
+    shape, rows_shape = _kept_shapes(keep, input, weight, with_entropy)
+    return input.new_empty(shape), input.new_empty(rows_shape, dtype=wide)

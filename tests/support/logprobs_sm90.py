@@ -1,0 +1,94 @@
+"""What the tests of fused_linear_logprobs on the engine for compute capability 9.0 share."""
+
+import pytest
+import torch
+from cases import poison_memory
+from sm90_engine import BFLOAT16, GRADIENT, ROWS, assert_observed
+from torch.nn.functional import linear
+
+import liger
+
+# With a gradient of entropies: three roundings to bfloat16 (exponentials, their product with a logarithm, the scaled
+# rows) instead of two. Simulated: 4.8e-3 at most.
+WITH_ENTROPY = 6e-3
+KEPT = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+ENTROPY = pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
+
+
+def engine_calls(monkeypatch):
+    """A list that fills with the calls of this engine: ("forward" or "backward", whether with kept exponentials)."""
+    seen = []
+    forward, backward = torch.ops.liger_sm90.logprobs_forward, torch.ops.liger_sm90.logprobs_backward
+
+    class Forward:
+        def default(*arguments):
+            seen.append(("forward", arguments[8]))
+            return forward.default(*arguments)
+
+    class Backward:
+        def default(*arguments):
+            seen.append(("backward", arguments[2].numel() > 0))
+            return backward.default(*arguments)
+
+    monkeypatch.setattr(torch.ops.liger_sm90, "logprobs_forward", Forward)
+    monkeypatch.setattr(torch.ops.liger_sm90, "logprobs_backward", Backward)
+    return seen
+
+
+def upstream(shape, device, entropy):
+    """Gradients of both signs for log-probabilities, and for entropies if they have one."""
+    grads = [torch.randn(shape.rows, device=device)]
+    return [*grads, torch.rand(shape.rows, device=device)] if entropy else grads
+
+
+def run(shape, x, weight, target, grads, trained=(True, True), temperature=1.0, **options):
+    """(results, gradients)"""
+    poison_memory()
+    x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
+    found = liger.fused_linear_logprobs(
+        x, weight, target, temperature=temperature, memory_budget=shape.budget, return_entropy=True,
+        return_argmax=True, **options,
+    )  # fmt: skip
+    poison_memory()
+    leaves = [t for t in (x, weight) if t.requires_grad]
+    return found, list(torch.autograd.grad(found[: len(grads)], leaves, grads))
+
+
+def exact(x, weight, target, grads, trained=(True, True), temperature=1.0):
+    """(log-probabilities, gradients) in float64"""
+    x, weight = (
+        t.detach().double().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True)
+    )
+    live = target != -100
+    # Ignored rows may have NaN.
+    logp = (linear(x.where(live[:, None], 0.0), weight) / temperature).log_softmax(-1)
+    chosen = logp.gather(1, target.clamp_min(0)[:, None])[:, 0].where(live, 0.0)
+    results = chosen, -(logp.exp() * logp).sum(-1).where(live, 0.0)
+    leaves = [t for t in (x, weight) if t.requires_grad]
+    doubles = [g.double() for g in grads]
+    return chosen.detach(), torch.autograd.grad(results[: len(grads)], leaves, doubles)
+
+
+def check(shape, x, weight, target, entropy=False, trained=(True, True), temperature=1.0, **options):
+    grads = upstream(shape, x.device, entropy)
+    found, actual = run(shape, x, weight, target, grads, trained, temperature, **options)
+    logprobs, expected = exact(x, weight, target, grads, trained, temperature)
+    ignored = target == -100
+    assert (found.logprobs - logprobs).abs().max() <= ROWS * logprobs.abs().max()
+    assert not found.logprobs[ignored].any()
+    clean = x.where(~ignored[:, None], 0.0)
+    assert_observed(clean, weight, target, found.entropy, found.argmax, temperature)
+    assert_gradients(actual, expected, ignored, trained, WITH_ENTROPY if entropy else GRADIENT)
+
+
+def assert_gradients(actual, expected, ignored, trained, tolerance):
+    names = [name for name, want in zip(("hidden", "weight"), trained, strict=True) if want]
+    for name, a, b in zip(names, actual, expected, strict=True):
+        assert a.dtype == BFLOAT16 and a.isfinite().all(), name
+        error = ((a.double() - b).norm() / b.norm()).item()
+        assert error <= tolerance, f"gradient of {name}: error {error:.3g}, allowed {tolerance:.3g}"
+        if name == "hidden":
+            assert not a[ignored].any()
+            # No row has the gradient of another, however small it is.
+            rows = (a.double() - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
+            assert rows[b.count_nonzero(-1) > 0].max() < 5e-2
