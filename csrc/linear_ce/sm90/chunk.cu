@@ -142,6 +142,10 @@ std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device) 
   return plan_sm90(problem);
 }
 
+bool takes_on_device(LinearCeProblem problem, int device) {
+  return runs_on(problem, device) && takes_sm90(problem);
+}
+
 std::optional<LinearCePlan> plan_one_chunk_on_device(LinearCeProblem problem, int device) {
   if (!runs_on(problem, device)) return std::nullopt;
   return plan_one_chunk_sm90(problem);

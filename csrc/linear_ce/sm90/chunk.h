@@ -151,6 +151,8 @@ inline int64_t row_index_bytes(int64_t rows) {
 // Moves the compacted gradients of valid rows to their rows, in place; ignored rows become zeros.
 void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input);
 
+// Whether the engine takes these sizes in one chunk on this device.
+bool takes_on_device(LinearCeProblem problem, int device);
 // The plans for this device; nullopt if the engine cannot run on it or takes other sizes.
 std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device);
 std::optional<LinearCePlan> plan_one_chunk_on_device(LinearCeProblem problem, int device);

@@ -32,9 +32,9 @@ struct Call {
 };
 
 // The rows of a call with the index of the valid ones.
-class Rows {
+class IndexedRows {
  public:
-  Rows(const Call& call, bool need_grad_input, bool need_grad_weight, bool with_metrics)
+  IndexedRows(const Call& call, bool need_grad_input, bool need_grad_weight, bool with_metrics)
       : target_(torch::stable::contiguous(call.target)),
         batch_{linear_ce::dense(call.input),
                linear_ce::dense(call.weight),
@@ -52,7 +52,7 @@ class Rows {
     problem.vocab = static_cast<int>(batch_.vocab());
     problem.targets = {target_.const_data_ptr(), target_.scalar_type() == ScalarType::Int, call.ignore_index};
   }
-  Rows(const Rows&) = delete;
+  IndexedRows(const IndexedRows&) = delete;
 
   // Also writes the results of ignored rows that the problem has pointers for.
   void index() {
@@ -89,7 +89,8 @@ LinearCePlan plan_of(const linear_ce::Batch& batch, bool one_chunk, int64_t memo
 // Work on one chunk of a call: its buffers, and the kernels of kept_rows.cuh.
 class ChunkOfCall {
  public:
-  // kept: of the chunk; null if they are among the buffers.
+  // grad_input and kept: of the chunk. grad_input is null in a forward and if it is not needed. If kept is null,
+  // it is among the buffers.
   ChunkOfCall(const linear_ce::Batch& batch, const LinearCePlan& plan, size_t index, Bf16* grad_weight,
               unsigned char* panel_workspace, Bf16* grad_input, KeptRow* kept, bool with_entropy,
               const Tensor& memory)
@@ -99,7 +100,7 @@ class ChunkOfCall {
     int* const read_counts = workspace.allocate<int>(batch.panels());
     if (kept_ == nullptr) kept_ = workspace.allocate<KeptRow>(planned_.rows);
     if (with_entropy) entropy_terms_ = workspace.allocate<linear_ce::EntropyTerm>(planned_.rows);
-    Bf16* const rows = linear_ce::Chunk::separate_rows(batch, plan, index) ? nullptr : grad_input;
+    Bf16* const rows = own_rows(batch, plan, index, grad_input != nullptr) ? nullptr : grad_input;
     buffers_ = linear_ce::ChunkBuffers::allocate(batch, planned_, rows, workspace);
     chunk_.emplace(batch, plan, index, planned_, buffers_,
                    linear_ce::GradWeightBuffers{grad_weight, panel_workspace, class_one_hot_, read_counts},
@@ -107,13 +108,13 @@ class ChunkOfCall {
   }
   ChunkOfCall(const ChunkOfCall&) = delete;
 
-  static int64_t workspace_bytes(const linear_ce::Batch& batch, const LinearCePlan& plan, size_t index) {
+  static int64_t workspace_bytes(const linear_ce::Batch& batch, const LinearCePlan& plan, size_t index,
+                                 bool has_grad_input) {
     const PlannedChunk& chunk = plan.chunks[index];
-    const bool separate_rows = linear_ce::Chunk::separate_rows(batch, plan, index);
-    return Workspace::bytes_for({linear_ce::class_one_hot_bytes(batch), batch.panels() * int64_t{sizeof(int)},
-                                 chunk.rows * int64_t{sizeof(KeptRow)},
-                                 chunk.rows * int64_t{sizeof(linear_ce::EntropyTerm)},
-                                 linear_ce::ChunkBuffers::bytes(batch, chunk, separate_rows)});
+    return Workspace::bytes_for(
+        {linear_ce::class_one_hot_bytes(batch), batch.panels() * int64_t{sizeof(int)},
+         chunk.rows * int64_t{sizeof(KeptRow)}, chunk.rows * int64_t{sizeof(linear_ce::EntropyTerm)},
+         linear_ce::ChunkBuffers::bytes(batch, chunk, own_rows(batch, plan, index, has_grad_input))});
   }
 
   const linear_ce::Chunk& chunk() const { return *chunk_; }
@@ -182,6 +183,11 @@ class ChunkOfCall {
   }
 
  private:
+  // Whether the gathered rows are among the buffers, not in the memory of their gradient.
+  static bool own_rows(const linear_ce::Batch& batch, const LinearCePlan& plan, size_t index,
+                       bool has_grad_input) {
+    return !has_grad_input || linear_ce::Chunk::separate_rows(batch, plan, index);
+  }
   linear_ce::ChunkRows rows() const {
     return {batch_.row_index.count, static_cast<int>(planned_.first), static_cast<int>(planned_.rows)};
   }
@@ -197,10 +203,10 @@ class ChunkOfCall {
   std::optional<linear_ce::Chunk> chunk_;
 };
 
-Tensor workspace_of(const linear_ce::Batch& batch, const LinearCePlan& plan) {
+Tensor workspace_of(const linear_ce::Batch& batch, const LinearCePlan& plan, bool has_grad_input) {
   int64_t most = 0;
   for (size_t i = 0; i < plan.chunks.size(); ++i)
-    most = std::max(most, ChunkOfCall::workspace_bytes(batch, plan, i));
+    most = std::max(most, ChunkOfCall::workspace_bytes(batch, plan, i, has_grad_input));
   return empty({most}, ScalarType::Byte, batch.input);
 }
 
@@ -213,7 +219,7 @@ T* memory_of(const Tensor& tensor) {
 // Whether the engine takes such a call on this device.
 bool takes(int64_t rows, int64_t hidden, int64_t vocab, int64_t device) {
   const LinearCeProblem problem{rows, hidden, vocab, true, true, true, 1, 0};
-  return linear_ce::plan_one_chunk_on_device(problem, static_cast<int>(device)).has_value();
+  return linear_ce::takes_on_device(problem, static_cast<int>(device));
 }
 
 // (rows,) float32, as the kernels read it.
@@ -229,8 +235,8 @@ ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const
                                 int64_t ignore_index, double temperature, int64_t memory_budget,
                                 bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight) {
   const OpGuard guard("fused_linear_logprobs forward", input.get_device_index());
-  Rows call({input, weight, target, ignore_index, temperature, memory_budget}, keep, keep && need_grad_weight,
-            return_entropy || return_argmax);
+  IndexedRows call({input, weight, target, ignore_index, temperature, memory_budget}, keep,
+                   keep && need_grad_weight, return_entropy || return_argmax);
   linear_ce::Batch& batch = call.batch();
   LinearCePlan plan = plan_of(batch, keep, memory_budget);
   // The split-K is that of the input gradient.
@@ -251,7 +257,7 @@ ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const
   const int64_t kept_elements = keep ? batch.panels() * plan.workspace_panel_bytes / 2 : 0;
   const Tensor kept = empty({kept_elements}, ScalarType::BFloat16, input);
   const Tensor kept_rows = empty({keep ? rows : 0, kKeptNumbers}, ScalarType::Float, input);
-  const Tensor workspace = workspace_of(batch, plan);
+  const Tensor workspace = workspace_of(batch, plan, false);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     const ChunkOfCall work(batch, plan, i, nullptr, memory_of<unsigned char>(kept), nullptr,
                            memory_of<KeptRow>(kept_rows), false, workspace);
@@ -270,8 +276,8 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
                                              bool need_grad_weight) {
   const OpGuard guard("fused_linear_logprobs backward", input.get_device_index());
   const bool keeps = kept.numel() > 0, with_entropy = grad_entropy.has_value();
-  Rows call({input, weight, target, ignore_index, temperature, memory_budget}, need_grad_input,
-            need_grad_weight, with_entropy && !keeps);
+  IndexedRows call({input, weight, target, ignore_index, temperature, memory_budget}, need_grad_input,
+                   need_grad_weight, with_entropy && !keeps);
   linear_ce::Batch& batch = call.batch();
   const int64_t rows = batch.rows(), hidden = batch.hidden(), vocab = batch.vocab();
   check_row_gradient("the gradient of the log-probabilities", grad_logprobs, rows);
@@ -293,7 +299,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
   Tensor grad_weight = matrix(need_grad_weight, (batch.panels() + plan.panel_offset) * sm90::kPanel);
   const Tensor panel_workspace =
       one_chunk ? kept : empty({linear_ce::panel_workspace_bytes(batch, plan)}, ScalarType::Byte, input);
-  const Tensor workspace = workspace_of(batch, plan);
+  const Tensor workspace = workspace_of(batch, plan, need_grad_input);
   Bf16* const kept_memory = memory_of<Bf16>(kept);
   const linear_ce::Panels kept_panels{
       {kept_memory, kept_memory}, {panel_elements, panel_elements}, static_cast<int>(round_up(rows, 128))};

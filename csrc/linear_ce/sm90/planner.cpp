@@ -216,6 +216,10 @@ std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& p) {
   return plan;
 }
 
+bool takes_sm90(const LinearCeProblem& p) {
+  return supported(p);
+}
+
 std::optional<LinearCePlan> plan_one_chunk_sm90(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
   LinearCePlan plan{};

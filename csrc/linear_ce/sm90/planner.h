@@ -45,6 +45,8 @@ struct LinearCePlan {
 // groups that exceed the budget.
 std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& problem);
 
+// Whether the engine takes these sizes in one chunk.
+bool takes_sm90(const LinearCeProblem& problem);
 // All rows in one chunk, whose exponentials are kept from the forward to the backward of
 // fused_linear_logprobs: the panel workspace holds them all. The caller compares their bytes with the budget.
 std::optional<LinearCePlan> plan_one_chunk_sm90(const LinearCeProblem& problem);
