@@ -174,6 +174,24 @@ def sm90_sizes():
         run(with_entropy, x, weight)
 
 
+def sm90_terms():
+    """Partial tiles, a bias, a softcap and label smoothing on the wgmma engine, if the build has it."""
+    import torch
+
+    import liger
+
+    x, weight, bias = tensors(torch.bfloat16, (600, 320), (1153, 320), (1153,))
+    target = classes(600, 1153)
+    for budget in (512 << 20, 1 << 20):
+        for options in ({}, {"softcap": 5.0}, {"label_smoothing": 0.1}):
+            run(liger.fused_linear_ce, x, weight, target=target, memory_budget=budget, **options)
+
+            def with_bias(x, weight, bias, budget=budget, options=options):
+                return liger.fused_linear_ce(x, weight, target, bias, memory_budget=budget, **options)
+
+            run(with_bias, x, weight, bias)
+
+
 def public(name, weights=0):
     def work():
         import liger
@@ -194,6 +212,7 @@ SIZES = {
     "divergence sizes": divergence_sizes,
     "linear sizes": linear_sizes,
     "sm90 sizes": sm90_sizes,
+    "sm90 terms": sm90_terms,
 }
 
 

@@ -47,7 +47,17 @@ def test_only_what_is_trained(sm90, shape, entropy, trained, recompute):
 def test_frequent_classes(sm90, shape, entropy, recompute):
     """The one-hot terms of all rows but the first of a class are in their exponentials."""
     x, weight, target = shape.layer(sm90)
-    check(shape, x, weight, target.where(target < 0, target % 3), entropy, recompute=recompute)
+    # Three roundings to bfloat16 of about 1.66e-3: of these terms, of the scaled rows, and of the result.
+    tolerance = None if entropy else 3.3e-3
+    check(
+        shape,
+        x,
+        weight,
+        target.where(target < 0, target % 3),
+        entropy,
+        tolerance=tolerance,
+        recompute=recompute,
+    )
 
 
 @KEPT

@@ -7,6 +7,8 @@ namespace {
 
 using linear_ce::Bf16;
 
+constexpr float kMostSmoothing = 0.5f;
+
 ce::Problem problem_of(const FusedLinearCe& call) {
   ce::Problem problem = call.options.problem;
   call.results.attach(problem, 0);
@@ -84,8 +86,11 @@ linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, const linear_ce::Ba
 
 std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
   const unsigned extras = problem_of(call).extras;
-  // The sum of a row's logits, which label smoothing needs, is not linear in the input with a softcap.
-  const bool unsupported = (extras & ce::kSmoothing) && (extras & ce::kSoftcap);
+  // The sum of a row's logits, which label smoothing needs, is not linear in the input with a softcap. With
+  // strong smoothing the gradient is a small difference of probabilities and class weights, in which the
+  // rounding of the exponentials shows.
+  const bool unsupported = (extras & ce::kSmoothing) &&
+                           ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMostSmoothing);
   if (call.input.scalar_type() != ScalarType::BFloat16 || unsupported) {
     return std::nullopt;
   }
@@ -119,11 +124,11 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
   const int64_t panels = batch.panels();
   const Tensor weight_memory =
       matrix_or_none(call.need_grad_weight, (panels + plan.panel_offset) * sm90::kPanel, hidden, input);
-  const Tensor panel_workspace = bytes(linear_ce::panel_workspace_bytes(batch, plan), input);
   const Tensor term_memory = empty({TermElements(call).total()}, ScalarType::Float, input);
   const Tensor grad_bias = call.need_grad_bias ? empty({vocab}, ScalarType::BFloat16, input)
                                                : no_tensor(ScalarType::BFloat16, input);
   batch.terms = logit_terms(call, batch, term_memory, grad_bias);
+  const Tensor panel_workspace = bytes(linear_ce::panel_workspace_bytes(batch, plan), input);
   const Tensor class_one_hot =
       bytes(batch.need_class_one_hot() ? linear_ce::class_one_hot_bytes(batch) : 0, input);
   const Tensor panel_read_counts = empty({plan.rows_in_grad_weight > 0 ? panels : 0}, ScalarType::Int, input);
