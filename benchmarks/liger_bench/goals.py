@@ -46,6 +46,7 @@ COPY = "of copy speed"
 GEMMS = "x three GEMMs"
 ROPE = "q(4,32,4096,128) k(4,8,4096,128)"
 HEAD = "fused_linear_ce 16384x4096x128256"
+LOGPROBS = "heads logprobs Llama-3.2-1B 8192x2048x128256"
 BATCH = "8x1024x4096x128256"
 # The gradients of that lm_head, which every method returns, plus 128 MiB.
 SMALL_MIB = (16384 + 128256) * 4096 * 2 / 2**20 + 128
@@ -104,6 +105,11 @@ GOALS = (
     Goal("heads Llama-3.2-1B 8192x2048x128256, label smoothing 0.1", GEMMS, 1.04, 1100),
     Goal("heads Llama-3-8B 512x4096x128256", GEMMS, 1.03),
     Goal("heads Llama-3.2-1B 131072x2048x128256", GEMMS, 1.03),
+    # The kept exponentials, the gradients, and 64 MiB.
+    Goal(f"{LOGPROBS}, budget 2004 MiB", GEMMS, 1.06, 2004 + 533 + 64),
+    Goal(f"{LOGPROBS}, default budget", GEMMS, 1.38, 1100),
+    Goal(f"{LOGPROBS}, budget 2004 MiB, temperature 0.7, entropy", GEMMS, 1.15),
+    Goal(f"{LOGPROBS}, default budget, temperature 0.7, entropy", GEMMS, 1.48),
     # 1.15 times one read of both tensors of logits and one write.
     Goal("divergence forward and backward 8192x128256", COPY, 0.87),
     Goal(f"dpo {BATCH}", "x four GEMMs", 1.06, 1600),

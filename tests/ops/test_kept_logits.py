@@ -196,7 +196,8 @@ class OnGpu:
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(kept_logits, "_engine_runs_on", lambda index: True)
+    monkeypatch.setattr(kept_logits, "_engine_is_chosen", lambda: True)
+    monkeypatch.setattr(kept_logits, "_device_has_engine", lambda index: True)
 
 
 def choice(rows, hidden, vocab, budget=None, recompute=None, bias=None, softcap=None, dtype=torch.bfloat16):
@@ -229,8 +230,10 @@ def test_logits_where_the_engine_does_not_take_the_call(engine, case):
     assert choice(**case, recompute=False) == "logits"
 
 
-def test_logits_on_other_devices(monkeypatch):
-    monkeypatch.setattr(kept_logits, "_engine_runs_on", lambda index: False)
+@pytest.mark.parametrize(("chosen", "present"), [(True, False), (False, True)])
+def test_logits_without_the_engine(monkeypatch, chosen, present):
+    monkeypatch.setattr(kept_logits, "_engine_is_chosen", lambda: chosen)
+    monkeypatch.setattr(kept_logits, "_device_has_engine", lambda index: present)
     assert choice(1024, 1024, 1024) == "nothing"
     assert choice(1024, 1024, 1024, recompute=False) == "logits"
 
@@ -257,6 +260,13 @@ def raw_forward(keep):
 def test_unknown_word():
     with pytest.raises(RuntimeError, match="keep is 'all', expected 'nothing', 'logits' or 'exponentials'"):
         raw_forward("all")
+
+
+def test_exponentials_without_the_engine():
+    with pytest.raises(
+        RuntimeError, match="keep is 'exponentials', expected 'nothing' or 'logits': the wgmma"
+    ):
+        raw_forward("exponentials")
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,8 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
                                              bool need_grad_weight) {
   const OpGuard guard("fused_linear_logprobs backward", input.get_device_index());
   const bool keeps = kept.numel() > 0, with_entropy = grad_entropy.has_value();
+  if (!need_grad_input && !need_grad_weight)
+    return {no_tensor(ScalarType::BFloat16, input), no_tensor(ScalarType::BFloat16, input)};
   IndexedRows call({input, weight, target, ignore_index, temperature, memory_budget}, need_grad_input,
                    need_grad_weight, with_entropy && !keeps);
   linear_ce::Batch& batch = call.batch();

@@ -29,9 +29,14 @@ def exponentials_bytes(rows, vocab):
 
 
 @torch.compiler.assume_constant_result
-def _engine_runs_on(device_index):
-    """Whether the wgmma engine serves bfloat16 on this device, in some sizes."""
-    if FAMILIES["fused_linear_ce"].choice != "cuda":
+def _engine_is_chosen():
+    return FAMILIES["fused_linear_ce"].choice == "cuda"
+
+
+@torch.compiler.assume_constant_result
+def _device_has_engine(device_index):
+    """Whether the wgmma engine can run on this device."""
+    if not hasattr(torch.ops.liger_sm90, "takes_logprobs"):
         return False
     return torch.ops.liger_sm90.takes_logprobs.default(_FEWEST_ROWS, _TILE_K, _PANEL, device_index)
 
@@ -51,11 +56,16 @@ def sizes_for_engine(rows, hidden):
     return rows >= _FEWEST_ROWS and hidden % _TILE_K == 0
 
 
-def engine_takes(input, bias, softcap):
-    """Whether the wgmma engine computes the log-probabilities of these hidden states."""
+def engine_can(input, bias, softcap):
+    """Whether the wgmma engine can compute the log-probabilities of these hidden states."""
     if not input.is_cuda or input.dtype != torch.bfloat16 or bias is not None or softcap is not None:
         return False
-    return sizes_for_engine(*input.shape) and _engine_runs_on(input.device.index)
+    return sizes_for_engine(*input.shape) and _device_has_engine(input.device.index)
+
+
+def engine_takes(input, bias, softcap):
+    """Whether it does: it belongs to the cuda backend of fused_linear_ce."""
+    return _engine_is_chosen() and engine_can(input, bias, softcap)
 
 
 def choose(input, weight, bias, softcap, memory_budget, recompute):
@@ -78,6 +88,16 @@ def check_keep(op, keep):
     if keep not in (NOTHING, LOGITS, EXPONENTIALS):
         raise RuntimeError(
             f"{op}: keep is {described(keep)}, expected '{NOTHING}', '{LOGITS}' or '{EXPONENTIALS}'"
+        )
+
+
+def check_engine(op, keep, input, bias, softcap):
+    """Raises RuntimeError for exponentials where the engine cannot run."""
+    if keep == EXPONENTIALS and not engine_can(input, bias, softcap):
+        raise RuntimeError(
+            f"{op}: keep is '{EXPONENTIALS}', expected '{NOTHING}' or '{LOGITS}': the wgmma engine needs a GPU of "
+            f"compute capability 9.0, bfloat16, no bias, no softcap, at least {_FEWEST_ROWS} rows and a hidden "
+            f"size divisible by {_TILE_K}"
         )
 
 

@@ -13,6 +13,7 @@ from .._core.kept_logits import (
     LOGITS,
     NOTHING,
     budget_or_default,
+    check_engine,
     check_keep,
     check_kept,
     engine_takes,
@@ -40,6 +41,7 @@ def fused_linear_logprobs_forward(
     check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
     check_classes(_OP, "targets", target, weight.shape[0], ignore_index)
     check_keep(_OP, keep)
+    check_engine(_OP, keep, input, bias, softcap)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     if keep == NOTHING and temperature == 1.0:
         # The engines of fused_linear_ce, which leave out ignored rows.
@@ -86,6 +88,7 @@ def fused_linear_logprobs_backward(
 ):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
     check_keep(_OP, keep)
+    check_engine(_OP, keep, input, bias, softcap)
     check_kept(_OP, keep, kept, kept_rows, input, weight, grad_entropy is not None)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     if keep == NOTHING and temperature == 1.0 and grad_entropy is None:
