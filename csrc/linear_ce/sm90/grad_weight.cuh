@@ -62,7 +62,8 @@ struct GradWeightEpilogue {
     return row_pairs() * columns();
   }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
-    const TileIndex at = swizzled_tile(t, columns(), row_pairs(), group);
+    TileIndex at = swizzled_tile(t, columns(), row_pairs(), group);
+    if constexpr (kPartialTiles) at.across = rotated(at);
     return {(at.along * sm90::kCluster + rank) * sm90::kTileM, at.across * sm90::kTileN, 0,
             ceil_div(chunk(), sm90::kTileK), 0};
   }
@@ -139,6 +140,12 @@ struct GradWeightEpilogue {
   }
 
  private:
+  // Column tiles of a group in another order for each pair of rows: else a cluster may get no narrow tile, and
+  // another one nothing else.
+  __device__ __forceinline__ int rotated(TileIndex at) const {
+    const int begin = at.across / group * group, width = min(group, columns() - begin);
+    return begin + (at.across - begin + at.along) % width;
+  }
   // The segments of a warp. In a full tile they are rows of 512 bytes; those of a partial one follow each
   // other through its shorter rows.
   struct Segments {

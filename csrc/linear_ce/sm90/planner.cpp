@@ -28,8 +28,14 @@ constexpr int64_t kRowsPerFloatLogits = 2;
 // Panels that may be read while the first tiles of the weight gradient are written. Two would keep blocks
 // from waiting for tiles that start later; the other two hide that blocks are not equally fast.
 constexpr int64_t kPanelOffset = 4;
-// A split-K of the input gradient adds float32 partial sums; more splits than this never pay.
-constexpr int64_t kMostSplits = 8;
+// Split-K of the input gradient adds float32 partial sums: per split and class, in units of the GEMM's time, the
+// epilogue, and the traffic of the sums.
+constexpr int64_t kMostSplits = 24;
+constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
+// The gain in utilisation for which more splits pay, given the memory of their sums.
+constexpr double kLeastGain = 0.015;
+// The time of a tile of at most half the columns, in that of a whole one (estimated).
+constexpr double kNarrowTile = 0.55;
 
 // Estimated times, in rows of one GEMM at full utilisation.
 class CostModel {
@@ -43,16 +49,22 @@ class CostModel {
   SplitK split_k(int64_t rows) const {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
-    const int64_t tiles = ceil_div(rows, 2 * kTileM) * sm90::column_tiles(p_.hidden);
-    const double useful_rows = static_cast<double>(rows) / round_up(rows, 2 * kTileM);
+    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::column_tiles(p_.hidden);
+    const int64_t last = p_.hidden - (columns - 1) * kTileN;
+    // The mean time of a tile, and the useful part of all of them.
+    const double mean = (columns - (last <= kTileN / 2 ? 1.0 - kNarrowTile : 0.0)) / columns;
+    const double useful = static_cast<double>(rows) / (2 * kTileM) * p_.hidden / kTileN;
+    const double penalty = kSplitEpilogue + kSplitTraffic / static_cast<double>(p_.vocab);
     // Every split sums at least one block of kTileK classes.
     const int64_t most = std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK}));
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
       // Partial sums are an extra that small chunks alone can afford.
       if (8 * partial_bytes(rows, k_splits) > p_.memory_budget) break;
-      const int64_t jobs = tiles * k_splits;
-      const double utilisation = useful_rows * jobs / round_up(jobs, p_.clusters) - 0.01 * (k_splits - 1);
-      if (utilisation > best.utilisation + 1e-9) best = {k_splits, utilisation};
+      // The longest time of a cluster: whole tiles last.
+      const int64_t jobs = row_pairs * columns * k_splits;
+      const double longest = static_cast<double>(ceil_div(jobs, p_.clusters) - 1) * mean + 1.0;
+      const double utilisation = useful * k_splits / (longest * p_.clusters) - penalty * (k_splits - 1);
+      if (utilisation > best.utilisation + kLeastGain) best = {k_splits, utilisation};
     }
     return best;
   }
