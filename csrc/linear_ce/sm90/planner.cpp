@@ -32,8 +32,8 @@ constexpr int64_t kPanelOffset = 4;
 // epilogue, and the traffic of the sums.
 constexpr int64_t kMostSplits = 24;
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
-// The gain in utilisation for which more splits pay, given the memory of their sums.
-constexpr double kLeastGain = 0.015;
+// The relative gain in utilisation for which more splits pay, given the memory of their sums.
+constexpr double kLeastGain = 0.025;
 // The time of a tile of at most half the columns, in that of a whole one (estimated).
 constexpr double kNarrowTile = 0.55;
 
@@ -63,8 +63,8 @@ class CostModel {
       // The longest time of a cluster: whole tiles last.
       const int64_t jobs = row_pairs * columns * k_splits;
       const double longest = static_cast<double>(ceil_div(jobs, p_.clusters) - 1) * mean + 1.0;
-      const double utilisation = useful * k_splits / (longest * p_.clusters) - penalty * (k_splits - 1);
-      if (utilisation > best.utilisation + kLeastGain) best = {k_splits, utilisation};
+      const double time = longest * p_.clusters / (useful * k_splits) + penalty * (k_splits - 1);
+      if (1.0 / time > best.utilisation * (1.0 + kLeastGain)) best = {k_splits, 1.0 / time};
     }
     return best;
   }
