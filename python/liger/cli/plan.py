@@ -30,6 +30,7 @@ import liger
 
 from .._core.memory_budget import default_memory_budget
 from .._core.sm90_plan import plan_chunks_sm90
+from . import _plan_model
 from ._format import human_bytes, table
 
 DTYPES = {
@@ -44,11 +45,15 @@ SM90 = (9, 0)
 
 
 def add_arguments(parser):
+    parser.add_argument("--tokens", type=_size(2**40), help="rows of the batch: batch size x sequence length")
+    parser.add_argument("--hidden", type=_size(2**31), help="hidden size of the model")
+    parser.add_argument("--vocab", type=_size(2**31), help="size of the vocabulary")
     parser.add_argument(
-        "--tokens", type=_size(2**40), required=True, help="rows of the batch: batch size x sequence length"
+        "--model",
+        metavar="NAME_OR_CONFIG",
+        help="instead of the lm_head: what the decoder layers of a patched model save for the backward, in bytes per"
+        " token; a model of the Hub, a folder or a config.json. --tokens is optional",
     )
-    parser.add_argument("--hidden", type=_size(2**31), required=True, help="hidden size of the model")
-    parser.add_argument("--vocab", type=_size(2**31), required=True, help="size of the vocabulary")
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="of logits and weight (default: bf16)"
     )
@@ -202,6 +207,12 @@ def _describe_chunks(memory):
 
 
 def run(arguments):
+    if arguments.model is not None:
+        return _plan_model.run(arguments.model, DTYPES[arguments.dtype], arguments.tokens, arguments.json)
+    missing = [f"--{name}" for name in ("tokens", "hidden", "vocab") if getattr(arguments, name) is None]
+    if missing:
+        print(f"liger plan: without --model, {', '.join(missing)} must be given", file=sys.stderr)
+        return 2
     if arguments.budget is not None:
         # The planner parses the budget and reports errors.
         os.environ["LIGER_MEMORY_BUDGET"] = arguments.budget
