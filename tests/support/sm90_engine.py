@@ -60,7 +60,9 @@ PARTS_OF_CHUNKS = Shape(900, 256, 8192, 8 * MIB)
 # A hidden size that is no multiple of 256, and a vocabulary that is none of 128.
 PARTIAL_SUMS = Shape(1900, 320, 1153, MIB)
 KINDS = pytest.mark.parametrize(
-    "shape", [BESIDE, SUMS, SUMS_BF16, PARTIAL_SUMS], ids=["one chunk", "sums", "bf16 allowed", "partial tiles"]
+    "shape",
+    [BESIDE, SUMS, SUMS_BF16, PARTIAL_SUMS],
+    ids=["one chunk", "sums", "bf16 allowed", "partial tiles"],
 )
 SHAPES = {
     "in the weight gradient": Shape(500, 512, 2048),

@@ -12,10 +12,14 @@ is one; the gradients of the hidden states and of the weight. With a float32 sum
 the weight gradient is allocated.
 
 GPUs of compute capability 9.0 use the sm_90a engine for bfloat16, at least 256 rows, and hidden sizes divisible by 64.
-It stores exponentials instead of logits. Its first chunk is larger than the others, because most of its exponentials use
-the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block scales in a separate
-buffer. Its working memory is a copy of the rows of a chunk, sums per row, and float32 split-K partials of the input
-gradient, unless they fit into gradients that are not written yet.
+It stores exponentials instead of logits. Its first chunk is larger than the others, because most of its exponentials
+use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block scales in a
+separate buffer. Its working memory is a copy of the rows of a chunk, sums per row, and float32 split-K partials of the
+input gradient, unless they fit into gradients that are not written yet.
+
+With --model: what the decoder layers of a patched model save for the backward, in bytes per token, by part and tensor:
+with liger.patch(model), and with liger.patch(model, recompute=True). Assumed are trained weights, no autocast, no
+checkpointing, use_cache=False, and an attention kernel that saves q, k, v, its output and the logarithms of its sums.
 """
 
 import argparse

@@ -41,13 +41,17 @@ class _Kept:
         self.tensor, self.version = tensor, tensor._version
 
     def read(self):
+        self.check()
+        return self.tensor
+
+    def check(self):
+        """Raises RuntimeError if the tensor has been written since."""
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{self.tensor.dtype} tensor of shape {tuple(self.tensor.shape)} is at version "
                 f"{self.tensor._version}; expected version {self.version} instead"
             )
-        return self.tensor
 
 
 class _Computation:
@@ -65,20 +69,25 @@ class _Computation:
 
     def results(self):
         """The results, for one of the references."""
-        inputs = [None if source is None else source.read() for source in self._inputs]
         results, unread = self._results, self._unread
         if results is None:
-            with torch.no_grad():
-                results = self._function(*inputs)
-            unread = self.references
+            results, unread = self.results_once(), self.references
+        else:
+            self.check()
         self._unread = unread - 1
         self._results = results if unread > 1 else None
         return results
 
     def results_once(self):
         """The results, for another computation."""
+        inputs = [None if source is None else source.read() for source in self._inputs]
         with torch.no_grad():
-            return self._function(*(None if source is None else source.read() for source in self._inputs))
+            return self._function(*inputs)
+
+    def check(self):
+        for source in self._inputs:
+            if source is not None:
+                source.check()
 
 
 class _Output:
@@ -121,6 +130,9 @@ class _Reference:
         result = (computation.results() if self._counted else computation.results_once())[self._index]
         # The op gives its result the same strides again.
         return result.as_strided(self._size, self._stride, result.storage_offset())
+
+    def check(self):
+        self._computation.check()
 
 
 def _found(tensor):
