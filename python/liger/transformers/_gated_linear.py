@@ -6,6 +6,7 @@ product where it may, so the weight gradient costs no pass over gate and up of i
 
 import torch
 from torch import nn
+from torch._C import _AutoDispatchBelowAutograd
 
 from .._core.autograd import differentiable_once, is_traced, may_write_saved, non_overlapping
 from ._reuse import is_plain_linear
@@ -62,7 +63,9 @@ class Form:
         self.backward = differentiable_once(family)(self._gradients)
 
     def product(self, *gate_up):
-        return self._forward(*gate_up, *self._options)
+        # Callers are eager and record nothing, so autograd is bypassed.
+        with _AutoDispatchBelowAutograd():
+            return self._forward(*gate_up, *self._options)
 
     def _gradients(self, ctx, grad):
         weight, *gate_up = ctx.saved_tensors
