@@ -147,6 +147,20 @@ def test_checkpointing(model_type, use_reentrant):
     assert_same_bits(step(ours, ids()), step(theirs, ids()))
 
 
+def test_checkpointing_repeats_no_more_gemms():
+    """The second forward stops at the last saved tensor, before the down projection of the MLP."""
+    counts = []
+    for model in pair("llama", layers=1):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = forward(model, ids())
+        with Calls() as calls:
+            loss.backward()
+        counts.append([calls.names.count(name) for name in ("mm", "swiglu")])
+    (gemms, products), (gemms_before, _) = counts
+    assert gemms == gemms_before
+    assert products == 0
+
+
 def test_checkpointed_layers_save_their_input_only():
     def prepare(model):
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -338,6 +352,24 @@ def test_compiled_models():
     torch.compiler.reset()
     ours, theirs = pair("llama", layers=1, dtype=torch.float32)
     results = [step(torch.compile(m, backend="aot_eager", fullgraph=True), ids()) for m in (ours, theirs)]
+    torch.compiler.reset()
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn", "input_layernorm"])
+def test_graph_breaks(part):
+    """The rest of a layer that the compiler leaves to eager code has no hooks around compiled parts of it."""
+    torch.compiler.reset()
+    results = []
+    for model in pair("llama", layers=1, dtype=torch.float32):
+        module = getattr(model.model.layers[0], part)
+
+        def broken(*args, forward=module.forward, **kwargs):
+            torch._dynamo.graph_break()
+            return forward(*args, **kwargs)
+
+        module.forward = broken
+        results.append(step(torch.compile(model, backend="aot_eager"), ids()))
     torch.compiler.reset()
     assert_same_bits(*results)
 

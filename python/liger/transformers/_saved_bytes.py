@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from ._classes import recipe_of
 from ._experts import ExpertsRecipe
@@ -33,7 +34,7 @@ class Saved:
     recompute: int
 
 
-def saved_in_layers(model: nn.Module, dtype: torch.dtype) -> list[Saved]:
+def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
     """The rows of all decoder layers, added up by part and tensor.
 
     Args:
