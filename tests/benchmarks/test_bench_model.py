@@ -44,6 +44,26 @@ def test_self_test(tmp_path, capsys):
     assert path.with_suffix(".md").read_text() in printed
 
 
+def test_without_checkpointing(capsys):
+    arguments = ["--self-test", "--no-checkpointing", "2x16"]
+    for name in ("transformers", "liger[torch]", "liger[torch], recompute"):
+        arguments += ["--only", name]
+    assert bench_model.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "without checkpointing" in printed
+    assert [line.split(" | ")[0] for line in printed.splitlines() if line.startswith("| ")][1:] == [
+        "| transformers",
+        "| liger[torch]",
+        "| liger[torch], recompute",
+    ]
+
+
+def test_an_unknown_contestant_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_model.main(["--self-test", "--only", "liger[torch], recompute"])
+    assert "no contestant" in capsys.readouterr().err
+
+
 def test_a_wrong_loss_is_seen(monkeypatch):
     def spoil(model):
         with torch.no_grad():

@@ -31,6 +31,7 @@ class Options:
     inplace: bool = True
     tiled_mlp: bool = False
     tiled_mlp_num_shards: int | None = None
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.cross_entropy and self.fused_linear_cross_entropy:
@@ -64,7 +65,9 @@ class Options:
     @property
     def looked_for(self) -> str:
         """The options that are on, in one line."""
-        values = ((name, getattr(self, name)) for name in NAMES if name not in ("inplace", "mlp"))
+        values = (
+            (name, getattr(self, name)) for name in NAMES if name not in ("inplace", "mlp", "recompute")
+        )
         return ", ".join(name for name, value in values if value is True)
 
     @property

@@ -149,17 +149,18 @@ def linear_over(layer, x):
 
     A layer that is not a plain nn.Linear, has hooks, or has a small input, is called unchanged.
     """
-    weight = getattr(layer, "weight", None)
-    if (
+    if is_plain_linear(layer, x) and not is_traced(x) and x.requires_grad and x.nbytes > WORTH_REUSING:
+        return _LinearOver.apply(_Saved.apply(x, layer.weight), layer.weight, layer.bias)
+    return layer(x)
+
+
+def is_plain_linear(layer, x):
+    """Whether ``layer(x)`` is the linear operation alone, with a plain weight and without autocast, and is recorded."""
+    return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
-        and type(weight) is nn.Parameter
+        and type(getattr(layer, "weight", None)) is nn.Parameter
         and not (layer._forward_pre_hooks or layer._forward_hooks or overrides_forward(layer))
         and not (layer._backward_pre_hooks or layer._backward_hooks)
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
-        and not is_traced(x)
-        and x.requires_grad
-        and x.nbytes > WORTH_REUSING
-    ):
-        return _LinearOver.apply(_Saved.apply(x, weight), weight, layer.bias)
-    return layer(x)
+    )
