@@ -130,9 +130,10 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // "topk" (renormalised). The gradients are those of the sum.
   m.def("fused_linear_divergence_forward(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta, float temperature, float soft, float hard, int ignore_index, bool per_row, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor loss, Tensor soft_loss, Tensor hard_loss, Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
   // input (N, H), target (N,): log-probabilities of the targets under softmax(softcap(input @ weight.T +
-  // bias) / temperature); 0 in ignored rows
-  m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
-  m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // bias) / temperature); 0 in ignored rows. With logits_dtype float32 logits are not rounded to fewer bits,
+  // and weight and bias may be float32 with an input of 16 bits
+  m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, ScalarType? logits_dtype=None) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
+  m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, ScalarType? logits_dtype=None) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward
@@ -167,7 +168,7 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("check_approximate(str op, str approximate) -> ()");
   m.def("check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget) -> ()");
   m.def("check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction) -> ()");
-  m.def("check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\") -> ()");
+  m.def("check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\", ScalarType? logits_dtype=None) -> ()");
   m.def("check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, bool log_probs) -> ()");
   m.def("check_divergence_gradient(str op, Tensor student, Tensor? target, float temperature, float cross_entropy, Tensor gradient) -> ()");
   m.def("check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? memory_budget) -> ()");

@@ -152,16 +152,18 @@ def _fused_linear_logprobs_forward(d):
         (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True),
         (*tensors, None, 1.0, -100, None, None, True, False),
         (floats(d, 0, 8), tensors[1], tensors[2][:0], None, 2.0, -100, None, None, True, True),
+        (*tensors, floats(d, 11), 0.7, -100, None, 64, True, True, torch.float32),
     ]
 
 
 def _fused_linear_logprobs_backward(d):
     samples = []
-    for tensors in _fused_linear_logprobs_forward(d):
+    for sample in _fused_linear_logprobs_forward(d):
+        tensors, logits_dtype = sample[:10], sample[10:]
         rows, entropy = len(tensors[0]), tensors[-2]
         grads = floats(d, rows), floats(d, rows) if entropy else None
         for needed in ((True, True, True), (False, True, False), (True, False, False)):
-            samples.append((*grads, *tensors[:-3], None, tensors[-3], *needed))
+            samples.append((*grads, *tensors[:-3], None, tensors[-3], *needed, *logits_dtype))
     return samples
 
 

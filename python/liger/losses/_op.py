@@ -41,7 +41,7 @@ _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
     " Tensor[] shared, str function, str[] names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
     " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool with_metrics,"
-    " bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+    " bool need_grad_input, bool need_grad_weight, bool need_grad_bias, ScalarType? logits_dtype=None)"
     " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor grad_weight,"
     " Tensor grad_bias)"
 )
@@ -95,11 +95,18 @@ class _BoundFunction:
         return value.detach(), grads[0], grads[1] if self.use_entropy else None
 
 
+def _no_gradients(input, weight, bias):
+    return input.new_empty(0), weight.new_empty(0), (weight if bias is None else bias).new_empty(0)
+
+
 def _forward(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
+    logits_dtype=None,
 ):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
+    check_head(
+        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
+    )
     owner = _functions[function]
     check_classes(type(owner).__name__, owner.names.target, target, weight.shape[0], ignore_index)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
@@ -107,7 +114,8 @@ def _forward(
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
     layout = Layout(parts, groups, rows // max(parts * groups, 1))
     function = _BoundFunction(function, names, given, shared, layout, use_entropy)
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
+    options = temperature, ignore_index, softcap
     chunks = None
     if any(needs_grad):
         chunks = make_chunks(
@@ -117,11 +125,11 @@ def _forward(
         )
     if chunks is None:
         logprobs, entropy, argmax = fused_linear_logprobs_forward(
-            input, weight, target, bias, *head[2:], memory_budget, with_entropy, with_metrics
+            input, weight, target, bias, *options, memory_budget, with_entropy, with_metrics, logits_dtype
         )
         if not any(needs_grad):
             loss = function.value(logprobs, entropy)
-            return loss, logprobs, entropy, argmax, *(input.new_empty(0) for _ in needs_grad)
+            return loss, logprobs, entropy, argmax, *_no_gradients(input, weight, bias)
         loss, *row_grads = function.differentiate(logprobs, entropy)
         grads = fused_linear_logprobs_backward(
             *(g if g is None else g.reshape(-1) for g in row_grads),
@@ -129,10 +137,11 @@ def _forward(
             weight,
             target,
             bias,
-            *head[2:],
+            *options,
             accum_dtype,
             memory_budget,
             *needs_grad,
+            logits_dtype,
         )
         return loss, logprobs, entropy, argmax, *grads
 
@@ -157,6 +166,7 @@ _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd"
 def _(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
+    logits_dtype=None,
 ):  # fmt: skip
     wide = accumulate_dtype(input.dtype)
     return (
@@ -165,8 +175,10 @@ def _(
         input.new_empty((input.shape[0] if use_entropy or with_metrics else 0,), dtype=wide),
         input.new_empty((input.shape[0] if with_metrics else 0,), dtype=torch.int64),
         input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+        weight.new_empty(weight.shape if need_grad_weight else (0,)),
+        (weight if bias is None else bias).new_empty(
+            (weight.shape[0],) if need_grad_bias and bias is not None else (0,)
+        ),
     )
 
 
@@ -176,7 +188,7 @@ _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
 
 
 def _setup(ctx, inputs, output):
-    computed = inputs[-3:]
+    computed = inputs[-4:-1]
     needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
     if any(need and not has for need, has in zip(needs_grad, computed, strict=True)):
         raise RuntimeError(
@@ -194,7 +206,7 @@ def _setup(ctx, inputs, output):
 @differentiable_once(_OP)
 def _backward(ctx, grad_loss, *grad_others):
     refuse_gradient_outputs(_OP, grad_others)
-    result = [None] * 20
+    result = [None] * 21
     if grad_loss is not None:
         grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
         for argument, grad in zip(_DIFFERENTIABLE, grads, strict=True):

@@ -9,7 +9,15 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._core.arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer, wrong_shape
+from .._core.arguments import (
+    FUNCTION,
+    HEAD,
+    LayerNames,
+    arguments,
+    check_layer,
+    check_logits_dtype,
+    wrong_shape,
+)
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.memory_budget import check_budget_variable
@@ -71,6 +79,8 @@ class FusedLinearLoss(nn.Module):
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512 MiB.
         observe: None, or a function that is called with the :class:`TokenStatistics` of every batch, for metrics.
+        logits_dtype: ``torch.float32`` for logits as exact as those of IEEE float32 arithmetic, as in
+            :func:`liger.fused_linear_logprobs`; weight and bias may be float32 then. None: a backend may round them.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -87,15 +97,17 @@ class FusedLinearLoss(nn.Module):
     def __init__(
         self, *, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
         accum_dtype: torch.dtype | None = None, memory_budget: int | None = None,
-        observe: Callable[[TokenStatistics], object] | None = None,
+        observe: Callable[[TokenStatistics], object] | None = None, logits_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_logits_dtype(type(self).__name__, None, None, logits_dtype, ValueError)
         if self.unit not in UNITS:
             raise ValueError(
                 f"{type(self).__name__}: unit is '{self.unit}', expected one of {', '.join(UNITS)}"
             )
         self.ignore_index, self.temperature, self.softcap = ignore_index, float(temperature), softcap
         self.accum_dtype, self.memory_budget, self.observe = accum_dtype, memory_budget, observe
+        self.logits_dtype = logits_dtype
         self._register()
 
     def _register(self) -> None:
@@ -197,7 +209,7 @@ class FusedLinearLoss(nn.Module):
         with torch.no_grad():
             logprobs, _, _ = logprobs_of_layer(
                 batch.op, _REFERENCE, ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature,
-                self.ignore_index, self.softcap, self.memory_budget,
+                self.ignore_index, self.softcap, self.memory_budget, logits_dtype=self.logits_dtype,
             )  # fmt: skip
         return logprobs.view(batch.token_shape)
 
@@ -273,13 +285,17 @@ class FusedLinearLoss(nn.Module):
         else:
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
             sliced = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in sliced.items()}
-        hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
-        check_layer(batch.op, self.names, hidden, weight, bias, batch.target)
+        hidden, float32_logits = batch.hidden, self.logits_dtype is not None
+        check_logits_dtype(batch.op, self.names.input, hidden, self.logits_dtype)
+        if not float32_logits:
+            hidden, weight, bias = autocast_operands(hidden, weight, bias)
+        check_layer(batch.op, self.names, hidden, weight, bias, batch.target, float32_weight=float32_logits)
         with_metrics = self.observe is not None
         loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), self._function,
             [*sliced, *whole], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
             self.memory_budget, self.uses_entropy, with_metrics, *wants_grad(hidden, weight, bias),
+            self.logits_dtype,
         )  # fmt: skip
         if batch.packing_factor is not None:
             loss = loss * batch.packing_factor

@@ -18,6 +18,7 @@ from .._core.arguments import (
     check_classes,
     check_given_classes,
     check_layer,
+    check_logits_dtype,
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import differentiable, differentiable_once
@@ -25,6 +26,12 @@ from .._core.dtensor import align_tokens, unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.lm_head import LMHead, LMHeadGradients, check_head, lm_head_gradients, planned_rows, row_chunks
+from .._core.lm_head_float32 import (
+    Float32LMHeadGradients,
+    engine_has_float32_logits,
+    float32_chunk_rows,
+    float32_logits,
+)
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from ..backend import register_portable
@@ -53,23 +60,34 @@ class LogProbs(NamedTuple):
 
 def fused_linear_logprobs_forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+    logits_dtype=None,
 ):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     check_classes(_OP, _NAMES.target, target, weight.shape[0], ignore_index)
-    if temperature == 1.0:
+    float32 = logits_dtype is not None
+    if temperature == 1.0 and (
+        not float32
+        or engine_has_float32_logits(
+            input, weight, bias, softcap, True, memory_budget, return_entropy or return_argmax, (False,) * 3
+        )
+    ):
         # The engines of fused_linear_ce, which leave out ignored rows.
         results = fused_linear_ce_forward(
             input, weight, target, bias, None, None, None, ignore_index, 0.0, 0.0, softcap, "none", None,
             memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
         )  # fmt: skip
         return results[4], results[5], results[3]
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     logprobs = input.new_empty(rows, dtype=wide)
     entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
     argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
-    chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
-    memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
+    if float32:
+        chunk_rows, _ = float32_chunk_rows(input, weight, False, memory_budget)
+        memory = float32_logits(weight, chunk_rows)
+    else:
+        chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
+        memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
     for chunk in row_chunks(rows, chunk_rows):
         logits = memory[: chunk.stop - chunk.start]
         head.write_logits(input[chunk], logits)
@@ -84,18 +102,33 @@ def fused_linear_logprobs_forward(
 
 def fused_linear_logprobs_backward(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
-    memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
+    memory_budget, need_grad_input, need_grad_weight, need_grad_bias, logits_dtype=None,
 ):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
+    check_head(
+        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
+    )
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    if temperature == 1.0 and grad_entropy is None:
+    exact, float32 = accum_dtype in (None, torch.float32), logits_dtype is not None
+    if (
+        temperature == 1.0
+        and grad_entropy is None
+        and (
+            not float32
+            or engine_has_float32_logits(
+                input, weight, bias, softcap, exact, memory_budget, False, needs_grad
+            )
+        )
+    ):
         return fused_linear_ce_forward(
             input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
             accum_dtype, memory_budget, False, False, False, False, False, *needs_grad,
         )[-3:]  # fmt: skip
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
-    exact = accum_dtype in (None, torch.float32)
-    gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, memory_budget)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
+    if float32:
+        chunk_rows, chunks = float32_chunk_rows(input, weight, True, memory_budget)
+        gradients = Float32LMHeadGradients(input, weight, bias, needs_grad, chunks, exact)
+    else:
+        gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
     for chunk in row_chunks(input.shape[0], chunk_rows):
         logits, y = memory[: chunk.stop - chunk.start], target[chunk]
@@ -121,6 +154,7 @@ register_portable(
 @register_fake("liger::fused_linear_logprobs_forward")
 def _(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+    logits_dtype=None,
 ):  # fmt: skip
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     return (
@@ -133,12 +167,14 @@ def _(
 @register_fake("liger::fused_linear_logprobs_backward")
 def _(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
-    memory_budget, need_grad_input, need_grad_weight, need_grad_bias,
+    memory_budget, need_grad_input, need_grad_weight, need_grad_bias, logits_dtype=None,
 ):  # fmt: skip
     return (
         input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+        weight.new_empty(weight.shape if need_grad_weight else (0,)),
+        (weight if bias is None else bias).new_empty(
+            (weight.shape[0],) if need_grad_bias and bias is not None else (0,)
+        ),
     )
 
 
@@ -146,7 +182,7 @@ def _(
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *options, ctx.with_entropy, _ = inputs
+    input, weight, target, bias, *options, ctx.with_entropy, _, ctx.logits_dtype = inputs
     ctx.save_for_backward(input, weight, target, bias)
     *ctx.options, ctx.memory_budget = options
     ctx.mark_non_differentiable(*(output[2:] if ctx.with_entropy else output[1:]))
@@ -155,7 +191,7 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(_OP)
 def _backward(ctx, grad_logprobs, grad_entropy, _grad_argmax):
-    result = [None] * 10
+    result = [None] * 11
     if grad_logprobs is None and grad_entropy is None:
         return tuple(result)
     if grad_logprobs is None:
@@ -163,8 +199,9 @@ def _backward(ctx, grad_logprobs, grad_entropy, _grad_argmax):
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
     grads = torch.ops.liger.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, None, ctx.memory_budget, *needed
-    )
+        grad_logprobs, grad_entropy, *ctx.saved_tensors, *ctx.options, None, ctx.memory_budget, *needed,
+        ctx.logits_dtype,
+    )  # fmt: skip
     for position, grad, need in zip(positions, grads, needed, strict=True):
         result[position] = grad if need else None
     return tuple(result)
@@ -178,19 +215,21 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 
 def logprobs_of_layer(
     op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
-    return_argmax=False,
+    return_argmax=False, logits_dtype=None,
 ):  # fmt: skip
     """(log-probabilities, entropies, most probable classes) as in :func:`fused_linear_logprobs`, with the argument
     names of another function in messages."""
     check_budget_variable(memory_budget)
-    hidden, weight, bias = autocast_operands(hidden, weight, bias)
+    check_logits_dtype(op, names.input, hidden, logits_dtype)
+    if logits_dtype is None:
+        hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(op, hidden, targets, None)
     rows, flat, _ = flatten_rows(op, names.input, hidden, targets, None, names.target)
-    check_layer(op, names, rows, weight, bias, flat)
+    check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
     results = _forward_op(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax,
+        return_argmax, logits_dtype,
     )  # fmt: skip
     requested = (True, return_entropy, return_argmax)
     return tuple(
@@ -211,6 +250,8 @@ def fused_linear_logprobs(
     memory_budget: int | None = ...,
     return_entropy: Literal[False] = ...,
     return_argmax: Literal[False] = ...,
+    *,
+    logits_dtype: torch.dtype | None = ...,
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_logprobs(
@@ -224,6 +265,8 @@ def fused_linear_logprobs(
     memory_budget: int | None = ...,
     return_entropy: bool = ...,
     return_argmax: bool = ...,
+    *,
+    logits_dtype: torch.dtype | None = ...,
 ) -> LogProbs | Any: ...
 @arguments(**HEAD, **RETURNS)
 def fused_linear_logprobs(
@@ -237,6 +280,8 @@ def fused_linear_logprobs(
     memory_budget: int | None = None,
     return_entropy: bool = False,
     return_argmax: bool = False,
+    *,
+    logits_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | LogProbs:
     """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
@@ -245,17 +290,21 @@ def fused_linear_logprobs(
 
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        weight: (V, H), the dtype of hidden.
+        weight: (V, H), the dtype of hidden; with ``logits_dtype=torch.float32`` also float32.
         targets: (...), int64 or int32 class indices.
-        bias: (V,), the dtype of hidden.
+        bias: (V,), as weight.
         temperature: positive and finite.
         ignore_index: the target of ignored rows, whose log-probability and entropy are 0, without gradient.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by the temperature.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
         return_entropy: also return the entropy of each row, which is differentiable, too.
         return_argmax: also return the most probable class, -1 in ignored rows.
+        logits_dtype: ``torch.float32``: logits are as exact as those of IEEE float32 arithmetic on the given values,
+            also in the backward, on every backend and whatever the process allows for float32 products (TF32). None:
+            a backend may round them to the dtype of hidden. docs/logits_dtype.md has errors and costs.
 
-    Under autocast hidden, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
+    Under autocast, unless logits_dtype is given, hidden, weight and bias are cast as ``torch.nn.functional.linear``
+    casts them.
 
     Returns:
         The log-probabilities, (...), float32 (float64 for float64 inputs); with ``return_entropy`` or ``return_argmax``
@@ -271,6 +320,6 @@ def fused_linear_logprobs(
     """
     logprobs, entropy, argmax = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax,
+        return_argmax, logits_dtype,
     )  # fmt: skip
     return LogProbs(logprobs, entropy, argmax) if return_entropy or return_argmax else logprobs
