@@ -135,6 +135,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, ScalarType? logits_dtype=None) -> (Tensor logprobs, Tensor entropy, Tensor argmax)");
   m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, ScalarType? logits_dtype=None) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 
+  // grad_weight += the gradient of the weight, float32 (float64 for float64 inputs), without a temporary of its
+  // size. grad_loss: () or, with reduction "none", (N,)
+  m.def("fused_linear_ce_add_grad_weight_(Tensor(a!) grad_weight, Tensor grad_loss, Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, int? memory_budget) -> ()");
+  m.def("fused_linear_logprobs_add_grad_weight_(Tensor(a!) grad_weight, Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, ScalarType? logits_dtype=None) -> ()");
+
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward
   m.def("tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias=None, Tensor? up_bias=None, Tensor? down_bias=None, str activation=\"silu\", int? num_shards=None, int? memory_budget=None) -> Tensor");

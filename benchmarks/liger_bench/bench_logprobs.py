@@ -14,10 +14,9 @@ import liger
 from .bench_fused_linear_ce import REFERENCE_ROWS
 from .bench_heads import TRL_CLASSES
 from .candidates import Candidate, compiled, ours, peer, providers, selected
-from .harness import FASTEST, Contest, Provider, Row, Work, normal, targets, works
+from .harness import FASTEST, Provider, Row, Work, normal, targets, works
 
 FLOAT32 = " float32 logits"
-FLOAT32_HEAD = "torch float32 head"
 RESULTS, UPSTREAM = ("ratio",), ("grad_ratio",)
 NARROW, WIDE = ("input", "weight"), ("input", "weight32")
 # GEMMs of each work; the backward computes the logits again.
@@ -124,7 +123,7 @@ def _row(options, work, maker, arguments, tokens, hidden, vocabulary):
         *ours(
             options, lambda t: _ours(t, "weight32", logits_dtype=torch.float32), f"{FLOAT32} float32 weight"
         ),
-        Candidate(FLOAT32_HEAD, _float32_head),
+        Candidate("torch float32 head", _float32_head),
         *compiled(options, _float32_head, " float32 head"),
     ]
     made = []
@@ -140,12 +139,7 @@ def _row(options, work, maker, arguments, tokens, hidden, vocabulary):
         rounds=5,
         burst=1,
         heat_ms=100,
-        contests=(
-            Contest(
-                FLOAT32_HEAD, "the head in float32", tuple(f"liger[{b}]{FLOAT32}" for b in options.backends)
-            ),
-            FASTEST,
-        ),
+        contests=(FASTEST,),
         work=f"logprobs {work}",
         shape={"tokens": tokens, "hidden size": hidden, "vocabulary": vocabulary},
     )

@@ -167,6 +167,28 @@ def _fused_linear_logprobs_backward(d):
     return samples
 
 
+def _fused_linear_ce_add_grad_weight_(d):
+    tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
+    plain, upstream = (-100, 0.0, 0.0, None), torch.tensor(0.5, device=d)
+    count = torch.tensor(5, device=d)
+    return [
+        (floats(d, 11, 8), upstream, *tensors, None, None, None, None, *plain, "mean", None),
+        (
+            floats(d, 11, 8), floats(d, 6), *tensors, floats(d, 11), floats(d, 11).abs(), floats(d, 6).abs(), None, -100,
+            0.1, 1e-3, 5.0, "none", 64,
+        ),
+        (floats(d, 11, 8), upstream, *tensors, None, None, None, count, *plain, "sum", 64),
+    ]  # fmt: skip
+
+
+def _fused_linear_logprobs_add_grad_weight_(d):
+    tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
+    return [
+        (floats(d, 11, 8), floats(d, 6), None, *tensors, None, 1.0, -100, None, None),
+        (floats(d, 11, 8), floats(d, 6), floats(d, 6), *tensors, floats(d, 11), 0.7, -100, 5.0, 64, torch.float32),
+    ]
+
+
 def _cross_entropy_stats(d):
     logits, target = floats(d, 6, 11), _target(d, 6, 30)
     return [
@@ -323,6 +345,8 @@ SAMPLES = {
     "fused_linear_divergence_forward": _fused_linear_divergence_forward,
     "fused_linear_logprobs_forward": _fused_linear_logprobs_forward,
     "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
+    "fused_linear_ce_add_grad_weight_": _fused_linear_ce_add_grad_weight_,
+    "fused_linear_logprobs_add_grad_weight_": _fused_linear_logprobs_add_grad_weight_,
     "check_divergence_gradient": lambda d: [
         ("divergence_ce_forward_", arguments[0], arguments[2], arguments[6], arguments[7], arguments[9])
         for arguments in _divergence_ce_forward_(d)

@@ -88,20 +88,27 @@ class LMHead(NamedTuple):
 
 
 class LMHeadGradients:
-    """The gradients of a linear layer from those of its logits, chunk by chunk."""
+    """The gradients of a linear layer from those of its logits, chunk by chunk.
 
-    def __init__(self, x, weight, bias, needs_grad, chunks, exact):
+    ``total``: a float32 sum that gets the gradient of the weight added, instead of a new tensor with it. Without
+    :meth:`finish`.
+    """
+
+    def __init__(self, x, weight, bias, needs_grad, chunks, exact, total=None):
         need_input, need_weight, need_bias = needs_grad
         wide = accumulate_dtype(x.dtype)
         self.head_weight = weight
         self.input = x.new_empty(x.shape if need_input else 0)
-        self.weight = weight.new_empty(weight.shape if need_weight else 0)
+        self.weight = weight.new_empty(weight.shape if need_weight and total is None else 0)
         self.bias = x.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
         self._bias_dtype = weight.dtype if bias is None else bias.dtype
         self.needs_grad = need_input, need_weight, self.bias.numel() > 0
-        self.separate_sum = need_weight and chunks > 1 and exact and wide != weight.dtype
+        self.separate_sum = total is None and need_weight and chunks > 1 and exact and wide != weight.dtype
         self.sum = torch.empty_like(self.weight, dtype=wide) if self.separate_sum else self.weight
         self.chunks_added = 0
+        if total is not None:
+            # A sum of earlier chunks.
+            self.sum, self.chunks_added = total, 1
 
     def new_logits(self, rows):
         """Memory for rows of logits: the weight gradient's, if its sum is a separate buffer and it is large enough."""

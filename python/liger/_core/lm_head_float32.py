@@ -48,8 +48,8 @@ def float32_chunk_rows(x, weight, with_gradients, memory_budget):
 class Float32LMHeadGradients(LMHeadGradients):
     """:class:`LMHeadGradients` from gradients of the logits in float32."""
 
-    def __init__(self, x, weight, bias, needs_grad, chunks, exact):
-        super().__init__(x, weight, bias, needs_grad, chunks, exact)
+    def __init__(self, x, weight, bias, needs_grad, chunks, exact, total=None):
+        super().__init__(x, weight, bias, needs_grad, chunks, exact, total)
         self._narrow = _is_narrow(x, weight)
         self._rounded = None
 

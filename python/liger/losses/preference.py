@@ -190,8 +190,9 @@ class PreferenceLoss(FusedLinearLoss):
         other = torch.where(chosen & (nll_batch.target != batch.target), nll_batch.target, self.ignore_index)
         options = self.temperature, self.ignore_index, self.softcap, self.memory_budget
         logprobs = fused_linear_logprobs(
-            batch.hidden, weight, other, bias, *options, logits_dtype=self.logits_dtype
-        )
+            batch.hidden, weight, other, bias, *options, logits_dtype=self.logits_dtype,
+            accumulate_grad_weight=self.accumulate_grad_weight,
+        )  # fmt: skip
         return logprobs.sum()
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 
 from .._core.arguments import (
+    FLAG,
     HEAD,
     RETURNS,
     LayerNames,
@@ -21,7 +22,7 @@ from .._core.arguments import (
     check_logits_dtype,
 )
 from .._core.autocast import autocast_operands
-from .._core.autograd import differentiable, differentiable_once
+from .._core.autograd import differentiable, differentiable_once, wants_grad
 from .._core.dtensor import align_tokens, unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
@@ -35,6 +36,7 @@ from .._core.lm_head_float32 import (
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from ..backend import register_portable
+from .add_grad_weight import logprobs_adding_grad_weight
 from .fused_linear_ce import fused_linear_ce_forward
 
 _OP = "fused_linear_logprobs"
@@ -215,12 +217,15 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 
 def logprobs_of_layer(
     op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
-    return_argmax=False, logits_dtype=None,
+    return_argmax=False, logits_dtype=None, accumulate_grad_weight=False,
 ):  # fmt: skip
     """(log-probabilities, entropies, most probable classes) as in :func:`fused_linear_logprobs`, with the argument
     names of another function in messages."""
     check_budget_variable(memory_budget)
     check_logits_dtype(op, names.input, hidden, logits_dtype)
+    parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
+    if parameter is not None:
+        weight = weight.detach()
     if logits_dtype is None:
         hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(op, hidden, targets, None)
@@ -231,6 +236,12 @@ def logprobs_of_layer(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
         return_argmax, logits_dtype,
     )  # fmt: skip
+    if parameter is not None:
+        logprobs, *others = logprobs_adding_grad_weight(
+            op, names.weight, parameter, results[: 1 + return_entropy], rows, flat, bias, float(temperature),
+            ignore_index, softcap, memory_budget, logits_dtype,
+        )  # fmt: skip
+        results = logprobs, *(others or results[1:2]), results[2]
     requested = (True, return_entropy, return_argmax)
     return tuple(
         unflatten_tokens(t, targets) if flag else None for t, flag in zip(results, requested, strict=True)
@@ -252,6 +263,7 @@ def fused_linear_logprobs(
     return_argmax: Literal[False] = ...,
     *,
     logits_dtype: torch.dtype | None = ...,
+    accumulate_grad_weight: bool = ...,
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_logprobs(
@@ -267,8 +279,9 @@ def fused_linear_logprobs(
     return_argmax: bool = ...,
     *,
     logits_dtype: torch.dtype | None = ...,
+    accumulate_grad_weight: bool = ...,
 ) -> LogProbs | Any: ...
-@arguments(**HEAD, **RETURNS)
+@arguments(**HEAD, **RETURNS, accumulate_grad_weight=FLAG)
 def fused_linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -282,6 +295,7 @@ def fused_linear_logprobs(
     return_argmax: bool = False,
     *,
     logits_dtype: torch.dtype | None = None,
+    accumulate_grad_weight: bool = False,
 ) -> torch.Tensor | LogProbs:
     """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
@@ -302,6 +316,9 @@ def fused_linear_logprobs(
         logits_dtype: ``torch.float32``: logits are as exact as those of IEEE float32 arithmetic on the given values,
             also in the backward, on every backend and whatever the process allows for float32 products (TF32). None:
             a backend may round them to the dtype of hidden. docs/logits_dtype.md has errors and costs.
+        accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
+            attribute, to ``weight.grad``, in float32 and without a temporary of its size. Where hidden or bias has a
+            gradient, too, the backward computes the logits twice. docs/main_grad.md has the conditions.
 
     Under autocast, unless logits_dtype is given, hidden, weight and bias are cast as ``torch.nn.functional.linear``
     casts them.
@@ -320,6 +337,6 @@ def fused_linear_logprobs(
     """
     logprobs, entropy, argmax = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax, logits_dtype,
+        return_argmax, logits_dtype, accumulate_grad_weight,
     )  # fmt: skip
     return LogProbs(logprobs, entropy, argmax) if return_entropy or return_argmax else logprobs
