@@ -74,7 +74,7 @@ def test_no_sequences(device):
 
 
 def test_modules_of_cross_entropy(device):
-    hidden, weight, target, bias = make(device)
+    hidden, weight, target, _ = make(device)
     head = liger.nn.LMHeadLoss(
         hidden.shape[-1], weight.shape[0], bias=True, device=device, accumulate_grad_weight=True
     )
@@ -88,12 +88,19 @@ def test_modules_of_cross_entropy(device):
 
 def test_bad_input():
     hidden, weight, target, bias = make("cpu")
-    with pytest.raises(TypeError, match="FusedLinearDPOLoss: accumulate_grad_weight is None, expected True or False"):
+    with pytest.raises(
+        TypeError, match="FusedLinearDPOLoss: accumulate_grad_weight is None, expected True or False"
+    ):
         losses.FusedLinearDPOLoss(accumulate_grad_weight=None)
     with pytest.raises(TypeError, match="accumulate_grad_weight is 'yes', expected True or False"):
         liger.nn.FusedLinearCrossEntropyLoss(accumulate_grad_weight="yes")
+    with pytest.raises(
+        ValueError, match="accumulate_grad_weight is True, expected False with a sharded vocabulary"
+    ):
+        liger.nn.VocabParallelFusedLinearCrossEntropyLoss(accumulate_grad_weight=True)
     module = losses.FusedLinearSimPOLoss(accumulate_grad_weight=True)
     with pytest.raises(
-        RuntimeError, match=r"FusedLinearSimPOLoss: accumulate_grad_weight with lin_weight, the result of MulBackward0"
+        RuntimeError,
+        match=r"FusedLinearSimPOLoss: accumulate_grad_weight with lin_weight, the result of MulBackward0",
     ):
         call(module, hidden, leaf(weight) * 1.0, target, bias)

@@ -174,8 +174,8 @@ def _fused_linear_ce_add_grad_weight_(d):
     return [
         (floats(d, 11, 8), upstream, *tensors, None, None, None, None, *plain, "mean", None),
         (
-            floats(d, 11, 8), floats(d, 6), *tensors, floats(d, 11), floats(d, 11).abs(), floats(d, 6).abs(), None, -100,
-            0.1, 1e-3, 5.0, "none", 64,
+            floats(d, 11, 8), floats(d, 6), *tensors, floats(d, 11), floats(d, 11).abs(), floats(d, 6).abs(), None,
+            -100, 0.1, 1e-3, 5.0, "none", 64,
         ),
         (floats(d, 11, 8), upstream, *tensors, None, None, None, count, *plain, "sum", 64),
     ]  # fmt: skip
@@ -185,7 +185,18 @@ def _fused_linear_logprobs_add_grad_weight_(d):
     tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
     return [
         (floats(d, 11, 8), floats(d, 6), None, *tensors, None, 1.0, -100, None, None),
-        (floats(d, 11, 8), floats(d, 6), floats(d, 6), *tensors, floats(d, 11), 0.7, -100, 5.0, 64, torch.float32),
+        (
+            floats(d, 11, 8),
+            floats(d, 6),
+            floats(d, 6),
+            *tensors,
+            floats(d, 11),
+            0.7,
+            -100,
+            5.0,
+            64,
+            torch.float32,
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ import liger
 
 pytest.importorskip("transformers")
 
-from tiny_models import VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
+from tiny_models import VOCAB, assert_same_step, batch, make, step, twin
 
 HEAD = {False: "lm_head.weight", True: "model.embed_tokens.weight"}
 tied_or_not = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -95,7 +95,9 @@ def test_tied_weight_with_a_hook_of_the_embedding():
     expected = step(twin(model_of(True)), **batch())
     assert_same_step(step(model, **batch()), expected)  # autograd adds to grad, too
     embedding.weight.main_grad = torch.zeros_like(embedding.weight)
-    with pytest.raises(RuntimeError, match="accumulate_grad_weight with an embedding that is tied to the head and has"):
+    with pytest.raises(
+        RuntimeError, match="accumulate_grad_weight with an embedding that is tied to the head and has"
+    ):
         model(**batch())
 
 
@@ -114,5 +116,18 @@ def test_unpatch_and_copies():
 
 
 def test_options():
-    with pytest.raises(ValueError, match="accumulate_grad_weight is True, expected False without fused_linear_cross"):
+    with pytest.raises(
+        ValueError, match="accumulate_grad_weight is True, expected False without fused_linear_cross"
+    ):
         liger.patch(model_of(False), accumulate_grad_weight=True, fused_linear_cross_entropy=False)
+
+
+def test_by_the_name_of_the_type():
+    """apply_liger_kernel_to_llama takes the option; without it, a sum of the weight is not touched."""
+    for accumulate in (False, True):
+        model = model_of(False)
+        liger.transformers.apply_liger_kernel_to_llama(model=model, accumulate_grad_weight=accumulate)
+        model.lm_head.weight.main_grad = torch.zeros(VOCAB, 64)
+        step(model, **batch())
+        assert model.lm_head.weight.main_grad.any() == accumulate
+        assert (model.lm_head.weight.grad is None) == accumulate

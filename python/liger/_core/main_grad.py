@@ -59,9 +59,9 @@ class WeightGradientSum:
             # grad_dtype None: of any dtype.
             if weight.grad_dtype not in (self.dtype, None):
                 raise RuntimeError(
-                    f"{self.op}: accumulate_grad_weight with {self.name} of dtype {dtype_name(weight.dtype)}, which has "
-                    f"no float32 gradient: set {self.name}.main_grad to a float32 tensor of its shape, or "
-                    f"{self.name}.grad_dtype to torch.float32"
+                    f"{self.op}: accumulate_grad_weight with {self.name} of dtype {dtype_name(weight.dtype)}, which "
+                    f"has no float32 gradient: set {self.name}.main_grad to a float32 tensor of its shape, "
+                    f"or {self.name}.grad_dtype to torch.float32"
                 )
             return
         fits = (

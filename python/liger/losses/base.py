@@ -310,7 +310,15 @@ class FusedLinearLoss(nn.Module):
             of_logprobs, of_entropy = row_grads
             row_grads = of_logprobs, of_entropy if self.uses_entropy else None
             (loss,) = logprobs_adding_grad_weight(
-                batch.op, self.names.weight, parameter, (loss,), hidden, batch.target, bias, *options, row_grads
+                batch.op,
+                self.names.weight,
+                parameter,
+                (loss,),
+                hidden,
+                batch.target,
+                bias,
+                *options,
+                row_grads,
             )
         if batch.packing_factor is not None:
             loss = loss * batch.packing_factor

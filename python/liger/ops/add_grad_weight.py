@@ -1,7 +1,7 @@
 """The gradient of an lm_head's weight, added to a float32 sum such as ``main_grad``: ``accumulate_grad_weight=True``.
 
-The logits are computed a second time, in chunks that fit a memory budget, and the last product of each chunk adds to the
-sum (beta = 1). So the gradient has no memory of its own, and is rounded only as a term of a float32 sum.
+The logits are computed a second time, in chunks that fit a memory budget, and the last product of each chunk adds to
+the sum (beta = 1). So the gradient has no memory of its own, and is rounded only as a term of a float32 sum.
 """
 
 from __future__ import annotations
@@ -160,7 +160,9 @@ def logprobs_adding_grad_weight(
         if of_logprobs is None:
             grad_logprobs, grad_entropy = (*grads, None)[:2]
         else:
-            grad_logprobs, grad_entropy = (g if g is None else g * grads[0] for g in (of_logprobs, of_entropy))
+            grad_logprobs, grad_entropy = (
+                g if g is None else g * grads[0] for g in (of_logprobs, of_entropy)
+            )
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(grad_entropy)
         _logprobs_op(

@@ -168,7 +168,9 @@ fused_linear_ce_forward = differentiable_ce(
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def _run(input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False):
+def _run(
+    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False
+):
     parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
     if parameter is not None:
         weight = weight.detach()

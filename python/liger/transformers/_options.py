@@ -47,7 +47,8 @@ class Options:
             )
         if self.accumulate_grad_weight and not self.fused_linear_cross_entropy:
             raise ValueError(
-                "accumulate_grad_weight is True, expected False without fused_linear_cross_entropy, whose head it is for"
+                "accumulate_grad_weight is True, expected False without fused_linear_cross_entropy, the loss of the "
+                "head that it is for"
             )
         if self.mlp is not None:
             object.__setattr__(self, "swiglu", self.mlp)
