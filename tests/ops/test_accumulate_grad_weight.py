@@ -338,7 +338,7 @@ def test_memory_has_no_gradient_of_the_weight(dtype):
 
 @pytest.mark.gpu
 def test_memory_of_a_gpu(device):
-    vocab, hidden, rows = 32768, 1024, 512
+    vocab, hidden, rows = 32768, 4096, 512
     x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16).requires_grad_()
     weight = with_sum(
         torch.nn.Parameter(torch.randn(vocab, hidden, device=device, dtype=torch.bfloat16) / 32)

@@ -115,7 +115,7 @@ def test_gradients(device, dtypes, options, budget, entropy):
     ):
         assert g.dtype == leaf.dtype and torch.isfinite(g).all(), name
         roundings = torch.finfo(g.dtype).eps / 2 + narrow * torch.finfo(dtypes[0]).eps / 2
-        assert relative_error(g, best) < roundings + 3e-6, name
+        assert relative_error(g, best) < roundings + 2e-5, name
     assert not mine[0][tensors[2] == -100].any()
 
 
@@ -161,9 +161,9 @@ def test_settings_for_float32_products_have_no_effect(device, dtypes, reduced_pr
     mine = torch.autograd.grad((logprobs * upstream).sum(), (x, weight))
     best = torch.autograd.grad((exact * upstream).sum(), (x64, w64))
     if weight.dtype == torch.float32:
-        assert relative_error(mine[1], best[1]) < 1e-5
+        assert relative_error(mine[1], best[1]) < 2e-5
     if x.dtype == torch.float32:
-        assert relative_error(mine[0], best[0]) < 1e-5
+        assert relative_error(mine[0], best[0]) < 2e-5
 
 
 OPERANDS = list(itertools.product((torch.float32, torch.float16, torch.bfloat16), repeat=2))
@@ -183,6 +183,19 @@ def test_product_of_parts(dtypes, function, scale, add):
     exact = scale * (a.double() @ b.double().t()) + (before.double() if add else 0.0)
     size = a.double().abs() @ b.double().abs().t() + before.abs()
     assert ((out.double() - exact).abs() / size).max() < 4e-7
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtypes", OPERANDS, ids=names)
+def test_products_on_a_gpu(dtypes, reduced_precision):
+    """The GEMMs that float32_product chooses there, whatever the process allows, over a long sum."""
+    a = torch.randn(256, 2048, device="cuda").to(dtypes[0])
+    b = torch.randn(384, 2048, device="cuda").to(dtypes[1])
+    for scale, add in ((1.0, False), (0.37, True)):
+        out = torch.ones(256, 384, device="cuda") if add else torch.full((256, 384), torch.nan, device="cuda")
+        float32_product(a, b.t(), out, add, scale)
+        exact = scale * (a.double() @ b.double().t()) + add
+        assert ((out.double() - exact).abs() / (a.double().abs() @ b.double().abs().t())).max() < 1e-6
 
 
 def test_linear_overwrites_memory_that_is_not_a_number():
@@ -242,6 +255,28 @@ def test_compiled(device):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for mine, other in zip(run(compiled), run(function), strict=True):
         torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_ignored_rows_are_left_out(monkeypatch, backward):
+    """Products have the valid rows only."""
+    x, weight, target, _ = make("cpu", (torch.float32,) * 2)
+    target[:40] = -100
+    x, weight = (t.requires_grad_() for t in (x.nan_to_num(), weight))
+    rows = []
+
+    def product(a, b, *rest, **how):
+        rows.append(ROWS - 41 in (*a.shape, *b.shape))
+        return float32_product(a, b, *rest, **how)
+
+    logprobs = liger.fused_linear_logprobs(x, weight, target, logits_dtype=torch.float32)
+    for module in ("float32_matmul", "lm_head_float32"):
+        monkeypatch.setattr(f"liger._core.{module}.float32_product", product)
+    if backward:
+        logprobs.sum().backward()
+    else:
+        liger.fused_linear_logprobs(x, weight, target, logits_dtype=torch.float32)
+    assert rows and all(rows)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

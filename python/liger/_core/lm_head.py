@@ -270,6 +270,37 @@ def row_chunks(rows, step, first=None):
         begin, length = end, step
 
 
+class ComputedRows:
+    """The rows of a batch that are computed: all, or with ``skip`` those that are not ignored. For their number the
+    host waits for the device, except under CUDA graph capture, where all rows are computed."""
+
+    def __init__(self, target, ignore_index, skip):
+        self.count, self._index = target.shape[0], None
+        if skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+            index = (target != ignore_index).nonzero().squeeze(1)
+            if index.numel() < self.count:
+                self.count, self._index = index.numel(), index
+
+    def at(self, chunk):
+        """What selects a chunk of these rows in a tensor of all rows: a slice, or an index."""
+        return chunk if self._index is None else self._index[chunk]
+
+    def zero_others(self, gradients):
+        """Writes the gradients of the input in rows that are not computed."""
+        if self._index is not None:
+            gradients.input.zero_()
+
+    def add(self, gradients, at, x, dlogits, ignored):
+        """Adds the gradients of a chunk: rows ``at``, of which the input has x."""
+        if self._index is None:
+            gradients.add(x, dlogits, gradients.input[at], ignored)
+            return
+        # x is a copy, whose memory its gradient may use.
+        gradients.add(x, dlogits, x, ignored)
+        if gradients.needs_grad[0]:
+            gradients.input.index_copy_(0, at, x)
+
+
 def lm_head_gradients(x, weight, bias, needs_grad, exact, memory_budget):
     """(:class:`LMHeadGradients`, rows of a chunk) for a memory budget."""
     gradients = Sm90LMHeadGradients.plan(x, weight, bias, needs_grad, memory_budget)

@@ -120,8 +120,8 @@ def _make_function(name: str) -> Callable[..., None]:
     afterwards, until a call with all options False.
 
     The options are those of liger_kernel, in its order, and ``mlp``, ``inplace``, ``tiled_mlp``,
-    ``tiled_mlp_num_shards`` and ``accumulate_grad_weight`` of :func:`liger.patch`. With both losses the fused one is used. A module whose results
-    would change is not patched; if nothing can be patched, a log message says so.
+    ``tiled_mlp_num_shards`` and ``accumulate_grad_weight`` of :func:`liger.patch`. With both losses the fused one is
+    used. A module whose results would change is not patched; if nothing can be patched, a log message says so.
 
     Raises:
         TypeError: an unknown option.

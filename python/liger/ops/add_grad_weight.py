@@ -13,7 +13,7 @@ from .._core.autograd import forbid_autograd
 from .._core.cross_entropy_math import CEOptions, make_rule
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, LMHeadGradients, check_head, planned_rows, row_chunks
+from .._core.lm_head import ComputedRows, LMHead, LMHeadGradients, check_head, planned_rows, row_chunks
 from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
 from .._core.main_grad import add_in_backward
 from .._core.matmul import write_linear
@@ -57,11 +57,13 @@ def fused_linear_ce_add_grad_weight_(
     chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
     gradients = LMHeadGradients(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
     memory = gradients.new_logits(chunk_rows)
-    for chunk in row_chunks(rows, chunk_rows):
-        x, y, logits = input[chunk], target[chunk], memory[: chunk.stop - chunk.start]
+    computed = ComputedRows(target, ignore_index, skip=True)
+    for chunk in row_chunks(computed.count, chunk_rows):
+        at = computed.at(chunk)
+        x, y, logits = input[at], target[at], memory[: chunk.stop - chunk.start]
         write_linear(x, weight, bias, logits)
         torch.ops.liger.cross_entropy_forward_.default(
-            logits, y, ce_weight, upstream[chunk].contiguous(), used_denominator, ignore_index, label_smoothing,
+            logits, y, ce_weight, upstream[at].contiguous(), used_denominator, ignore_index, label_smoothing,
             lse_square_scale, softcap, "sum", *(False,) * 5,
         )  # fmt: skip
         gradients.add(x, logits, None, y == ignore_index)
@@ -85,12 +87,14 @@ def fused_linear_logprobs_add_grad_weight_(
         chunk_rows, chunks = float32_chunk_rows(input, weight, True, memory_budget)
     gradients = make(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
     memory = gradients.new_logits(chunk_rows)
-    for chunk in row_chunks(input.shape[0], chunk_rows):
-        x, y, logits = input[chunk], target[chunk], memory[: chunk.stop - chunk.start]
+    computed = ComputedRows(target, ignore_index, skip=True)
+    for chunk in row_chunks(computed.count, chunk_rows):
+        at = computed.at(chunk)
+        x, y, logits = input[at], target[at], memory[: chunk.stop - chunk.start]
         head.write_logits(x, logits)
         statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy)
+        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
+        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
         gradients.add(x, logits, None, y == ignore_index)
 
 

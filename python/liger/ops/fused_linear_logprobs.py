@@ -26,7 +26,15 @@ from .._core.autograd import differentiable, differentiable_once, wants_grad
 from .._core.dtensor import align_tokens, unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, LMHeadGradients, check_head, lm_head_gradients, planned_rows, row_chunks
+from .._core.lm_head import (
+    ComputedRows,
+    LMHead,
+    LMHeadGradients,
+    check_head,
+    lm_head_gradients,
+    planned_rows,
+    row_chunks,
+)
 from .._core.lm_head_float32 import (
     Float32LMHeadGradients,
     engine_has_float32_logits,
@@ -81,24 +89,26 @@ def fused_linear_logprobs_forward(
         return results[4], results[5], results[3]
     head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-    logprobs = input.new_empty(rows, dtype=wide)
-    entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
-    argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
+    # The results of ignored rows, which may be skipped.
+    logprobs = input.new_zeros(rows, dtype=wide)
+    entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
+    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
+    computed = ComputedRows(target, ignore_index, skip=float32)
     if float32:
         chunk_rows, _ = float32_chunk_rows(input, weight, False, memory_budget)
         memory = float32_logits(weight, chunk_rows)
     else:
         chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
         memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
-    for chunk in row_chunks(rows, chunk_rows):
-        logits = memory[: chunk.stop - chunk.start]
-        head.write_logits(input[chunk], logits)
-        statistics = head.statistics(logits, target[chunk], return_entropy, return_argmax)
-        logprobs[chunk] = statistics.logprobs
+    for chunk in row_chunks(computed.count, chunk_rows):
+        at, logits = computed.at(chunk), memory[: chunk.stop - chunk.start]
+        head.write_logits(input[at], logits)
+        statistics = head.statistics(logits, target[at], return_entropy, return_argmax)
+        logprobs[at] = statistics.logprobs
         if return_entropy:
-            entropy[chunk] = statistics.entropy
+            entropy[at] = statistics.entropy
         if return_argmax:
-            argmax[chunk] = statistics.argmax
+            argmax[at] = statistics.argmax
     return logprobs, entropy, argmax
 
 
@@ -132,13 +142,16 @@ def fused_linear_logprobs_backward(
     else:
         gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, memory_budget)
     memory = gradients.new_logits(chunk_rows)
-    for chunk in row_chunks(input.shape[0], chunk_rows):
-        logits, y = memory[: chunk.stop - chunk.start], target[chunk]
-        head.write_logits(input[chunk], logits)
+    computed = ComputedRows(target, ignore_index, skip=float32)
+    computed.zero_others(gradients)
+    for chunk in row_chunks(computed.count, chunk_rows):
+        at, logits = computed.at(chunk), memory[: chunk.stop - chunk.start]
+        x, y = input[at], target[at]
+        head.write_logits(x, logits)
         statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy)
-        gradients.add(input[chunk], logits, gradients.input[chunk], y == ignore_index)
+        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
+        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
+        computed.add(gradients, at, x, logits, y == ignore_index)
     return gradients.finish()
 
 
