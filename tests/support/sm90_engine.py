@@ -151,9 +151,7 @@ def assert_close_to_exact(actual, expected, tolerance, name):
     assert error <= tolerance, f"{name}: error {error.item():.3g}, allowed {tolerance:.3g}"
 
 
-def check(
-    shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, tolerance=GRADIENT, **chosen
-):
+def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, tolerance=GRADIENT, **chosen):
     """Results against float64, and each element of a gradient against the worst that the generic engine has."""
     per_row = chosen.get("reduction") == "none"
     upstream = torch.rand(shape.rows, device=x.device) if per_row else None

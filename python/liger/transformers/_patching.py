@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any, TypeVar
@@ -52,6 +53,8 @@ def patch(model: _Model, **options: Any) -> _Model:
         tiled_mlp: gated MLPs, one shard of tokens at a time (:func:`liger.tiled_mlp`): the activations of all tokens
             are never materialised. Default False.
         tiled_mlp_num_shards: number of shards; default None: by the memory budget.
+        accumulate_grad_weight: the fused loss adds the gradient of the head's weight, and that of an embedding tied to
+            it, to its float32 ``main_grad`` or ``grad`` (docs/main_grad.md); default False.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
@@ -142,7 +145,10 @@ def _recipe(module, options):
         trials.append(_layers.decoder_layer)
     if options.cross_entropy or options.fused_linear_cross_entropy:
         trials.append(functools.partial(_causal_lm.causal_lm, fused=options.fused_linear_cross_entropy))
-    return next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
+    recipe = next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
+    if options.accumulate_grad_weight and getattr(recipe, "fused", False):
+        recipe = dataclasses.replace(recipe, accumulate_grad_weight=True)
+    return recipe
 
 
 def _apply_recipe(module, recipe):
