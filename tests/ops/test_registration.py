@@ -222,6 +222,8 @@ def test_writing_ops_agree_with_the_functional_ones(device, op):
         pytest.skip("test_gated.py compares it: its functional form has its results in another order")
     if op == "divergence_ce_forward_":
         pytest.skip("test_divergence_ce.py compares it with float64: it has no functional form")
+    if op.endswith("_add_grad_weight_"):
+        pytest.skip("test_accumulate_grad_weight.py compares it with float64: it has no functional form")
     functional = op.removesuffix("_")
     for arguments in SAMPLES[op](device):
         asks = op in ("cross_entropy_forward_", "divergence_forward_")

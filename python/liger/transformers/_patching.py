@@ -58,6 +58,8 @@ def patch(model: _Model, **options: Any) -> _Model:
         recompute: in decoder layers, the backward recomputes the outputs of norms and gated products, and of the
             rotation of normalised queries and keys, with the same bits, instead of saving them: a third fewer bytes
             per token without checkpointing. GEMMs are not recomputed. Default False.
+        accumulate_grad_weight: the fused loss adds the gradient of the head's weight, and that of an embedding tied to
+            it, to its float32 ``main_grad`` or ``grad`` (docs/main_grad.md); default False.
 
     Returns:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
@@ -150,7 +152,10 @@ def _recipe(module, options):
         trials.append(_layers.decoder_layer)
     if options.cross_entropy or options.fused_linear_cross_entropy:
         trials.append(functools.partial(_causal_lm.causal_lm, fused=options.fused_linear_cross_entropy))
-    return next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
+    recipe = next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
+    if options.accumulate_grad_weight and getattr(recipe, "fused", False):
+        recipe = dataclasses.replace(recipe, accumulate_grad_weight=True)
+    return recipe
 
 
 def _recomputing(module, recipe):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .._core.autograd import is_traced, may_write_saved
+from .._core.main_grad import add_in_backward
 from ._classes import overrides_forward
 
 # --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
@@ -96,6 +97,17 @@ def can_share(embedding, head):
 def lookup(embedding, ids):
     """(output of the embedding, its weight for the head); both share one autograd node."""
     return _SharedLookup.apply(ids, embedding.weight, embedding.padding_idx)
+
+
+def lookup_adding_gradient(embedding, ids):
+    """The output of the embedding, whose backward adds the gradient to the float32 sum of the weight's gradients."""
+
+    def add(total, weight, saved, grads):
+        _add_to_rows(total, grads[0].to(total.dtype), *saved, padding_idx)
+
+    padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
+    rows = nn.functional.embedding(ids, embedding.weight.detach(), embedding.padding_idx)
+    return add_in_backward("liger.patch", "embedding.weight", embedding.weight, add, (rows,), (ids,))[0]
 
 
 # --- a linear layer that may overwrite its input ------------------------------------------------------------------
