@@ -88,6 +88,7 @@ docs: build/docs/installed
 # The sdist and the two wheels of a release in dist/, and every check of them that needs no GPU. Hours: all architectures
 # are compiled twice. docs/releasing.md has the rest of a release.
 release-check: install-test
+	$(PYTHON) -m pip install --quiet "pip>=25.1"
 	$(PYTHON) -m pip install --quiet --group release
 	$(PYTHON) scripts/release_check.py $(RELEASE_ARGS)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Builds what a release publishes and checks it, on one machine:  make release-check
 
-Needs an interpreter with torch, the extra "test" and the dependency group "release", which make installs. The builds have
-no network. Results are in dist/: the sdist, cuda/ and cpu/ with one wheel each, and release-report.md. docs/releasing.md
-says what else a release needs.
+Needs an interpreter with torch, the extra "test" and the dependency group "release", which make installs. The builds
+have no network. Results are in dist/: the sdist, cuda/ and cpu/ with one wheel each, and release-report.md.
+docs/releasing.md says what else a release needs.
 """
 
 import argparse
