@@ -182,6 +182,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
 
   m.def("check_written(str op, str[] names, Tensor[] tensors, int written) -> ()");
 
+  // "name=value" of version, torch, cuda, cuda_archs, compiler: how the libraries were built
+  m.def("build_info() -> str[]");
   // LIGER_MEMORY_BUDGET in bytes; 512 MiB if it is not set
   m.def("default_memory_budget() -> int");
   // How fused_linear_ce splits its rows into chunks: [chunk_rows, chunks, logits_bytes, accumulator_bytes].
