@@ -102,16 +102,21 @@ def test_one_large_batch_within_one_rounding(device, dtype):
     large = with_sum(torch.nn.Parameter(weight.detach().clone()))
     loss = liger.fused_linear_ce(x, large, target, accumulate_grad_weight=True)
     loss.backward()
-    # The same products, added in another order.
+    # The same products, added in another order. On a GPU a GEMM of another size may also round a logit or its gradient
+    # to the other neighbour.
     size = large.main_grad.abs().max().item()
-    torch.testing.assert_close(weight.main_grad, large.main_grad, rtol=0, atol=2e-6 * size)
+    rounded = x.is_cuda and dtype in (torch.float16, torch.bfloat16)
+    tolerance = torch.finfo(dtype).eps / 4 if rounded else 2e-6
+    torch.testing.assert_close(weight.main_grad, large.main_grad, rtol=0, atol=tolerance * size)
     assert torch.equal(loss, liger.fused_linear_ce(x, weight, target))
     if dtype == torch.float16:
         return  # the gradient of a whole call is rounded in float16 before and after, where it underflows
     plain = torch.nn.Parameter(weight.detach().clone())
     liger.fused_linear_ce(x, plain, target).backward()
     rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(weight.main_grad, plain.grad.float(), rtol=rounding, atol=4e-6 * size)
+    torch.testing.assert_close(
+        weight.main_grad, plain.grad.float(), rtol=rounding, atol=max(tolerance, 4e-6) * size
+    )
 
 
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["", "float32 logits"])

@@ -19,6 +19,12 @@ _TILE_K, _FEWEST_ROWS = 64, 256
 _NUMBERS_OF_A_ROW = 4
 
 
+def constant_in_compiled_code(function):
+    """``torch.compiler.assume_constant_result``, which imports all of torch._dynamo when it decorates."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 def _round_up(size, multiple):
     return -(-size // multiple) * multiple
 
@@ -28,12 +34,12 @@ def exponentials_bytes(rows, vocab):
     return 2 * _round_up(rows, _TILE_ROWS) * _round_up(vocab, _PANEL)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_compiled_code
 def _engine_is_chosen():
     return FAMILIES["fused_linear_ce"].choice == "cuda"
 
 
-@torch.compiler.assume_constant_result
+@constant_in_compiled_code
 def _device_has_engine(device_index):
     """Whether the wgmma engine can run on this device."""
     if not hasattr(torch.ops.liger_sm90, "takes_logprobs"):
@@ -41,7 +47,7 @@ def _device_has_engine(device_index):
     return torch.ops.liger_sm90.takes_logprobs.default(_FEWEST_ROWS, _TILE_K, _PANEL, device_index)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_compiled_code
 def _default_budget():
     return torch.ops.liger.default_memory_budget()
 

@@ -15,11 +15,17 @@ from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.lm_head import ComputedRows, LMHead, LMHeadGradients, check_head, planned_rows, row_chunks
 from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
-from .._core.main_grad import add_in_backward
 from .._core.matmul import write_linear
 from ..backend import register_portable
 
 _WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
+
+
+def _add_in_backward(*arguments):
+    # Imported at the first use: torch.compiler.disable imports all of torch._dynamo when it decorates.
+    from .._core.main_grad import add_in_backward
+
+    return add_in_backward(*arguments)
 
 
 def _check_sum(op, grad_weight, weight):
@@ -141,7 +147,7 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_bud
             memory_budget,
         )  # fmt: skip
 
-    return add_in_backward(
+    return _add_in_backward(
         "fused_linear_ce", "weight", weight, add, (loss,), (input, target, bias, *options[:3])
     )[0]
 
@@ -174,4 +180,4 @@ def logprobs_adding_grad_weight(
             temperature, ignore_index, softcap, memory_budget, logits_dtype,
         )  # fmt: skip
 
-    return add_in_backward(op, name, weight, add, outputs, (input, target, bias, *row_grads))
+    return _add_in_backward(op, name, weight, add, outputs, (input, target, bias, *row_grads))

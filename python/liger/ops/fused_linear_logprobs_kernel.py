@@ -66,6 +66,9 @@ def fused_linear_logprobs_forward(
     entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
     argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
     kept, kept_rows = new_kept(keep, input, weight, wide, return_entropy, logits_dtype)
+    if keep == LOGITS:
+        # Columns that align the rows for a GEMM: no value of a tensor that autograd saves depends on chance.
+        kept[:, weight.shape[0] :] = 0
     computed = ComputedRows(target, ignore_index, skip=float32 and nothing)
     if keep == LOGITS:
         chunk_rows, memory = rows, kept[:, : weight.shape[0]]
