@@ -1,7 +1,6 @@
 """``liger plan --model``: the activations of a patched model in bytes per token, from its configuration."""
 
 import json
-import logging
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 import liger
 
 from ._format import human_bytes, table
+from ._quiet import quiet_patching
 
 
 def run(name, dtype, tokens, as_json):
@@ -23,12 +23,12 @@ def run(name, dtype, tokens, as_json):
             raise
         print("liger plan --model needs transformers: pip install 'liger-ops[transformers]'", file=sys.stderr)
         return 2
-    logging.getLogger("liger.transformers").setLevel(logging.ERROR)
     try:
         config = _config(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        rows = saved_in_layers(liger.patch(model), dtype)
+        with quiet_patching():
+            rows = saved_in_layers(liger.patch(model), dtype)
     except (OSError, ValueError) as error:
         print(f"liger plan --model {name}: {error}", file=sys.stderr)
         return 2
