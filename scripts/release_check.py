@@ -162,6 +162,14 @@ def run_tests(python, wheel, folder):
     where = call(folder / "bin/python", "-c", "import liger; print(liger.__file__)", cwd=WORK).split()[-1]
     if not where.startswith(str(folder)):
         raise Failure(f"liger is imported from {where}, not from {folder}")
+    # Without a GPU, too: loading resolves every symbol of torch and registers the kernels.
+    loaded = (
+        "import torch; from liger._core import load; "
+        "print(load.CUDA_LOADED or torch.version.cuda, load.CUDA_REASON)"
+    )
+    outcome = call(folder / "bin/python", "-c", loaded, cwd=WORK).splitlines()[-1]
+    if "cuda" in wheel.parts[-2] and not outcome.startswith(("True ", "None ")):
+        raise Failure(f"the CUDA kernels are not loaded: {outcome}")
     versions = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)"
     log = call(
         *(folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *TESTS),

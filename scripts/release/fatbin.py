@@ -58,10 +58,8 @@ def report(path):
     """Lines of a Markdown table with the size of each part of a library."""
     elf = Path(path).read_bytes()
     sizes = code_sizes(elf)
-    rows = [
-        (f"{kind} for {arch}", n)
-        for (kind, arch), n in sorted(sizes.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0]))
-    ]
+    in_order = sorted(sizes.items(), key=lambda item: (item[0][0], int(item[0][1].rstrip("a"))))
+    rows = [(f"{kind} for {arch}", n) for (kind, arch), n in in_order]
     rows += [("host code and data", len(elf) - sum(sizes.values())), (Path(path).name, len(elf))]
     return ["| part | MB |", "|---|---|", *(f"| {name} | {n / 1e6:.2f} |" for name, n in rows)]
 

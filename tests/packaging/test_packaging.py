@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -127,6 +128,24 @@ def test_wheel_is_tagged_for_every_python(wheel):
         text = archive.read(name).decode()
     assert re.findall("^Tag: (.+)$", text, re.M) == [wheel[0].stem.split("-", 2)[2]]
     assert "Root-Is-Purelib: false" in text
+
+
+def test_wheel_has_a_bill_of_materials(wheel):
+    with zipfile.ZipFile(wheel[0]) as archive:
+        (name,) = [n for n in archive.namelist() if ".dist-info/sboms/" in n]
+        document = json.loads(archive.read(name))
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
+    assert document["metadata"]["component"]["version"] == wheel[0].name.split("-")[1]
+    (built_with,) = document["components"]
+    assert built_with["purl"] == f"pkg:pypi/torch@{torch.__version__.partition('+')[0]}"
+    assert document["dependencies"] == [{"ref": "liger-ops", "dependsOn": ["torch"]}]
+
+
+def test_libraries_do_not_name_folders_of_the_build_machine(wheel):
+    with zipfile.ZipFile(wheel[0]) as archive:
+        library = archive.read("liger/libliger_ops.so")
+    assert b"torch/include/torch/csrc/stable/" in library
+    assert str(Path(torch.__file__).parent).encode() not in library and b"/csrc/host" not in library
 
 
 def test_wheel_metadata(wheel):

@@ -1,6 +1,7 @@
 """scripts/release_check.py: what it accepts, and what it refuses. The whole script takes hours and is not run here."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -147,6 +148,18 @@ def test_kernels_without_record_and_records_without_kernel():
     # A build for fewer architectures than were recorded is compared in those that it has.
     assert exceeded(one, one | {("f", "90a"): Resources(1, 8, 0, 0)}) == []
     assert exceeded({("f", "120"): Resources(1, 8, 0, 0)}, one) == ["architecture 120: no kernel is recorded"]
+
+
+def test_every_architecture_of_a_release_is_recorded():
+    from release.kernels import read
+
+    settings = (ROOT / "cmake/LigerCuda.cmake").read_text()
+    (archs,) = re.findall(r"^set\(LIGER_DEFAULT_ARCHS (.+)\)$", settings, re.M)
+    recorded = read()
+    assert {arch for _, arch in recorded} == set(archs.split())
+    # The engine of 9.0 exists there alone; the other kernels are compiled for all.
+    for arch in archs.split():
+        assert ("liger::rms_norm_kernel", arch) in recorded
 
 
 # --- wheels ---------------------------------------------------------------------------------------------------------
