@@ -219,10 +219,10 @@ def _make_function(model_type: str) -> Callable[..., None]:
     apply_liger_kernel.__doc__ = f"""Patches one {model_type} model, or all that are constructed afterwards.
 
     Args:
-        rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp,
-        tiled_mlp_num_shards, geglu, layer_norm, relu_squared, gelu, fused_add_rms_norm, rms_norm_gated,
-        accumulate_grad_weight:
-            as in :func:`liger.patch`.
+        rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp: as in
+            :func:`liger.patch`.
+        tiled_mlp_num_shards, geglu, layer_norm, relu_squared, gelu, fused_add_rms_norm: as in :func:`liger.patch`.
+        rms_norm_gated, accumulate_grad_weight: as in :func:`liger.patch`.
         model: the model to patch; None: every {model_type} model that is constructed afterwards, until
             ``liger.transformers.revert("{model_type}")`` or a call with every option False.
 
