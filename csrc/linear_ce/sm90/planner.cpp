@@ -28,8 +28,8 @@ constexpr int64_t kRowsPerFloatLogits = 2;
 // Panels that may be read while the first tiles of the weight gradient are written. Two would keep blocks
 // from waiting for tiles that start later; the other two hide that blocks are not equally fast.
 constexpr int64_t kPanelOffset = 4;
-// Split-K of the input gradient adds float32 partial sums: per split and class, in units of the GEMM's time, the
-// epilogue, and the traffic of the sums.
+// The cost of each further split of the input gradient, as a part of the GEMM's time: its epilogue, and the traffic
+// of its float32 partial sums, which is divided by the number of classes.
 constexpr int64_t kMostSplits = 24;
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
 // The relative gain in utilisation for which more splits pay, given the memory of their sums.
