@@ -9,7 +9,6 @@ from logprobs_sm90 import (
     WITH_ENTROPY,
     assert_gradients,
     check,
-    engine_calls,
     exact,
     run,
     upstream,
@@ -21,11 +20,6 @@ import liger
 pytestmark = pytest.mark.gpu
 
 FLOAT32 = torch.float32
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return engine_calls(monkeypatch)
 
 
 @KEPT

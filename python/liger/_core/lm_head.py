@@ -244,21 +244,9 @@ def check_head(
     check(op, "temperature", temperature, POSITIVE)
     # The check of fused_linear_ce has the same conditions.
     torch.ops.liger.check_fused_linear_ce(
-        input,
-        weight,
-        target,
-        bias,
-        None,
-        None,
-        None,
-        0.0,
-        softcap,
-        "sum",
-        accum_dtype,
-        memory_budget,
-        op,
+        input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget, op,
         logits_dtype,
-    )
+    )  # fmt: skip
 
 
 def row_chunks(rows, step, first=None):
@@ -281,9 +269,12 @@ class ComputedRows:
             if index.numel() < self.count:
                 self.count, self._index = index.numel(), index
 
-    def at(self, chunk):
-        """What selects a chunk of these rows in a tensor of all rows: a slice, or an index."""
-        return chunk if self._index is None else self._index[chunk]
+    def chunks(self, rows, memory):
+        """Of each chunk of so many of these rows: what selects them in a tensor of all rows, a slice or an index; and
+        their rows of the memory for logits."""
+        for chunk in row_chunks(self.count, rows):
+            at = chunk if self._index is None else self._index[chunk]
+            yield at, memory[: chunk.stop - chunk.start]
 
     def zero_others(self, gradients):
         """Writes the gradients of the input in rows that are not computed."""

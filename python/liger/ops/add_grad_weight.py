@@ -13,7 +13,7 @@ from .._core.autograd import forbid_autograd
 from .._core.cross_entropy_math import CEOptions, make_rule
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import ComputedRows, LMHead, LMHeadGradients, check_head, planned_rows, row_chunks
+from .._core.lm_head import ComputedRows, LMHead, LMHeadGradients, check_head, planned_rows
 from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
 from .._core.matmul import write_linear
 from ..backend import register_portable
@@ -64,9 +64,8 @@ def fused_linear_ce_add_grad_weight_(
     gradients = LMHeadGradients(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
     memory = gradients.new_logits(chunk_rows)
     computed = ComputedRows(target, ignore_index, skip=True)
-    for chunk in row_chunks(computed.count, chunk_rows):
-        at = computed.at(chunk)
-        x, y, logits = input[at], target[at], memory[: chunk.stop - chunk.start]
+    for at, logits in computed.chunks(chunk_rows, memory):
+        x, y = input[at], target[at]
         write_linear(x, weight, bias, logits)
         torch.ops.liger.cross_entropy_forward_.default(
             logits, y, ce_weight, upstream[at].contiguous(), used_denominator, ignore_index, label_smoothing,
@@ -94,9 +93,8 @@ def fused_linear_logprobs_add_grad_weight_(
     gradients = make(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
     memory = gradients.new_logits(chunk_rows)
     computed = ComputedRows(target, ignore_index, skip=True)
-    for chunk in row_chunks(computed.count, chunk_rows):
-        at = computed.at(chunk)
-        x, y, logits = input[at], target[at], memory[: chunk.stop - chunk.start]
+    for at, logits in computed.chunks(chunk_rows, memory):
+        x, y = input[at], target[at]
         head.write_logits(x, logits)
         statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
         chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]

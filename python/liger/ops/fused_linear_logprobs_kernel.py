@@ -28,7 +28,6 @@ from .._core.lm_head import (
     check_head,
     lm_head_gradients,
     planned_rows,
-    row_chunks,
 )
 from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows, float32_logits
 from ..backend import register_portable
@@ -78,8 +77,7 @@ def fused_linear_logprobs_forward(
     else:
         chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
         memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
-    for chunk in row_chunks(computed.count, chunk_rows):
-        at, logits = computed.at(chunk), memory[: chunk.stop - chunk.start]
+    for at, logits in computed.chunks(chunk_rows, memory):
         head.write_logits(input[at], logits)
         statistics = head.statistics(logits, target[at], return_entropy, return_argmax)
         logprobs[at] = statistics.logprobs
@@ -134,8 +132,7 @@ def fused_linear_logprobs_backward(
     memory = gradients.new_logits(chunk_rows)
     computed = ComputedRows(target, ignore_index, skip=float32)
     computed.zero_others(gradients)
-    for chunk in row_chunks(computed.count, chunk_rows):
-        at, logits = computed.at(chunk), memory[: chunk.stop - chunk.start]
+    for at, logits in computed.chunks(chunk_rows, memory):
         x, y = input[at], target[at]
         if keep == LOGITS:
             logits.copy_(kept[at, : weight.shape[0]])
