@@ -138,7 +138,6 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_bud
         input, target, bias, options, memory_budget: in the form that the op takes.
     """
 
-    # Not slices: of a named tuple, torch.compile of torch 2.11 makes one with too few fields.
     ce_weight, token_weight, denominator, *others = options
 
     def add(total, weight, saved, grads):
