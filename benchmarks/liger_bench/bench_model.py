@@ -4,10 +4,14 @@ The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused Adam
 and tokens are random, the same for every contestant. All models live side by side and take turns of a few steps, so
 that a chip which lowers its clock slows all of them alike. The memory of a contestant is what its weights, gradients,
 optimizer and activations take at the peak of a step; the models that wait are not counted.
+
+``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans. Their limit counts
+the models that wait as well, so ``--only`` measures one of them in a process of its own.
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -79,6 +83,9 @@ class Contestant:
     prepare: Callable
     context: Callable = contextlib.nullcontext
     needs: tuple[str, ...] = ()
+    checkpointing: bool = True
+    # Steps before a shape is measured, at least: a plan needs some until it is final.
+    warm_up: int = 0
 
 
 def _compile(model):
@@ -106,6 +113,32 @@ def contestants(backends, compile):
             for c in ours
         ]
     return [*plain, Contestant("liger-kernel", "liger-kernel", _with_liger_kernel, needs=needs), *ours]
+
+
+PLANNED_WARM_UP = 8
+
+
+def planned(backends, memories):
+    """liger under each backend with planned checkpointing in each memory; "none": without checkpointing."""
+
+    def prepare(model, memory):
+        return liger.transformers.checkpoint(liger.patch(model), memory)
+
+    for backend in backends:
+        context = functools.partial(liger.use_backend, backend)
+        for name, memory in memories:
+            if memory is None:
+                yield Contestant(
+                    f"liger[{backend}], no checkpointing", "ours", liger.patch, context, checkpointing=False
+                )
+            else:
+                yield Contestant(
+                    f"liger[{backend}], memory {name}",
+                    "ours",
+                    functools.partial(prepare, memory=memory),
+                    context,
+                    warm_up=PLANNED_WARM_UP,
+                )
 
 
 class Trainee:
@@ -154,7 +187,8 @@ class Trainee:
         torch.manual_seed(0)
         with torch.device(self.device):
             self.model = LlamaForCausalLM(config).to(self.size.dtype).train()
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.contestant.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.call = self.contestant.prepare(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
@@ -172,7 +206,8 @@ class Trainee:
         return sum({t.data_ptr(): t.nbytes for t in kept if t.device.type == self.device}.values())
 
     def warm_up(self, batches):
-        losses = [self.step(batches[i % len(batches)]) for i in range(self.size.warm_up)]
+        count = max(self.size.warm_up, self.contestant.warm_up)
+        losses = [self.step(batches[i % len(batches)]) for i in range(count)]
         if self.loss is None:
             self.loss = losses[0].item()
 
@@ -229,9 +264,15 @@ def _measure_shape(trainees, size, shape, device):
     }
 
 
-def measure(size, device, backends, compile=False, shapes=None):
-    """One record per shape: step time, tokens per second and peak memory of each contestant, or its error."""
-    trainees = [Trainee(contestant, size, device) for contestant in contestants(backends, compile)]
+def measure(size, device, backends, compile=False, shapes=None, memories=(), only=""):
+    """One record per shape: step time, tokens per second and peak memory of each contestant, or its error.
+
+    Args:
+        memories: (name, memory) of contestants with planned checkpointing.
+        only: regular expression of the names of the contestants to measure.
+    """
+    everyone = [*contestants(backends, compile), *planned(backends, memories)]
+    trainees = [Trainee(c, size, device) for c in everyone if re.search(only, c.name)]
     for trainee in trainees:
         trainee.attempt(trainee.build)
     records = []
@@ -311,6 +352,16 @@ def _shape(text):
     return int(match[1]), int(match[2])
 
 
+def _memory(text):
+    """(name, memory): "auto", a share such as 0.5, GiB such as 60G, or None for "none"."""
+    if text in ("auto", "none"):
+        return text, None if text == "none" else text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(G?)", text)
+    if match is None or not (match[2] or 0 < float(text) <= 1):
+        raise argparse.ArgumentTypeError(f"'{text}' is not auto, none, a share in (0, 1] or GiB such as 60G")
+    return text, int(float(match[1]) * GIB) if match[2] else float(text)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -323,6 +374,15 @@ def main(arguments=None):
     parser.add_argument(
         "--backends", default="cuda", help="backends of liger to measure (default %(default)s)"
     )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        action="append",
+        default=[],
+        help="also liger with planned checkpointing in this memory: auto, a share such as 0.5, GiB such as 60G; or "
+        "none, without checkpointing; may be repeated",
+    )
+    parser.add_argument("--only", default="", help="regular expression of the names of the contestants")
     parser.add_argument("--json", type=Path, help="where the results go as well, as JSON and Markdown")
     parsed = parser.parse_args(arguments)
     if not parsed.self_test and not torch.cuda.is_available():
@@ -333,7 +393,7 @@ def main(arguments=None):
         device, "self-test" if parsed.self_test else "full", tuple(backends), parsed.compile, dtype=size.dtype
     )
     facts = {**environment(options), "transformers": importlib.metadata.version("transformers")}
-    records = measure(size, device, backends, parsed.compile, parsed.shapes)
+    records = measure(size, device, backends, parsed.compile, parsed.shapes, parsed.memory, parsed.only)
     print(markdown(facts, records))
     if parsed.json:
         parsed.json.write_text(json.dumps({"environment": facts, "rows": records}, indent=1) + "\n")

@@ -23,7 +23,7 @@ class Probe:
 
     def __call__(self, function, *args, **kwargs):
         given = getattr(function, "keywords", {})
-        outside = {_address(leaf) for t in tree_leaves((args, kwargs, given)) for leaf in _plain(t)}
+        outside = {_address(leaf) for t in tree_leaves((args, kwargs, given)) for leaf in plain_tensors(t)}
         # References to the storages: without them the allocator may reuse an address for another saved tensor.
         storages: dict[int, torch.UntypedStorage] = {}
 
@@ -32,9 +32,9 @@ class Probe:
             weights = {
                 _address(leaf)
                 for t in (*self.layer.parameters(), *self.layer.buffers())
-                for leaf in _plain(t)
+                for leaf in plain_tensors(t)
             }
-            for leaf in _plain(x):
+            for leaf in plain_tensors(x):
                 if leaf.numel() and _address(leaf) not in outside | weights:
                     storages[_address(leaf)] = leaf.untyped_storage()
             is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
@@ -50,13 +50,13 @@ class Probe:
         return output
 
 
-def _plain(x):
+def plain_tensors(x):
     """The tensors that a tensor consists of: itself, or those inside a DTensor or another wrapper."""
     if not isinstance(x, torch.Tensor):
         return
     if is_traceable_wrapper_subclass(x):
         for name in x.__tensor_flatten__()[0]:
-            yield from _plain(getattr(x, name))
+            yield from plain_tensors(getattr(x, name))
     else:
         yield x
 

@@ -259,9 +259,9 @@ class Planner:
         kept = before
         if is_longer or asked or phase not in self.settled:
             kept = self._fitting(step, before if phase in self.settled else self.allowed)
-            is_measured = self.plan is not None and kept in self.plan.peaks[phase]
-            kept, is_settled = self.agreement.smallest([kept, kept == before and is_measured])
-            if is_settled and not is_longer:
+            is_measured = self.plan is not None and before in self.plan.peaks[phase]
+            kept, is_measured = self.agreement.smallest([kept, is_measured])
+            if is_measured and kept == before and not is_longer:
                 self.settled.add(phase)
         if kept != before or (self.plan is not None and phase not in self.kept):
             self.kept[phase] = kept

@@ -2,6 +2,8 @@
 
 import torch
 
+from ._activation_bytes import plain_tensors
+
 # Part of the device's memory that a plan leaves free: at least, at most. Between them it is what the caching allocator
 # had reserved beyond the peak of allocated memory.
 LEAST_HEADROOM, MOST_HEADROOM = 0.03, 0.08
@@ -82,11 +84,16 @@ class CountedMemory:
 
     def read(self):
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        return sum(t.nbytes + (0 if t.grad is None else t.grad.nbytes) for t in tensors), 0, 0
+        return sum(_local_bytes(t) + _local_bytes(t.grad) for t in tensors), 0, 0
 
     def start(self):
-        missing = (p.nbytes for p in self.model.parameters() if p.requires_grad and p.grad is None)
+        missing = (_local_bytes(p) for p in self.model.parameters() if p.requires_grad and p.grad is None)
         self._start = self.read()[0] + sum(missing)
 
     def peak(self, counted):
         return self._start + counted
+
+
+def _local_bytes(tensor):
+    """Bytes of a tensor on this rank; 0 for None."""
+    return sum(t.nbytes for t in plain_tensors(tensor))

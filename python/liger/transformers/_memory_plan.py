@@ -35,6 +35,8 @@ class MemoryPlan:
         self.confirmed = exact
         # Phase -> kept layers -> bytes of the peak above the start of the step.
         self.peaks = defaultdict(dict)
+        # The same of smaller loads, in proportion.
+        self.estimates = defaultdict(dict)
         self.forwards = {}
 
     def cost(self, kept, ratio=1.0):
@@ -70,9 +72,12 @@ class MemoryPlan:
     def _scale(self, load):
         ratio = self.ratio(load)
         self.costs = [math.ceil(cost * ratio) for cost in self.costs]
+        for phase in {*self.peaks, *self.estimates}:
+            known = self._known(phase)
+            self.estimates[phase] = {kept: math.ceil(peak * ratio) for kept, peak in known.items()}
+        # Differences between an estimate and a measured step say nothing about a layer.
+        self.peaks.clear()
         self.forwards = {}
-        for peaks in self.peaks.values():
-            peaks.update({kept: math.ceil(peak * ratio) for kept, peak in peaks.items()})
         self.load = tuple(load)
 
     def _confirm(self, peaks, forwards):
@@ -90,13 +95,16 @@ class MemoryPlan:
         """Bytes above the start of a step that it needs at most; None if no step bounds it."""
         ratio = self.ratio(load)
         # With gradients at its start, a step needs less above it than one that allocates them.
-        peaks = self.peaks[phase] or self.peaks[False]
+        peaks = self._known(phase) or self._known(False)
         bounds = [
             math.ceil(peak * ratio) + self.cost(kept, ratio) - self.cost(fewer, ratio)
             for fewer, peak in peaks.items()
             if fewer <= kept
         ]
         return min(bounds, default=None)
+
+    def _known(self, phase):
+        return {**self.estimates[phase], **self.peaks[phase]}
 
     def most(self, phase, load, room, allowed):
         """The largest number of kept layers, up to ``allowed``, that needs at most ``room`` bytes; 0 if none does."""
