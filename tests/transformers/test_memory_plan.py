@@ -198,6 +198,15 @@ def test_a_longer_step_shrinks_the_plan_before_it_runs(simulated, capsys):
     assert step() == 4
 
 
+def test_a_limit_that_varies_does_not_change_the_plan_for_ever(simulated):
+    step, _, device = simulated()
+    seen = []
+    for number in range(40):
+        device.limit = 2000 + 100 * (number % 2)
+        seen.append(step())
+    assert set(seen[:16]) >= {4, 5} and set(seen[20:]) == {5}
+
+
 def test_tokens_are_planned_for(simulated):
     step, planner, _ = simulated()
     planner.tokens = 2 * 22

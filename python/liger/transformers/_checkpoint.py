@@ -22,6 +22,8 @@ from ._memory_plan import MemoryPlan
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _GIB = 2**30
+# Steps in which a plan may grow; measurements that vary could otherwise change it for ever.
+_MOST_GROWING = 16
 
 
 def checkpoint(
@@ -133,6 +135,8 @@ class Planner:
         self.kept: dict[bool, int] = {}
         self.settled: set[bool] = set()
         self.last_start: dict[bool, int] = {}
+        # Steps since the longest one, the same number on every rank.
+        self.age = 0
         self.handles = [
             layers[0].register_forward_pre_hook(self._before, with_kwargs=True),
             layers[-1].register_forward_hook(self._after),
@@ -255,10 +259,12 @@ class Planner:
         if is_longer:
             self.longest = [max(pair) for pair in zip(load, known, strict=True)]
             self.settled.clear()
+            self.age = 0
             step.is_measured = step.is_measured or step.forwards == 1
         kept = before
         if is_longer or asked or phase not in self.settled:
-            kept = self._fitting(step, before if phase in self.settled else self.allowed)
+            may_grow = phase not in self.settled and self.age < _MOST_GROWING
+            kept = self._fitting(step, self.allowed if may_grow else before)
             is_measured = self.plan is not None and before in self.plan.peaks[phase]
             kept, is_measured = self.agreement.smallest([kept, is_measured])
             if is_measured and kept == before and not is_longer:
@@ -267,6 +273,7 @@ class Planner:
             self.kept[phase] = kept
             self._report(step, before, is_longer and any(known))
         if step.forwards == 1:
+            self.age += 1
             step.kept = kept
             if step.is_measured:
                 self.meter.start()
@@ -291,7 +298,7 @@ class Planner:
             if kind not in self.probes:
                 self.probes[kind] = Probe(layer)
         for probe in self.probes.values():
-            _checkpoint_layers.use(probe.layer, probe)
+            self.switches.use(probe.layer, probe)
 
     # --- words ----------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ import re
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# transformers before 5.23 checkpoints the call of a layer with its hooks, so it reads the attributes before a hook of
-# the layer can set them.
+# Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the attributes before
+# a hook of the layer can set them.
 READS_BEFORE_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
 
 FLAG, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
@@ -69,7 +69,7 @@ class Switches:
     """Turns checkpointing on in a model, switches its layers, and restores what the model had before."""
 
     def __init__(self, model, layers):
-        self.layers = layers
+        self.layers, self._kept = layers, None
         own = {id(layer) for layer in layers}
         self._before = []
         for module in model.modules():
@@ -88,8 +88,19 @@ class Switches:
     def turn(self, kept):
         """The last ``kept`` layers keep their activations, the others are recomputed."""
         first = len(self.layers) - kept
+        # Other code that turns checkpointing on or off does so for all layers.
+        ends = ((self.layers[0], first == 0), (self.layers[-1], kept > 0))
+        if kept == self._kept and all(_is_set(*end) for end in ends):
+            return
+        self._kept = kept
         for number, layer in enumerate(self.layers):
             _set(layer, keep if number >= first else _checkpointing_of(layer))
+
+    def use(self, layer, function):
+        """Sets the function that calls a layer, until the next :meth:`turn`."""
+        self._kept = None
+        _checkpointing_of(layer)
+        _set(layer, function)
 
     def restore(self):
         """Sets the attributes that the model had before."""
@@ -107,7 +118,8 @@ class Switches:
 def _checkpointing_of(module):
     """The function by which the module is recomputed: that of the user, of the Trainer for example, or torch's."""
     found = vars(module).get(FUNCTION)
-    if found is None or found is keep or getattr(found, "is_probe", False):
+    # Where transformers turns checkpointing off, it sets torch's function without a choice of use_reentrant.
+    if found in (None, keep, checkpoint) or getattr(found, "is_probe", False):
         found = vars(module).get(_RECOMPUTE, recompute)
     elif found is not recompute:
         vars(module)[_RECOMPUTE] = found
@@ -119,10 +131,8 @@ def _set(module, function):
     vars(module)[FLAG], vars(module)[FUNCTION] = True, function
 
 
-def use(layer, function):
-    """Sets the function that calls a layer."""
-    _checkpointing_of(layer)
-    _set(layer, function)
+def _is_set(layer, keeps):
+    return vars(layer).get(FLAG) is True and (vars(layer).get(FUNCTION) is keep) == keeps
 
 
 def _forward(layer, *args, **kwargs):
