@@ -153,6 +153,8 @@ class Planner:
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return  # Compiled code must not depend on measurements; a backward recomputes the layer.
         if not (layer.training and torch.is_grad_enabled()):
+            if layer.training and _checkpoint_layers.READS_BEFORE_HOOKS:
+                self.switches.turn(0)  # Replaces reentrant checkpoints, which hide the steps.
             self._pause()
             return
         hidden = next(

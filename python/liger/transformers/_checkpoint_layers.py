@@ -119,7 +119,7 @@ def _checkpointing_of(module):
     """The function by which the module is recomputed: that of the user, of the Trainer for example, or torch's."""
     found = vars(module).get(FUNCTION)
     # Where transformers turns checkpointing off, it sets torch's function without a choice of use_reentrant.
-    if found in (None, keep, checkpoint) or getattr(found, "is_probe", False):
+    if found in (None, keep, checkpoint) or _hides_steps(found) or getattr(found, "is_probe", False):
         found = vars(module).get(_RECOMPUTE, recompute)
     elif found is not recompute:
         vars(module)[_RECOMPUTE] = found
@@ -129,6 +129,11 @@ def _checkpointing_of(module):
 def _set(module, function):
     # Not setattr, whose checks for parameters and modules cost more than the rest of the planner.
     vars(module)[FLAG], vars(module)[FUNCTION] = True, function
+
+
+def _hides_steps(function):
+    """Whether hooks of a layer run without gradients in this function, as in a forward that is no step."""
+    return READS_BEFORE_HOOKS and getattr(function, "keywords", {}).get("use_reentrant") is True
 
 
 def _is_set(layer, keeps):
