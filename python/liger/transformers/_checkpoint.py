@@ -179,7 +179,9 @@ class Planner:
         if not (layer.training and isinstance(hidden, torch.Tensor) and hidden.requires_grad):
             return
         if self.step.is_measured and self.step.forwards == 1:
-            self.step.forward_bytes = self.meter.read()[0] - self.step.start
+            # Layers that count their activations have not stored their input, as a checkpoint does.
+            missing = len(self.probes) * hidden.nbytes
+            self.step.forward_bytes = self.meter.read()[0] - self.step.start + missing
         hidden.register_hook(self._backward_starts)
 
     def _backward_starts(self, gradient):

@@ -107,8 +107,11 @@ class MemoryPlan:
         return {**self.estimates[phase], **self.peaks[phase]}
 
     def most(self, phase, load, room, allowed):
-        """The largest number of kept layers, up to ``allowed``, that needs at most ``room`` bytes; 0 if none does."""
-        for kept in range(allowed, 0, -1):
+        """The largest number of kept layers, up to ``allowed``, that needs at most ``room`` bytes; 0 if none does.
+
+        At most one before the counts are confirmed: a wrong count costs the memory of one layer only.
+        """
+        for kept in range(allowed if self.confirmed else min(allowed, 1), 0, -1):
             need = self.need(phase, kept, load)
             if need is not None and need <= room:
                 return kept
