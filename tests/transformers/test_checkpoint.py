@@ -456,14 +456,18 @@ def test_peak_on_a_device(layers):
     model = make()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     expected = seeded_step(model, given)
-    full = [peak(model) for _ in range(2)][-1]
+    peak(model)
+    full = peak(model)
     lt.checkpoint(model, PLENTY * 1000)
-    [tiny_models.step(model, **given) for _ in range(6)]
+    for _ in range(6):
+        tiny_models.step(model, **given)
     (planner,) = planners(model)
     assert sum(kept(model)) == 8 - FEWEST
     limit = full + planner.plan.cost(layers)
     lt.checkpoint(model, limit)
-    [tiny_models.step(model, **given) for _ in range(8)]
-    assert sum(kept(model)) >= min(layers, 7)
+    for _ in range(8):
+        tiny_models.step(model, **given)
+    # A step that counts activations may need a little more than one that recomputes every layer.
+    assert sum(kept(model)) >= layers - 1
     assert peak(model) <= limit
-    assert_bits(seeded_step(model, given), expected)
+    tiny_models.assert_same_step(seeded_step(model, given), expected)
