@@ -220,6 +220,24 @@ def test_two_forwards_of_one_step_count_together():
     (first + second).backward()
 
 
+def test_forwards_without_a_backward():
+    """Those whose result is gone do not count: after an error, or where the loss alone is asked for."""
+    model = lt.checkpoint(llama(attn_implementation="sdpa"), PLENTY)
+
+    def fail(*_):
+        raise RuntimeError("in a layer")
+
+    for number in range(5):
+        model(**tiny_models.batch())
+        handle = model.model.layers[number % 4].mlp.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="in a layer"):
+            model(**tiny_models.batch())
+        handle.remove()
+        tiny_models.step(model, **tiny_models.batch())
+        assert planners(model)[0].longest == [22]
+    assert sum(kept(model)) == MOST
+
+
 def test_none_restores_what_was_there():
     model = llama()
     before = [dict(vars(module)) for module in model.modules()]

@@ -8,8 +8,9 @@ frees theirs first. _memory_plan.py has the arithmetic, docs/checkpointing.md th
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -113,6 +114,23 @@ class _Step:
     # Whether the backward has started; whether the peak includes other work.
     backward: bool = False
     is_disturbed: bool = False
+    # Weak references to the hooks of the outputs, which exist as long as their graphs.
+    graphs: list[weakref.ref] = field(default_factory=list)
+
+    @property
+    def is_over(self):
+        """Whether the backward has started, or the results of all forwards are gone, by an error for example."""
+        return self.backward or not any(graph() is not None for graph in self.graphs)
+
+
+class _BackwardHook:
+    """Hook of an output that records the start of the backward."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, gradient):
+        self.step.backward = True
 
 
 class Planner:
@@ -147,6 +165,10 @@ class Planner:
             handle.remove()
         self.switches.restore()
 
+    def __getstate__(self):
+        # A step belongs to one graph, which copies do not have.
+        return {**vars(self), "step": None}
+
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def _before(self, layer, args, kwargs):
@@ -165,7 +187,7 @@ class Planner:
         if self.meter is None:
             self._begin(hidden)
         now, retries, ooms = self.meter.read()
-        if self.step is None or self.step.backward or ooms > self.step.ooms:
+        if self.step is None or self.step.is_over or ooms > self.step.ooms:
             self._finish(retries, ooms)
             self.starts.append(now)
             phase = any(p.grad is not None for p in self.trained)
@@ -182,11 +204,9 @@ class Planner:
             # Layers that count their activations have not stored their input, as a checkpoint does.
             missing = len(self.probes) * hidden.nbytes
             self.step.forward_bytes = self.meter.read()[0] - self.step.start + missing
-        hidden.register_hook(self._backward_starts)
-
-    def _backward_starts(self, gradient):
-        if self.step is not None:
-            self.step.backward = True
+        hook = _BackwardHook(self.step)
+        self.step.graphs.append(weakref.ref(hook))
+        hidden.register_hook(hook)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
