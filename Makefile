@@ -26,8 +26,9 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SANITIZE_TOOLS ?=
 FUZZ_CASES ?= 100000
+RELEASE_ARGS ?=
 
-.PHONY: demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint docs clean install-demo install-test
+.PHONY: release-check demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint docs clean install-demo install-test
 
 demo: install-demo
 	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
@@ -83,6 +84,13 @@ lint:
 docs: build/docs/installed
 	build/docs/bin/python scripts/docs_site/stage.py build/site-sources
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/python -m mkdocs build --strict
+
+# The sdist and the two wheels of a release in dist/, and every check of them that needs no GPU. Hours: all architectures
+# are compiled twice. docs/releasing.md has the rest of a release.
+release-check: install-test
+	$(PYTHON) -m pip install --quiet "pip>=25.1"
+	$(PYTHON) -m pip install --quiet --group release
+	$(PYTHON) scripts/release_check.py $(RELEASE_ARGS)
 
 build/docs/installed: pyproject.toml
 	python3 -m venv build/docs

@@ -125,3 +125,14 @@ target_compile_options(liger_cuda_flags INTERFACE
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
   target_compile_options(liger_cuda_flags INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
 endif()
+
+# nvcc puts its process id into symbol names, directly and through the names of temporary files. With a seed and with
+# temporary files that are named after the object, two builds from one source folder are identical.
+function(liger_deterministic_names)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.8)
+    foreach(source ${ARGN})
+      set_source_files_properties(${source} PROPERTIES
+        COMPILE_OPTIONS "--objdir-as-tempdir;--frandom-seed=${source}")
+    endforeach()
+  endif()
+endfunction()

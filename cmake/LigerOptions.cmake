@@ -25,5 +25,11 @@ function(liger_install target)
     BUILD_WITH_INSTALL_RPATH ON)
   # A plain flag, not CXX_STANDARD: CUDA inherits that, and CMake 3.25, in wide use, knows no nvcc with standard 20.
   target_compile_options(${target} PRIVATE -std=c++20 $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
+  # Error messages name source files; without the folders of the build machine, which would also make builds differ.
+  foreach(map ${CMAKE_CURRENT_SOURCE_DIR}/= ${LIGER_TORCH_DIR}/=torch/)
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX>:-ffile-prefix-map=${map}>
+      $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffile-prefix-map=${map}>)
+  endforeach()
   install(TARGETS ${target} LIBRARY DESTINATION liger)
 endfunction()

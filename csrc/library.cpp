@@ -132,9 +132,15 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // input (N, H), target (N,): log-probabilities of the targets under softmax(softcap(input @ weight.T +
   // bias) / temperature); 0 in ignored rows. keep: "nothing", "logits" or "exponentials" of all rows for the
   // backward, which gets the same word, with kept and kept_rows; else both are empty. What a forward without
-  // need_grad_weight keeps serves no gradient of the weight.
-  m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, str keep=\"nothing\", bool need_grad_weight=False) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
-  m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, str keep=\"nothing\", Tensor? kept=None, Tensor? kept_rows=None) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+  // need_grad_weight keeps serves no gradient of the weight. With logits_dtype float32 logits are not rounded to
+  // fewer bits, and weight and bias may be float32 with an input of 16 bits
+  m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, str keep=\"nothing\", bool need_grad_weight=False, ScalarType? logits_dtype=None) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
+  m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, str keep=\"nothing\", Tensor? kept=None, Tensor? kept_rows=None, ScalarType? logits_dtype=None) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
+  // grad_weight += the gradient of the weight, float32 (float64 for float64 inputs), without a temporary of its
+  // size. grad_loss: () or, with reduction "none", (N,)
+  m.def("fused_linear_ce_add_grad_weight_(Tensor(a!) grad_weight, Tensor grad_loss, Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, int? memory_budget) -> ()");
+  m.def("fused_linear_logprobs_add_grad_weight_(Tensor(a!) grad_weight, Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, ScalarType? logits_dtype=None) -> ()");
 
   // x (..., H), gate_weight and up_weight (I, H) or gate_weight (2I, H) alone, down_weight (H, I), activation
   // "silu", "gelu_tanh" or "gelu": y like x, composite over tiled_mlp_forward
@@ -169,13 +175,15 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("check_approximate(str op, str approximate) -> ()");
   m.def("check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget) -> ()");
   m.def("check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction) -> ()");
-  m.def("check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\") -> ()");
+  m.def("check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\", ScalarType? logits_dtype=None) -> ()");
   m.def("check_divergence(str op, Tensor student, Tensor teacher, Tensor? target, Tensor? row_weight, str divergence, float beta, float temperature, bool log_probs) -> ()");
   m.def("check_divergence_gradient(str op, Tensor student, Tensor? target, float temperature, float cross_entropy, Tensor gradient) -> ()");
   m.def("check_fused_linear_divergence(Tensor input, Tensor weight, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_indices, Tensor? target, Tensor? bias, Tensor? teacher_bias, Tensor? row_weight, str divergence, float beta, float temperature, float soft, float hard, ScalarType? accum_dtype, int? memory_budget) -> ()");
 
   m.def("check_written(str op, str[] names, Tensor[] tensors, int written) -> ()");
 
+  // "name=value" of version, torch, cuda, cuda_archs, compiler: how the libraries were built
+  m.def("build_info() -> str[]");
   // LIGER_MEMORY_BUDGET in bytes; 512 MiB if it is not set
   m.def("default_memory_budget() -> int");
   // How fused_linear_ce splits its rows into chunks: [chunk_rows, chunks, logits_bytes, accumulator_bytes].

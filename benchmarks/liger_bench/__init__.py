@@ -6,5 +6,5 @@ It is run from a checkout and is not part of the wheel: python/liger/cli/bench.p
 # Each has a module bench_<op>.py with a function rows(options).
 OPS = (
     "rms_norm", "rms_norm_gated", "layer_norm", "swiglu", "geglu", "relu_squared", "softmax", "rope", "qk_norm_rope",
-    "cross_entropy", "fused_linear_ce", "heads", "tiled_mlp", "experts", "divergence", "preference",
+    "cross_entropy", "fused_linear_ce", "heads", "logprobs", "tiled_mlp", "experts", "divergence", "preference",
 )  # fmt: skip

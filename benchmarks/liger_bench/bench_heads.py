@@ -14,9 +14,9 @@ import torch.nn.functional as F
 import liger
 
 from . import head_logprobs
-from .bench_fused_linear_ce import REFERENCE_ROWS, quack_head, three_gemms, torch_head
+from .bench_fused_linear_ce import REFERENCE_ROWS, quack_head, torch_head
 from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
-from .harness import Contest, Provider, Row, normal, targets, training_work
+from .harness import Contest, normal, targets, training_work
 
 # Classes per tile of TRL's head, as its trainers call it.
 TRL_CLASSES = 8192
@@ -176,21 +176,10 @@ def _row(options, head):
         return {**made, "target": targets(options, head.tokens, head.vocabulary)}
 
     leaves = ("input", "weight", "bias") if head.bias else ("input", "weight")
-    return Row(
-        "heads",
-        head.name,
-        inputs,
-        [
-            *providers(_candidates(options, head), training_work, (), leaves),
-            Provider("three GEMMs", three_gemms(multiple=128), "ceiling"),
-        ],
-        _reference(head),
-        rounds=5,
-        burst=1,
-        heat_ms=100,
-        contests=(Contest(label="it sums dW in bfloat16"),),
-        work="heads",
-        shape={"tokens": head.tokens, "hidden size": head.hidden, "vocabulary": head.vocabulary},
+    contestants = providers(_candidates(options, head), training_work, (), leaves)
+    contests = (Contest(label="it sums dW in bfloat16"),)
+    return head_logprobs.head_row(
+        head, inputs, contestants, _reference(head), contests=contests, work="heads"
     )
 
 

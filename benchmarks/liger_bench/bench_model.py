@@ -1,12 +1,14 @@
 """Training steps of a Llama, unpatched, compiled, with liger-kernel and with liger: tokens per second, peak memory.
 
-The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing, SDPA. Weights
-and tokens are random, the same for every contestant. All models live side by side and take turns of a few steps, so
-that a chip which lowers its clock slows all of them alike. The memory of a contestant is what its weights, gradients,
-optimizer and activations take at the peak of a step; the models that wait are not counted.
+The shape is that of Llama-3.2-1B: tied embeddings, bfloat16 weights, fused AdamW, gradient checkpointing, SDPA; with
+options that of Llama-3-8B, and no checkpointing, where ``liger.patch(recompute=True)`` takes part, too. Weights and
+tokens are random, the same for every contestant. All models live side by side and take turns of a few steps, so that a
+chip which lowers its clock slows all of them alike; with ``--only`` one may have a process of its own. The memory of a
+contestant is what its weights, gradients, optimizer and activations take at the peak of a step; the models that wait
+are not counted.
 
-``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans. Their limit counts
-the models that wait as well, so ``--only`` measures one of them in a process of its own.
+``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and without
+``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its own (``--only``).
 """
 
 import argparse
@@ -15,12 +17,13 @@ import functools
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +47,7 @@ class Size:
     warm_up: int  # steps of each contestant before a shape is measured
     rounds: int
     burst: int  # consecutive steps between two synchronisations
+    checkpointing: bool = True
 
 
 FULL = Size(
@@ -57,6 +61,14 @@ FULL = Size(
     warm_up=2,
     rounds=5,
     burst=2,
+)  # fmt: skip
+FULL_8B = replace(
+    FULL,
+    config={
+        **FULL.config, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+        "tie_word_embeddings": False, "max_position_embeddings": 8192,
+    },
+    shapes=((32, 512),),
 )  # fmt: skip
 SELF_TEST = Size(
     {
@@ -118,27 +130,34 @@ def contestants(backends, compile):
 PLANNED_WARM_UP = 8
 
 
+def recomputing(backends):
+    """liger under each backend, with a backward that recomputes cheap outputs."""
+    patch = functools.partial(liger.patch, recompute=True)
+    return [
+        Contestant(f"liger[{b}], recompute", "ours", patch, functools.partial(liger.use_backend, b))
+        for b in backends
+    ]
+
+
 def planned(backends, memories):
-    """liger under each backend with planned checkpointing in each memory; "none": without checkpointing."""
+    """liger under each backend with planned checkpointing in each memory, and the same with ``recompute=True``.
 
-    def prepare(model, memory):
-        return liger.transformers.checkpoint(liger.patch(model), memory)
+    A memory of None: without checkpointing.
+    """
 
-    for backend in backends:
-        context = functools.partial(liger.use_backend, backend)
-        for name, memory in memories:
-            if memory is None:
-                yield Contestant(
-                    f"liger[{backend}], no checkpointing", "ours", liger.patch, context, checkpointing=False
-                )
-            else:
-                yield Contestant(
-                    f"liger[{backend}], memory {name}",
-                    "ours",
-                    functools.partial(prepare, memory=memory),
-                    context,
-                    warm_up=PLANNED_WARM_UP,
-                )
+    def prepare(model, memory, recompute):
+        return liger.transformers.checkpoint(liger.patch(model, recompute=recompute), memory)
+
+    for backend, (name, memory), recompute in itertools.product(backends, memories, (False, True)):
+        method = "no checkpointing" if memory is None else f"memory {name}"
+        yield Contestant(
+            f"liger[{backend}], {method}{', recompute' if recompute else ''}",
+            "ours",
+            functools.partial(prepare, memory=memory, recompute=recompute),
+            functools.partial(liger.use_backend, backend),
+            checkpointing=memory is not None,
+            warm_up=0 if memory is None else PLANNED_WARM_UP,
+        )
 
 
 class Trainee:
@@ -181,13 +200,12 @@ class Trainee:
     def build(self):
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        config = LlamaConfig(
-            **self.size.config, tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa"
-        )
+        settings = {"tie_word_embeddings": True, **self.size.config}
+        config = LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa")
         torch.manual_seed(0)
         with torch.device(self.device):
             self.model = LlamaForCausalLM(config).to(self.size.dtype).train()
-        if self.contestant.checkpointing:
+        if self.size.checkpointing and self.contestant.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.call = self.contestant.prepare(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
@@ -264,15 +282,19 @@ def _measure_shape(trainees, size, shape, device):
     }
 
 
-def measure(size, device, backends, compile=False, shapes=None, memories=(), only=""):
+def measure(size, device, backends, compile=False, shapes=None, memories=(), only=None):
     """One record per shape: step time, tokens per second and peak memory of each contestant, or its error.
 
     Args:
         memories: (name, memory) of contestants with planned checkpointing.
-        only: regular expression of the names of the contestants to measure.
+        only: the names of the contestants that take part; None for all.
     """
-    everyone = [*contestants(backends, compile), *planned(backends, memories)]
-    trainees = [Trainee(c, size, device) for c in everyone if re.search(only, c.name)]
+    entered = contestants(backends, compile) + ([] if size.checkpointing else recomputing(backends))
+    entered += planned(backends, memories)
+    unknown = set(only or ()) - {contestant.name for contestant in entered}
+    if unknown:
+        raise ValueError(f"no contestant {sorted(unknown)}, expected {[c.name for c in entered]}")
+    trainees = [Trainee(c, size, device) for c in entered if only is None or c.name in only]
     for trainee in trainees:
         trainee.attempt(trainee.build)
     records = []
@@ -331,10 +353,12 @@ def verdict(record):
     return line
 
 
-def markdown(facts, records):
+def markdown(facts, records, size=FULL):
     """The environment and one table per shape."""
     known = (f"{name} {value}" for name, value in facts.items() if value not in (None, False))
-    parts = ["# Training steps of Llama-3.2-1B's shape", "; ".join(known)]
+    shape = "Llama-3-8B" if size.config is FULL_8B.config else "Llama-3.2-1B"
+    without = "" if size.checkpointing else ", without checkpointing"
+    parts = [f"# Training steps of {shape}'s shape{without}", "; ".join(known)]
     header = (
         "| | ms per step | quartiles | host ms | thousand tokens/s | peak GiB |\n|---|---|---|---|---|---|"
     )
@@ -368,6 +392,16 @@ def main(arguments=None):
         "shapes", nargs="*", type=_shape, metavar="BATCHxTOKENS", help="default: 4x1024 32x1024 4x8192"
     )
     parser.add_argument("--compile", action="store_true", help="compiled models as well (minutes to start)")
+    parser.add_argument("--size", choices=("1b", "8b"), default="1b", help="default %(default)s")
+    parser.add_argument(
+        "--no-checkpointing", action="store_true", help="every activation is saved; recompute=True takes part"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="NAME",
+        help="a contestant, such as 'liger[cuda], recompute'; repeatable",
+    )
     parser.add_argument(
         "--self-test", action="store_true", help="a tiny model on the CPU with the torch backend"
     )
@@ -380,24 +414,28 @@ def main(arguments=None):
         action="append",
         default=[],
         help="also liger with planned checkpointing in this memory: auto, a share such as 0.5, GiB such as 60G; or "
-        "none, without checkpointing; may be repeated",
+        "none, without checkpointing; repeatable",
     )
-    parser.add_argument("--only", default="", help="regular expression of the names of the contestants")
     parser.add_argument("--json", type=Path, help="where the results go as well, as JSON and Markdown")
     parsed = parser.parse_args(arguments)
     if not parsed.self_test and not torch.cuda.is_available():
         parser.error("no CUDA device; --self-test runs a tiny model on the CPU")
-    size, device = (SELF_TEST, "cpu") if parsed.self_test else (FULL, "cuda")
+    full = FULL_8B if parsed.size == "8b" else FULL
+    size, device = (SELF_TEST, "cpu") if parsed.self_test else (full, "cuda")
+    size = replace(size, checkpointing=not parsed.no_checkpointing)
     backends = ["torch"] if parsed.self_test else parsed.backends.split(",")
     options = Options(
         device, "self-test" if parsed.self_test else "full", tuple(backends), parsed.compile, dtype=size.dtype
     )
     facts = {**environment(options), "transformers": importlib.metadata.version("transformers")}
-    records = measure(size, device, backends, parsed.compile, parsed.shapes, parsed.memory, parsed.only)
-    print(markdown(facts, records))
+    try:
+        records = measure(size, device, backends, parsed.compile, parsed.shapes, parsed.memory, parsed.only)
+    except ValueError as error:
+        parser.error(str(error))
+    print(markdown(facts, records, size))
     if parsed.json:
         parsed.json.write_text(json.dumps({"environment": facts, "rows": records}, indent=1) + "\n")
-        parsed.json.with_suffix(".md").write_text(markdown(facts, records))
+        parsed.json.with_suffix(".md").write_text(markdown(facts, records, size))
     bad = [
         p for r in records for p in r["providers"].values() if p["group"] == "ours" and p["status"] != "ok"
     ]

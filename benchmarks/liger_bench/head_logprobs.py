@@ -10,7 +10,7 @@ import liger
 
 from .bench_fused_linear_ce import REFERENCE_ROWS, three_gemms
 from .candidates import Candidate, compiled, ours, peer, providers, selected
-from .harness import Provider, Row, normal, targets, training_work
+from .harness import FASTEST, Provider, Row, normal, targets, training_work
 
 # Weight of the entropies in the loss.
 BONUS = 0.01
@@ -42,6 +42,22 @@ class Policy:
             "entropy" if self.entropy else "",
         )
         return ", ".join(filter(None, parts))
+
+
+def head_row(head, inputs, contestants, reference, **options):
+    """The row of a head, or of a policy, beside its three GEMMs by cuBLAS."""
+    return Row(
+        "heads",
+        head.name,
+        inputs,
+        [*contestants, Provider("three GEMMs", three_gemms(multiple=128), "ceiling")],
+        reference,
+        rounds=5,
+        burst=1,
+        heat_ms=100,
+        shape={"tokens": head.tokens, "hidden size": head.hidden, "vocabulary": head.vocabulary},
+        **options,
+    )
 
 
 LLAMA = "Llama-3.2-1B", 8192, 2048, 128256
@@ -132,20 +148,9 @@ def _row(options, policy):
     candidates = [*ours(options, _ours(policy)), *compiled(options, _eager(policy))]
     if not policy.entropy:
         candidates.append(Candidate("TRL", _trl(policy), needs=("trl", "transformers", "triton")))
-    return Row(
-        "heads",
-        policy.name,
-        inputs,
-        [
-            *providers(selected(options, candidates), training_work, (), ("input", "weight")),
-            Provider("three GEMMs", three_gemms(multiple=128), "ceiling"),
-        ],
-        _reference(policy),
-        rounds=5,
-        burst=1,
-        heat_ms=100,
-        work="heads logprobs",
-        shape={"tokens": policy.tokens, "hidden size": policy.hidden, "vocabulary": policy.vocabulary},
+    contestants = providers(selected(options, candidates), training_work, (), ("input", "weight"))
+    return head_row(
+        policy, inputs, contestants, _reference(policy), contests=(FASTEST,), work="heads logprobs"
     )
 
 

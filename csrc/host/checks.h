@@ -74,7 +74,8 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
                            const std::optional<Tensor>& denominator, double label_smoothing,
                            std::optional<double> softcap, const std::string& reduction,
                            std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget,
-                           const std::string& op = "fused_linear_ce");
+                           const std::string& op = "fused_linear_ce",
+                           std::optional<ScalarType> logits_dtype = std::nullopt);
 void check_divergence(const std::string& op, const Tensor& student, const Tensor& teacher,
                       const std::optional<Tensor>& target, const std::optional<Tensor>& row_weight,
                       const std::string& divergence, double beta, double temperature, bool log_probs);

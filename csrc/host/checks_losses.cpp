@@ -97,18 +97,30 @@ void check_fused_linear_ce(const Tensor& input, const Tensor& weight, const Tens
                            const std::optional<Tensor>& denominator, double label_smoothing,
                            std::optional<double> softcap, const std::string& reduction,
                            std::optional<ScalarType> accum_dtype, std::optional<int64_t> memory_budget,
-                           const std::string& op) {
+                           const std::string& op, std::optional<ScalarType> logits_dtype) {
   require(input.dim() == 2, op, ": input has shape ", shape_text(input), ", expected (rows, hidden)");
   require(weight.dim() == 2 && weight.size(1) == input.size(1), op, ": weight has shape ", shape_text(weight),
           ", expected (vocab, hidden) with the hidden size of input, ", input.size(1));
   require(weight.size(0) > 0, op, ": weight has shape ", shape_text(weight),
           ", expected at least one row; a sharded weight must be gathered first");
   check_floating(op, "input", input);
-  check_same_dtype(op, "weight", weight, "input", input);
+  if (logits_dtype) {
+    require(*logits_dtype == ScalarType::Float, op, ": logits_dtype is ", dtype_name(*logits_dtype),
+            ", expected float32 or None");
+    require(input.scalar_type() != ScalarType::Double, op,
+            ": input has dtype float64, expected float16, bfloat16 or float32 with logits_dtype float32");
+  }
+  const auto check_dtype = [&](const char* name, const Tensor& tensor) {
+    if (!logits_dtype) return check_same_dtype(op, name, tensor, "input", input);
+    require(tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == input.scalar_type(), op,
+            ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
+            ", expected float32 or that of input, ", dtype_name(input.scalar_type()));
+  };
+  check_dtype("weight", weight);
   check_same_device(op, "weight", weight, "input", input);
   if (bias) {
     check_vector(op, "bias", *bias, weight.size(0), "one value per class");
-    check_same_dtype(op, "bias", *bias, "input", input);
+    check_dtype("bias", *bias);
     check_same_device(op, "bias", *bias, "input", input);
   }
   check_ce_options(op, "input", input, input.size(0), weight.size(0), target, ce_weight, token_weight,

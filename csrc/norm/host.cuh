@@ -95,10 +95,12 @@ void sum_partials(const float* partial, int partials, const Tensor& grad, const 
     using W = typename decltype(tag)::type;
     W* const out = static_cast<W*>(grad.mutable_data_ptr());
     if (other_grad) {
-      const SumOutputs<W, 2> outputs{{out, static_cast<W*>(other_grad->mutable_data_ptr())}};
-      launch_sum_partials(partial, outputs, grad.size(0), partials, overlap, stream);
+      W* const both[2] = {out, static_cast<W*>(other_grad->mutable_data_ptr())};
+      launch_sum_partials(PartialSums<W, 2>::interleaved(partial, partials, grad.size(0), both), grad.size(0),
+                          overlap, stream);
     } else {
-      launch_sum_partials(partial, SumOutputs<W, 1>{{out}}, grad.size(0), partials, overlap, stream);
+      launch_sum_partials(PartialSums<W, 1>{{partial}, {partials}, grad.size(0), {out}}, grad.size(0),
+                          overlap, stream);
     }
   };
   grad.scalar_type() == ScalarType::Float ? launch(TypeTag<float>{}) : launch(TypeTag<T>{});

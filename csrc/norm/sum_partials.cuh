@@ -13,24 +13,42 @@
 
 namespace liger {
 
+// Partial sums of K parameters: those of a parameter are `count` rows of `hidden`, `stride` elements apart.
 template <typename W, int K>
-struct SumOutputs {
+struct PartialSums {
+  const float* partial[K];
+  int count[K];
+  int64_t stride;
   W* out[K];
+
+  // K parameters in turn: (count, K, hidden).
+  static PartialSums interleaved(const float* partial, int count, int64_t hidden, W* const (&out)[K]) {
+    PartialSums sums{};
+    sums.stride = K * hidden;
+    for (int k = 0; k < K; ++k) {
+      sums.partial[k] = partial + k * hidden;
+      sums.count[k] = count;
+      sums.out[k] = out[k];
+    }
+    return sums;
+  }
 };
 
-// out[k][h] = sum over b of partial[b][k][h]. A block sums 16 columns, 4 per thread, and reads 128 partials
+// out[k][h] = sum over b of partial[k][b][h]. A block sums 16 columns, 4 per thread, and reads 128 partials
 // at a time.
 inline constexpr int kSumColumns = 16, kSumThreads = 512;
 
 template <typename W, int K>
 __global__ void __launch_bounds__(kSumThreads)
-    sum_partials_kernel(const float* partial, const SumOutputs<W, K> outputs, int64_t hidden, int partials) {
+    sum_partials_kernel(const PartialSums<W, K> sums, int64_t hidden) {
   constexpr int kLanes = kSumColumns / 4;
   __shared__ float4 warp_sums[kSumThreads / 32][kLanes];
   const int quad = threadIdx.x % kLanes;
   const int64_t column = int64_t{blockIdx.x} * kSumColumns + quad * 4;
-  const int64_t partial_size = K * hidden;
-  if constexpr (K > 1) partial += blockIdx.y * hidden;
+  // Not an index: it would move the arrays to local memory.
+  const bool other = K > 1 && blockIdx.y > 0;
+  const float* const partial = other ? sums.partial[K - 1] : sums.partial[0];
+  const int partials = other ? sums.count[K - 1] : sums.count[0];
   const bool vectorised = hidden % 4 == 0;
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
@@ -38,7 +56,7 @@ __global__ void __launch_bounds__(kSumThreads)
   float4 sum{};
 #pragma unroll 2
   for (int index = threadIdx.x / kLanes; index < partials; index += kSumThreads / kLanes) {
-    const float* const from = partial + index * partial_size + column;
+    const float* const from = partial + index * sums.stride + column;
     if (vectorised) {
       if (column < hidden) {
         const float4 v = *reinterpret_cast<const float4*>(from);
@@ -63,20 +81,15 @@ __global__ void __launch_bounds__(kSumThreads)
   if (threadIdx.x >= kSumColumns || own >= hidden) return;
   float total = 0.0f;
 #pragma unroll
-  for (const float4(&sums)[kLanes] : warp_sums) total += (&sums[threadIdx.x / 4].x)[threadIdx.x % 4];
-  if constexpr (K == 1) {
-    outputs.out[0][own] = from_float<W>(total);
-  } else {
-    static_assert(K == 2);
-    (blockIdx.y == 0 ? outputs.out[0] : outputs.out[1])[own] = from_float<W>(total);
-  }
+  for (const float4(&of_warp)[kLanes] : warp_sums) total += (&of_warp[threadIdx.x / 4].x)[threadIdx.x % 4];
+  static_assert(K <= 2);
+  (other ? sums.out[K - 1] : sums.out[0])[own] = from_float<W>(total);
 }
 
 // overlap: programmatic dependent launch, which overlaps the launch with the end of the kernel before it
 // (compute capability 9.0 and later).
 template <typename W, int K>
-void launch_sum_partials(const float* partial, const SumOutputs<W, K>& outputs, int64_t hidden, int partials,
-                         bool overlap, cudaStream_t stream) {
+void launch_sum_partials(const PartialSums<W, K>& sums, int64_t hidden, bool overlap, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>((hidden + kSumColumns - 1) / kSumColumns), K);
   config.blockDim = dim3(kSumThreads);
@@ -86,7 +99,7 @@ void launch_sum_partials(const float* partial, const SumOutputs<W, K>& outputs, 
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
-  cudaLaunchKernelEx(&config, sum_partials_kernel<W, K>, partial, outputs, hidden, partials);
+  cudaLaunchKernelEx(&config, sum_partials_kernel<W, K>, sums, hidden);
 }
 
 }  // namespace liger

@@ -212,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
   if (!need_grad_k && !need_weight[1]) p.tensors[1].heads = 0;
   if (p.tensors[0].heads == 0 && p.tensors[1].heads == 0) return results();
   const int64_t n = vector_of(q);
-  const Tensor *const upstream[2] = {&grad_q_out, &grad_k_out}, *const grads[2] = {&grad_q, &grad_k};
+  const Tensor* const upstream[2] = {&grad_q_out, &grad_k_out};
   bool vectorised = true;
   for (int i = 0; i < 2; ++i) {
     const NormedHeads& heads = p.tensors[i];
@@ -266,11 +266,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
       }
     }
     check_launch(op);
+    const bool overlap = device.code.architecture >= 90;
+    const int count[2] = {static_cast<int>(blocks[0]) * partials_per_block,
+                          static_cast<int>(blocks[1]) * partials_per_block};
+    const float* const partial[2] = {p.tensors[0].partial, p.tensors[1].partial};
+    const bool equal_dtypes = grad_weights[0].scalar_type() == grad_weights[1].scalar_type();
+    if (partial[0] && partial[1] && equal_dtypes) {
+      const auto launch = [&](auto weight_tag) {
+        using W = typename decltype(weight_tag)::type;
+        const PartialSums<W, 2> sums{{partial[0], partial[1]},
+                                     {count[0], count[1]},
+                                     p.head_dim,
+                                     {static_cast<W*>(grad_weights[0].mutable_data_ptr()),
+                                      static_cast<W*>(grad_weights[1].mutable_data_ptr())}};
+        launch_sum_partials(sums, p.head_dim, overlap, stream);
+      };
+      grad_weights[0].scalar_type() == ScalarType::Float ? launch(TypeTag<float>{}) : launch(TypeTag<T>{});
+      return;
+    }
     for (int i = 0; i < 2; ++i) {
-      if (p.tensors[i].partial) {
-        sum_partials<T>(p.tensors[i].partial, static_cast<int>(blocks[i]) * partials_per_block,
-                        grad_weights[i], nullptr, device.code.architecture >= 90, stream);
-      }
+      if (partial[i]) sum_partials<T>(partial[i], count[i], grad_weights[i], nullptr, overlap, stream);
     }
   });
   check_launch(op);

@@ -42,7 +42,7 @@ _initialise()
 distributed._initialise()
 register_loops("liger")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "BackendUnavailable",
     "CrossEntropyOutput",

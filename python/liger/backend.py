@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ._core import load
+from ._core.build_info import build_info
 from ._core.environment import targets_checked, triton_interpreted
 from ._core.kernel_checks import checking_devices, checking_overlap
 from ._core.log import log_dispatch
@@ -144,12 +145,8 @@ def _triton_version() -> str:
 
 @functools.lru_cache(None)
 def _built_architectures() -> tuple[str, ...]:
-    """Architectures of the CUDA build, such as ``("80", "90a", "80+PTX")``; empty if liger._C cannot be imported."""
-    try:
-        from . import _C
-    except ImportError:
-        return ()
-    return tuple(_C.build_info()["cuda_archs"].split())
+    """Architectures of the CUDA build, such as ``("80", "90a", "80+PTX")``; empty without CUDA kernels."""
+    return tuple(build_info()["cuda_archs"].split())
 
 
 def code_for(capability: Capability, architectures: Sequence[str]) -> Literal["binary", "ptx"] | None:

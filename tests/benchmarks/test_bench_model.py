@@ -46,10 +46,12 @@ def test_self_test(tmp_path, capsys):
 
 def test_planned_checkpointing(tmp_path, capsys):
     path = tmp_path / "model.json"
-    memory = ["--memory", "1G", "--memory", "none", "--only", "memory|no checkpointing|^transformers$"]
-    assert bench_model.main(["--self-test", "2x16", *memory, "--json", str(path)]) == 0
+    names = ["transformers"]
+    for method in ("memory 1G", "no checkpointing"):
+        names += [f"liger[torch], {method}", f"liger[torch], {method}, recompute"]
+    arguments = ["--memory", "1G", "--memory", "none", *(word for name in names for word in ("--only", name))]
+    assert bench_model.main(["--self-test", "2x16", *arguments, "--json", str(path)]) == 0
     (record,) = json.loads(path.read_text())["rows"]
-    names = ["transformers", "liger[torch], memory 1G", "liger[torch], no checkpointing"]
     assert list(record["providers"]) == names
     for provider in record["providers"].values():
         assert provider["status"] == "ok"
@@ -66,6 +68,26 @@ def test_bad_memory_argument(text, capsys):
     with pytest.raises(SystemExit):
         bench_model.main(["--self-test", f"--memory={text}"])
     assert f"'{text}' is not auto, none, a share in (0, 1] or GiB" in capsys.readouterr().err
+
+
+def test_without_checkpointing(capsys):
+    arguments = ["--self-test", "--no-checkpointing", "2x16"]
+    for name in ("transformers", "liger[torch]", "liger[torch], recompute"):
+        arguments += ["--only", name]
+    assert bench_model.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "without checkpointing" in printed
+    assert [line.split(" | ")[0] for line in printed.splitlines() if line.startswith("| ")][1:] == [
+        "| transformers",
+        "| liger[torch]",
+        "| liger[torch], recompute",
+    ]
+
+
+def test_an_unknown_contestant_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        bench_model.main(["--self-test", "--only", "liger[torch], recompute"])
+    assert "no contestant" in capsys.readouterr().err
 
 
 def test_a_wrong_loss_is_seen(monkeypatch):

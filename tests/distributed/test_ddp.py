@@ -75,3 +75,27 @@ def test_patched_llama(tiled_mlp, static_graph, tied):
         output.loss.backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         tiny_models.assert_same_step(({"loss": ranks.total(output.loss) / ranks.WORLD}, grads), expected)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True], ids=["", "bucket view"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_gradient_added_by_the_head(tied, bucket_view):
+    """accumulate_grad_weight: the reduction starts after the head, and the lookup of a tied weight, have added."""
+    model = tiny_models.make("llama", ranks.DEVICE, tie_word_embeddings=tied)
+    inputs = tiny_models.batch(ranks.DEVICE, rows=4)
+    count = (inputs["labels"][:, 1:] != -100).sum()
+    expected = tiny_models.step(tiny_models.twin(model), **inputs, num_items_in_batch=count)
+    liger.patch(model, accumulate_grad_weight=True)
+    module = DistributedDataParallel(model, gradient_as_bucket_view=bucket_view)
+    mine = {name: value.chunk(ranks.WORLD)[ranks.RANK] for name, value in inputs.items()}
+    rows = [{name: value[i : i + 1] for name, value in mine.items()} for i in range(2)]
+    for _ in range(3):
+        module.zero_grad()
+        loss = 0.0
+        for i, micro_batch in enumerate(rows):
+            with module.no_sync() if i == 0 else contextlib.nullcontext():
+                part = module(**micro_batch, num_items_in_batch=count / ranks.WORLD).loss
+                part.backward()
+            loss += part.detach()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        tiny_models.assert_same_step(({"loss": ranks.total(loss) / ranks.WORLD}, grads), expected)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases import poison_memory
 from cross_entropy_reference import random_layer
-from cuda_graphs import capture
-from logprobs_sm90 import ENTROPY, KEPT, assert_gradients, engine_calls, exact, run, upstream
+from cuda_graphs import capture, no_synchronisation
+from logprobs_sm90 import ENTROPY, KEPT, assert_gradients, exact, run, upstream
 from sm90_engine import BESIDE, BFLOAT16, KINDS, MIB, PARTIAL_SUMS, SUMS, Shape
 from torch.utils.checkpoint import checkpoint
 
@@ -15,11 +15,6 @@ import liger
 from liger._core import kept_logits
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return engine_calls(monkeypatch)
 
 
 @ENTROPY
@@ -98,12 +93,8 @@ def test_cuda_graph_and_no_synchronisation(sm90, shape, entropy, recompute):
         return torch.autograd.grad(found[: len(grads)], leaves, grads)
 
     expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph, captured = capture(step)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))

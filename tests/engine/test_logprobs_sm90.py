@@ -5,17 +5,12 @@ import math
 
 import pytest
 import torch
-from logprobs_sm90 import ENTROPY, KEPT, WITH_ENTROPY, check, engine_calls, exact, run, upstream
+from logprobs_sm90 import ENTROPY, KEPT, WITH_ENTROPY, check, exact, run, upstream
 from sm90_engine import BESIDE, GRADIENT, KINDS, ROWS, SHAPES, SUMS
 
 pytestmark = pytest.mark.gpu
 
 TRAINED = pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)], ids=str)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    return engine_calls(monkeypatch)
 
 
 @KEPT

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from cases import poison_memory
+from cuda_graphs import no_synchronisation
 from losses_cases import leaf
 from sm90_engine import assert_observed
 from test_losses_op import EVERY, call
@@ -296,12 +297,8 @@ def test_cuda_graph_and_no_synchronisation(sm90, name, observed):
         return [*grads, *(t for tokens in seen for t in tokens)]
 
     expected = step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()

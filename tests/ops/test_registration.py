@@ -25,7 +25,7 @@ OPS = sorted(
     if name.startswith("liger::")
 )
 # Host functions: they look at metadata and give no tensors back.
-HELPERS = [op for op in OPS if op.startswith(("check_", "plan_", "lay_out_chunks", "default_"))]
+HELPERS = [op for op in OPS if op.startswith(("build_", "check_", "plan_", "lay_out_chunks", "default_"))]
 COMPOSITES = [
     op
     for op in OPS
@@ -152,15 +152,15 @@ def test_opcheck_of_composites(device, op):
             torch.library.opcheck(overload(op), inputs)
 
 
-def only_integers(value):
-    return isinstance(value, int) or (len(value) > 0 and all(map(only_integers, value)))
+def only_integers_or_text(value):
+    return isinstance(value, (int, str)) or (len(value) > 0 and all(map(only_integers_or_text, value)))
 
 
 @pytest.mark.parametrize("op", HELPERS)
 def test_helpers_run(device, op):
     for arguments in SAMPLES[op](device):
         outputs = run(op, arguments)
-        assert outputs == () if op.startswith("check_") else only_integers(outputs)
+        assert outputs == () if op.startswith("check_") else only_integers_or_text(outputs)
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op not in HELPERS])
@@ -222,6 +222,8 @@ def test_writing_ops_agree_with_the_functional_ones(device, op):
         pytest.skip("test_gated.py compares it: its functional form has its results in another order")
     if op == "divergence_ce_forward_":
         pytest.skip("test_divergence_ce.py compares it with float64: it has no functional form")
+    if op.endswith("_add_grad_weight_"):
+        pytest.skip("test_accumulate_grad_weight.py compares it with float64: it has no functional form")
     functional = op.removesuffix("_")
     for arguments in SAMPLES[op](device):
         asks = op in ("cross_entropy_forward_", "divergence_forward_")

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,8 @@ from live_bytes import LiveBytes
 
 import liger
 from liger import cli
+from liger._core import load
+from liger._core.build_info import build_info
 from liger._core.environment import triton_interpreted
 from liger._core.sm90_plan import plan_chunks_sm90
 from liger.cli import _demo_data, _demo_report, _format, demo
@@ -62,11 +63,17 @@ def test_info_names_what_serves_an_op_without_a_gpu(capsys):
     assert any(key.startswith("aten::") for key in called) and row["backend"] == "torch"
 
 
-def test_info_without_the_introspection_module(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "liger._C", None)
-    monkeypatch.delattr(liger, "_C", raising=False)
+def test_info_says_how_the_libraries_were_built(capsys):
+    build = build_info()
+    assert build.keys() == {"version", "torch", "cuda", "cuda_archs", "compiler"}
+    assert re.fullmatch(r"2\.\d+\..+", build["torch"]) and build["compiler"]
+    assert bool(build["cuda"]) == bool(build["cuda_archs"])
+    assert bool(build["cuda"]) == (load._library("liger_cuda") is not None)
     assert cli.main(["info"]) == 0
-    assert "liger._C does not import" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"torch {build['torch']}, g++ {build['compiler']}; runs on torch 2.10 and later" in out
+    kernels = f"CUDA {build['cuda']} kernels for {build['cuda_archs']}"
+    assert (kernels if build["cuda"] else "CPU and Triton build, without CUDA kernels") in out
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The packages of liger form layers: a package imports from those below it only, and no import is circular.
 
-Imports within functions count as well. The compiled extension ``liger._C`` has no source to follow. ``liger.backend``
+Imports within functions count as well. ``liger.backend``
 loads the modules of ``liger.triton_kernels`` by names that the ops give it, which is no import of that package.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXTENSION = "liger._C"
 
 # Each package or module of liger, with those that it may import from.
 BELOW = {
@@ -60,10 +59,10 @@ def imported_by(module):
             parents = package.split(".")[: 1 - node.level or None] if node.level else []
             source = ".".join([*parents, *([node.module] if node.module else [])])
             names = (f"{source}.{alias.name}" for alias in node.names)
-            found.update(name if name in SOURCES or name == EXTENSION else source for name in names)
+            found.update(name if name in SOURCES else source for name in names)
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module":
             found.update(a.value for a in node.args if isinstance(a, ast.Constant))
-    found = {name for name in found if name.split(".")[0] == "liger"} - {EXTENSION, module}
+    found = {name for name in found if name.split(".")[0] == "liger"} - {module}
     assert found <= set(SOURCES), (module, found - set(SOURCES))
     return found
 

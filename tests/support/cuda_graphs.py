@@ -1,4 +1,6 @@
-"""Capture of a function in a CUDA graph."""
+"""Capture of a function in a CUDA graph, and calls that must not wait for the device."""
+
+import contextlib
 
 import torch
 
@@ -15,3 +17,14 @@ def capture(function, warm_up=1):
     with torch.cuda.graph(graph):
         results = function()
     return graph, results
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    """A call in the block that waits for the device raises RuntimeError."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -365,6 +365,7 @@ SAMPLES = {
     "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],
     "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
+    "build_info": lambda d: [()],
     "default_memory_budget": lambda d: [()],
     "plan_chunks": lambda d: [
         (4096, 2048, 32000, 2, True, True),

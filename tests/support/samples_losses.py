@@ -154,21 +154,58 @@ def _fused_linear_logprobs_forward(d):
         (floats(d, 0, 8), tensors[1], tensors[2][:0], None, 2.0, -100, None, None, True, True),
         (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True, "logits", True),
         (*tensors, None, 1.0, -100, None, None, False, False, "logits", False),
+        (*tensors, floats(d, 11), 0.7, -100, None, 64, True, True, "nothing", False, torch.float32),
+        (*tensors, floats(d, 11), 0.7, -100, 5.0, 64, True, True, "logits", True, torch.float32),
     ]
 
 
 def _fused_linear_logprobs_backward(d):
     samples = []
     for arguments in _fused_linear_logprobs_forward(d):
-        tensors, (budget, entropy, _) = arguments[:7], arguments[7:10]
+        tensors, (budget, entropy, _), options = arguments[:7], arguments[7:10], arguments[10:]
         rows = len(tensors[0])
         kept = ()
-        if len(arguments) > 10:
-            kept = arguments[10], *torch.ops.liger.fused_linear_logprobs_forward(*arguments)[3:]
+        if options:
+            keep, _, *logits_dtype = options
+            kept_tensors = torch.ops.liger.fused_linear_logprobs_forward(*arguments)[3:]
+            kept = keep, *kept_tensors, *logits_dtype
         grads = floats(d, rows), floats(d, rows) if entropy else None
         for needed in ((True, True, True), (False, True, False), (True, False, False)):
             samples.append((*grads, *tensors, None, budget, *needed, *kept))
     return samples
+
+
+def _fused_linear_ce_add_grad_weight_(d):
+    tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
+    plain, upstream = (-100, 0.0, 0.0, None), torch.tensor(0.5, device=d)
+    count = torch.tensor(5, device=d)
+    return [
+        (floats(d, 11, 8), upstream, *tensors, None, None, None, None, *plain, "mean", None),
+        (
+            floats(d, 11, 8), floats(d, 6), *tensors, floats(d, 11), floats(d, 11).abs(), floats(d, 6).abs(), None,
+            -100, 0.1, 1e-3, 5.0, "none", 64,
+        ),
+        (floats(d, 11, 8), upstream, *tensors, None, None, None, count, *plain, "sum", 64),
+    ]  # fmt: skip
+
+
+def _fused_linear_logprobs_add_grad_weight_(d):
+    tensors = floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)
+    return [
+        (floats(d, 11, 8), floats(d, 6), None, *tensors, None, 1.0, -100, None, None),
+        (
+            floats(d, 11, 8),
+            floats(d, 6),
+            floats(d, 6),
+            *tensors,
+            floats(d, 11),
+            0.7,
+            -100,
+            5.0,
+            64,
+            torch.float32,
+        ),
+    ]
 
 
 def _cross_entropy_stats(d):
@@ -327,6 +364,8 @@ SAMPLES = {
     "fused_linear_divergence_forward": _fused_linear_divergence_forward,
     "fused_linear_logprobs_forward": _fused_linear_logprobs_forward,
     "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
+    "fused_linear_ce_add_grad_weight_": _fused_linear_ce_add_grad_weight_,
+    "fused_linear_logprobs_add_grad_weight_": _fused_linear_logprobs_add_grad_weight_,
     "check_divergence_gradient": lambda d: [
         ("divergence_ce_forward_", arguments[0], arguments[2], arguments[6], arguments[7], arguments[9])
         for arguments in _divergence_ce_forward_(d)

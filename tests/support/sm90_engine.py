@@ -151,7 +151,7 @@ def assert_close_to_exact(actual, expected, tolerance, name):
     assert error <= tolerance, f"{name}: error {error.item():.3g}, allowed {tolerance:.3g}"
 
 
-def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, **chosen):
+def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, tolerance=GRADIENT, **chosen):
     """Results against float64, and each element of a gradient against the worst that the generic engine has."""
     per_row = chosen.get("reduction") == "none"
     upstream = torch.rand(shape.rows, device=x.device) if per_row else None
@@ -174,7 +174,7 @@ def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, *
         assert actual.dtype == BFLOAT16 and actual.isfinite().all(), name
         error = actual.double() - expected
         relative = (error.norm() / expected.norm()).item()
-        assert relative <= GRADIENT, f"gradient of {name}: error {relative:.3g}, allowed {GRADIENT:.3g}"
+        assert relative <= tolerance, f"gradient of {name}: error {relative:.3g}, allowed {tolerance:.3g}"
         allowed = (
             2 * (theirs.double() - expected).abs().max() + torch.finfo(BFLOAT16).eps / 2 * expected.abs()
         )

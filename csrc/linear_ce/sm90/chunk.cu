@@ -56,7 +56,8 @@ void with_flags(const F& f, bool flag, Flags... flags) {
   flag ? with(std::true_type{}) : with(std::false_type{});
 }
 
-// True if kernels for sm_90a are loaded on the device, it can run them, and LIGER_WGMMA does not forbid it. Sets problem.clusters.
+// True if kernels for sm_90a are loaded on the device, it can run them, and LIGER_WGMMA does not forbid it.
+// Sets problem.clusters.
 bool runs_on(LinearCeProblem& problem, int device) {
   if (!device_attributes(device).code.sm90a || problem.rows > INT_MAX / 2 || !has_tensor_maps() ||
       !wgmma_engine_allowed()) {

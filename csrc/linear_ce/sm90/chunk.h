@@ -3,7 +3,7 @@
 #pragma once
 
 #include "host/torch.h"
-#include "linear_ce/sm90/epilogues.cuh"
+#include "linear_ce/sm90/exponentials.cuh"
 #include "linear_ce/sm90/planner.h"
 #include "linear_ce/sm90/workspace.h"
 #include "linear_ce/valid_rows.cuh"

@@ -10,6 +10,7 @@
 // GEMMs read E * (u + w * (log p + H)) instead, which entropy_gradient() writes.
 #pragma once
 
+#include "cross_entropy/rule.cuh"
 #include "linear_ce/sm90/epilogues.cuh"
 
 namespace liger::linear_ce {

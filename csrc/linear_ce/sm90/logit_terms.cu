@@ -27,12 +27,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows(const RowSums p) {
       const int64_t source = p.index != nullptr ? p.index[row] : row;
       const float amount = p.amount != nullptr ? p.amount[row] : 1.0f;
       const uint4 words = *reinterpret_cast<const uint4*>(p.matrix + source * p.stride + column);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t word = (&words.x)[i];
-        sum[2 * i] = fmaf(amount, __uint_as_float(word << 16), sum[2 * i]);
-        sum[2 * i + 1] = fmaf(amount, __uint_as_float(word & 0xffff0000u), sum[2 * i + 1]);
-      }
+      add_scaled(sum, amount, words);
     }
   }
 #pragma unroll

@@ -41,6 +41,16 @@ struct RankOneTerm {
   }
 };
 
+// sum[i] += amount * element i of eight bf16 elements.
+__device__ __forceinline__ void add_scaled(float (&sum)[8], float amount, uint4 elements) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = (&elements.x)[i];
+    sum[2 * i] = fmaf(amount, __uint_as_float(word << 16), sum[2 * i]);
+    sum[2 * i + 1] = fmaf(amount, __uint_as_float(word & 0xffff0000u), sum[2 * i + 1]);
+  }
+}
+
 // vector[column] = sum of amount[i] * matrix[index[i]][column] for i < rows, in a fixed order; zeros up to a
 // multiple of kTileN.
 struct RowSums {

@@ -28,12 +28,12 @@ constexpr int64_t kRowsPerFloatLogits = 2;
 // Panels that may be read while the first tiles of the weight gradient are written. Two would keep blocks
 // from waiting for tiles that start later; the other two hide that blocks are not equally fast.
 constexpr int64_t kPanelOffset = 4;
-// Split-K of the input gradient adds float32 partial sums: per split and class, in units of the GEMM's time, the
-// epilogue, and the traffic of the sums.
+// The cost of each further split of the input gradient, as a part of the GEMM's time: its epilogue, and the traffic
+// of its float32 partial sums, which is divided by the number of classes.
 constexpr int64_t kMostSplits = 24;
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
-// The gain in utilisation for which more splits pay, given the memory of their sums.
-constexpr double kLeastGain = 0.015;
+// The relative gain in utilisation for which more splits pay, given the memory of their sums.
+constexpr double kLeastGain = 0.025;
 // The time of a tile of at most half the columns, in that of a whole one (estimated).
 constexpr double kNarrowTile = 0.55;
 
@@ -63,8 +63,8 @@ class CostModel {
       // The longest time of a cluster: whole tiles last.
       const int64_t jobs = row_pairs * columns * k_splits;
       const double longest = static_cast<double>(ceil_div(jobs, p_.clusters) - 1) * mean + 1.0;
-      const double utilisation = useful * k_splits / (longest * p_.clusters) - penalty * (k_splits - 1);
-      if (utilisation > best.utilisation + kLeastGain) best = {k_splits, utilisation};
+      const double time = longest * p_.clusters / (useful * k_splits) + penalty * (k_splits - 1);
+      if (1.0 / time > best.utilisation * (1.0 + kLeastGain)) best = {k_splits, 1.0 / time};
     }
     return best;
   }

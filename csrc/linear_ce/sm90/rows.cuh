@@ -1,7 +1,8 @@
-// Kernels on the rows of a chunk between the GEMMs of epilogues.cuh.
+// Kernels on the rows of a chunk between its GEMMs.
 #pragma once
 
-#include "linear_ce/sm90/epilogues.cuh"
+#include "linear_ce/sm90/exponentials.cuh"
+#include "linear_ce/sm90/grad_input.cuh"
 
 namespace liger::linear_ce {
 
@@ -273,12 +274,7 @@ __global__ void __launch_bounds__(kRowThreads) add_grad_bias(const GradBias p) {
   for (int row = group; row < rows; row += kRows) {
     const uint4 words = *reinterpret_cast<const uint4*>(p.exponentials.at(row, first_column + 8 * vector));
     const float scale = p.scale[row];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t word = (&words.x)[i];
-      sum[2 * i] = fmaf(scale, __uint_as_float(word << 16), sum[2 * i]);
-      sum[2 * i + 1] = fmaf(scale, __uint_as_float(word & 0xffff0000u), sum[2 * i + 1]);
-    }
+    add_scaled(sum, scale, words);
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) sums[group][8 * vector + i] = sum[i];

@@ -95,6 +95,7 @@ HEAD: dict[str, Any] = {
     "softcap": POSITIVE,
     "accum_dtype": DTYPE,
     "memory_budget": BYTES,
+    "logits_dtype": DTYPE,
 }
 # Flags that add a metric to the results of a loss.
 RETURNS: dict[str, Any] = {
@@ -255,7 +256,18 @@ class LayerNames(NamedTuple):
     bias: str = "bias"
 
 
-def check_layer(op, names, input, weight, bias, target=None):
+def check_logits_dtype(op, input_name, input, logits_dtype, error=RuntimeError):
+    """Raises unless ``logits_dtype`` is None, or float32 for an input (or None) of no more bits."""
+    if logits_dtype is None:
+        return
+    if logits_dtype != torch.float32:
+        raise error(f"{op}: logits_dtype is {dtype_name(logits_dtype)}, expected float32 or None")
+    if input is not None and input.dtype == torch.float64:
+        expected = "float16, bfloat16 or float32 with logits_dtype float32"
+        raise wrong_dtype(op, input_name, input, expected)
+
+
+def check_layer(op, names, input, weight, bias, target=None, float32_weight=False):
     """Raises RuntimeError for tensors that do not form an lm_head, with the argument names of a public function.
 
     Args:
@@ -264,7 +276,17 @@ def check_layer(op, names, input, weight, bias, target=None):
         input: (..., H).
         weight, bias: (V, H), and (V,) or None.
         target: (...), or None.
+        float32_weight: weight and bias may be float32 instead of having the dtype of the input.
     """
+
+    def check_operand(name, tensor):
+        if tensor.dtype != input.dtype and not (float32_weight and tensor.dtype == torch.float32):
+            expected = (
+                f"{'float32 or ' if float32_weight else ''}that of {names.input}, {dtype_name(input.dtype)}"
+            )
+            raise wrong_dtype(op, name, tensor, expected)
+        check_device(op, name, tensor, names.input, input)
+
     check_floating(op, names.input, input)
     if input.dim() == 0:
         raise wrong_shape(op, names.input, input, "at least one dimension")
@@ -272,10 +294,10 @@ def check_layer(op, names, input, weight, bias, target=None):
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden:
         expected = f"(vocab, hidden) of at least one row, with the hidden size of {names.input}, {hidden}"
         raise wrong_shape(op, names.weight, weight, expected)
-    check_like(op, names.weight, weight, names.input, input)
+    check_operand(names.weight, weight)
     if bias is not None:
         check_shape(op, names.bias, bias, weight.shape[:1], f"one value per row of {names.weight}")
-        check_like(op, names.bias, bias, names.input, input)
+        check_operand(names.bias, bias)
     if target is not None:
         check_indices(op, names.target, target)
         check_shape(op, names.target, target, input.shape[:-1], f"one class index per row of {names.input}")

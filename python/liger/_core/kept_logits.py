@@ -1,14 +1,14 @@
 """What the forward of fused_linear_logprobs keeps for its backward, so that the logits are computed once.
 
 ``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: those of all rows, as the
-wgmma engine of compute capability 9.0 writes them. ``"logits"``: those of all rows in the dtype of the hidden states,
-on any device and with every option. Both take two bytes per row and class in half types, and save one GEMM.
+wgmma engine of compute capability 9.0 writes them, in bfloat16. ``"logits"``: those of all rows, in the dtype of the
+hidden states or in float32 as ``logits_dtype`` says, on any device and with every option. Both save one GEMM.
 """
 
 import torch
 
 from ..backend import FAMILIES
-from .arguments import described
+from .arguments import described, dtype_name
 from .dtensor import is_dtensor
 
 NOTHING, LOGITS, EXPONENTIALS = "nothing", "logits", "exponentials"
@@ -17,6 +17,12 @@ _PANEL = _TILE_ROWS = 128
 _TILE_K, _FEWEST_ROWS = 64, 256
 # Numbers that the wgmma engine keeps of each row: KeptRow of csrc/linear_ce/sm90/kept_rows.cuh.
 _NUMBERS_OF_A_ROW = 4
+
+
+def constant_in_compiled_code(function):
+    """``torch.compiler.assume_constant_result``, which imports all of torch._dynamo when it decorates."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 def _round_up(size, multiple):
@@ -28,12 +34,12 @@ def exponentials_bytes(rows, vocab):
     return 2 * _round_up(rows, _TILE_ROWS) * _round_up(vocab, _PANEL)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_compiled_code
 def _engine_is_chosen():
     return FAMILIES["fused_linear_ce"].choice == "cuda"
 
 
-@torch.compiler.assume_constant_result
+@constant_in_compiled_code
 def _device_has_engine(device_index):
     """Whether the wgmma engine can run on this device."""
     if not hasattr(torch.ops.liger_sm90, "takes_logprobs"):
@@ -41,7 +47,7 @@ def _device_has_engine(device_index):
     return torch.ops.liger_sm90.takes_logprobs.default(_FEWEST_ROWS, _TILE_K, _PANEL, device_index)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_compiled_code
 def _default_budget():
     return torch.ops.liger.default_memory_budget()
 
@@ -56,16 +62,19 @@ def sizes_for_engine(rows, hidden):
     return rows >= _FEWEST_ROWS and hidden % _TILE_K == 0
 
 
-def engine_can(input, bias, softcap):
-    """Whether the wgmma engine can compute the log-probabilities of these hidden states."""
-    if not input.is_cuda or input.dtype != torch.bfloat16 or bias is not None or softcap is not None:
+def engine_can(input, weight, bias, softcap):
+    """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a logit, so
+    ``logits_dtype`` makes no difference."""
+    if not input.is_cuda or input.dtype != torch.bfloat16 or weight.dtype != input.dtype:
+        return False
+    if bias is not None or softcap is not None:
         return False
     return sizes_for_engine(*input.shape) and _device_has_engine(input.device.index)
 
 
-def engine_takes(input, bias, softcap):
+def engine_takes(input, weight, bias, softcap):
     """Whether it does: it belongs to the cuda backend of fused_linear_ce."""
-    return _engine_is_chosen() and engine_can(input, bias, softcap)
+    return _engine_is_chosen() and engine_can(input, weight, bias, softcap)
 
 
 def choose(input, weight, bias, softcap, memory_budget, recompute):
@@ -77,7 +86,7 @@ def choose(input, weight, bias, softcap, memory_budget, recompute):
     """
     if recompute or is_dtensor(input) or is_dtensor(weight):
         return NOTHING
-    if not engine_takes(input, bias, softcap):
+    if not engine_takes(input, weight, bias, softcap):
         return NOTHING if recompute is None else LOGITS
     needed = exponentials_bytes(input.shape[0], weight.shape[0])
     fits = recompute is not None or needed <= budget_or_default(memory_budget)
@@ -91,17 +100,21 @@ def check_keep(op, keep):
         )
 
 
-def check_engine(op, keep, input, bias, softcap):
+def check_engine(op, keep, input, weight, bias, softcap):
     """Raises RuntimeError for exponentials where the engine cannot run."""
-    if keep == EXPONENTIALS and not engine_can(input, bias, softcap):
+    if keep == EXPONENTIALS and not engine_can(input, weight, bias, softcap):
         raise RuntimeError(
             f"{op}: keep is '{EXPONENTIALS}', expected '{NOTHING}' or '{LOGITS}': the wgmma engine needs a GPU of "
-            f"compute capability 9.0, bfloat16, no bias, no softcap, at least {_FEWEST_ROWS} rows and a hidden "
-            f"size divisible by {_TILE_K}"
+            f"compute capability 9.0, hidden states and weight in bfloat16, no bias, no softcap, at least "
+            f"{_FEWEST_ROWS} rows and a hidden size divisible by {_TILE_K}"
         )
 
 
-def _kept_shapes(keep, input, weight, with_entropy):
+def _kept_dtype(keep, input, logits_dtype):
+    return logits_dtype if keep == LOGITS and logits_dtype is not None else input.dtype
+
+
+def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
     """Shapes of (logits or exponentials, numbers of each row).
 
     Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of a row
@@ -111,24 +124,32 @@ def _kept_shapes(keep, input, weight, with_entropy):
     if keep == EXPONENTIALS:
         return (exponentials_bytes(rows, vocab) // 2,), (rows, _NUMBERS_OF_A_ROW)
     if keep == LOGITS:
-        stride = _round_up(vocab, 16 // input.element_size()) if input.is_cuda else vocab
+        per_16_bytes = 16 // _kept_dtype(keep, input, logits_dtype).itemsize
+        stride = _round_up(vocab, per_16_bytes) if input.is_cuda else vocab
         return (rows, stride), (1 + with_entropy, rows)
     return (0,), (0,)
 
 
-def check_kept(op, keep, kept, kept_rows, input, weight, with_entropy):
-    """Raises RuntimeError if a backward gets other shapes than those that its forward has kept."""
+def check_kept(op, keep, kept, kept_rows, input, weight, with_entropy, logits_dtype):
+    """Raises RuntimeError if a backward gets other shapes, or another dtype, than those that its forward has kept."""
     if keep == NOTHING:
         return
-    shapes = _kept_shapes(keep, input, weight, with_entropy)
+    shapes = _kept_shapes(keep, input, weight, with_entropy, logits_dtype)
     for name, tensor, shape in zip(("kept", "kept_rows"), (kept, kept_rows), shapes, strict=True):
         found = None if tensor is None else tuple(tensor.shape)
         # Entropies may be known without having a gradient.
         if found != shape and (found != (2, *shape[1:]) or name == "kept"):
             raise RuntimeError(f"{op}: {name} has shape {found}, expected {shape} for keep='{keep}'")
+    expected = _kept_dtype(keep, input, logits_dtype)
+    if kept.dtype != expected:
+        raise RuntimeError(
+            f"{op}: kept has dtype {dtype_name(kept.dtype)}, expected {dtype_name(expected)} for keep='{keep}' and "
+            f"logits_dtype {logits_dtype if logits_dtype is None else dtype_name(logits_dtype)}"
+        )
 
 
-def new_kept(keep, input, weight, wide, with_entropy):
+def new_kept(keep, input, weight, wide, with_entropy, logits_dtype):
     """Memory for (logits or exponentials, numbers of each row) of this kind."""
-    shape, rows_shape = _kept_shapes(keep, input, weight, with_entropy)
-    return input.new_empty(shape), input.new_empty(rows_shape, dtype=wide)
+    shape, rows_shape = _kept_shapes(keep, input, weight, with_entropy, logits_dtype)
+    memory = input.new_empty(shape, dtype=_kept_dtype(keep, input, logits_dtype))
+    return memory, input.new_empty(rows_shape, dtype=wide)

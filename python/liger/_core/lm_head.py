@@ -14,6 +14,7 @@ import torch
 from ..backend import FAMILIES
 from .arguments import POSITIVE, check
 from .dtypes import accumulate_dtype
+from .float32_matmul import write_float32_linear
 from .matmul import product, without_ignored, write_linear
 from .sm90_plan import LinearBackwardPlan
 
@@ -29,13 +30,18 @@ class RowStatistics(NamedTuple):
 
 
 class LMHead(NamedTuple):
-    """The projection from hidden states to classes, with the temperature and softcap of its logits."""
+    """The projection from hidden states to classes, with the temperature and softcap of its logits.
+
+    With ``float32_logits`` :meth:`write_logits` writes float32 as exact as IEEE arithmetic, and the weight and bias may
+    be float32 with hidden states of 16 bits.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     temperature: float
     ignore_index: int
     softcap: float | None
+    float32_logits: bool = False
 
     @property
     def _cap(self):
@@ -44,7 +50,8 @@ class LMHead(NamedTuple):
     def write_logits(self, x, out):
         """Writes the logits divided by the temperature, before the softcap. The GEMM includes the division, so logits
         are rounded once."""
-        write_linear(x, self.weight, self.bias, out, 1.0 / self.temperature)
+        write = write_float32_linear if self.float32_logits else write_linear
+        write(x, self.weight, self.bias, out, 1.0 / self.temperature)
 
     def statistics(self, logits, target, entropy=False, argmax=False):
         """The :class:`RowStatistics` of a chunk of logits."""
@@ -81,19 +88,27 @@ class LMHead(NamedTuple):
 
 
 class LMHeadGradients:
-    """The gradients of a linear layer from those of its logits, chunk by chunk."""
+    """The gradients of a linear layer from those of its logits, chunk by chunk.
 
-    def __init__(self, x, weight, bias, needs_grad, chunks, exact):
+    ``total``: a float32 sum that gets the gradient of the weight added, instead of a new tensor with it. Without
+    :meth:`finish`.
+    """
+
+    def __init__(self, x, weight, bias, needs_grad, chunks, exact, total=None):
         need_input, need_weight, need_bias = needs_grad
         wide = accumulate_dtype(x.dtype)
         self.head_weight = weight
         self.input = x.new_empty(x.shape if need_input else 0)
-        self.weight = x.new_empty(weight.shape if need_weight else 0)
+        self.weight = weight.new_empty(weight.shape if need_weight and total is None else 0)
         self.bias = x.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
+        self._bias_dtype = weight.dtype if bias is None else bias.dtype
         self.needs_grad = need_input, need_weight, self.bias.numel() > 0
-        self.separate_sum = need_weight and chunks > 1 and exact and wide != x.dtype
+        self.separate_sum = total is None and need_weight and chunks > 1 and exact and wide != weight.dtype
         self.sum = torch.empty_like(self.weight, dtype=wide) if self.separate_sum else self.weight
         self.chunks_added = 0
+        if total is not None:
+            # A sum of earlier chunks.
+            self.sum, self.chunks_added = total, 1
 
     def new_logits(self, rows):
         """Memory for rows of logits: the weight gradient's, if its sum is a separate buffer and it is large enough."""
@@ -148,7 +163,7 @@ class LMHeadGradients:
             self.sum.zero_()
         if self.separate_sum:
             self.weight.copy_(self.sum)
-        return self.input, self.weight, self.bias.to(self.weight.dtype)
+        return self.input, self.weight, self.bias.to(self._bias_dtype)
 
 
 class Sm90LMHeadGradients(LMHeadGradients):
@@ -222,13 +237,16 @@ class Sm90LMHeadGradients(LMHeadGradients):
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
 
 
-def check_head(op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget):
+def check_head(
+    op, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype=None
+):
     """Raises RuntimeError for mismatched shapes, dtypes or devices, and for options out of range."""
     check(op, "temperature", temperature, POSITIVE)
     # The check of fused_linear_ce has the same conditions.
     torch.ops.liger.check_fused_linear_ce(
-        input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget, op
-    )
+        input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget, op,
+        logits_dtype,
+    )  # fmt: skip
 
 
 def row_chunks(rows, step, first=None):
@@ -240,6 +258,40 @@ def row_chunks(rows, step, first=None):
         begin, length = end, step
 
 
+class ComputedRows:
+    """The rows of a batch that are computed: all, or with ``skip`` those that are not ignored. For their number the
+    host waits for the device, except under CUDA graph capture, where all rows are computed."""
+
+    def __init__(self, target, ignore_index, skip):
+        self.count, self._index = target.shape[0], None
+        if skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+            index = (target != ignore_index).nonzero().squeeze(1)
+            if index.numel() < self.count:
+                self.count, self._index = index.numel(), index
+
+    def chunks(self, rows, memory):
+        """Of each chunk of so many of these rows: what selects them in a tensor of all rows, a slice or an index; and
+        their rows of the memory for logits."""
+        for chunk in row_chunks(self.count, rows):
+            at = chunk if self._index is None else self._index[chunk]
+            yield at, memory[: chunk.stop - chunk.start]
+
+    def zero_others(self, gradients):
+        """Writes the gradients of the input in rows that are not computed."""
+        if self._index is not None:
+            gradients.input.zero_()
+
+    def add(self, gradients, at, x, dlogits, ignored):
+        """Adds the gradients of a chunk: rows ``at``, of which the input has x."""
+        if self._index is None:
+            gradients.add(x, dlogits, gradients.input[at], ignored)
+            return
+        # x is a copy, whose memory its gradient may use.
+        gradients.add(x, dlogits, x, ignored)
+        if gradients.needs_grad[0]:
+            gradients.input.index_copy_(0, at, x)
+
+
 def lm_head_gradients(x, weight, bias, needs_grad, exact, memory_budget):
     """(:class:`LMHeadGradients`, rows of a chunk) for a memory budget."""
     gradients = Sm90LMHeadGradients.plan(x, weight, bias, needs_grad, memory_budget)
@@ -249,9 +301,11 @@ def lm_head_gradients(x, weight, bias, needs_grad, exact, memory_budget):
     return LMHeadGradients(x, weight, bias, needs_grad, chunks, exact), chunk_rows
 
 
-def planned_rows(input, weight, need_grad_weight, exact, memory_budget):
-    """(rows of a chunk, number of chunks) from the planner of all lm_head ops."""
+def planned_rows(input, weight, need_grad_weight, exact, memory_budget, element_size=None):
+    """(rows of a chunk, number of chunks) from the planner of all lm_head ops. ``element_size``: bytes of the chunk per
+    logit, by default those of an element of the input."""
     chunk_rows, chunks, _, _ = torch.ops.liger.plan_chunks(
-        input.shape[0], input.shape[1], weight.shape[0], input.element_size(), need_grad_weight, exact, memory_budget
+        input.shape[0], input.shape[1], weight.shape[0], element_size or input.element_size(), need_grad_weight, exact,
+        memory_budget,
     )  # fmt: skip
     return chunk_rows, chunks

@@ -13,7 +13,7 @@ from . import bench, demo, info, models, plan
 
 COMMANDS = {
     "info": (info, "versions, devices, what was built, and which backend serves each op"),
-    "plan": (plan, "how fused_linear_ce cuts a batch into chunks, and the memory that takes"),
+    "plan": (plan, "memory of the lm_head and its chunks, or of the activations of a model"),
     "models": (models, "what liger.patch replaces in every model of transformers, and whether it is equal"),
     "demo": (demo, "train a Llama with and without liger on this machine and compare"),
 }

@@ -10,6 +10,7 @@ import torch
 import liger
 
 from .._core import load
+from .._core.build_info import build_info
 from .._core.environment import triton_interpreted
 
 # Variable -> its default. docs/environment.md describes them.
@@ -43,7 +44,7 @@ def collect():
             "transformers": _version("transformers"),
         },
         "devices": devices,
-        "build": _build(),
+        "build": dict(build_info()),
         "cuda library": {"loaded": load.CUDA_LOADED, "reason": load.CUDA_REASON},
         # After the devices: querying them initialises CUDA, which determines the backends.
         "ops": liger.backend_report() if devices else _on_the_cpu(liger.backend_report()),
@@ -68,18 +69,15 @@ def run(arguments):
     _section("devices", devices or [("cpu", f"{torch.get_num_threads()} threads; no CUDA device")])
 
     build = info["build"]
-    if build is None:
-        kernels = "unknown: the module liger._C does not import, which no op depends on"
-    elif build["cuda"]:
+    if build["cuda"]:
         kernels = f"CUDA {build['cuda']} kernels for {build['cuda_archs']}"
     else:
         kernels = "CPU and Triton build, without CUDA kernels"
-    rows = [("kernels", kernels), ("cuda library", info["cuda library"]["reason"])]
-    if build is not None:
-        rows += [
-            ("built with", f"torch {build['torch']}, g++ {build['compiler']}; runs on torch 2.10 and later")
-        ]
-    _section("build", rows)
+    built_with = f"torch {build['torch']}, g++ {build['compiler']}; runs on torch 2.10 and later"
+    _section(
+        "build",
+        [("kernels", kernels), ("cuda library", info["cuda library"]["reason"]), ("built with", built_with)],
+    )
 
     _section("ops", [(op, f"{row['backend']:7s} {row['reason']}") for op, row in info["ops"].items()])
     _section(
@@ -119,15 +117,6 @@ def _version(distribution):
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _build():
-    """liger._C.build_info(), or None if that module is missing, which no op needs."""
-    try:
-        from .. import _C
-    except ImportError:
-        return None
-    return _C.build_info()
 
 
 def _section(title, rows):

@@ -8,10 +8,11 @@ result for all types. The exit code is 1 if a patched model gives other numbers.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from pathlib import Path
+
+from ._quiet import quiet_patching
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.types:
         classes = [pair for pair in classes if pair[0] in arguments.types]
-    logging.getLogger("liger.transformers").setLevel(logging.ERROR)
-    reports = runner.scan(classes, max(arguments.jobs, 1), arguments.limit_s, progress=_progress)
+    with quiet_patching():
+        reports = runner.scan(classes, max(arguments.jobs, 1), arguments.limit_s, progress=_progress)
     page = table.render(reports)
     if arguments.write is None:
         print(page)

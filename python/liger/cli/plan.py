@@ -19,6 +19,10 @@ input gradient, unless they fit into gradients that are not written yet.
 
 fused_linear_logprobs takes three GEMMs where this engine keeps the exponentials of all rows from the forward to the
 backward, because they fit the budget, and four elsewhere.
+
+With --model: what the decoder layers of a patched model save for the backward, in bytes per token, by part and tensor:
+with liger.patch(model), and with liger.patch(model, recompute=True). Assumed are trained weights, no autocast, no
+checkpointing, use_cache=False, and an attention kernel that saves q, k, v, its output and the logarithms of its sums.
 """
 
 import argparse
@@ -34,6 +38,7 @@ import liger
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
 from .._core.sm90_plan import plan_chunks_sm90
+from . import _plan_model
 from ._format import human_bytes, table
 
 DTYPES = {
@@ -48,11 +53,15 @@ SM90 = (9, 0)
 
 
 def add_arguments(parser):
+    parser.add_argument("--tokens", type=_size(2**40), help="rows of the batch: batch size x sequence length")
+    parser.add_argument("--hidden", type=_size(2**31), help="hidden size of the model")
+    parser.add_argument("--vocab", type=_size(2**31), help="size of the vocabulary")
     parser.add_argument(
-        "--tokens", type=_size(2**40), required=True, help="rows of the batch: batch size x sequence length"
+        "--model",
+        metavar="NAME_OR_CONFIG",
+        help="instead of the lm_head: what the decoder layers of a patched model save for the backward, in bytes per"
+        " token; a model of the Hub, a folder or a config.json. --tokens is optional",
     )
-    parser.add_argument("--hidden", type=_size(2**31), required=True, help="hidden size of the model")
-    parser.add_argument("--vocab", type=_size(2**31), required=True, help="size of the vocabulary")
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16", help="of logits and weight (default: bf16)"
     )
@@ -223,6 +232,12 @@ def _describe_logprobs(memory):
 
 
 def run(arguments):
+    if arguments.model is not None:
+        return _plan_model.run(arguments.model, DTYPES[arguments.dtype], arguments.tokens, arguments.json)
+    missing = [f"--{name}" for name in ("tokens", "hidden", "vocab") if getattr(arguments, name) is None]
+    if missing:
+        print(f"liger plan: without --model, {', '.join(missing)} must be given", file=sys.stderr)
+        return 2
     if arguments.budget is not None:
         # The planner parses the budget and reports errors.
         os.environ["LIGER_MEMORY_BUDGET"] = arguments.budget

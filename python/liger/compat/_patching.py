@@ -22,7 +22,13 @@ logger = logging.getLogger("liger.compat")
 
 _LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
 # Options of liger.patch that liger_kernel does not have; the functions take them by keyword.
-_OWN: dict[str, Any] = {"mlp": None, "inplace": True, "tiled_mlp": False, "tiled_mlp_num_shards": None}
+_OWN: dict[str, Any] = {
+    "mlp": None,
+    "inplace": True,
+    "tiled_mlp": False,
+    "tiled_mlp_num_shards": None,
+    "accumulate_grad_weight": False,
+}
 
 
 def _default(function: str, parameter: str) -> Any:
@@ -113,9 +119,9 @@ def _make_function(name: str) -> Callable[..., None]:
     apply_liger_kernel.__doc__ = f"""Patches one model, or with ``model=None`` every {name} model that is constructed
     afterwards, until a call with all options False.
 
-    The options are those of liger_kernel, in its order, and ``mlp``, ``inplace``, ``tiled_mlp`` and
-    ``tiled_mlp_num_shards`` of :func:`liger.patch`. With both losses the fused one is used. A module whose results
-    would change is not patched; if nothing can be patched, a log message says so.
+    The options are those of liger_kernel, in its order, and ``mlp``, ``inplace``, ``tiled_mlp``,
+    ``tiled_mlp_num_shards`` and ``accumulate_grad_weight`` of :func:`liger.patch`. With both losses the fused one is
+    used. A module whose results would change is not patched; if nothing can be patched, a log message says so.
 
     Raises:
         TypeError: an unknown option.

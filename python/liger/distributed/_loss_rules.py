@@ -216,6 +216,12 @@ def _logprobs_backward(call):
     )
 
 
+def _add_grad_weight_(call):
+    """Sums over tokens, added to an argument that cannot become partial: every rank computes all tokens."""
+    call.redistribute(call.replicated, *call.distributed)
+    call.run()
+
+
 LOSS_RULES = {
     "cross_entropy_forward": _forward,
     "cross_entropy_forward_": _forward,
@@ -230,4 +236,6 @@ LOSS_RULES = {
     "fused_linear_divergence_forward": _fused_linear_divergence,
     "fused_linear_logprobs_forward": _logprobs,
     "fused_linear_logprobs_backward": _logprobs_backward,
+    "fused_linear_ce_add_grad_weight_": _add_grad_weight_,
+    "fused_linear_logprobs_add_grad_weight_": _add_grad_weight_,
 }

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .._core.lm_head import LMHead, LMHeadGradients, Sm90LMHeadGradients, planned_rows
+from .._core.lm_head_float32 import Float32LMHeadGradients, bytes_per_logit
 from .._core.sm90_plan import LinearCePlan
 from ..backend import FAMILIES
 
@@ -74,21 +75,28 @@ class PortableChunks:
     def plan(cls, args):
         """The chunk loop, or None if the logits of a single group exceed the budget."""
         weight, groups = args.head.weight, args.layout.groups
-        gradients = Sm90LMHeadGradients.plan(
-            args.input,
-            weight,
-            args.head.bias,
-            args.needs_grad,
-            args.memory_budget,
-            group_rows=args.group_rows,
-        )
+        gradients = None
+        if not args.head.float32_logits:
+            gradients = Sm90LMHeadGradients.plan(
+                args.input,
+                weight,
+                args.head.bias,
+                args.needs_grad,
+                args.memory_budget,
+                group_rows=args.group_rows,
+            )
         if gradients is not None:
             return cls(args, gradients.layout.chunk_rows // args.group_rows, gradients)
-        if args.group_rows == 1:
+        if args.group_rows == 1 and not args.head.float32_logits:
             step = planned_rows(args.input, weight, args.needs_grad[1], args.exact, args.memory_budget)[0]
         else:
-            row_bytes = weight.shape[0] * args.input.element_size()
+            element_size = args.input.element_size()
+            if args.head.float32_logits:
+                element_size = bytes_per_logit(args.input, weight, True)
+            row_bytes = weight.shape[0] * element_size
             step = args.budget // max(row_bytes * args.group_rows, 1)
+        if args.group_rows == 1:
+            step = max(step, 1)
         if step == 0:
             return None
         chunks = -(-groups // step)
@@ -98,7 +106,8 @@ class PortableChunks:
         self._args, head = args, args.head
         groups = args.layout.groups if args.input.shape[0] else 0
         self.slices = [slice(i, min(i + step, groups)) for i in range(0, groups, max(step, 1))]
-        self._gradients = gradients or LMHeadGradients(
+        make_gradients = Float32LMHeadGradients if head.float32_logits else LMHeadGradients
+        self._gradients = gradients or make_gradients(
             args.input, head.weight, head.bias, args.needs_grad, len(self.slices), args.exact
         )
         self._memory = self._gradients.new_logits(step * args.group_rows)
@@ -170,6 +179,8 @@ class Sm90Chunks:
         if not args.input.is_cuda or FAMILIES["fused_linear_ce"].choice != "cuda":
             return None
         if head.bias is not None or head.softcap is not None or args.use_entropy:
+            return None
+        if head.weight.dtype != args.input.dtype:
             return None
         numbers, separate_rows, workspace_bytes = torch.ops.liger_sm90.plan.default(
             args.input,

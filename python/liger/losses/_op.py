@@ -36,14 +36,16 @@ _OP = "fused_linear_loss"
 _functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
 # given: tensors (parts, groups, ...), sliced with the chunk; shared: tensors passed whole; names: of both, in order.
-# use_entropy: the function reads the entropies; with_metrics: entropies and argmax are returned.
+# use_entropy: the function reads the entropies; with_metrics: entropies and argmax are returned. need_row_grads: the
+# gradients of the loss with respect to log-probabilities and entropies are returned.
 _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
     " Tensor[] shared, str function, str[] names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
     " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool with_metrics,"
-    " bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
-    " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor argmax, Tensor grad_input, Tensor grad_weight,"
-    " Tensor grad_bias)"
+    " bool need_grad_input, bool need_grad_weight, bool need_grad_bias, ScalarType? logits_dtype=None,"
+    " bool need_row_grads=False)"
+    " -> (Tensor loss, Tensor logprobs, Tensor entropy, Tensor argmax, Tensor grad_logprobs, Tensor grad_entropy,"
+    " Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 )
 
 
@@ -95,11 +97,18 @@ class _BoundFunction:
         return value.detach(), grads[0], grads[1] if self.use_entropy else None
 
 
+def _no_gradients(input, weight, bias):
+    return input.new_empty(0), weight.new_empty(0), (weight if bias is None else bias).new_empty(0)
+
+
 def _forward(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
+    logits_dtype=None, need_row_grads=False,
 ):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
+    check_head(
+        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
+    )
     owner = _functions[function]
     check_classes(type(owner).__name__, owner.names.target, target, weight.shape[0], ignore_index)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
@@ -107,7 +116,8 @@ def _forward(
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
     layout = Layout(parts, groups, rows // max(parts * groups, 1))
     function = _BoundFunction(function, names, given, shared, layout, use_entropy)
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
+    options = temperature, ignore_index, softcap
     chunks = None
     if any(needs_grad):
         chunks = make_chunks(
@@ -117,24 +127,38 @@ def _forward(
         )
     if chunks is None:
         logprobs, entropy, argmax, *_ = fused_linear_logprobs_forward(
-            input, weight, target, bias, *head[2:], memory_budget, with_entropy, with_metrics
-        )
-        if not any(needs_grad):
-            loss = function.value(logprobs, entropy)
-            return loss, logprobs, entropy, argmax, *(input.new_empty(0) for _ in needs_grad)
-        loss, *row_grads = function.differentiate(logprobs, entropy)
-        grads = fused_linear_logprobs_backward(
-            *(g if g is None else g.reshape(-1) for g in row_grads),
             input,
             weight,
             target,
             bias,
-            *head[2:],
+            *options,
+            memory_budget,
+            with_entropy,
+            with_metrics,
+            logits_dtype=logits_dtype,
+        )
+        if not (any(needs_grad) or need_row_grads):
+            loss = function.value(logprobs, entropy)
+            of_rows = logprobs.new_empty(0), logprobs.new_empty(0)
+            return loss, logprobs, entropy, argmax, *of_rows, *_no_gradients(input, weight, bias)
+        loss, *row_grads = function.differentiate(logprobs, entropy)
+        row_grads = [g if g is None else g.reshape(-1) for g in row_grads]
+        returned = [logprobs.new_empty(0) if g is None or not need_row_grads else g for g in row_grads]
+        if not any(needs_grad):
+            return loss, logprobs, entropy, argmax, *returned, *_no_gradients(input, weight, bias)
+        grads = fused_linear_logprobs_backward(
+            *row_grads,
+            input,
+            weight,
+            target,
+            bias,
+            *options,
             accum_dtype,
             memory_budget,
             *needs_grad,
+            logits_dtype=logits_dtype,
         )
-        return loss, logprobs, entropy, argmax, *grads
+        return loss, logprobs, entropy, argmax, *returned, *grads
 
     wide = accumulate_dtype(input.dtype)
     # The results of ignored rows, which chunks may skip.
@@ -142,12 +166,17 @@ def _forward(
     entropy = input.new_zeros(rows if with_entropy else 0, dtype=wide)
     argmax = target.new_full((rows if with_metrics else 0,), -1, dtype=torch.int64)
     loss = input.new_zeros((), dtype=wide)
+    of_logprobs = input.new_empty(rows if need_row_grads else 0, dtype=wide)
+    of_entropy = input.new_empty(rows if need_row_grads and use_entropy else 0, dtype=wide)
     for groups in chunks.slices:
         chunks.read(groups, logprobs, entropy, argmax)
         value, grad_logprobs, grad_entropy = function.differentiate(logprobs, entropy, groups)
         chunks.add(grad_logprobs, grad_entropy)
+        for rows_of_batch, grad in ((of_logprobs, grad_logprobs), (of_entropy, grad_entropy)):
+            if rows_of_batch.numel():
+                layout.view(rows_of_batch, groups).copy_(grad)
         loss += value
-    return loss, logprobs, entropy, argmax, *chunks.finish()
+    return loss, logprobs, entropy, argmax, of_logprobs, of_entropy, *chunks.finish()
 
 
 _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd")
@@ -157,6 +186,7 @@ _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd"
 def _(
     input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
+    logits_dtype=None, need_row_grads=False,
 ):  # fmt: skip
     wide = accumulate_dtype(input.dtype)
     return (
@@ -164,9 +194,13 @@ def _(
         input.new_empty((input.shape[0],), dtype=wide),
         input.new_empty((input.shape[0] if use_entropy or with_metrics else 0,), dtype=wide),
         input.new_empty((input.shape[0] if with_metrics else 0,), dtype=torch.int64),
+        input.new_empty((input.shape[0] if need_row_grads else 0,), dtype=wide),
+        input.new_empty((input.shape[0] if need_row_grads and use_entropy else 0,), dtype=wide),
         input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+        weight.new_empty(weight.shape if need_grad_weight else (0,)),
+        (weight if bias is None else bias).new_empty(
+            (weight.shape[0],) if need_grad_bias and bias is not None else (0,)
+        ),
     )
 
 
@@ -176,7 +210,7 @@ _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
 
 
 def _setup(ctx, inputs, output):
-    computed = inputs[-3:]
+    computed = inputs[-5:-2]
     needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
     if any(need and not has for need, has in zip(needs_grad, computed, strict=True)):
         raise RuntimeError(
@@ -194,7 +228,7 @@ def _setup(ctx, inputs, output):
 @differentiable_once(_OP)
 def _backward(ctx, grad_loss, *grad_others):
     refuse_gradient_outputs(_OP, grad_others)
-    result = [None] * 20
+    result = [None] * 22
     if grad_loss is not None:
         grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
         for argument, grad in zip(_DIFFERENTIABLE, grads, strict=True):

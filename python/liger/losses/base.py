@@ -9,10 +9,20 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .._core.arguments import FUNCTION, HEAD, LayerNames, arguments, check_layer, wrong_shape
+from .._core.arguments import (
+    FLAG,
+    FUNCTION,
+    HEAD,
+    LayerNames,
+    arguments,
+    check_layer,
+    check_logits_dtype,
+    wrong_shape,
+)
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.memory_budget import check_budget_variable
+from ..ops.add_grad_weight import logprobs_adding_grad_weight
 from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import Batch, gather_tokens, sequence_scores
 from ._op import fused_linear_loss_forward, register_function
@@ -71,6 +81,10 @@ class FusedLinearLoss(nn.Module):
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512 MiB.
         observe: None, or a function that is called with the :class:`TokenStatistics` of every batch, for metrics.
+        accumulate_grad_weight: the backward adds the gradient of the weight to its float32 ``main_grad``, or to its
+            ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_logprobs`.
+        logits_dtype: ``torch.float32`` for logits as exact as those of IEEE float32 arithmetic, as in
+            :func:`liger.fused_linear_logprobs`; weight and bias may be float32 then. None: a backend may round them.
 
     Raises:
         TypeError: an option has a wrong type.
@@ -83,19 +97,22 @@ class FusedLinearLoss(nn.Module):
     uses_entropy: bool = False
     names: ClassVar[LayerNames] = LayerNames("hidden")
 
-    @arguments(error=ValueError, observe=FUNCTION, **HEAD)
+    @arguments(error=ValueError, observe=FUNCTION, accumulate_grad_weight=FLAG, **HEAD)
     def __init__(
         self, *, ignore_index: int = -100, temperature: float = 1.0, softcap: float | None = None,
         accum_dtype: torch.dtype | None = None, memory_budget: int | None = None,
-        observe: Callable[[TokenStatistics], object] | None = None,
+        observe: Callable[[TokenStatistics], object] | None = None, logits_dtype: torch.dtype | None = None,
+        accumulate_grad_weight: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_logits_dtype(type(self).__name__, None, None, logits_dtype, ValueError)
         if self.unit not in UNITS:
             raise ValueError(
                 f"{type(self).__name__}: unit is '{self.unit}', expected one of {', '.join(UNITS)}"
             )
         self.ignore_index, self.temperature, self.softcap = ignore_index, float(temperature), softcap
         self.accum_dtype, self.memory_budget, self.observe = accum_dtype, memory_budget, observe
+        self.logits_dtype, self.accumulate_grad_weight = logits_dtype, accumulate_grad_weight
         self._register()
 
     def _register(self) -> None:
@@ -197,7 +214,7 @@ class FusedLinearLoss(nn.Module):
         with torch.no_grad():
             logprobs, _, _ = logprobs_of_layer(
                 batch.op, _REFERENCE, ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature,
-                self.ignore_index, self.softcap, self.memory_budget,
+                self.ignore_index, self.softcap, self.memory_budget, logits_dtype=self.logits_dtype,
             )  # fmt: skip
         return logprobs.view(batch.token_shape)
 
@@ -273,14 +290,36 @@ class FusedLinearLoss(nn.Module):
         else:
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
             sliced = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in sliced.items()}
-        hidden, weight, bias = autocast_operands(batch.hidden, weight, bias)
-        check_layer(batch.op, self.names, hidden, weight, bias, batch.target)
+        hidden, float32_logits = batch.hidden, self.logits_dtype is not None
+        parameter = weight if self.accumulate_grad_weight and wants_grad(weight)[0] else None
+        if parameter is not None:
+            weight = weight.detach()
+        check_logits_dtype(batch.op, self.names.input, hidden, self.logits_dtype)
+        if not float32_logits:
+            hidden, weight, bias = autocast_operands(hidden, weight, bias)
+        check_layer(batch.op, self.names, hidden, weight, bias, batch.target, float32_weight=float32_logits)
         with_metrics = self.observe is not None
-        loss, logprobs, entropy, argmax, *_ = fused_linear_loss_forward(
+        loss, logprobs, entropy, argmax, *row_grads, _, _, _ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), self._function,
             [*sliced, *whole], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
             self.memory_budget, self.uses_entropy, with_metrics, *wants_grad(hidden, weight, bias),
+            self.logits_dtype, parameter is not None,
         )  # fmt: skip
+        if parameter is not None:
+            options = self.temperature, self.ignore_index, self.softcap, self.memory_budget, self.logits_dtype
+            of_logprobs, of_entropy = row_grads
+            row_grads = of_logprobs, of_entropy if self.uses_entropy else None
+            (loss,) = logprobs_adding_grad_weight(
+                batch.op,
+                self.names.weight,
+                parameter,
+                (loss,),
+                hidden,
+                batch.target,
+                bias,
+                *options,
+                row_grads,
+            )
         if batch.packing_factor is not None:
             loss = loss * batch.packing_factor
         if self.observe is not None:

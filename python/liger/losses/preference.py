@@ -189,7 +189,11 @@ class PreferenceLoss(FusedLinearLoss):
         chosen = batch.spread(torch.arange(batch.shape[0], device=batch.target.device) < batch.shape[0] // 2)
         other = torch.where(chosen & (nll_batch.target != batch.target), nll_batch.target, self.ignore_index)
         options = self.temperature, self.ignore_index, self.softcap, self.memory_budget
-        return fused_linear_logprobs(batch.hidden, weight, other, bias, *options).sum()
+        logprobs = fused_linear_logprobs(
+            batch.hidden, weight, other, bias, *options, logits_dtype=self.logits_dtype,
+            accumulate_grad_weight=self.accumulate_grad_weight,
+        )  # fmt: skip
+        return logprobs.sum()
 
 
 # --- DPO ----------------------------------------------------------------------------------------------------------

@@ -155,6 +155,8 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
             :class:`CrossEntropyLoss`. ``weight`` are class weights, not the weight of the lm_head.
         accum_dtype: the dtype in which the gradient of the lm_head weight is summed over chunks; None: float32.
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
+        accumulate_grad_weight: the backward adds the gradient of the lm_head weight to its float32 ``main_grad``, or to
+            its ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_ce`.
 
     Shape:
         input: (..., H); weight: (V, H); target: (...); bias: (V,); token_weight: (...); denominator: one element.
@@ -184,17 +186,21 @@ class FusedLinearCrossEntropyLoss(_CrossEntropyOptions):
         metrics: Sequence[Metric] = (),
         accum_dtype: torch.dtype | None = None,
         memory_budget: int | None = None,
+        accumulate_grad_weight: bool = False,
     ) -> None:
         super().__init__(weight, ignore_index, reduction, label_smoothing, lse_square_scale, softcap, metrics)
         check(type(self).__name__, "accum_dtype", accum_dtype, DTYPE, optional=True)
         check(type(self).__name__, "memory_budget", memory_budget, BYTES, optional=True, error=ValueError)
+        check(type(self).__name__, "accumulate_grad_weight", accumulate_grad_weight, FLAG)
         self.accum_dtype, self.memory_budget = accum_dtype, memory_budget
+        self.accumulate_grad_weight = accumulate_grad_weight
 
     def _options(self) -> dict[str, Any]:
         return {
             **super()._options(),
             "accum_dtype": self.accum_dtype,
             "memory_budget": self.memory_budget,
+            "accumulate_grad_weight": self.accumulate_grad_weight,
         }
 
     def forward(

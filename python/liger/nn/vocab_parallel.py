@@ -32,7 +32,7 @@ class VocabParallelFusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
 
     Raises:
         TypeError: an option of another type.
-        ValueError: an unknown reduction, or a metric that needs all classes in one process.
+        ValueError: an unknown reduction, a metric that needs all classes in one process, or accumulate_grad_weight.
         RuntimeError: in the forward, as :func:`liger.vocab_parallel_fused_linear_ce`.
 
     Source: as :func:`liger.vocab_parallel_fused_linear_ce`.
@@ -54,7 +54,16 @@ class VocabParallelFusedLinearCrossEntropyLoss(FusedLinearCrossEntropyLoss):
             raise ValueError(
                 f"metric '{missing[0]}' needs all classes in one process, expected some of z_loss, logprobs"
             )
+        if self.accumulate_grad_weight:
+            raise ValueError(
+                f"{type(self).__name__}: accumulate_grad_weight is True, expected False with a sharded vocabulary"
+            )
         self.group, self.vocab_start, self.vocab_size = group, vocab_start, vocab_size
+
+    def _options(self) -> dict[str, Any]:
+        options = super()._options()
+        del options["accumulate_grad_weight"]
+        return options
 
     def forward(
         self,

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .._core.arguments import CE_OPTIONS, arguments
+from .._core.arguments import CE_OPTIONS, FLAG, arguments
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
@@ -27,6 +27,7 @@ from .._core.memory_budget import check_budget_variable
 from .._core.row_blocks import row_blocks
 from .._core.types import Reduction, Scalar
 from ..backend import register_family
+from .add_grad_weight import ce_adding_grad_weight
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 
@@ -167,7 +168,12 @@ fused_linear_ce_forward = differentiable_ce(
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-def _run(input, weight, target, bias, options, accum_dtype, memory_budget, metrics):
+def _run(
+    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False
+):
+    parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
+    if parameter is not None:
+        weight = weight.detach()
     input, weight, bias = autocast_operands(input, weight, bias)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
@@ -175,6 +181,10 @@ def _run(input, weight, target, bias, options, accum_dtype, memory_budget, metri
         rows, weight, flat_target, bias, options.ce_weight, flat_weight, *options[2:], accum_dtype, memory_budget,
         *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
     )  # fmt: skip
+    if parameter is not None:
+        options = options._replace(token_weight=flat_weight)
+        loss = ce_adding_grad_weight(results[0], parameter, rows, flat_target, bias, options, memory_budget)
+        results = loss, *results[1:]
     return output_like(target, options.reduction, metrics, results)
 
 
@@ -213,6 +223,7 @@ def fused_linear_ce(
     return_predicted_tokens: Literal[False] = ...,
     return_logprobs: Literal[False] = ...,
     return_entropy: Literal[False] = ...,
+    accumulate_grad_weight: bool = ...,
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_ce(
@@ -236,8 +247,9 @@ def fused_linear_ce(
     return_predicted_tokens: bool = ...,
     return_logprobs: bool = ...,
     return_entropy: bool = ...,
+    accumulate_grad_weight: bool = ...,
 ) -> CrossEntropyOutput | Any: ...
-@arguments(**CE_OPTIONS)
+@arguments(**CE_OPTIONS, accumulate_grad_weight=FLAG)
 def fused_linear_ce(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -259,6 +271,7 @@ def fused_linear_ce(
     return_predicted_tokens: bool = False,
     return_logprobs: bool = False,
     return_entropy: bool = False,
+    accumulate_grad_weight: bool = False,
 ) -> torch.Tensor | CrossEntropyOutput:
     """``cross_entropy(input @ weight.T + bias, target)`` without materialising all logits.
 
@@ -277,6 +290,9 @@ def fused_linear_ce(
         memory_budget: bytes for the logits of a chunk; None: ``LIGER_MEMORY_BUDGET``, or 512 MiB if that is unset.
         return_z_loss, return_token_accuracy, return_predicted_tokens, return_logprobs, return_entropy: also return
             this metric, computed in the same pass.
+        accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
+            attribute, to ``weight.grad``, in float32 and without a temporary of its size. It computes the logits a
+            second time. docs/main_grad.md has the conditions.
 
     Under autocast input, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
 
@@ -300,4 +316,6 @@ def fused_linear_ce(
         ce_weight, token_weight, denominator_tensor(denominator, input), ignore_index, label_smoothing,
         lse_square_scale, softcap, reduction,
     )  # fmt: skip
-    return _run(input, weight, target, bias, options, accum_dtype, memory_budget, metrics)
+    return _run(
+        input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight
+    )

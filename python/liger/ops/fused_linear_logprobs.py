@@ -10,7 +10,16 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from .._core.arguments import FLAG, HEAD, RETURNS, LayerNames, arguments, check_given_classes, check_layer
+from .._core.arguments import (
+    FLAG,
+    HEAD,
+    RETURNS,
+    LayerNames,
+    arguments,
+    check_given_classes,
+    check_layer,
+    check_logits_dtype,
+)
 from .._core.autocast import autocast_operands
 from .._core.autograd import differentiable, differentiable_once, wants_grad
 from .._core.dtensor import align_tokens, unflatten_tokens
@@ -20,6 +29,7 @@ from .._core.kept_logits import NOTHING, check_keep, choose, new_kept
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from . import fused_linear_logprobs_kernel  # noqa: F401  registers the kernels
+from .add_grad_weight import logprobs_adding_grad_weight
 
 _OP = "fused_linear_logprobs"
 _NAMES = LayerNames("hidden", "weight", "targets")
@@ -45,7 +55,7 @@ class LogProbs(NamedTuple):
 @register_fake("liger::fused_linear_logprobs_forward")
 def _(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-    keep=NOTHING, need_grad_weight=False,
+    keep=NOTHING, need_grad_weight=False, logits_dtype=None,
 ):  # fmt: skip
     check_keep(_OP, keep)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
@@ -53,7 +63,7 @@ def _(
         input.new_empty((rows,), dtype=wide),
         input.new_empty((rows,) if return_entropy else (0,), dtype=wide),
         input.new_empty((rows,) if return_argmax else (0,), dtype=torch.int64),
-        *new_kept(keep, input, weight, wide, return_entropy),
+        *new_kept(keep, input, weight, wide, return_entropy, logits_dtype),
     )
 
 
@@ -61,11 +71,14 @@ def _(
 def _(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
     memory_budget, need_grad_input, need_grad_weight, need_grad_bias, keep=NOTHING, kept=None, kept_rows=None,
+    logits_dtype=None,
 ):  # fmt: skip
     return (
         input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+        weight.new_empty(weight.shape if need_grad_weight else (0,)),
+        (weight if bias is None else bias).new_empty(
+            (weight.shape[0],) if need_grad_bias and bias is not None else (0,)
+        ),
     )
 
 
@@ -73,7 +86,7 @@ def _(
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *options, ctx.with_entropy, _, ctx.keep, _ = inputs
+    input, weight, target, bias, *options, ctx.with_entropy, _, ctx.keep, _, ctx.logits_dtype = inputs
     kept = (None, None) if ctx.keep == NOTHING else output[3:]
     ctx.save_for_backward(input, weight, target, bias, *kept)
     *ctx.options, ctx.memory_budget = options
@@ -83,7 +96,7 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(_OP)
 def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    result = [None] * 12
+    result = [None] * 13
     if grad_logprobs is None and grad_entropy is None:
         return tuple(result)
     if grad_logprobs is None:
@@ -93,7 +106,7 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
     *tensors, kept, kept_rows = ctx.saved_tensors
     grads = torch.ops.liger.fused_linear_logprobs_backward.default(
         grad_logprobs, grad_entropy, *tensors, *ctx.options, None, ctx.memory_budget, *needed, ctx.keep, kept,
-        kept_rows,
+        kept_rows, ctx.logits_dtype,
     )  # fmt: skip
     for position, grad, need in zip(positions, grads, needed, strict=True):
         result[position] = grad if need else None
@@ -108,22 +121,33 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 
 def logprobs_of_layer(
     op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
-    return_argmax=False, recompute=None,
+    return_argmax=False, recompute=None, logits_dtype=None, accumulate_grad_weight=False,
 ):  # fmt: skip
     """(log-probabilities, entropies, most probable classes) as in :func:`fused_linear_logprobs`, with the argument
     names of another function in messages."""
     check_budget_variable(memory_budget)
-    hidden, weight, bias = autocast_operands(hidden, weight, bias)
+    check_logits_dtype(op, names.input, hidden, logits_dtype)
+    parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
+    if parameter is not None:
+        weight = weight.detach()
+    if logits_dtype is None:
+        hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(op, hidden, targets, None)
     rows, flat, _ = flatten_rows(op, names.input, hidden, targets, None, names.target)
-    check_layer(op, names, rows, weight, bias, flat)
+    check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
     needs_grad = wants_grad(rows, weight, bias)
     keep = choose(rows, weight, bias, softcap, memory_budget, recompute) if any(needs_grad) else NOTHING
     results = _forward_op(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax, keep, needs_grad[1],
+        return_argmax, keep, needs_grad[1], logits_dtype,
     )  # fmt: skip
+    if parameter is not None:
+        logprobs, *others = logprobs_adding_grad_weight(
+            op, names.weight, parameter, results[: 1 + return_entropy], rows, flat, bias, float(temperature),
+            ignore_index, softcap, memory_budget, logits_dtype,
+        )  # fmt: skip
+        results = logprobs, *(others or results[1:2]), results[2]
     requested = (True, return_entropy, return_argmax)
     return tuple(
         unflatten_tokens(t, targets) if flag else None for t, flag in zip(results[:3], requested, strict=True)
@@ -144,6 +168,9 @@ def fused_linear_logprobs(
     return_entropy: Literal[False] = ...,
     return_argmax: Literal[False] = ...,
     recompute: bool | None = ...,
+    *,
+    logits_dtype: torch.dtype | None = ...,
+    accumulate_grad_weight: bool = ...,
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_logprobs(
@@ -158,8 +185,11 @@ def fused_linear_logprobs(
     return_entropy: bool = ...,
     return_argmax: bool = ...,
     recompute: bool | None = ...,
+    *,
+    logits_dtype: torch.dtype | None = ...,
+    accumulate_grad_weight: bool = ...,
 ) -> LogProbs | Any: ...
-@arguments(**HEAD, **RETURNS, recompute=FLAG)
+@arguments(**HEAD, **RETURNS, recompute=FLAG, accumulate_grad_weight=FLAG)
 def fused_linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -172,6 +202,9 @@ def fused_linear_logprobs(
     return_entropy: bool = False,
     return_argmax: bool = False,
     recompute: bool | None = None,
+    *,
+    logits_dtype: torch.dtype | None = None,
+    accumulate_grad_weight: bool = False,
 ) -> torch.Tensor | LogProbs:
     """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
@@ -181,9 +214,9 @@ def fused_linear_logprobs(
 
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        weight: (V, H), the dtype of hidden.
+        weight: (V, H), the dtype of hidden; with ``logits_dtype=torch.float32`` also float32.
         targets: (...), int64 or int32 class indices.
-        bias: (V,), the dtype of hidden.
+        bias: (V,), as weight.
         temperature: positive and finite.
         ignore_index: the target of ignored rows, whose log-probability and entropy are 0, without gradient.
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by the temperature.
@@ -193,13 +226,20 @@ def fused_linear_logprobs(
         return_argmax: also return the most probable class, -1 in ignored rows.
         recompute: None: the forward keeps exponentials, two bytes per row and class, if the wgmma engine takes the call
             (bfloat16, no bias, no softcap, no DTensor) and they fit the budget. True: it keeps nothing. False: it keeps
-            exponentials of any size, and where the engine does not take the call the logits in the dtype of hidden;
-            then ignored rows cost as much as others.
+            exponentials of any size, and where the engine does not take the call the logits, in the dtype of hidden or
+            in logits_dtype; then ignored rows cost as much as others.
+        logits_dtype: ``torch.float32``: logits are as exact as those of IEEE float32 arithmetic on the given values,
+            also in the backward, on every backend and whatever the process allows for float32 products (TF32). None:
+            a backend may round them to the dtype of hidden. docs/logits_dtype.md has errors and costs.
+        accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
+            attribute, to ``weight.grad``, in float32 and without a temporary of its size. It computes the logits for
+            this gradient again, whatever the forward keeps. docs/main_grad.md has the conditions.
 
     Kept exponentials are freed with the graph. The backward does not change them, so it may run again with
     ``retain_graph=True``. A gradient of the entropies takes one more pass over them, in chunks of at most 512 MiB.
 
-    Under autocast hidden, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
+    Under autocast, unless logits_dtype is given, hidden, weight and bias are cast as ``torch.nn.functional.linear``
+    casts them.
 
     Returns:
         The log-probabilities, (...), float32 (float64 for float64 inputs); with ``return_entropy`` or ``return_argmax``
@@ -215,6 +255,6 @@ def fused_linear_logprobs(
     """
     logprobs, entropy, argmax = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax, recompute,
+        return_argmax, recompute, logits_dtype, accumulate_grad_weight,
     )  # fmt: skip
     return LogProbs(logprobs, entropy, argmax) if return_entropy or return_argmax else logprobs

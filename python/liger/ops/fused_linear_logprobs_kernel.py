@@ -1,7 +1,8 @@
 """The kernels of fused_linear_logprobs: Python for every device, over the engines and row kernels of cross entropy.
 
 Without kept logits or exponentials the backward computes the logits again. :mod:`liger._core.kept_logits` describes
-what the forward may keep.
+what the forward may keep. With ``logits_dtype`` float32 a call runs on the wgmma engine, which never rounds a logit, or
+with float32 logits (:mod:`liger._core.lm_head_float32`), never on the generic engines of fused_linear_ce.
 """
 
 import torch
@@ -20,14 +21,15 @@ from .._core.kept_logits import (
     new_kept,
 )
 from .._core.lm_head import (
+    ComputedRows,
     LMHead,
     LMHeadGradients,
     RowStatistics,
     check_head,
     lm_head_gradients,
     planned_rows,
-    row_chunks,
 )
+from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows, float32_logits
 from ..backend import register_portable
 from .fused_linear_ce import fused_linear_ce_forward
 
@@ -36,45 +38,53 @@ _OP = "fused_linear_logprobs"
 
 def fused_linear_logprobs_forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
-    keep=NOTHING, need_grad_weight=False,
+    keep=NOTHING, need_grad_weight=False, logits_dtype=None,
 ):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     check_classes(_OP, "targets", target, weight.shape[0], ignore_index)
     check_keep(_OP, keep)
-    check_engine(_OP, keep, input, bias, softcap)
+    check_engine(_OP, keep, input, weight, bias, softcap)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-    if keep == NOTHING and temperature == 1.0:
+    nothing, float32 = keep == NOTHING, logits_dtype is not None
+    if nothing and temperature == 1.0 and not float32:
         # The engines of fused_linear_ce, which leave out ignored rows.
         results = fused_linear_ce_forward(
             input, weight, target, bias, None, None, None, ignore_index, 0.0, 0.0, softcap, "none", None,
             memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
         )  # fmt: skip
-        return results[4], results[5], results[3], *new_kept(NOTHING, input, weight, wide, return_entropy)
-    if keep == EXPONENTIALS or (keep == NOTHING and engine_takes(input, bias, softcap)):
+        return results[4], results[5], results[3], *new_kept(NOTHING, input, weight, wide, False, None)
+    if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap)):
         results = torch.ops.liger_sm90.logprobs_forward.default(
             input, weight, target, ignore_index, temperature, budget_or_default(memory_budget), return_entropy,
             return_argmax, keep == EXPONENTIALS, need_grad_weight,
         )  # fmt: skip
-        return results if keep != NOTHING else (*results[:3], *new_kept(NOTHING, input, weight, wide, False))
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
-    logprobs = input.new_empty(rows, dtype=wide)
-    entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
-    argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
-    kept, kept_rows = new_kept(keep, input, weight, wide, return_entropy)
+        return (*results[:3], *new_kept(NOTHING, input, weight, wide, False, None)) if nothing else results
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
+    # The results of ignored rows, which may be skipped.
+    logprobs = input.new_zeros(rows, dtype=wide)
+    entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
+    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
+    kept, kept_rows = new_kept(keep, input, weight, wide, return_entropy, logits_dtype)
+    if keep == LOGITS:
+        # Columns that align the rows for a GEMM: no value of a tensor that autograd saves depends on chance.
+        kept[:, weight.shape[0] :] = 0
+    computed = ComputedRows(target, ignore_index, skip=float32 and nothing)
     if keep == LOGITS:
         chunk_rows, memory = rows, kept[:, : weight.shape[0]]
+    elif float32:
+        chunk_rows, _ = float32_chunk_rows(input, weight, False, memory_budget)
+        memory = float32_logits(weight, chunk_rows)
     else:
         chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
         memory = LMHeadGradients(input, weight, bias, (False,) * 3, chunks, True).new_logits(chunk_rows)
-    for chunk in row_chunks(rows, chunk_rows):
-        logits = memory[: chunk.stop - chunk.start]
-        head.write_logits(input[chunk], logits)
-        statistics = head.statistics(logits, target[chunk], return_entropy, return_argmax)
-        logprobs[chunk] = statistics.logprobs
+    for at, logits in computed.chunks(chunk_rows, memory):
+        head.write_logits(input[at], logits)
+        statistics = head.statistics(logits, target[at], return_entropy, return_argmax)
+        logprobs[at] = statistics.logprobs
         if return_entropy:
-            entropy[chunk] = statistics.entropy
+            entropy[at] = statistics.entropy
         if return_argmax:
-            argmax[chunk] = statistics.argmax
+            argmax[at] = statistics.argmax
         if keep == LOGITS:
             kept_rows[0] = statistics.lse
             if return_entropy:
@@ -85,45 +95,55 @@ def fused_linear_logprobs_forward(
 def fused_linear_logprobs_backward(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, accum_dtype,
     memory_budget, need_grad_input, need_grad_weight, need_grad_bias, keep=NOTHING, kept=None, kept_rows=None,
+    logits_dtype=None,
 ):  # fmt: skip
-    check_head(_OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget)
+    check_head(
+        _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
+    )
     check_keep(_OP, keep)
-    check_engine(_OP, keep, input, bias, softcap)
-    check_kept(_OP, keep, kept, kept_rows, input, weight, grad_entropy is not None)
+    check_engine(_OP, keep, input, weight, bias, softcap)
+    check_kept(_OP, keep, kept, kept_rows, input, weight, grad_entropy is not None, logits_dtype)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    if keep == NOTHING and temperature == 1.0 and grad_entropy is None:
+    nothing, float32 = keep == NOTHING, logits_dtype is not None
+    if nothing and temperature == 1.0 and grad_entropy is None and not float32:
         return fused_linear_ce_forward(
             input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
             accum_dtype, memory_budget, False, False, False, False, False, *needs_grad,
         )[-3:]  # fmt: skip
     budget = budget_or_default(memory_budget)
-    if keep != NOTHING:
+    if not nothing:
         # A budget that has room for the kept rows is not spent a second time on a copy of them.
         budget = min(budget, budget_or_default(None))
-    if keep == EXPONENTIALS or (keep == NOTHING and engine_takes(input, bias, softcap)):
+    if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap)):
         no_rows = input.new_empty(0)
         grads = torch.ops.liger_sm90.logprobs_backward.default(
             grad_logprobs.contiguous(), grad_entropy if grad_entropy is None else grad_entropy.contiguous(),
-            no_rows if keep == NOTHING else kept, no_rows if keep == NOTHING else kept_rows, input, weight, target,
-            ignore_index, temperature, budget, need_grad_input, need_grad_weight,
+            no_rows if nothing else kept, no_rows if nothing else kept_rows, input, weight, target, ignore_index,
+            temperature, budget, need_grad_input, need_grad_weight,
         )  # fmt: skip
         return *grads, input.new_empty(0)
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
     exact = accum_dtype in (None, torch.float32)
-    gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, budget)
+    if float32:
+        chunk_rows, chunks = float32_chunk_rows(input, weight, True, budget)
+        gradients = Float32LMHeadGradients(input, weight, bias, needs_grad, chunks, exact)
+    else:
+        gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, budget)
     memory = gradients.new_logits(chunk_rows)
-    for chunk in row_chunks(input.shape[0], chunk_rows):
-        logits, y = memory[: chunk.stop - chunk.start], target[chunk]
+    computed = ComputedRows(target, ignore_index, skip=float32)
+    computed.zero_others(gradients)
+    for at, logits in computed.chunks(chunk_rows, memory):
+        x, y = input[at], target[at]
         if keep == LOGITS:
-            logits.copy_(kept[chunk, : weight.shape[0]])
-            lse, *entropy = kept_rows[:, chunk]
+            logits.copy_(kept[at, : weight.shape[0]])
+            lse, *entropy = kept_rows[:, at]
             statistics = RowStatistics(None, *(entropy or [None]), None, lse)
         else:
-            head.write_logits(input[chunk], logits)
+            head.write_logits(x, logits)
             statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
-        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[chunk]
-        head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy)
-        gradients.add(input[chunk], logits, gradients.input[chunk], y == ignore_index)
+        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
+        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
+        computed.add(gradients, at, x, logits, y == ignore_index)
     return gradients.finish()
 
 

@@ -4,6 +4,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from . import _recompute
+
 
 class Probe:
     """Calls a layer without a checkpoint, counts what it saves, and stores that in host memory until the backward.
@@ -12,8 +14,8 @@ class Probe:
     forward alone, where the activations of the other layers are not yet recomputed. On the CPU they are not copied.
 
     Attributes:
-        bytes: of all storages that the layer saved, without its arguments, parameters and buffers. Each storage counts
-            once. The sum over all calls.
+        bytes: of all storages that the layer saved, without its arguments, parameters and buffers, and without what
+            its backward recomputes (``liger.patch(recompute=True)``). Each storage counts once. The sum over all calls.
     """
 
     is_probe = True
@@ -34,17 +36,18 @@ class Probe:
                 for t in (*self.layer.parameters(), *self.layer.buffers())
                 for leaf in plain_tensors(t)
             }
-            for leaf in plain_tensors(x):
+            recomputed = _recompute.is_recomputed(x)
+            for leaf in () if recomputed else plain_tensors(x):
                 if leaf.numel() and _address(leaf) not in outside | weights:
                     storages[_address(leaf)] = leaf.untyped_storage()
-            is_plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-            return (x.device, x.detach().to("cpu")) if is_plain and x.device.type != "cpu" else (None, x)
+            stays = type(x) is not torch.Tensor or x.device.type == "cpu" or _address(x) in weights
+            return (None, x) if stays else (x.device, x.detach().to("cpu"))
 
         def unpack(packed):
             device, x = packed
             return x if device is None else x.to(device)
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _recompute.counting(pack):
             output = function(*args, **kwargs)
         self.bytes += sum(storage.nbytes() for storage in storages.values())
         return output

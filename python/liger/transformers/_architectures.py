@@ -191,6 +191,7 @@ def _make_function(model_type: str) -> Callable[..., None]:
         gelu: bool = True,
         fused_add_rms_norm: bool = True,
         rms_norm_gated: bool = True,
+        accumulate_grad_weight: bool = False,
         **unknown: Any,
     ) -> None:
         check_names(apply_liger_kernel.__name__, unknown)
@@ -210,6 +211,7 @@ def _make_function(model_type: str) -> Callable[..., None]:
             "inplace": inplace,
             "tiled_mlp": tiled_mlp,
             "tiled_mlp_num_shards": tiled_mlp_num_shards,
+            "accumulate_grad_weight": accumulate_grad_weight,
         }
         _apply_to(model_type, model, options)
 
@@ -217,9 +219,10 @@ def _make_function(model_type: str) -> Callable[..., None]:
     apply_liger_kernel.__doc__ = f"""Patches one {model_type} model, or all that are constructed afterwards.
 
     Args:
-        rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp,
-        tiled_mlp_num_shards, geglu, layer_norm, relu_squared, gelu, fused_add_rms_norm, rms_norm_gated:
-            as in :func:`liger.patch`.
+        rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp: as in
+            :func:`liger.patch`.
+        tiled_mlp_num_shards, geglu, layer_norm, relu_squared, gelu, fused_add_rms_norm: as in :func:`liger.patch`.
+        rms_norm_gated, accumulate_grad_weight: as in :func:`liger.patch`.
         model: the model to patch; None: every {model_type} model that is constructed afterwards, until
             ``liger.transformers.revert("{model_type}")`` or a call with every option False.
 

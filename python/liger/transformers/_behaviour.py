@@ -21,9 +21,9 @@ TILED_ACTIVATIONS = SWIGLU_ACTIVATIONS + GEGLU_ACTIVATIONS
 ACTIVATION_NAMES = ("act_fn", "activation_fn")
 
 
-def mlp(module, activations, inplace):
+def mlp(module, activations, inplace, recompute=False):
     def recipes(inputs, act_name):
-        return [MLPRecipe(inputs, act_name, activation, inplace) for activation in activations]
+        return [MLPRecipe(inputs, act_name, activation, inplace, recompute) for activation in activations]
 
     return _mlp(module, recipes, activations)
 

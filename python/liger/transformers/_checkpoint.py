@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from torch import nn
 from . import _checkpoint_layers, _device_memory
 from ._activation_bytes import Probe
 from ._agreement import Agreement
+from ._checkpoint_step import BackwardHook, Step
 from ._memory_plan import MemoryPlan
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -90,47 +90,17 @@ def release(model):
         planner.release()
 
 
+def forget(model):
+    """Has the layers measured again, because what they save has changed; no effect without a plan."""
+    for planner in planners(model):
+        planner.forget()
+
+
 def planners(model):
     """The planners of the layers of a model."""
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     found = (getattr(hook, "__self__", None) for hook in hooks)
     return [owner for owner in found if isinstance(owner, Planner)]
-
-
-@dataclass
-class _Step:
-    """A forward and backward; ``start``: allocated bytes before it. Several forwards before a backward are one step."""
-
-    start: int
-    retries: int
-    ooms: int
-    phase: bool
-    load: list[int]
-    is_measured: bool
-    kept: int = 0
-    inputs: int = 0
-    forwards: int = 0
-    forward_bytes: int | None = None
-    # Whether the backward has started; whether the peak includes other work.
-    backward: bool = False
-    is_disturbed: bool = False
-    # Weak references to the hooks of the outputs, which exist as long as their graphs.
-    graphs: list[weakref.ref] = field(default_factory=list)
-
-    @property
-    def is_over(self):
-        """Whether the backward has started, or the results of all forwards are gone, by an error for example."""
-        return self.backward or not any(graph() is not None for graph in self.graphs)
-
-
-class _BackwardHook:
-    """Hook of an output that records the start of the backward."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def __call__(self, gradient):
-        self.step.backward = True
 
 
 class Planner:
@@ -145,7 +115,7 @@ class Planner:
             self.allowed -= 1
         self.meter: Any = None
         self.plan: MemoryPlan | None = None
-        self.step: _Step | None = None
+        self.step: Step | None = None
         self.probes: dict[Any, Probe] = {}
         self.longest: list[int] = []
         self.starts: deque[int] = deque(maxlen=64)
@@ -164,6 +134,12 @@ class Planner:
         for handle in self.handles:
             handle.remove()
         self.switches.restore()
+
+    def forget(self):
+        """Discards all measurements: the next step recomputes all layers and is measured."""
+        self.plan, self.step, self.probes = None, None, {}
+        self.kept, self.age = {}, 0
+        self.settled.clear()
 
     def __getstate__(self):
         # A step belongs to one graph, which copies do not have.
@@ -191,7 +167,7 @@ class Planner:
             self._finish(retries, ooms)
             self.starts.append(now)
             phase = any(p.grad is not None for p in self.trained)
-            self.step = _Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
+            self.step = Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
         self._choose(self.step, hidden)
 
     def _after(self, layer, args, output):
@@ -204,7 +180,7 @@ class Planner:
             # Layers that count their activations have not stored their input, as a checkpoint does.
             missing = len(self.probes) * hidden.nbytes
             self.step.forward_bytes = self.meter.read()[0] - self.step.start + missing
-        hook = _BackwardHook(self.step)
+        hook = BackwardHook(self.step)
         self.step.graphs.append(weakref.ref(hook))
         hidden.register_hook(hook)
 
@@ -217,6 +193,10 @@ class Planner:
             self.meter = _device_memory.CountedMemory(self.memory, self.model)
         parameters = [p for layer in self.layers for p in layer.parameters()]
         self.trained = [p for p in parameters if p.requires_grad]
+        # The statistics are those of one device. Offloaded parameters are on the CPU.
+        if any(p.device not in (hidden.device, torch.device("cpu")) for p in parameters):
+            self.allowed = 0
+            self._say("the layers are on several devices, so all of them are recomputed")
         # ZeRO-3 and FSDP1 with flat parameters store gradients elsewhere.
         self.sees_gradients = bool(self.trained) and not hasattr(self.trained[0], "ds_id")
         modules = self.layers[0].modules()
@@ -285,12 +265,12 @@ class Planner:
             self.settled.clear()
             self.age = 0
             step.is_measured = step.is_measured or step.forwards == 1
-        kept = before
+        kept, has_plan = before, True
         if is_longer or asked or phase not in self.settled:
             may_grow = phase not in self.settled and self.age < _MOST_GROWING
             kept = self._fitting(step, self.allowed if may_grow else before)
             is_measured = self.plan is not None and before in self.plan.peaks[phase]
-            kept, is_measured = self.agreement.smallest([kept, is_measured])
+            kept, is_measured, has_plan = self.agreement.smallest([kept, is_measured, self.plan is not None])
             if is_measured and kept == before and not is_longer:
                 self.settled.add(phase)
         if kept != before or (self.plan is not None and phase not in self.kept):
@@ -304,7 +284,10 @@ class Planner:
         elif kept != step.kept:
             step.is_disturbed = True
         self.switches.turn(kept)
-        if self.plan is None:
+        # All ranks count at the same time: they must recompute the same layers.
+        if has_plan:
+            self.probes = {}
+        else:
             self._probe()
 
     def _fitting(self, step, allowed):

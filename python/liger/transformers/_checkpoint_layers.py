@@ -12,6 +12,8 @@ import re
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ._classes import recipe_of
+
 # Some versions of transformers (4.57) checkpoint the call of a layer with its hooks, so they read the attributes before
 # a hook of the layer can set them.
 READS_BEFORE_HOOKS = "__call__" in vars(GradientCheckpointingLayer)
@@ -59,8 +61,8 @@ def _size(layer):
 
 
 def kind(layer):
-    """A key that is equal for layers with activations of the same size: classes and shapes of all their parts."""
-    parts = tuple((name, type(module).__name__) for name, module in layer.named_modules())
+    """A key that is equal for layers with activations of the same size: classes, patches and shapes of their parts."""
+    parts = tuple((name, type(module).__name__, recipe_of(module)) for name, module in layer.named_modules())
     shapes = tuple((name, tuple(getattr(p, "ds_shape", p.shape))) for name, p in layer.named_parameters())
     return parts, shapes
 

@@ -11,6 +11,7 @@ import copyreg
 import functools
 from types import MethodType
 
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_utils import PreTrainedModel
 
 
@@ -106,6 +107,17 @@ def overriding_forward(module):
     if forward is None or _is_of_class(module, "_original_forward"):
         return None
     return module.__dict__.get("_original_forward", forward)
+
+
+def is_called_plainly(module):
+    """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return not any(hooks) and not overrides_forward(module) and not _has_any_global_hook()
 
 
 def _is_of_class(module, name):

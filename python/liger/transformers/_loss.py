@@ -24,7 +24,7 @@ from ._classes import give_class, patched_class, recipe_of
 from ._heads import heads_of, needs_logits
 from ._lora_head import is_lora_linear, low_rank_parts, supports
 from ._low_rank import low_rank_ce
-from ._reuse import can_share, lookup
+from ._reuse import can_share, lookup, lookup_adding_gradient
 
 logger = logging.getLogger("liger.transformers")
 
@@ -59,11 +59,26 @@ class LossCall:
     def lookup(self, embedding, ids):
         """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
         tied = any(isinstance(head, nn.Linear) and can_share(embedding, head) for head in self.heads)
+        if self.recipe.accumulate_grad_weight:
+            if tied:
+                return lookup_adding_gradient(embedding, ids)
+            self._refuse_gradient_beside_the_sum(embedding)
+            return None
         if self.shared[0] is not None or not tied:
             return None
         rows, weight = lookup(embedding, ids)
         self.shared = embedding.weight, weight
         return rows
+
+    def _refuse_gradient_beside_the_sum(self, embedding):
+        weight = embedding.weight
+        tied = any(getattr(head, "weight", None) is weight for head in self.heads)
+        if tied and weight.requires_grad and torch.is_grad_enabled() and hasattr(weight, "main_grad"):
+            raise RuntimeError(
+                "liger: accumulate_grad_weight with an embedding that is tied to the head and has hooks, a forward of "
+                "its own, or max_norm, sparse or scale_grad_by_freq: autograd would add its gradient to weight.grad, "
+                "expected it in weight.main_grad"
+            )
 
     @staticmethod
     def reaches(head):
@@ -95,7 +110,10 @@ class LossCall:
             # The op has no scale: the hidden states are the smallest operand that can have it.
             rows, bias = rows * scale, None if bias is None else bias * scale
         if low_rank is None:
-            self.loss = fused_linear_ce(rows, weight, target, bias, **options)
+            accumulate = self.recipe.accumulate_grad_weight
+            self.loss = fused_linear_ce(
+                rows, weight, target, bias, **options, accumulate_grad_weight=accumulate
+            )
         else:
             down, up = low_rank
             down = down.reshape(-1, down.shape[-1])
@@ -237,6 +255,7 @@ class CausalLMRecipe:
         shift: the label of a token is that of the next position.
         classes: the number of classes if the model cuts off the logits of the others.
         shaped: the model reads the shape of the logits, so the loss has as many dimensions as they have.
+        accumulate_grad_weight: as in :func:`liger.fused_linear_ce`.
     """
 
     head_name: str
@@ -247,6 +266,7 @@ class CausalLMRecipe:
     shift: bool = True
     classes: int | None = None
     shaped: bool = False
+    accumulate_grad_weight: bool = False
 
     @property
     def follows_head(self):

@@ -17,7 +17,9 @@ from .._tiled import tiled
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.swiglu import swiglu, swiglu_packed
 from ..ops.tiled_mlp import tiled_mlp
+from . import _recompute
 from ._classes import overrides_forward
+from ._gated_linear import SAME_VALUE_IN_BACKWARD, Form, applies, gated_linear
 from ._reuse import linear_over
 
 # Activation -> (option of patch, op for separate gate and up, op for packed gate and up).
@@ -34,6 +36,13 @@ _GATED = {
 }
 
 
+@functools.cache
+def _form(activation, packed):
+    if activation == "silu":
+        return Form("swiglu", packed, ())
+    return Form("geglu", packed, (next(a for a, name in GELU_NAMES.items() if name == activation),))
+
+
 @dataclass(frozen=True)
 class MLPRecipe:
     """``down_proj(activation(gate) * up)``, from two projections or, packed, from one."""
@@ -42,6 +51,8 @@ class MLPRecipe:
     act_name: str
     activation: str
     inplace: bool
+    # Whether the backward recomputes the product of gate and up.
+    recompute: bool = False
 
     @property
     def kind(self):
@@ -61,8 +72,17 @@ class MLPRecipe:
             gate, up = gate_up[0].chunk(2, dim=-1) if self.packed else gate_up
             product = getattr(module, self.act_name)(gate) * up
         else:
+            if self.recompute and applies(module.down_proj, gate_up):
+                emits = self.activation in SAME_VALUE_IN_BACKWARD
+                return gated_linear(
+                    _form(self.activation, self.packed), module.down_proj, gate_up, inplace, emits
+                )
             _, separate, packed = _GATED[self.activation]
             product = (packed if self.packed else separate)(*gate_up, inplace=inplace)
+            if self.recompute and _recompute.is_active():
+                op = _form(self.activation, self.packed).product
+                _recompute.register(lambda *tensors: (op(*tensors),), gate_up, (product,))
+                return module.down_proj(product)
         # Only this call refers to the product, too.
         return linear_over(module.down_proj, product) if inplace else module.down_proj(product)
 

@@ -14,7 +14,8 @@ from torch import nn
 from .._core.dtensor import is_dtensor
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
-from . import _trials
+from . import _recompute, _trials
+from ._classes import is_called_plainly
 
 EPS_NAMES = ("variance_epsilon", "eps")
 # Values of eps in the code of norms that have no such attribute (OLMo's).
@@ -42,6 +43,10 @@ class NormRecipe:
         # Contiguous, as the result of torch's layer norm is: models view it in other shapes.
         return layer_norm(x.contiguous(), weight + self.offset if self.offset else weight, bias, eps)
 
+    def op(self, eps):
+        """``(x, weight, bias) -> (y,)``."""
+        return lambda x, weight, bias: (self.run(x, weight, bias, eps),)
+
     def eps_of(self, module):
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
@@ -65,7 +70,11 @@ class NormRecipe:
                 weight = getattr(self, "weight", None) if recipe.weighted else None
                 bias = getattr(self, "bias", None) if recipe.kind == "layer_norm" else None
                 if recipe.takes(self, args[0], weight, bias):
-                    return recipe.run(args[0], weight, bias, recipe.eps_of(self))
+                    eps = recipe.eps_of(self)
+                    y = recipe.run(args[0], weight, bias, eps)
+                    if _recompute.is_active() and is_called_plainly(self):
+                        _recompute.register(recipe.op(eps), (args[0], weight, bias), (y,))
+                    return y
             return original.forward(self, *args, **kwargs)
 
         return {"forward": functools.wraps(original.forward)(forward)}

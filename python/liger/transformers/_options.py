@@ -31,6 +31,8 @@ class Options:
     inplace: bool = True
     tiled_mlp: bool = False
     tiled_mlp_num_shards: int | None = None
+    recompute: bool = False
+    accumulate_grad_weight: bool = False
 
     def __post_init__(self) -> None:
         if self.cross_entropy and self.fused_linear_cross_entropy:
@@ -43,6 +45,11 @@ class Options:
         if shards is not None and (not self.tiled_mlp or shards < 1):
             raise ValueError(
                 f"tiled_mlp_num_shards is {shards}, expected at least 1, and only together with tiled_mlp=True"
+            )
+        if self.accumulate_grad_weight and not self.fused_linear_cross_entropy:
+            raise ValueError(
+                "accumulate_grad_weight is True, expected False without fused_linear_cross_entropy, the loss of the "
+                "head that it is for"
             )
         if self.mlp is not None:
             object.__setattr__(self, "swiglu", self.mlp)
@@ -64,7 +71,7 @@ class Options:
     @property
     def looked_for(self) -> str:
         """The options that are on, in one line."""
-        values = ((name, getattr(self, name)) for name in NAMES if name not in ("inplace", "mlp"))
+        values = ((name, getattr(self, name)) for name in NAMES if name not in _HOW)
         return ", ".join(name for name, value in values if value is True)
 
     @property
@@ -84,6 +91,8 @@ class Options:
         return tuple(kind for kind in ("relu_squared", "gelu") if getattr(self, kind))
 
 
+# Options that say how a part is replaced.
+_HOW = ("inplace", "mlp", "recompute", "accumulate_grad_weight")
 NAMES = tuple(field.name for field in fields(Options))
 
 

@@ -11,6 +11,7 @@ from . import _activations, _trials
 from ._checkpoint import planners
 from ._classes import instance_forward, overriding_forward, recipe_of
 from ._modules import MLPRecipe
+from ._recompute import recomputes
 from ._rename import globals_used
 from ._rotary import is_rotary
 
@@ -35,6 +36,7 @@ PARTS = {
     "trainer_loss": "lm_head and loss of the trainer",
 }
 EXPERTS, GATED_NORM, ONE_KERNEL = "experts", "gated RMS norm", "GELU of torch"
+LAYER = "decoder layer"
 _PART_OF = {EXPERTS: "MoE experts"}
 _WHY_NOT = {ONE_KERNEL: "torch computes it in one kernel that saves its input only"}
 
@@ -53,6 +55,7 @@ class PatchReport:
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.
         classes: module name -> name of the class, of the modules in ``left``.
+        recomputed: names of the decoder layers whose backward recomputes cheap outputs (``recompute=True``).
         checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
     """
 
@@ -60,12 +63,15 @@ class PatchReport:
     left: dict[str, str] = field(default_factory=dict)
     not_looked_at: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
+    recomputed: list[str] = field(default_factory=list)
     checkpointing: str = ""
 
     @property
     def summary(self) -> str:
         """The report in one line."""
         lines = [f"{count} x {kind}" for kind, count in _counted(self.replaced.values())]
+        if self.recomputed:
+            lines.append(f"{len(self.recomputed)} x recompute")
         lines += [f"left {count} as before: {reason}" for reason, count in _counted(self.left.values())]
         others = [f"{count} x {what}" for what, count in _counted(self.not_looked_at.values())]
         if others:
@@ -81,6 +87,8 @@ class PatchReport:
             (PARTS.get(kind, kind), n, f"replaced ({kind})", "")
             for kind, n in _counted(self.replaced.values())
         ]
+        if self.recomputed:
+            rows.append((LAYER, len(self.recomputed), "recomputes cheap outputs (recompute)", ""))
         left = [(self.classes.get(name, "module"), reason) for name, reason in self.left.items()]
         rows += [(part, n, "left as before", reason) for (part, reason), n in _counted(left)]
         rows += [
@@ -124,6 +132,12 @@ def patch_report(model: nn.Module) -> PatchReport:
             report.left[name], report.classes[name] = reason, _trials.original(module).__name__
         elif kind is not None:
             report.replaced[name] = kind
+        if (
+            recomputes(module)
+            and not isinstance(recipe_of(module), MLPRecipe)
+            and overriding_forward(module) is None
+        ):
+            report.recomputed.append(name)
     if report.replaced or report.left:
         covered = {
             id(part) for module in modules.values() for part in covered_parts(module, recipe_of(module))

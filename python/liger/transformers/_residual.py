@@ -10,11 +10,10 @@ import inspect
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.nn.modules.module import _has_any_global_hook
-
 from .._core.dtensor import is_dtensor
 from ..ops.rms_norm import fused_add_rms_norm
-from ._classes import overrides_forward
+from . import _recompute
+from ._classes import is_called_plainly
 from ._norms import NormRecipe
 
 
@@ -60,6 +59,8 @@ class AddNormRecipe:
     mlp_rows: bool = False
     # Parameters whose truth the layer tests (output_attentions). With a value other than None or False it is not fused.
     flags: tuple = ()
+    # Whether the backward recomputes the outputs of norms and gated products (_recompute.py).
+    recompute: bool = False
     kind: ClassVar[str] = "fused_add_rms_norm"
 
     def run(self, module, x, given, extra):
@@ -93,7 +94,8 @@ class AddNormRecipe:
                 return original.forward(self, *args, **kwargs)
             return recipe.run(self, given[names[0]], given, extra)
 
-        return {"forward": functools.wraps(original.forward)(forward)}
+        forward = functools.wraps(original.forward)(forward)
+        return {"forward": _recompute.recomputing(forward) if self.recompute else forward}
 
 
 def first(output):
@@ -103,25 +105,22 @@ def first(output):
 def _add_and_normalise(module, update, x):
     """``(module(x + update), x + update)``."""
     recipe = getattr(type(module), "_liger_recipe", None)
-    if isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and _is_called_plainly(module):
+    if isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and is_called_plainly(module):
         weight = getattr(module, "weight", None) if recipe.weighted else None
         same = update.shape == x.shape and update.dtype == x.dtype and is_dtensor(update) == is_dtensor(x)
         if same and recipe.takes(module, x, weight):
             eps = recipe.eps_of(module)
-            return fused_add_rms_norm(update, x, weight, eps, recipe.offset, recipe.casting_mode)
+            hidden, total = fused_add_rms_norm(update, x, weight, eps, recipe.offset, recipe.casting_mode)
+            if _recompute.is_active() and _same_kernel_shape(update, x):
+                _recompute.register(recipe.op(eps), (total, weight, None), (hidden,))
+            return hidden, total
     x = x + update
     return module(x), x
 
 
-def _is_called_plainly(module):
-    """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return not any(hooks) and not overrides_forward(module) and not _has_any_global_hook()
+def _same_kernel_shape(update, x):
+    """Whether the norm of the stored sum reduces rows in the order of the fused op, which reads these tensors too."""
+    return all(t.is_contiguous() and t.data_ptr() % 16 == 0 for t in (update, x))
 
 
 class Parameters:

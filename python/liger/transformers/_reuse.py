@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .._core.autograd import is_traced, may_write_saved
+from .._core.main_grad import add_in_backward
 from ._classes import overrides_forward
 
 # --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
@@ -98,6 +99,17 @@ def lookup(embedding, ids):
     return _SharedLookup.apply(ids, embedding.weight, embedding.padding_idx)
 
 
+def lookup_adding_gradient(embedding, ids):
+    """The output of the embedding, whose backward adds the gradient to the float32 sum of the weight's gradients."""
+
+    def add(total, weight, saved, grads):
+        _add_to_rows(total, grads[0].to(total.dtype), *saved, padding_idx)
+
+    padding_idx = -1 if embedding.padding_idx is None else embedding.padding_idx
+    rows = nn.functional.embedding(ids, embedding.weight.detach(), embedding.padding_idx)
+    return add_in_backward("liger.patch", "embedding.weight", embedding.weight, add, (rows,), (ids,))[0]
+
+
 # --- a linear layer that may overwrite its input ------------------------------------------------------------------
 
 # Smaller inputs, in bytes, are not worth the host time of two more autograd nodes (40 us).
@@ -149,17 +161,18 @@ def linear_over(layer, x):
 
     A layer that is not a plain nn.Linear, has hooks, or has a small input, is called unchanged.
     """
-    weight = getattr(layer, "weight", None)
-    if (
+    if is_plain_linear(layer, x) and not is_traced(x) and x.requires_grad and x.nbytes > WORTH_REUSING:
+        return _LinearOver.apply(_Saved.apply(x, layer.weight), layer.weight, layer.bias)
+    return layer(x)
+
+
+def is_plain_linear(layer, x):
+    """Whether ``layer(x)`` is the linear operation alone, with a plain weight and without autocast, and is recorded."""
+    return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
-        and type(weight) is nn.Parameter
+        and type(getattr(layer, "weight", None)) is nn.Parameter
         and not (layer._forward_pre_hooks or layer._forward_hooks or overrides_forward(layer))
         and not (layer._backward_pre_hooks or layer._backward_hooks)
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
-        and not is_traced(x)
-        and x.requires_grad
-        and x.nbytes > WORTH_REUSING
-    ):
-        return _LinearOver.apply(_Saved.apply(x, weight), weight, layer.bias)
-    return layer(x)
+    )

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from . import _trials
+from . import _recompute, _trials
 from ._rename import globals_used, rename_global, uses_global
 from ._rotations import FIXED_UNSQUEEZE, FORMS, ComplexRotation, Rotation, cases, layout
 
@@ -98,7 +98,12 @@ def rotary_function(original, found):
         values = values[: len(tensors)], values[len(tensors) :]
         if layout(*values) not in found.layouts:
             return None
-        return found.form.rotate(*values, given.get(UNSQUEEZE, default))
+        unsqueeze = given.get(UNSQUEEZE, default)
+        outputs = found.form.rotate(*values, unsqueeze)
+        if outputs is not None and _recompute.is_active():
+            # Only norms of queries and keys save their inputs.
+            _recompute.register_derived(_rotation(found.form, len(tensors), unsqueeze), *values, outputs)
+        return outputs
 
     @functools.wraps(original)
     def apply(*args, **kwargs):
@@ -108,6 +113,11 @@ def rotary_function(original, found):
         return tuple(ours) if len(tensors) == 2 else ours[0]
 
     return apply
+
+
+def _rotation(form, count, unsqueeze):
+    """The rotation as a function of ``count`` tensors and the tables. It must not refer to any tensor."""
+    return lambda *tensors: form.rotate(tensors[:count], tensors[count:], unsqueeze)
 
 
 class _Signature:

@@ -84,8 +84,8 @@ def _divergence(trainer, temperature=1.0, scores=()):
     transform = student.transform
     if transform != teacher.transform or transform.softcap is not None:
         raise ValueError(
-            f"liger.trl.patch: the logits of the student are transformed by {tuple(transform)} and those of the "
-            f"teacher by {tuple(teacher.transform)} (temperature, softcap), expected the same without a softcap"
+            f"liger.trl.patch: the logits of the student are transformed by {tuple(transform[:2])} and those of the "
+            f"teacher by {tuple(teacher.transform[:2])} (temperature, softcap), expected the same without a softcap"
         )
 
     def call(model, tokens, labels, num_items_in_batch, keep=None):

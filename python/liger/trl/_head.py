@@ -82,12 +82,14 @@ class FusedHead:
         model: a transformers model with a linear head; not the PEFT wrapper.
         temperature: divisor of the logits.
         scores: names in :class:`Scores` that the trainer reads besides the log-probabilities.
-        cast_to_float32: the head computes in float32 with autocast disabled.
+        cast_to_float32: logits are as exact as in float32, by ``logits_dtype=torch.float32``, with autocast disabled.
         autocast: a function that returns a context manager, for models that were prepared for evaluation; or None.
     """
 
     def __init__(self, model, temperature=1.0, scores=(), cast_to_float32=False, autocast=None):
         self.transform = Transform.of(model.config.get_text_config(), temperature)
+        if cast_to_float32:
+            self.transform = self.transform._replace(logits_dtype=torch.float32)
         self.scores, self.cast_to_float32, self.autocast = frozenset(scores), cast_to_float32, autocast
         self._install(model)
 
@@ -120,8 +122,6 @@ class FusedHead:
             target = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
         if liger_keep is not None:
             hidden, target = hidden[:, -liger_keep - 1 :], target[:, -liger_keep - 1 :]
-        if self.cast_to_float32:
-            hidden = hidden.float()
         with torch.autocast(hidden.device.type, enabled=False) if self.cast_to_float32 else _NULL_CONTEXT:
             scores = self._scores(model.get_output_embeddings(), hidden, target, liger_loss)
         if shift_labels is None:

@@ -29,6 +29,7 @@ class Transform(NamedTuple):
 
     temperature: float = 1.0
     softcap: float | None = None
+    logits_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, config, temperature):
@@ -65,7 +66,7 @@ def score(hidden, weight, bias, target, transform, names):
     """
     result = fused_linear_logprobs(
         hidden, weight, target, bias, transform.temperature, -100, transform.softcap,
-        return_entropy="entropy" in names, return_argmax="is_top1" in names,
+        return_entropy="entropy" in names, return_argmax="is_top1" in names, logits_dtype=transform.logits_dtype,
     )  # fmt: skip
     logprobs, entropy, argmax = result if isinstance(result, tuple) else (result, None, None)
     return with_logit_statistics(
@@ -108,6 +109,8 @@ def with_logit_statistics(scores, hidden, weight, bias, target, transform, names
 
 
 def _logits(x, weight, bias, transform):
+    if transform.logits_dtype is not None:
+        x, weight, bias = (t if t is None else t.to(transform.logits_dtype) for t in (x, weight, bias))
     z = torch.nn.functional.linear(x, weight, bias).to(accumulate_dtype(x.dtype))
     if transform.softcap is not None:
         z = transform.softcap * torch.tanh(z / transform.softcap)

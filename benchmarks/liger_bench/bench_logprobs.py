@@ -1,0 +1,151 @@
+"""Log-probabilities for reinforcement learning: logits in float32 beside a float32 head (speed) and beside logits in
+bfloat16 (error).
+
+The result ``ratio`` is the importance ratio of a policy with itself, ``exp(logp - exact logp)``: its relative error is
+the root mean square of the absolute error of the log-probabilities, the mismatch of sampler and trainer. The exact ones
+come from logits in float64.
+"""
+
+import torch
+import torch.nn.functional as F
+
+import liger
+
+from .bench_fused_linear_ce import REFERENCE_ROWS
+from .bench_heads import TRL_CLASSES
+from .candidates import Candidate, compiled, ours, peer, providers, selected
+from .harness import FASTEST, Provider, Row, Work, normal, targets, works
+
+FLOAT32 = " float32 logits"
+RESULTS, UPSTREAM = ("ratio",), ("grad_ratio",)
+NARROW, WIDE = ("input", "weight"), ("input", "weight32")
+# GEMMs of each work; the backward computes the logits again.
+GEMMS = {"forward": 1, "backward": 3, "forward and backward": 4}
+
+
+def _ratio(logprobs, t):
+    return (logprobs - t["exact"]).exp()
+
+
+def _ours(t, weight="weight", **options):
+    return _ratio(liger.fused_linear_logprobs(t["input"], t[weight], t["target"], **options), t)
+
+
+def _plain(logits, t):
+    return _ratio(logits.log_softmax(-1).gather(1, t["target"].unsqueeze(1)).squeeze(1), t)
+
+
+def _rounded_logits(t):
+    return _plain(F.linear(t["input"], t["weight"]).float(), t)
+
+
+def _float32_head(t):
+    return _plain(F.linear(t["input"].float(), t["weight32"]), t)
+
+
+def _trl(t):
+    # hidden, weight, bias, targets, temperature, classes per tile, softcap, scale of the logits, further outputs
+    logprobs = peer("trl.kernels.chunked_logprob", "ChunkedLogProbFunction").apply(
+        t["input"], t["weight"], None, t["target"], 1.0, TRL_CLASSES, None, 1.0, ()
+    )[0]
+    return _ratio(logprobs, t)
+
+
+def _gemms(count):
+    def make(inputs):
+        x, weight = inputs["input"], inputs["weight"]
+        classes = weight.shape[0]
+        logits = x.new_empty(x.shape[0], classes)
+        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
+
+        def run():
+            for _ in range(2 if count == 4 else 1):
+                torch.mm(x, weight.T, out=logits)
+            if count > 1:
+                torch.mm(logits, weight, out=grad_x)
+                torch.mm(logits.T, x, out=grad_weight)
+            return {}
+
+        return Work(run)
+
+    return make
+
+
+def _exact(x, weight, target):
+    """Log-probabilities from logits in float64, in blocks of rows."""
+    wide = weight.double()
+    parts = []
+    for rows in torch.arange(x.shape[0], device=x.device).split(REFERENCE_ROWS):
+        logp = (x[rows].double() @ wide.T).log_softmax(-1)
+        parts.append(logp.gather(1, target[rows].unsqueeze(1)).squeeze(1))
+    return torch.cat(parts).float()
+
+
+def _reference(work):
+    """The ratio 1, and the gradients in float32, in blocks of rows."""
+
+    def run(inputs):
+        results = {"ratio": torch.ones_like(inputs["exact"])} if work != "backward" else {}
+        if work == "forward":
+            return results
+        x, weight = inputs["input"].float(), inputs["weight32"].detach().requires_grad_()
+        grad_x, grad_weight = [], torch.zeros_like(weight)
+        for rows in torch.arange(x.shape[0], device=x.device).split(REFERENCE_ROWS):
+            part = x[rows].requires_grad_()
+            logp = (part @ weight.T).log_softmax(-1).gather(1, inputs["target"][rows].unsqueeze(1)).squeeze(1)
+            grads = torch.autograd.grad(logp, (part, weight), inputs["grad_ratio"][rows])
+            grad_x.append(grads[0])
+            grad_weight += grads[1]
+        return {**results, "dinput": torch.cat(grad_x), "dweight": grad_weight, "dweight32": grad_weight}
+
+    return run
+
+
+def _row(options, work, maker, arguments, tokens, hidden, vocabulary):
+    # Logits with standard deviation 2.5, as in a trained model. The self-test has a bound on every error.
+    std, of_logits = 0.02, options.pick(2.5, 2.5, 0.5)
+
+    def inputs():
+        x = normal(options, tokens, hidden, std=of_logits / (std * hidden**0.5))
+        weight, target = normal(options, vocabulary, hidden, std=std), targets(options, tokens, vocabulary)
+        upstream = torch.randn(tokens, device=x.device)
+        made = {"input": x, "weight": weight, "weight32": weight.float(), "target": target}
+        return {**made, "exact": _exact(x, weight, target), "grad_ratio": upstream}
+
+    narrow = [
+        *ours(options, _ours),
+        *ours(options, lambda t: _ours(t, logits_dtype=torch.float32), FLOAT32),
+        Candidate("torch rounded logits", _rounded_logits),
+        *compiled(options, _rounded_logits, " rounded logits"),
+        Candidate("TRL", _trl, needs=("trl", "transformers", "triton")),
+    ]
+    wide = [
+        *ours(
+            options, lambda t: _ours(t, "weight32", logits_dtype=torch.float32), f"{FLOAT32} float32 weight"
+        ),
+        Candidate("torch float32 head", _float32_head),
+        *compiled(options, _float32_head, " float32 head"),
+    ]
+    made = []
+    for candidates, leaves in ((narrow, NARROW), (wide, WIDE)):
+        *names, _ = arguments
+        made += providers(selected(options, candidates), maker, *names, leaves)
+    return Row(
+        "logprobs",
+        f"logprobs {work} {tokens}x{hidden}x{vocabulary}",
+        inputs,
+        [*made, Provider("GEMMs", _gemms(GEMMS[work]), "ceiling")],
+        _reference(work),
+        rounds=5,
+        burst=1,
+        heat_ms=100,
+        contests=(FASTEST,),
+        work=f"logprobs {work}",
+        shape={"tokens": tokens, "hidden size": hidden, "vocabulary": vocabulary},
+    )
+
+
+def rows(options):
+    size = options.pick((8192, 2048, 128256), (8192, 2048, 128256), (14, 16, 50))
+    for work, (maker, *arguments) in works(RESULTS, UPSTREAM, NARROW).items():
+        yield _row(options, work, maker, arguments, *size)

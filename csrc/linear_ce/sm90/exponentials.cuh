@@ -1,0 +1,213 @@
+// The epilogue of the logits GEMM: exponentials, and their sums per row and tile.
+//
+// The reference of a row is the logit of its target, which is known before the GEMM, so no maximum is needed
+// first: bf16 has the exponent range of float32. A row whose sum overflows kMaxRowSum is recomputed from its
+// maximum.
+#pragma once
+
+#include <cfloat>
+
+#include "cross_entropy/rule.cuh"
+#include "device/sigmoid.cuh"
+#include "linear_ce/sm90/epilogues.cuh"
+
+namespace liger::linear_ce {
+
+// A row with a larger sum of exponentials is recomputed from its maximum: 2^60 is a target 41 nats below the
+// largest logit. Below it, exponentials and scales are normal bf16 numbers.
+inline constexpr float kMaxRowSum = 0x1p60f;
+
+// Two more launches recompute tiles that overflowed in kAll; normally they exit at once. kMaxima: row maxima
+// of the logits, from which references follow; kRecompute: exponentials and sums from there.
+enum class Phase { kAll, kMaxima, kRecompute };
+
+// Accumulated with the exponentials, for entropy and argmax.
+struct RowMetrics {
+  float* entropy_sums;            // (rows, column tiles): sums of e * log2(e)
+  unsigned long long* best_keys;  // (rows): the largest key of the logits of a row; initially zero
+};
+// Keys order logits, and equal logits by descending column, so that the maximum does not depend on the order
+// of tiles and a tie goes to the lowest column.
+__device__ __forceinline__ unsigned long long key_of(float logit, int column) {
+  const uint32_t bits = __float_as_uint(logit + 0.0f);  // -0 and 0 are equal
+  const uint32_t rising = bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
+  return static_cast<unsigned long long>(rising) << 32 | static_cast<uint32_t>(~column);
+}
+__device__ __forceinline__ int column_of_key(unsigned long long key) {
+  return static_cast<int>(~static_cast<uint32_t>(key));
+}
+
+// kTransform: with a bias or a softcap. The softcap multiplies an exponential by its derivative after it was
+// added to the sum.
+template <bool kMetrics, bool kPartialTiles, bool kTransform>
+struct ExpEpilogue {
+  struct Operands {};
+  __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
+  __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
+  static constexpr bool kAMn = false, kBMn = false, kPanels = false, kNarrowTiles = false;
+  static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
+  ChunkRows chunk;
+  int vocab, hidden;
+  float factor;            // log2(e) / temperature
+  const float* reference;  // per row of the chunk, over the temperature
+  float* tile_sums;        // (rows, column tiles): sums of exponentials, or maxima of logits
+  Panels out;
+  bool write;                // false: sums only
+  int* overflow;             // per row tile, set if a sum is too large
+  Phase phase;               // other than kAll: tiles with overflow only
+  RowMetrics metrics;        // with kMetrics
+  LogitTransform transform;  // with kTransform
+
+  __device__ __forceinline__ int columns() const { return ceil_div(vocab, sm90::kTileN); }
+  __device__ __forceinline__ int row_pairs() const {
+    return ceil_div(chunk(), sm90::kCluster * sm90::kTileM);
+  }
+  __device__ __forceinline__ int tiles() const {
+    if (phase != Phase::kAll) {
+      int any = 0;
+      for (int i = 0; i < sm90::kCluster * row_pairs(); ++i) any |= overflow[i];
+      if (!any) return 0;
+    }
+    return row_pairs() * columns();
+  }
+  __device__ __forceinline__ Tile tile(int t, int rank) const {
+    const TileIndex at = swizzled_tile(t, row_pairs(), columns());
+    return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * sm90::kTileN, 0,
+            ceil_div(hidden, sm90::kTileK), 0};
+  }
+
+  __device__ __forceinline__ void store(float (&z)[sm90::kSums], Operands, const Tile& tile, int row,
+                                        int lane, const sm90::EpilogueSmem& smem) const {
+    if (tile.m0 >= chunk()) return;
+    if (phase != Phase::kAll && !overflow[tile.m0 / sm90::kTileM]) return;
+    if constexpr (kTransform) {
+      if (transform.bias != nullptr) add_bias(z, tile, lane);
+    }
+    if (phase == Phase::kMaxima) {
+      float max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int i = 0; i < sm90::kSums; ++i) {
+        const int column = tile.n0 + i / 4 * 8 + (kPartialTiles ? lane % 4 * 2 + i % 2 : 0);
+        const bool inside = column < vocab;
+        if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
+      }
+      write_tile_results<Max>(tile_sums, max, tile, row, lane);
+      return;
+    }
+    float from[2], sum[2] = {0.0f, 0.0f}, entropy_sum[2] = {0.0f, 0.0f};
+    float best[2] = {-INFINITY, -INFINITY};
+    int best_column[2] = {0, 0};  // relative to the first column of this lane
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = tile.m0 + row + lane / 4 + 8 * h;
+      // With a bias a row of zeros may have large logits; all its exponentials become 0.
+      from[h] = (r < chunk.rows ? reference[r] : kTransform ? INFINITY : 0.0f) * kLog2e;
+    }
+    __nv_bfloat16* const rows = write ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
+    const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
+    constexpr int kVectors = sm90::kPanel / 8;
+    const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
+#pragma unroll
+    for (int half = 0; half < sm90::kTileN / sm90::kPanel; ++half) {
+      if (tile.n0 + half * sm90::kPanel >= vocab) break;
+      if constexpr (kPartialTiles) exclude_beyond(vocab - tile.n0, z, half, lane);
+      const auto exponentials = [&](auto capped) __attribute__((always_inline)) {
+#pragma unroll
+        for (int j = half * kVectors; j < (half + 1) * kVectors; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& x = z[4 * j + i];
+            const int h = i / 2;
+            if constexpr (kMetrics) {
+              if (x > best[h]) best[h] = x, best_column[h] = 8 * j + i % 2;
+            }
+            float y, derivative;
+            if constexpr (capped.value) {
+              y = 8 * j + i % 2 < left ? capped_exponent(x, from[h], derivative) : -INFINITY;
+            } else {
+              y = fmaf(x, factor, -from[h]);
+            }
+            x = exp2_fast(y);
+            sum[h] += x;
+            // A logit of -inf, of an excluded column or by the bias, has no entropy.
+            if constexpr (kMetrics)
+              entropy_sum[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, entropy_sum[h]);
+            if constexpr (capped.value) x *= derivative;
+          }
+        }
+      };
+      if constexpr (kTransform) {
+        transform.softcap != 0.0f ? exponentials(std::true_type{}) : exponentials(std::false_type{});
+      } else {
+        exponentials(std::false_type{});
+      }
+      if (!write) continue;
+      if (lane == 0) sm90::bulk_store_wait_read();
+      __syncwarp();
+      stage_half(z, half, lane, smem);
+      async_fence();
+      __syncwarp();
+      if (lane == 0) sm90::bulk_store(rows + half * panel, smem.memory, 16 * sm90::kPanel * 2);
+    }
+    write_tile_results<Sum>(tile_sums, sum, tile, row, lane);
+    if constexpr (kMetrics) {
+      write_tile_results<Sum>(metrics.entropy_sums, entropy_sum, tile, row, lane);
+      update_best_keys(best, best_column, tile, row, lane);
+    }
+    const bool too_large = !(sum[0] < kMaxRowSum) || !(sum[1] < kMaxRowSum);
+    if (phase == Phase::kAll && too_large) overflow[tile.m0 / sm90::kTileM] = 1;
+  }
+
+ private:
+  __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], const Tile& tile, int lane) const {
+    const float2* const pairs = reinterpret_cast<const float2*>(transform.bias + tile.n0) + lane % 4;
+#pragma unroll
+    for (int j = 0; j < sm90::kTileN / 8; ++j) {
+      const float2 b = __ldg(pairs + 4 * j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
+    }
+  }
+  // The exponent of a logit after the softcap, and the derivative of the softcap: with u = z / softcap and
+  // r = 1 / (1 + e^2u), tanh(u) = 1 - 2r, and its derivative is 4r (1 - r).
+  __device__ __forceinline__ float capped_exponent(float z, float from, float& derivative) const {
+    const float r = reciprocal_fast(1.0f + exp2_fast(z * (2.0f * kLog2e / transform.softcap)));
+    derivative = fmaf(-4.0f * r, r, 4.0f * r);
+    return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
+  }
+  // The logits of columns from `left` on become -inf, if panel `half` of the tile has any.
+  static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int half,
+                                                        int lane) {
+    if (left >= (half + 1) * sm90::kPanel) return;
+    constexpr int kPerPanel = sm90::kSums * sm90::kPanel / sm90::kTileN;
+#pragma unroll
+    for (int i = half * kPerPanel; i < (half + 1) * kPerPanel; ++i) {
+      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) z[i] = -INFINITY;
+    }
+  }
+  // Reduces over the four lanes that share a row; all of them get the result.
+  template <class Reduction>
+  __device__ __forceinline__ void write_tile_results(float* out_results, float (&value)[2], const Tile& tile,
+                                                     int row, int lane) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      value[h] = warp_reduce<Reduction, 4>(value[h]);
+      const int r = tile.m0 + row + lane / 4 + 8 * h;
+      if (lane % 4 == 0 && r < chunk.rows)
+        out_results[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = value[h];
+    }
+  }
+  __device__ __forceinline__ void update_best_keys(const float (&best)[2], const int (&column)[2],
+                                                   const Tile& tile, int row, int lane) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      unsigned long long key = key_of(best[h], tile.n0 + lane % 4 * 2 + column[h]);
+#pragma unroll
+      for (int offset = 2; offset > 0; offset /= 2) key = max(key, __shfl_xor_sync(0xffffffffu, key, offset));
+      const int r = tile.m0 + row + lane / 4 + 8 * h;
+      if (lane % 4 == 0 && r < chunk.rows) atomicMax(metrics.best_keys + r, key);
+    }
+  }
+};
+
+}  // namespace liger::linear_ce

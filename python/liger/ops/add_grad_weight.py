@@ -1,0 +1,181 @@
+"""The gradient of an lm_head's weight, added to a float32 sum such as ``main_grad``: ``accumulate_grad_weight=True``.
+
+The logits are computed a second time, in chunks that fit a memory budget, and the last product of each chunk adds to
+the sum (beta = 1). So the gradient has no memory of its own, and is rounded only as a term of a float32 sum.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .._core.arguments import check_classes, dtype_name
+from .._core.autograd import forbid_autograd
+from .._core.cross_entropy_math import CEOptions, make_rule
+from .._core.dtypes import accumulate_dtype
+from .._core.fakes import register_fake
+from .._core.lm_head import ComputedRows, LMHead, LMHeadGradients, check_head, planned_rows
+from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
+from .._core.matmul import write_linear
+from ..backend import register_portable
+
+_WEIGHT_ONLY = False, True, False  # of the gradients of input, weight and bias
+
+
+def _add_in_backward(*arguments):
+    # Imported at the first use: torch.compiler.disable imports all of torch._dynamo when it decorates.
+    from .._core.main_grad import add_in_backward
+
+    return add_in_backward(*arguments)
+
+
+def _check_sum(op, grad_weight, weight):
+    wide = accumulate_dtype(weight.dtype)
+    if grad_weight.shape != weight.shape or grad_weight.dtype != wide:
+        raise RuntimeError(
+            f"{op}: grad_weight has shape {tuple(grad_weight.shape)} and dtype {dtype_name(grad_weight.dtype)}, "
+            f"expected the shape of weight, {tuple(weight.shape)}, and {dtype_name(wide)}"
+        )
+
+
+def _check_upstream(op, name, tensor, expected):
+    if tensor is not None and tensor.shape != expected:
+        raise RuntimeError(f"{op}: {name} has shape {tuple(tensor.shape)}, expected {expected}")
+
+
+# --- kernels ------------------------------------------------------------------------------------------------------
+
+
+def fused_linear_ce_add_grad_weight_(
+    grad_weight, grad_loss, input, weight, target, bias, ce_weight, token_weight, denominator, ignore_index,
+    label_smoothing, lse_square_scale, softcap, reduction, memory_budget,
+):  # fmt: skip
+    op = "fused_linear_ce"
+    options = CEOptions(
+        ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction
+    )  # fmt: skip
+    options.check_linear(input, weight, target, bias, None, memory_budget)
+    _check_sum(op, grad_weight, weight)
+    rows, rule = input.shape[0], make_rule(op, input.dtype, weight.shape[0], target, options)
+    _check_upstream(op, "grad_loss", grad_loss, (rows,) if reduction == "none" else ())
+    used_denominator = None if reduction == "none" else rule.denominator(denominator, reduction)
+    upstream = grad_loss.to(rule.wide).expand(rows)
+    upstream = upstream if rule.token_weight is None else upstream * rule.token_weight
+    chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
+    gradients = LMHeadGradients(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
+    memory = gradients.new_logits(chunk_rows)
+    computed = ComputedRows(target, ignore_index, skip=True)
+    for at, logits in computed.chunks(chunk_rows, memory):
+        x, y = input[at], target[at]
+        write_linear(x, weight, bias, logits)
+        torch.ops.liger.cross_entropy_forward_.default(
+            logits, y, ce_weight, upstream[at].contiguous(), used_denominator, ignore_index, label_smoothing,
+            lse_square_scale, softcap, "sum", *(False,) * 5,
+        )  # fmt: skip
+        gradients.add(x, logits, None, y == ignore_index)
+
+
+def fused_linear_logprobs_add_grad_weight_(
+    grad_weight, grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap,
+    memory_budget, logits_dtype=None,
+):  # fmt: skip
+    op = "fused_linear_logprobs"
+    check_head(op, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
+    check_classes(op, "targets", target, weight.shape[0], ignore_index)
+    _check_sum(op, grad_weight, weight)
+    for name, tensor in (("grad_logprobs", grad_logprobs), ("grad_entropy", grad_entropy)):
+        _check_upstream(op, name, tensor, (input.shape[0],))
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
+    if logits_dtype is None:
+        make, (chunk_rows, chunks) = LMHeadGradients, planned_rows(input, weight, False, True, memory_budget)
+    else:
+        make = Float32LMHeadGradients
+        chunk_rows, chunks = float32_chunk_rows(input, weight, True, memory_budget)
+    gradients = make(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
+    memory = gradients.new_logits(chunk_rows)
+    computed = ComputedRows(target, ignore_index, skip=True)
+    for at, logits in computed.chunks(chunk_rows, memory):
+        x, y = input[at], target[at]
+        head.write_logits(x, logits)
+        statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
+        chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
+        head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
+        gradients.add(x, logits, None, y == ignore_index)
+
+
+register_portable(
+    {
+        "fused_linear_ce_add_grad_weight_": fused_linear_ce_add_grad_weight_,
+        "fused_linear_logprobs_add_grad_weight_": fused_linear_logprobs_add_grad_weight_,
+    }
+)
+
+
+# --- fakes --------------------------------------------------------------------------------------------------------
+
+
+@register_fake("liger::fused_linear_ce_add_grad_weight_")
+def _(grad_weight, *arguments):
+    return None
+
+
+@register_fake("liger::fused_linear_logprobs_add_grad_weight_")
+def _(grad_weight, *arguments):
+    return None
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+_ce_op = forbid_autograd("fused_linear_ce_add_grad_weight_")
+_logprobs_op = forbid_autograd("fused_linear_logprobs_add_grad_weight_")
+
+
+def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_budget):
+    """The loss of :func:`fused_linear_ce`, whose backward also adds the gradient of the weight to its float32 sum.
+
+    Args:
+        loss: of the detached weight.
+        weight: the parameter.
+        input, target, bias, options, memory_budget: in the form that the op takes.
+    """
+
+    def add(total, weight, saved, grads):
+        x, y, b, ce_weight, token_weight, denominator = saved
+        _ce_op(
+            total, *grads, x, weight.to(x.dtype), y, b, ce_weight, token_weight, denominator, *options[3:],
+            memory_budget,
+        )  # fmt: skip
+
+    return _add_in_backward(
+        "fused_linear_ce", "weight", weight, add, (loss,), (input, target, bias, *options[:3])
+    )[0]
+
+
+def logprobs_adding_grad_weight(
+    op, name, weight, outputs, input, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype,
+    row_grads=(None, None),
+):  # fmt: skip
+    """``outputs``, whose backward also adds the gradient of the weight to its float32 sum.
+
+    Args:
+        op, name: of the public function, and of its argument.
+        weight: the parameter.
+        outputs: (log-probabilities,), (log-probabilities, entropies), or (a loss,) of the detached weight.
+        row_grads: the gradients of the loss with respect to both, (rows,) or None.
+    """
+
+    def add(total, weight, saved, grads):
+        x, y, b, of_logprobs, of_entropy = saved
+        if of_logprobs is None:
+            grad_logprobs, grad_entropy = (*grads, None)[:2]
+        else:
+            grad_logprobs, grad_entropy = (
+                g if g is None else g * grads[0] for g in (of_logprobs, of_entropy)
+            )
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(grad_entropy)
+        _logprobs_op(
+            total, grad_logprobs, grad_entropy, x, weight.to(x.dtype) if logits_dtype is None else weight, y, b,
+            temperature, ignore_index, softcap, memory_budget, logits_dtype,
+        )  # fmt: skip
+
+    return _add_in_backward(op, name, weight, add, outputs, (input, target, bias, *row_grads))

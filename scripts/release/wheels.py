@@ -1,0 +1,102 @@
+"""What release_check.py examines in a wheel: tag, bill of materials, libraries, and equality with a second build."""
+
+import hashlib
+import json
+import re
+import zipfile
+from pathlib import Path
+
+OLDEST_TORCH = (2, 10)
+# In megabytes: of the wheel as it is downloaded, and of libliger_cuda.so as it is installed.
+BUDGET = 60
+EXCLUDED = ("libtorch.so", "libtorch_cpu.so")
+
+
+class Failure(Exception):
+    """A check that did not pass, in one sentence."""
+
+
+def differing_members(one, other):
+    """Names of the files that two wheels or zip files do not have in common or not with the same content."""
+    with zipfile.ZipFile(one) as first, zipfile.ZipFile(other) as second:
+        names = set(first.namelist()) | set(second.namelist())
+        common = set(first.namelist()) & set(second.namelist())
+        return sorted(name for name in names if name not in common or first.read(name) != second.read(name))
+
+
+def require_identical(one, other):
+    """Two builds of one file, byte by byte."""
+    digests = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in (one, other)]
+    if digests[0] == digests[1]:
+        return digests[0]
+    if zipfile.is_zipfile(one):
+        raise Failure(f"two builds of {Path(one).name} differ in {differing_members(one, other)}")
+    raise Failure(f"two builds of {Path(one).name} differ: {digests[0]} and {digests[1]}")
+
+
+def require_tag(wheel):
+    """One wheel for every Python of a manylinux platform; the platform."""
+    match = re.fullmatch(r"liger_ops-[^-]+-py3-none-(manylinux_\d+_\d+_\w+)\.whl", Path(wheel).name)
+    if match is None:
+        raise Failure(f"{Path(wheel).name} is not tagged py3-none-manylinux")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/WHEEL")]
+        tags = re.findall(r"^Tag: (.+)$", archive.read(name).decode(), re.M)
+    if tags != [f"py3-none-{match[1]}"]:
+        raise Failure(f"{Path(wheel).name} has the tags {tags} inside")
+    return match[1]
+
+
+def require_bill_of_materials(wheel, version, cuda):
+    """A CycloneDX document of this version that names the CUDA runtime if, and only if, that is inside."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if n.endswith(".dist-info/sboms/liger-ops.cdx.json")]
+        if not names:
+            raise Failure(f"{Path(wheel).name} has no bill of materials in .dist-info/sboms")
+        text = archive.read(names[0]).decode()
+    document = json.loads(text)
+    found = document["metadata"]["component"]["version"]
+    if found != version:
+        raise Failure(f"the bill of materials is of version {found}, expected {version}")
+    components = {component["name"] for component in document["components"]}
+    expected = {"torch"} | ({"cuda-cudart", "nvtx", "cccl"} if cuda else set())
+    if components != expected:
+        raise Failure(
+            f"the bill of materials has the components {sorted(components)}, expected {sorted(expected)}"
+        )
+    try:
+        from cyclonedx.schema import SchemaVersion
+        from cyclonedx.validation.json import JsonStrictValidator
+    except ImportError:
+        return f"{len(components)} components; not validated, cyclonedx-python-lib is not installed"
+    error = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+    if error is not None:
+        raise Failure(f"the bill of materials is not valid CycloneDX 1.6: {error}")
+    return f"{len(components)} components, valid CycloneDX 1.6"
+
+
+def require_stable_abi(library):
+    """The oldest torch that has every symbol of a library; Failure if it is newer than the one that is supported."""
+    from torch_abi_audit import inspect_extension
+
+    verdict = inspect_extension(Path(library)).torch
+    if not verdict.stable or verdict.unstable_symbols or verdict.unknown_shim_symbols:
+        raise Failure(f"{Path(library).name} uses symbols outside torch's stable ABI: {verdict}")
+    oldest = tuple(int(part) for part in str(verdict.min_torch_version).split(".")[:2])
+    if oldest > OLDEST_TORCH:
+        raise Failure(f"{Path(library).name} needs torch {oldest}: {verdict.version_defining_symbols}")
+    return ".".join(map(str, oldest))
+
+
+def require_size(path, budget=BUDGET):
+    size = Path(path).stat().st_size / 1e6
+    if size > budget:
+        raise Failure(f"{Path(path).name} has {size:.1f} MB, the budget is {budget} MB")
+    return size
+
+
+def unpack_libraries(wheel, folder):
+    """The paths of the compiled libraries of a wheel, extracted."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [n for n in archive.namelist() if n.endswith(".so")]
+        return [Path(archive.extract(name, folder)) for name in sorted(names)]

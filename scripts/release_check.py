@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""Builds what a release publishes and checks it, on one machine:  make release-check
+
+Needs an interpreter with torch, the extra "test" and the dependency group "release", which make installs. The builds
+have no network. Results are in dist/: the sdist, cuda/ and cpu/ with one wheel each, and release-report.md.
+docs/releasing.md says what else a release needs.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+from pathlib import Path
+
+from release import fatbin, kernels, wheels
+from release.wheels import Failure
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / "build/release"
+# A selection that runs in a minute: the schemas, and ops of several families with the torch backend.
+TESTS = [
+    "tests/packaging/test_schemas.py",
+    *(f"tests/ops/test_{op}.py" for op in ("rms_norm", "rope", "cross_entropy")),
+]
+
+
+class Report:
+    """Prints each step with its outcome, and remembers it."""
+
+    def __init__(self):
+        self.lines, self.failed = [], False
+
+    def say(self, text):
+        print(text, flush=True)
+        self.lines.append(text)
+
+    @contextlib.contextmanager
+    def step(self, title):
+        """Runs one step; a failure is reported, and the steps after it still run."""
+        begin, details = time.monotonic(), []
+        try:
+            yield details.append
+            outcome = "ok"
+        except Failure as failure:
+            outcome, self.failed = f"FAILED: {failure}", True
+        except subprocess.CalledProcessError as error:
+            log = (error.stdout or "").strip().splitlines()[-30:]
+            outcome, self.failed = (
+                "\n    ".join([f"FAILED: {error.cmd[0]} ... exit code {error.returncode}", *log]),
+                True,
+            )
+        self.say(f"- {title}: {outcome} ({time.monotonic() - begin:.0f} s)")
+        for detail in details:
+            self.say(detail)
+
+
+def call(*command, cwd=ROOT, **environment):
+    """The output of a command, without the LIGER_* and Python settings of this process."""
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("LIGER_", "PYTHON", "TORCH_CUDA_ARCH_LIST"))
+    }
+    # Tools of this interpreter's environment, also where it is not activated.
+    kept["PATH"] = sysconfig.get_path("scripts") + os.pathsep + kept["PATH"]
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=kept | {k: str(v) for k, v in environment.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    ).stdout
+
+
+def without_network():
+    """The start of a command line that has no network, where this user may have a network namespace."""
+    command = ["unshare", "--user", "--map-root-user", "--net"]
+    if shutil.which("unshare") is None:
+        return []
+    return command if subprocess.run([*command, "true"], capture_output=True).returncode == 0 else []
+
+
+def check_version():
+    """The version of pyproject.toml, which the other places have, too, and its heading in the changelog."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    for path, line in {
+        "python/liger/__init__.py": f'__version__ = "{version}"',
+        "CITATION.cff": f"version: {version}",
+    }.items():
+        if line not in (ROOT / path).read_text().splitlines():
+            raise Failure(f"{path} has no line {line!r}")
+    section = re.search(
+        rf"^## \[?{re.escape(version)}\b.*", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    if section is None:
+        raise Failure(f"CHANGELOG.md has no section {version}")
+    return version, section[0]
+
+
+def build_sdist(folder, epoch):
+    shutil.rmtree(folder, ignore_errors=True)
+    call(
+        *(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, ROOT),
+        SOURCE_DATE_EPOCH=epoch,
+    )
+    (path,) = folder.glob("*.tar.gz")
+    return path
+
+
+def unpack_source(sdist):
+    """The sources in a folder of always the same name: nvcc puts a hash of the path into symbol names."""
+    shutil.rmtree(WORK / "source", ignore_errors=True)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(WORK / "source", filter="data")
+    (folder,) = (WORK / "source").iterdir()
+    return folder
+
+
+def build_wheel(source, name, epoch, network, **settings):
+    """A wheel from the unpacked sdist, in a build folder of its own, past the compiler cache."""
+    for folder in (WORK / name, WORK / f"{name}-build"):
+        shutil.rmtree(folder, ignore_errors=True)
+    call(
+        *(*network, sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"),
+        *("--no-cache-dir", "-C", f"build-dir={WORK / f'{name}-build'}", "-w", WORK / name, source),
+        SOURCE_DATE_EPOCH=epoch,
+        CCACHE_RECACHE="1",
+        SCCACHE_RECACHE="1",
+        **settings,
+    )
+    (path,) = (WORK / name).glob("*.whl")
+    return path
+
+
+def repair(wheel, folder, epoch):
+    """The wheel with the tag of the oldest platform that has the versions of the system's symbols it uses."""
+    shutil.rmtree(folder, ignore_errors=True)
+    excluded = [part for name in wheels.EXCLUDED for part in ("--exclude", name)]
+    call("auditwheel", "repair", *excluded, "-w", folder, wheel, SOURCE_DATE_EPOCH=epoch)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def run_tests(python, wheel, folder):
+    """A selection of tests by another interpreter, which has torch and pytest, with the wheel in a new environment."""
+    shutil.rmtree(folder, ignore_errors=True)
+    found = call(
+        python, "-c", "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\\n')"
+    )
+    call(python, "-m", "venv", "--without-pip", folder)
+    purelib = call(folder / "bin/python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+    # A .pth line only adds the folder: hooks of editable installs in it are not run.
+    Path(purelib.strip(), "outer.pth").write_text(found)
+    how = ("--no-deps", "--no-index", "--ignore-installed", "--quiet")
+    call(sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", *how, wheel)
+    where = call(folder / "bin/python", "-c", "import liger; print(liger.__file__)", cwd=WORK).split()[-1]
+    if not where.startswith(str(folder)):
+        raise Failure(f"liger is imported from {where}, not from {folder}")
+    # Without a GPU, too: loading resolves every symbol of torch and registers the kernels.
+    loaded = (
+        "import torch; from liger._core import load; "
+        "print(load.CUDA_LOADED or torch.version.cuda, load.CUDA_REASON)"
+    )
+    outcome = call(folder / "bin/python", "-c", loaded, cwd=WORK).splitlines()[-1]
+    if "cuda" in wheel.parts[-2] and not outcome.startswith(("True ", "None ")):
+        raise Failure(f"the CUDA kernels are not loaded: {outcome}")
+    versions = "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__)"
+    log = call(
+        *(folder / "bin/python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *TESTS),
+        OMP_NUM_THREADS=1,
+    )
+    return f"{call(folder / 'bin/python', '-c', versions, cwd=WORK).splitlines()[-1]}: {log.splitlines()[-1]}"
+
+
+def check_wheel(report, kind, source, version, epoch, network, options):
+    """Builds and examines one wheel; its path, or None."""
+    settings = {"LIGER_BUILD_CUDA": 1 if kind == "cuda" else 0}
+    if kind == "cuda" and options.archs:
+        settings["LIGER_CUDA_ARCHS"] = options.archs
+    built = wheel = None
+    with report.step(f"{kind}: a wheel from the sdist{', without network' if network else ''}"):
+        built = build_wheel(source, f"{kind}-1", epoch, network, **settings)
+    if built is None:
+        return None
+    if not options.once:
+        with report.step(f"{kind}: a second build is identical"):
+            wheels.require_identical(built, build_wheel(source, f"{kind}-2", epoch, network, **settings))
+    with report.step(f"{kind}: auditwheel") as detail:
+        wheel = repair(built, options.output / kind, epoch)
+        detail(f"  {wheel.name}, for {wheels.require_tag(wheel)}")
+    if wheel is None:
+        return None
+    with report.step(f"{kind}: twine check"):
+        call("twine", "check", "--strict", wheel)
+    with report.step(f"{kind}: bill of materials") as detail:
+        detail("  " + wheels.require_bill_of_materials(wheel, version, kind == "cuda"))
+    libraries = wheels.unpack_libraries(wheel, WORK / f"{kind}-libraries")
+    for library in libraries:
+        with report.step(f"{kind}: stable ABI of {library.name}") as detail:
+            detail(f"  needs torch {wheels.require_stable_abi(library)}")
+    with report.step(f"{kind}: at most {wheels.BUDGET} MB") as detail:
+        detail(f"  {wheel.name}: {wheels.require_size(wheel):.1f} MB")
+        for library in libraries:
+            wheels.require_size(library)
+            for line in ["", *fatbin.report(library), ""] if library.name == "libliger_cuda.so" else []:
+                detail(line)
+    if kind == "cuda":
+        with report.step("cuda: registers and stack of every kernel"):
+            (library,) = [path for path in libraries if path.name == "libliger_cuda.so"]
+            problems = kernels.exceeded(kernels.resources_of(library), kernels.read())
+            if problems:
+                raise Failure("\n    ".join([f"{len(problems)} problems", *problems]))
+    return wheel
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=ROOT / "dist")
+    parser.add_argument("--archs", default="", help="CUDA architectures, if not all that a release has")
+    parser.add_argument("--no-cuda", action="store_true", help="only the wheel without CUDA kernels")
+    parser.add_argument("--once", action="store_true", help="no second build of the wheels")
+    parser.add_argument("--allow-dirty", action="store_true", help="uncommitted changes are no failure")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        help="a further interpreter, with torch and pytest, that tests the wheels; may be repeated",
+    )
+    options = parser.parse_args(arguments)
+    options.output = options.output.resolve()
+    WORK.mkdir(parents=True, exist_ok=True)
+    report, network = Report(), without_network()
+    epoch = call("git", "log", "-1", "--format=%ct").strip()
+    version = sdist = None
+
+    with report.step("the checkout is a commit"):
+        changed = call("git", "status", "--porcelain").strip()
+        if changed and not options.allow_dirty:
+            raise Failure(f"uncommitted changes:\n    {changed}")
+    with report.step("one version, and its section in the changelog") as detail:
+        version, heading = check_version()
+        detail(f"  {heading}")
+    with report.step("sdist: two builds are identical, twine check"):
+        sdist = build_sdist(WORK / "sdist-1", epoch)
+        wheels.require_identical(sdist, build_sdist(WORK / "sdist-2", epoch))
+        call("twine", "check", "--strict", sdist)
+        options.output.mkdir(parents=True, exist_ok=True)
+        shutil.copy(sdist, options.output)
+
+    if sdist is not None and version is not None:
+        source = unpack_source(sdist)
+        for kind in ["cpu"] if options.no_cuda else ["cpu", "cuda"]:
+            wheel = check_wheel(report, kind, source, version, epoch, network, options)
+            for index, python in enumerate([sys.executable, *options.python] if wheel else []):
+                with report.step(f"{kind}: tests by {python}") as detail:
+                    detail("  " + run_tests(python, wheel, WORK / f"{kind}-venv-{index}"))
+
+    report.say("FAILED" if report.failed else "All checks passed.")
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "release-report.md").write_text("\n".join(report.lines) + "\n")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

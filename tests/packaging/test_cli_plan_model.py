@@ -1,0 +1,68 @@
+"""``liger plan --model``."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from liger import cli
+
+LLAMA_1B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_1B))
+    return str(path)
+
+
+def test_table(config, capsys):
+    assert cli.main(["plan", "--model", config, "--tokens", "32768"]) == 0
+    out = capsys.readouterr().out
+    assert "llama, 16 layers, bfloat16: saved bytes per token" in out
+    (total,) = [line.split() for line in out.splitlines() if line.startswith("all layers")]
+    # Per layer: two norms of x with rstd; q, k, v; output and lse of the attention; gate and up.
+    kept = 2 * (2 * 2048 + 4) + 2 * (2048 + 2 * 512) + 2 * 2048 + 4 * 32 + 2 * 2 * 8192
+    remade = 2 * 2 * 2048 + 2 * 8192
+    assert total[2:] == [f"{16 * (kept + remade):,}", f"{16 * kept:,}"]
+    assert "32,768 tokens" in out and "25.1 GiB" in out
+
+
+def test_json_and_dtype(config, capsys):
+    results = []
+    for dtype in ("bf16", "fp32"):
+        assert cli.main(["plan", "--model", config, "--json", "--dtype", dtype]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0]["recompute"] == sum(row["recompute"] for row in results[0]["rows"])
+    # Statistics are float32 in both.
+    assert results[1]["plain"] == 2 * results[0]["plain"] - 16 * 4 * (2 + 32)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"model_type": "gpt2", "n_layer": 1}, "no decoder layer of GPT2LMHeadModel"),
+        ({"hidden_size": 64}, "no model_type"),
+    ],
+)
+def test_other_models(settings, message, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings))
+    assert cli.main(["plan", "--model", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_are_needed_without_a_model(capsys):
+    assert cli.main(["plan", "--tokens", "16"]) == 2
+    assert "--hidden, --vocab must be given" in capsys.readouterr().err

@@ -1,0 +1,267 @@
+"""scripts/release_check.py: what it accepts, and what it refuses. The whole script takes hours and is not run here."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+template <int n> __global__ void fill(float* out) { out[threadIdx.x] = n; }
+__global__ void indexed(float* out, int i) {
+  float values[64];
+  for (int k = 0; k < 64; ++k) values[k] = out[k];
+  for (int k = 0; k < i; ++k) values[k * i % 64] += values[k];
+  for (int k = 0; k < 64; ++k) out[k + 64] = values[k];
+}
+void launch(float* out) {
+  fill<1><<<1, 32>>>(out);
+  fill<2><<<1, 32>>>(out);
+  indexed<<<1, 32>>>(out, 3);
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """A shared object with the kernels of SOURCE for 80 and 90a, and PTX of 80."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("needs nvcc")
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "kernels.cu").write_text(SOURCE)
+    codes = ("arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90a,code=sm_90a")
+    subprocess.run(
+        [
+            "nvcc",
+            "-shared",
+            "-Xcompiler=-fPIC",
+            *(f"-gencode={c}" for c in codes),
+            "kernels.cu",
+            "-o",
+            "k.so",
+        ],
+        cwd=folder,
+        check=True,
+    )
+    return folder / "k.so"
+
+
+# --- size per architecture ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.packaging
+def test_sizes_of_the_gpu_code(library):
+    from release import fatbin
+
+    elf = library.read_bytes()
+    sizes = fatbin.code_sizes(elf)
+    assert sizes.keys() >= {("machine code", "80"), ("machine code", "90a"), ("PTX", "80")}
+    _, section = fatbin.section(elf, ".nv_fatbin")
+    assert 0.5 * section < sum(sizes.values()) <= section
+    lines = fatbin.report(library)
+    assert any(line.startswith("| machine code for 90a | ") for line in lines)
+    assert lines[-1] == f"| k.so | {len(elf) / 1e6:.2f} |"
+
+
+@pytest.mark.packaging
+def test_an_unknown_layout_of_gpu_code_is_an_error(library):
+    from release import fatbin
+
+    elf = bytearray(library.read_bytes())
+    offset, _ = fatbin.section(elf, ".nv_fatbin")
+    elf[offset : offset + 4] = b"\1\2\3\4"
+    with pytest.raises(ValueError, match=r"unknown layout of .nv_fatbin: 0x4030201"):
+        fatbin.code_sizes(bytes(elf))
+    with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
+        fatbin.code_sizes(b"MZ" * 100)
+
+
+# --- registers and stack --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.packaging
+def test_kernels_are_recorded_and_compared(library, tmp_path, capsys):
+    from release import kernels
+
+    table = tmp_path / "table.tsv"
+    try:
+        kernels.find_cuobjdump()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert kernels.main([str(library), "--record", "--table", str(table)]) == 0
+    recorded = kernels.read(table)
+    assert recorded.keys() == {(k, a) for k in ("fill", "indexed") for a in ("80", "90a")}
+    assert recorded["fill", "80"].instances == 2 and recorded["fill", "80"].stack == 0
+    assert recorded["indexed", "90a"].stack >= 256 and recorded["indexed", "90a"].registers > 0
+    assert kernels.main([str(library), "--table", str(table)]) == 0
+    # As if the stack had been smaller when it was recorded.
+    recorded["indexed", "90a"].stack = recorded["indexed", "90a"].stack_sum = 128
+    kernels.record(recorded, table)
+    capsys.readouterr()
+    assert kernels.main([str(library), "--table", str(table)]) == 1
+    assert "indexed for 90a: stack 128 -> " in capsys.readouterr().out
+
+
+def test_names_of_kernel_templates():
+    from release.kernels import template_name
+
+    assert template_name("void liger::rms_norm_kernel<float, 4>(int, (anonymous namespace)::T)") == (
+        "liger::rms_norm_kernel"
+    )
+    assert template_name("liger::(anonymous namespace)::marker(int*)") == "liger::marker"
+
+
+def test_growth_of_a_kernel():
+    from release.kernels import Resources, exceeded
+
+    def grown(**changes):
+        before = {("f", "80"): Resources(4, 64, 32, 640)}
+        return exceeded({("f", "80"): Resources(**{**vars(before["f", "80"]), **changes})}, before)
+
+    assert grown() == grown(registers=72) == grown(stack=48) == grown(stack_sum=704) == []
+    assert grown(registers=73) == ["f for 80: registers 64 -> 73"]
+    assert grown(stack=49) == ["f for 80: stack 32 -> 49"]
+    assert grown(stack_sum=705) == ["f for 80: stack_sum 640 -> 705"]
+    assert grown(stack_sum=900, instances=5) == []
+    assert grown(registers=1, stack=0, stack_sum=0) == []
+
+
+def test_kernels_without_record_and_records_without_kernel():
+    from release.kernels import Resources, exceeded
+
+    one = {("f", "80"): Resources(1, 8, 0, 0)}
+    assert exceeded(one | {("g", "80"): Resources(1, 8, 0, 0)}, one) == ["g for 80: not recorded"]
+    assert exceeded({("g", "80"): Resources(1, 8, 0, 0)}, one) == [
+        "g for 80: not recorded",
+        "f for 80: recorded, but not in the library",
+    ]
+    # A build for fewer architectures than were recorded is compared in those that it has.
+    assert exceeded(one, one | {("f", "90a"): Resources(1, 8, 0, 0)}) == []
+    assert exceeded({("f", "120"): Resources(1, 8, 0, 0)}, one) == ["architecture 120: no kernel is recorded"]
+
+
+def test_every_architecture_of_a_release_is_recorded():
+    from release.kernels import read
+
+    settings = (ROOT / "cmake/LigerCuda.cmake").read_text()
+    (archs,) = re.findall(r"^set\(LIGER_DEFAULT_ARCHS (.+)\)$", settings, re.M)
+    recorded = read()
+    assert {arch for _, arch in recorded} == set(archs.split())
+    # The engine of 9.0 exists there alone; the other kernels are compiled for all.
+    for arch in archs.split():
+        assert ("liger::rms_norm_kernel", arch) in recorded
+
+
+# --- wheels ---------------------------------------------------------------------------------------------------------
+
+
+def a_wheel(folder, components=("torch",), version="0.2.0", tag="py3-none-manylinux_2_28_x86_64", name=None):
+    folder.mkdir(exist_ok=True)
+    path = folder / f"liger_ops-0.2.0-{name or tag}.whl"
+    document = {
+        "metadata": {"component": {"name": "liger-ops", "version": version}},
+        "components": [{"type": "library", "name": c} for c in components],
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(
+            zipfile.ZipInfo("liger_ops-0.2.0.dist-info/WHEEL"), f"Wheel-Version: 1.0\nTag: {tag}\n"
+        )
+        if components:
+            bill = zipfile.ZipInfo("liger_ops-0.2.0.dist-info/sboms/liger-ops.cdx.json")
+            archive.writestr(bill, json.dumps(document))
+    return path
+
+
+def test_tags_of_a_wheel(tmp_path):
+    from release.wheels import Failure, require_tag
+
+    assert require_tag(a_wheel(tmp_path)) == "manylinux_2_28_x86_64"
+    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="py3-none-linux_x86_64"))
+    with pytest.raises(Failure, match="is not tagged py3-none-manylinux"):
+        require_tag(a_wheel(tmp_path, tag="cp311-cp311-manylinux_2_28_x86_64"))
+    renamed = a_wheel(tmp_path, tag="py3-none-linux_x86_64", name="py3-none-manylinux_2_28_x86_64")
+    with pytest.raises(Failure, match=r"has the tags \['py3-none-linux_x86_64'\] inside"):
+        require_tag(renamed)
+
+
+def test_bill_of_materials_of_a_wheel(tmp_path):
+    from release.wheels import Failure, require_bill_of_materials
+
+    with pytest.raises(Failure, match="has no bill of materials"):
+        require_bill_of_materials(a_wheel(tmp_path, components=()), "0.2.0", cuda=False)
+    with pytest.raises(Failure, match=r"is of version 0.1.0, expected 0.2.0"):
+        require_bill_of_materials(a_wheel(tmp_path, version="0.1.0"), "0.2.0", cuda=False)
+    with pytest.raises(
+        Failure, match=r"components \['torch'\], expected \['cccl', 'cuda-cudart', 'nvtx', 'torch'\]"
+    ):
+        require_bill_of_materials(a_wheel(tmp_path), "0.2.0", cuda=True)
+
+
+def test_two_builds_of_a_wheel(tmp_path):
+    from release.wheels import Failure, require_identical
+
+    first, second = a_wheel(tmp_path / "1"), a_wheel(tmp_path / "2")
+    assert len(require_identical(first, second)) == 64
+    other = a_wheel(tmp_path / "3", components=("torch", "cccl"))
+    with pytest.raises(Failure, match=r"differ in \['liger_ops-0.2.0.dist-info/sboms/liger-ops.cdx.json'\]"):
+        require_identical(first, other)
+
+
+def test_size_budget(tmp_path):
+    from release.wheels import Failure, require_size
+
+    path = a_wheel(tmp_path)
+    assert require_size(path) < 0.01
+    with pytest.raises(Failure, match=r"has 0.0 MB, the budget is 0 MB"):
+        require_size(path, budget=0)
+
+
+@pytest.mark.packaging
+def test_a_library_outside_the_stable_abi(tmp_path):
+    pytest.importorskip("torch_abi_audit")
+    import torch
+    from release.wheels import Failure, require_stable_abi
+
+    library = next(Path(torch.__file__).parent.glob("_C.*.so"))
+    with pytest.raises(Failure, match="outside torch's stable ABI"):
+        require_stable_abi(library)
+
+
+# --- the script -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_is_reported_and_the_next_one_runs(capsys):
+    from release.wheels import Failure
+    from release_check import Report
+
+    report = Report()
+    with report.step("first"):
+        raise Failure("too large")
+    with report.step("second"):
+        subprocess.run([sys.executable, "-c", "print('why'); exit(3)"], check=True, stdout=-1, text=True)
+    with report.step("third") as detail:
+        detail("  detail")
+    assert report.failed
+    out = capsys.readouterr().out
+    assert "- first: FAILED: too large" in out and "exit code 3\n    why" in out
+    assert "- third: ok" in out and out.endswith("\n  detail\n")
+
+
+def test_the_version_of_this_checkout_can_be_released():
+    import release_check
+
+    import liger
+
+    version, heading = release_check.check_version()
+    assert version == liger.__version__ and heading.startswith(f"## {version}")
