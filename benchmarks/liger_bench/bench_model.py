@@ -6,13 +6,18 @@ tokens are random, the same for every contestant. All models live side by side a
 chip which lowers its clock slows all of them alike; with ``--only`` one may have a process of its own. The memory of a
 contestant is what its weights, gradients, optimizer and activations take at the peak of a step; the models that wait
 are not counted.
+
+``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and without
+``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its own (``--only``).
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import re
 import sys
@@ -90,6 +95,9 @@ class Contestant:
     prepare: Callable
     context: Callable = contextlib.nullcontext
     needs: tuple[str, ...] = ()
+    checkpointing: bool = True
+    # Steps before a shape is measured, at least: a plan needs some until it is final.
+    warm_up: int = 0
 
 
 def _compile(model):
@@ -119,16 +127,37 @@ def contestants(backends, compile):
     return [*plain, Contestant("liger-kernel", "liger-kernel", _with_liger_kernel, needs=needs), *ours]
 
 
+PLANNED_WARM_UP = 8
+
+
 def recomputing(backends):
     """liger under each backend, with a backward that recomputes cheap outputs."""
-
-    def prepare(model):
-        return liger.patch(model, recompute=True)
-
+    patch = functools.partial(liger.patch, recompute=True)
     return [
-        Contestant(f"liger[{b}], recompute", "ours", prepare, lambda b=b: liger.use_backend(b))
+        Contestant(f"liger[{b}], recompute", "ours", patch, functools.partial(liger.use_backend, b))
         for b in backends
     ]
+
+
+def planned(backends, memories):
+    """liger under each backend with planned checkpointing in each memory, and the same with ``recompute=True``.
+
+    A memory of None: without checkpointing.
+    """
+
+    def prepare(model, memory, recompute):
+        return liger.transformers.checkpoint(liger.patch(model, recompute=recompute), memory)
+
+    for backend, (name, memory), recompute in itertools.product(backends, memories, (False, True)):
+        method = "no checkpointing" if memory is None else f"memory {name}"
+        yield Contestant(
+            f"liger[{backend}], {method}{', recompute' if recompute else ''}",
+            "ours",
+            functools.partial(prepare, memory=memory, recompute=recompute),
+            functools.partial(liger.use_backend, backend),
+            checkpointing=memory is not None,
+            warm_up=0 if memory is None else PLANNED_WARM_UP,
+        )
 
 
 class Trainee:
@@ -176,7 +205,7 @@ class Trainee:
         torch.manual_seed(0)
         with torch.device(self.device):
             self.model = LlamaForCausalLM(config).to(self.size.dtype).train()
-        if self.size.checkpointing:
+        if self.size.checkpointing and self.contestant.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.call = self.contestant.prepare(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
@@ -195,7 +224,8 @@ class Trainee:
         return sum({t.data_ptr(): t.nbytes for t in kept if t.device.type == self.device}.values())
 
     def warm_up(self, batches):
-        losses = [self.step(batches[i % len(batches)]) for i in range(self.size.warm_up)]
+        count = max(self.size.warm_up, self.contestant.warm_up)
+        losses = [self.step(batches[i % len(batches)]) for i in range(count)]
         if self.loss is None:
             self.loss = losses[0].item()
 
@@ -252,12 +282,15 @@ def _measure_shape(trainees, size, shape, device):
     }
 
 
-def measure(size, device, backends, compile=False, shapes=None, only=None):
+def measure(size, device, backends, compile=False, shapes=None, memories=(), only=None):
     """One record per shape: step time, tokens per second and peak memory of each contestant, or its error.
 
-    ``only``: the names of the contestants that take part; None for all.
+    Args:
+        memories: (name, memory) of contestants with planned checkpointing.
+        only: the names of the contestants that take part; None for all.
     """
     entered = contestants(backends, compile) + ([] if size.checkpointing else recomputing(backends))
+    entered += planned(backends, memories)
     unknown = set(only or ()) - {contestant.name for contestant in entered}
     if unknown:
         raise ValueError(f"no contestant {sorted(unknown)}, expected {[c.name for c in entered]}")
@@ -343,6 +376,16 @@ def _shape(text):
     return int(match[1]), int(match[2])
 
 
+def _memory(text):
+    """(name, memory): "auto", a share such as 0.5, GiB such as 60G, or None for "none"."""
+    if text in ("auto", "none"):
+        return text, None if text == "none" else text
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(G?)", text)
+    if match is None or not (match[2] or 0 < float(text) <= 1):
+        raise argparse.ArgumentTypeError(f"'{text}' is not auto, none, a share in (0, 1] or GiB such as 60G")
+    return text, int(float(match[1]) * GIB) if match[2] else float(text)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -365,6 +408,14 @@ def main(arguments=None):
     parser.add_argument(
         "--backends", default="cuda", help="backends of liger to measure (default %(default)s)"
     )
+    parser.add_argument(
+        "--memory",
+        type=_memory,
+        action="append",
+        default=[],
+        help="also liger with planned checkpointing in this memory: auto, a share such as 0.5, GiB such as 60G; or "
+        "none, without checkpointing; repeatable",
+    )
     parser.add_argument("--json", type=Path, help="where the results go as well, as JSON and Markdown")
     parsed = parser.parse_args(arguments)
     if not parsed.self_test and not torch.cuda.is_available():
@@ -378,7 +429,7 @@ def main(arguments=None):
     )
     facts = {**environment(options), "transformers": importlib.metadata.version("transformers")}
     try:
-        records = measure(size, device, backends, parsed.compile, parsed.shapes, parsed.only)
+        records = measure(size, device, backends, parsed.compile, parsed.shapes, parsed.memory, parsed.only)
     except ValueError as error:
         parser.error(str(error))
     print(markdown(facts, records, size))

@@ -44,6 +44,32 @@ def test_self_test(tmp_path, capsys):
     assert path.with_suffix(".md").read_text() in printed
 
 
+def test_planned_checkpointing(tmp_path, capsys):
+    path = tmp_path / "model.json"
+    names = ["transformers"]
+    for method in ("memory 1G", "no checkpointing"):
+        names += [f"liger[torch], {method}", f"liger[torch], {method}, recompute"]
+    arguments = ["--memory", "1G", "--memory", "none", *(word for name in names for word in ("--only", name))]
+    assert bench_model.main(["--self-test", "2x16", *arguments, "--json", str(path)]) == 0
+    (record,) = json.loads(path.read_text())["rows"]
+    assert list(record["providers"]) == names
+    for provider in record["providers"].values():
+        assert provider["status"] == "ok"
+    assert "0 of 2 LlamaDecoderLayer recomputed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text, memory", [("auto", "auto"), ("none", None), ("0.5", 0.5), ("1.5G", 3 << 29)])
+def test_memory_argument(text, memory):
+    assert bench_model._memory(text) == (text, memory)
+
+
+@pytest.mark.parametrize("text", ["60", "much", "0", "-1G"])
+def test_bad_memory_argument(text, capsys):
+    with pytest.raises(SystemExit):
+        bench_model.main(["--self-test", f"--memory={text}"])
+    assert f"'{text}' is not auto, none, a share in (0, 1] or GiB" in capsys.readouterr().err
+
+
 def test_without_checkpointing(capsys):
     arguments = ["--self-test", "--no-checkpointing", "2x16"]
     for name in ("transformers", "liger[torch]", "liger[torch], recompute"):

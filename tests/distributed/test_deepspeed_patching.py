@@ -8,6 +8,9 @@ from test_deepspeed import deepspeed
 from test_deepspeed_families import CONFIG, run
 from transformers.integrations import HfDeepSpeedConfig
 
+import liger
+from liger.transformers._checkpoint import planners
+
 REENTRANT = ["qwen3", "gemma3", "mixtral"]
 
 
@@ -67,3 +70,18 @@ def test_lora(targets, save_head):
         return make(targets, save_head)
 
     run("qwen3", make=lora, whole=lora)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
+def test_planned_checkpointing(name):
+    """The first step recomputes every layer, the later ones none."""
+    planned = []
+
+    def change(model):
+        liger.transformers.checkpoint(model, 10**12)
+        planned.append(model)
+
+    run(name, change=change)
+    for model in planned:
+        (planner,) = planners(model)
+        assert planner.step.kept == len(planner.layers)

@@ -52,6 +52,7 @@ from ._architectures import (
     apply_liger_kernel_to_smolvlm,
     revert,
 )
+from ._checkpoint import checkpoint
 from ._experts import register as _register_experts
 from ._patching import patch, unpatch
 from ._report import PatchReport, patch_report
@@ -104,6 +105,7 @@ __all__ = [
     "apply_liger_kernel_to_qwen3_vl_moe",
     "apply_liger_kernel_to_smollm3",
     "apply_liger_kernel_to_smolvlm",
+    "checkpoint",
     "patch",
     "patch_report",
     "revert",

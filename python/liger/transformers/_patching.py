@@ -10,7 +10,18 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from . import _activations, _behaviour, _causal_lm, _experts, _gated_norms, _layers, _norms, _rotary, _trials
+from . import (
+    _activations,
+    _behaviour,
+    _causal_lm,
+    _checkpoint,
+    _experts,
+    _gated_norms,
+    _layers,
+    _norms,
+    _rotary,
+    _trials,
+)
 from ._classes import give_class, instance_forward, patched_class, recipe_of, restore_class
 from ._heads import heads_of
 from ._loss import EmbeddingRecipe, head_recipe, sharing_embeddings
@@ -73,7 +84,7 @@ def patch(model: _Model, **options: Any) -> _Model:
         raise TypeError(f"liger.patch expects a torch.nn.Module, not {type(model).__name__}")
     check_names("liger.patch", options)
     parsed = Options(**options)
-    unpatch(model)
+    _restore(model)
     report = apply(model, parsed)
     if parsed.asks_common_parts and not report.replaced:
         raise ValueError(
@@ -84,7 +95,9 @@ def patch(model: _Model, **options: Any) -> _Model:
 
 
 def unpatch(model: _Model) -> _Model:
-    """Restores a model that :func:`patch` changed. No effect on a model that is not patched.
+    """Restores a model that :func:`patch` changed, and ends what :func:`liger.transformers.checkpoint` plans for it.
+
+    No effect on a model with neither.
 
     Args:
         model: the patched model, or a module that contains it.
@@ -95,10 +108,15 @@ def unpatch(model: _Model) -> _Model:
     Raises:
         RuntimeError: ``fully_shard`` has derived other classes from the patched ones.
     """
+    _restore(model)
+    _checkpoint.release(model)
+    return model
+
+
+def _restore(model):
     for module in model.modules():
         restore_class(module)
         module.__dict__.pop(LEFT, None)
-    return model
 
 
 def apply(model: nn.Module, options: Options) -> PatchReport:
@@ -124,6 +142,7 @@ def apply(model: nn.Module, options: Options) -> PatchReport:
             elif recipe is not None:
                 covered.update(map(id, covered_parts(module, recipe)))
                 _apply_recipe(module, recipe)
+    _checkpoint.forget(model)
     report = patch_report(model)
     level = logging.WARNING if report.left else logging.INFO
     logger.log(level, "liger: %s: %s", type(model).__name__, report.summary)

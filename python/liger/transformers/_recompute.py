@@ -24,6 +24,8 @@ from .._core.autograd import is_transformed
 class _Local(threading.local):
     # Address of an output -> its _Output, inside a decoder layer of the current thread; None outside.
     outputs = None
+    # The hook of :func:`counting`.
+    counter = None
 
 
 _local = _Local()
@@ -211,19 +213,48 @@ def _applies():
         and not torch.is_inference_mode_enabled()
         and _local.outputs is None
         and torch._C._autograd._saved_tensors_hooks_is_enabled()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and (_innermost_hook() is None or _is_counted())
         and not is_transformed()
     )
 
 
+def _innermost_hook():
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]
+
+
+def _is_counted():
+    return _local.counter is not None and _innermost_hook() is _local.counter
+
+
 @contextlib.contextmanager
 def _scope():
+    # A hook that counts sees all tensors, those that would not be saved as well.
+    hooks = contextlib.nullcontext() if _is_counted() else saved_tensors_hooks(_pack, _unpack)
     _local.outputs = {}
     try:
-        with saved_tensors_hooks(_pack, _unpack):
+        with hooks:
             yield
     finally:
         _local.outputs = None
+
+
+@contextlib.contextmanager
+def counting(pack):
+    """Inside, a layer saves all tensors by the hook ``pack``, which may ask :func:`is_recomputed`.
+
+    ``pack``: of the innermost ``saved_tensors_hooks``.
+    """
+    before, _local.counter = _local.counter, pack
+    try:
+        yield
+    finally:
+        _local.counter = before
+
+
+def is_recomputed(tensor):
+    """Whether the backward of the running layer recomputes a tensor that autograd wants to save."""
+    return _local.outputs is not None and _found(tensor) is not None
 
 
 def recomputing(function):

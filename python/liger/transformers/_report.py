@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from . import _activations, _trials
+from ._checkpoint import planners
 from ._classes import instance_forward, overriding_forward, recipe_of
 from ._modules import MLPRecipe
 from ._recompute import recomputes
@@ -55,6 +56,7 @@ class PatchReport:
         not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.
         classes: module name -> name of the class, of the modules in ``left``.
         recomputed: names of the decoder layers whose backward recomputes cheap outputs (``recompute=True``).
+        checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
@@ -62,6 +64,7 @@ class PatchReport:
     not_looked_at: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)
+    checkpointing: str = ""
 
     @property
     def summary(self) -> str:
@@ -73,6 +76,8 @@ class PatchReport:
         others = [f"{count} x {what}" for what, count in _counted(self.not_looked_at.values())]
         if others:
             lines.append("not looked at: " + ", ".join(others))
+        if self.checkpointing:
+            lines.append(f"checkpointing: {self.checkpointing}")
         return "; ".join(lines) or "nothing"
 
     @property
@@ -94,13 +99,15 @@ class PatchReport:
 
     def __str__(self) -> str:
         if not self.rows:
-            return "nothing"
+            return self.summary
         table = [("part", "count", "", ""), *((p, str(n), done, why) for p, n, done, why in self.rows)]
         widths = [max(len(row[column]) for row in table) for column in range(3)]
         lines = []
         for part, count, done, why in table:
             cells = part.ljust(widths[0]), count.rjust(widths[1]), done.ljust(widths[2]), why
             lines.append("  ".join(cells).rstrip())
+        if self.checkpointing:
+            lines.append(f"checkpointing: {self.checkpointing}")
         return "\n".join(lines)
 
 
@@ -117,7 +124,7 @@ def patch_report(model: nn.Module) -> PatchReport:
 
     A module whose patched forward was replaced afterwards (by a TRL trainer, for example) is reported as left.
     """
-    report = PatchReport()
+    report = PatchReport(checkpointing="; ".join(planner.summary for planner in planners(model)))
     modules = dict(model.named_modules())
     for name, module in modules.items():
         kind, reason = _state(module)

@@ -1,0 +1,42 @@
+"""One step of a planned model: the state of the allocator at its start, and whether its backward has started."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Step:
+    """A forward and backward; ``start``: allocated bytes before it. Several forwards before a backward are one step."""
+
+    start: int
+    retries: int
+    ooms: int
+    phase: bool
+    load: list[int]
+    is_measured: bool
+    kept: int = 0
+    inputs: int = 0
+    forwards: int = 0
+    forward_bytes: int | None = None
+    # Whether the backward has started; whether the peak includes other work.
+    backward: bool = False
+    is_disturbed: bool = False
+    # Weak references to the hooks of the outputs, which exist as long as their graphs.
+    graphs: list[weakref.ref] = field(default_factory=list)
+
+    @property
+    def is_over(self):
+        """Whether the backward has started, or the results of all forwards are gone, by an error for example."""
+        return self.backward or not any(graph() is not None for graph in self.graphs)
+
+
+class BackwardHook:
+    """Hook of an output that records the start of the backward."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def __call__(self, gradient):
+        self.step.backward = True
