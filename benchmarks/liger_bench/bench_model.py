@@ -390,7 +390,7 @@ def markdown(facts, records, size=FULL):
     return "\n\n".join(parts) + "\n"
 
 
-def _shape(text):
+def parse_shape(text):
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not BATCHxTOKENS")
@@ -410,7 +410,7 @@ def _memory(text):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "shapes", nargs="*", type=_shape, metavar="BATCHxTOKENS", help="default: 4x1024 32x1024 4x8192"
+        "shapes", nargs="*", type=parse_shape, metavar="BATCHxTOKENS", help="default: 4x1024 32x1024 4x8192"
     )
     parser.add_argument("--compile", action="store_true", help="compiled models as well (minutes to start)")
     parser.add_argument("--size", choices=("1b", "8b"), default="1b", help="default %(default)s")
