@@ -64,7 +64,7 @@ def draw(found, title):
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12, y=0.12)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
     return figure
 
 
