@@ -168,18 +168,25 @@ class Trainee:
             }
             names.update({name: before[name] for name in self._replaced})
 
-    def build(self):
+    def make_model(self):
+        """The model before the contestant prepares it, with the same weights for every contestant."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         settings = {"tie_word_embeddings": True, **self.size.config}
         config = LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa")
         torch.manual_seed(0)
         with torch.device(self.device):
-            self.model = LlamaForCausalLM(config).to(self.size.dtype).train()
+            return LlamaForCausalLM(config).to(self.size.dtype).train()
+
+    def make_optimizer(self, parameters):
+        return torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    def build(self):
+        self.model = self.make_model()
         if self.size.checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.call = self.contestant.prepare(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.optimizer = self.make_optimizer(self.model.parameters())
 
     def step(self, tokens):
         loss = self.call(input_ids=tokens, labels=tokens).loss
