@@ -8,12 +8,17 @@ import importlib
 
 # Experiment -> its module.
 MODULES = {
+    "E1": "ops",
     "E2": "training_8b",
     "E3": "training_batch",
     "E4": "training_length",
     "E5": "ablation",
     "E6": "snapshots",
     "E7": "convergence",
+    "E8": "precision",
+    "E9": "adapters",
+    "E10": "long_context",
+    "E11": "sharded_mlp",
 }
 
 

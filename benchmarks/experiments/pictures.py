@@ -146,3 +146,43 @@ def loss_curves(result, title, reference="transformers", yardstick="nudged"):
     axes[1][0].set_ylabel(f"difference from\n{reference}", fontsize=9)
     axes[0][0].legend(fontsize=8, frameon=False, loc="lower left")
     return made
+
+
+def value_lines(series, title, label, note):
+    """Two panels, time and memory; ``series``: {name: [(size, ms, MiB or None)]}."""
+    made, axes = figure(10.4, 4.2, 2, title=title, source=note)
+    for panel, column, name in zip(
+        axes[0], (1, 2), ("ms", "peak memory beyond the inputs, MiB"), strict=True
+    ):
+        for index, (method, points) in enumerate(series.items()):
+            shown = [(p[0], p[column]) for p in points if p[column] is not None]
+            if shown:
+                panel.plot(
+                    *zip(*shown, strict=True), "o-", color=color(method, index), label=method, markersize=4
+                )
+        panel.set_ylim(bottom=0)
+        panel.set_xlabel(label, fontsize=9)
+        panel.set_ylabel(f"{name} (lower is better)", fontsize=9)
+        panel.grid(axis="y", color="#eeeeee")
+    axes[0][0].legend(fontsize=8, frameon=False)
+    return made
+
+
+def bars(result, title):
+    """Two panels, tokens per second and peak memory: a group of bars per size, a bar per method."""
+    made, axes = figure(10.4, 4.2, 2, title=title, source=source(result))
+    sizes, methods = ordered(result, "size"), ordered(result, "method")
+    values = {
+        "thousand tokens/s (higher is better)": lambda c: c["tokens_per_second"] / 1e3,
+        "peak memory, GiB (lower is better)": gibibytes,
+    }
+    for panel, (name, value) in zip(axes[0], values.items(), strict=True):
+        for index, method in enumerate(methods):
+            cells = {c["size"]: c for c in cells_of(result, method=method) if c["status"] == "ok"}
+            heights = [(value(cells[size]) or 0.0) if size in cells else 0.0 for size in sizes]
+            places = [i + (index - (len(methods) - 1) / 2) * 0.8 / len(methods) for i in range(len(sizes))]
+            panel.bar(places, heights, 0.76 / len(methods), color=color(method, index), label=method)
+        panel.set_xticks(range(len(sizes)), sizes, fontsize=8)
+        panel.set_ylabel(name, fontsize=9)
+    axes[0][0].legend(fontsize=8, frameon=False)
+    return made

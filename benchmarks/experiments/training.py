@@ -107,17 +107,17 @@ class Training(bench_model.Trainee):
         return record
 
 
-def size_of(model, machine, **changes):
+def size_of(model, machine):
     """The Size of bench_model ("1b" or "8b"), or its tiny one."""
     full = {"1b": bench_model.FULL, "8b": bench_model.FULL_8B}[model]
     size = bench_model.SELF_TEST if machine.tiny else full
-    return bench_model.replace(size, warm_up=1, burst=1, **changes)
+    return bench_model.replace(size, warm_up=1, burst=1)
 
 
-def measure(cell, machine, entered=None):
-    """Training steps of a model of the cell's settings: model, batch, sequence, checkpointing (default True)."""
+def measure(cell, machine, entered=None, size=None):
+    """Training steps of the model, batch and sequence of the cell's settings, or of a model of another size."""
     given = cell.settings
-    size = size_of(given.get("model", "1b"), machine, checkpointing=given.get("checkpointing", True))
+    size = size or size_of(given.get("model", "1b"), machine)
     training = Training(entered or contestant(cell.method, machine), size, machine)
     batches = text.batches(machine, size.config["vocab_size"], STEPS, given["batch"], given["sequence"])
     with training.contestant.context():
