@@ -19,6 +19,7 @@ MODULES = {
     "E9": "adapters",
     "E10": "long_context",
     "E11": "sharded_mlp",
+    "E12": "post_training",
 }
 
 

@@ -1,4 +1,4 @@
-"""E9: LoRA, QLoRA, AdamW with 8-bit states and GaLore, each with and without liger: the same losses, and how much memory."""
+"""E9: LoRA, QLoRA, AdamW with 8-bit states and GaLore, with and without liger: losses, speed and memory."""
 
 import importlib
 

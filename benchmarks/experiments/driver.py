@@ -4,7 +4,9 @@ A cell that runs out of memory, fails, or takes too long is a result like any ot
 run cuts off is not: the next run measures it.
 """
 
+import contextlib
 import ctypes
+import datetime
 import json
 import multiprocessing
 import os
@@ -22,9 +24,12 @@ from . import experiment, process, results
 
 # Statuses that hold for larger sizes of the same ladder, too.
 INHERITED = ("oom", "timeout")
+# Statuses of cells that a process has measured.
+MEASURED = ("ok", "oom", "failed", "timeout")
 # A cell is not started with less time left than this, in seconds.
 LEAST = 15
 _CUDA_ERROR_NOT_INITIALIZED = 3
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -40,6 +45,7 @@ class Run:
     deadline: float = float("inf")
     gpus: int = field(default_factory=torch.cuda.device_count)
     fork: bool | None = None  # None: where that is safe
+    facts: dict | None = None  # the environment, from the first process that has measured a cell
 
 
 def may_fork():
@@ -62,6 +68,11 @@ def preload():
 # --- one process ------------------------------------------------------------------------------------------------
 
 
+def _end_with_parent():
+    """The process that calls it is ended when its parent ends, also by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 class _Forked:
     def __init__(self, arguments, log):
         self._process = multiprocessing.get_context("fork").Process(
@@ -73,6 +84,7 @@ class _Forked:
     @staticmethod
     def _child(arguments, log):
         os.setsid()
+        _end_with_parent()
         with open(log, "wb") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -83,12 +95,19 @@ class _Forked:
         self._process.join(seconds)
         return self._process.exitcode
 
+    def kill(self):
+        self._process.kill()
+
 
 class _Started:
     def __init__(self, command, log):
         with open(log, "wb") as file:
             self._process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
         self.pid = self._process.pid
 
@@ -98,23 +117,26 @@ class _Started:
         except subprocess.TimeoutExpired:
             return None
 
+    def kill(self):
+        self._process.kill()
+
 
 def _start(run, name, cell, record, log):
     if cell.gpus == 1 and run.fork:
-        return _Forked((name, cell, str(record), run.tiny, str(run.cache)), log)
+        return _Forked((name, cell, str(record), run.tiny, str(run.cache), run.facts is None), log)
     command = [sys.executable]
     if cell.gpus > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.gpus}"]
     command += ["-m", "experiments.process", name, cell.key, str(record), str(run.cache)]
-    return _Started([*command, *(["--tiny"] if run.tiny else [])], log)
+    options = [*(["--tiny"] if run.tiny else []), *(["--facts"] if run.facts is None else [])]
+    return _Started([*command, *options], log)
 
 
 def _end(child):
     """Ends the process and everything that it has started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    child.kill()
     child.wait(30)
 
 
@@ -205,8 +227,11 @@ def _fill_one(run, name, say):
         if record is None:
             left.append(cell)
             continue
+        run.facts = record.pop("facts", run.facts)
+        if record["status"] in MEASURED:
+            record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         record["seconds"] = round(time.monotonic() - start, 1)
-        results.add(result, path, cell, record)
+        results.add(result, path, cell, record, run.facts)
         detail = "" if record["status"] == "ok" else f" ({record['reason'].splitlines()[0][:120]})"
         say(f"{name} {cell.key}: {record['status']}{detail}, {record['seconds']:.1f} s")
     if left:

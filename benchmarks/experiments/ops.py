@@ -111,13 +111,17 @@ def lines(rows):
 
 
 def draw(result):
+    """One figure per op, with a row of panels per size that grows."""
     figures = {}
     for cell in result["cells"].values():
-        for (work, name), providers in lines(cell.get("rows", ())).items():
-            suffix = f"{cell['method']}-{name.replace(' ', '-')}"
-            if suffix in figures:
-                suffix += f"-{work.replace(' ', '-')}"
-            figures[suffix] = pictures.value_lines(providers, work, name, pictures.source(result))
+        found = lines(cell.get("rows", ()))
+        works = dict.fromkeys(work for work, _ in found)
+        groups = {
+            name if len(works) == 1 else f"{name}, {work}": line for (work, name), line in found.items()
+        }
+        if groups:
+            title = f"{cell['method']}, forward and backward"
+            figures[cell["method"]] = pictures.value_lines(groups, title, pictures.source(result))
     return figures
 
 

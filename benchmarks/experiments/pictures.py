@@ -46,38 +46,57 @@ def source(result):
     return environments(result)
 
 
-def lines_over_sizes(result, panels, title, label, methods=None):
-    """One line per method and panel; out-of-memory sizes are crosses at the bottom, in the colour of the method.
+def _legend(panel):
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=8, frameon=False)
 
-    ``panels``: {label of the axis: function of a measured cell that returns a number or None}.
-    """
+
+def _draw_lines(panel, cells, value, methods, label):
+    """A line per method over the order of its cells, and a cross where its memory runs out first."""
+    sizes = sorted({c["order"] for c in cells})
+    for index, method in enumerate(methods):
+        of_method = sorted((c for c in cells if c["method"] == method), key=lambda c: c["order"])
+        points = [(c["order"], value(c)) for c in of_method if c["status"] == "ok"]
+        points = [point for point in points if point[1] is not None]
+        shade = color(method, index)
+        if points:
+            panel.plot(*zip(*points, strict=True), "o-", color=shade, label=method, markersize=4)
+        full = [c["order"] for c in of_method if c["status"] == "oom"]
+        if full:
+            panel.plot(
+                min(full), 0.02 + 0.045 * index, "X", color=shade, markersize=8, clip_on=False,
+                transform=panel.get_xaxis_transform(), label=None if points else f"{method} (OOM)",
+            )  # fmt: skip
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sizes, [f"{v:g}" for v in sizes], rotation=60, fontsize=8)
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.set_xlabel(f"{label}; X: out of memory", fontsize=9)
+    panel.grid(axis="y", color="#eeeeee")
+
+
+def lines_over_sizes(result, panels, title, label):
+    """One panel per ``{label of the axis: function of a measured cell that returns a number or None}``."""
     made, axes = figure(5.2 * len(panels), 4.6, len(panels), title=title, source=source(result))
-    methods = methods or ordered(result, "method")
-    sizes = {c["size"]: c["order"] for c in sorted(result["cells"].values(), key=lambda c: c["order"])}
     for panel, (name, value) in zip(axes[0], panels.items(), strict=True):
-        for index, method in enumerate(methods):
-            of_method = cells_of(result, method=method)
-            points = [(c["order"], value(c)) for c in of_method if c["status"] == "ok"]
-            points = [point for point in points if point[1] is not None]
-            shade = color(method, index)
-            if points:
-                panel.plot(*zip(*points, strict=True), "o-", color=shade, label=method, markersize=4)
-            full = [c["order"] for c in of_method if c["status"] == "oom"]
-            if full:
-                # Where memory runs out first; one row of crosses per method.
-                height = 0.02 + 0.045 * index
-                panel.plot(
-                    min(full), height, "X", color=shade, markersize=8, transform=panel.get_xaxis_transform(),
-                    clip_on=False, label=None if points else f"{method} (OOM)",
-                )  # fmt: skip
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(list(sizes.values()), [f"{v:g}" for v in sizes.values()], rotation=60, fontsize=8)
-        panel.minorticks_off()
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel(f"{label}; X: out of memory", fontsize=9)
+        _draw_lines(panel, result["cells"].values(), value, ordered(result, "method"), label)
         panel.set_ylabel(name, fontsize=9)
-        panel.grid(axis="y", color="#eeeeee")
-    axes[0][0].legend(fontsize=8, frameon=False)
+    _legend(axes[0][0])
+    return made
+
+
+def memory_of_parts(results, title, label):
+    """One panel of peak memory over sizes per ``{name: result}``, three side by side."""
+    rows = -(-len(results) // 3)
+    columns = min(3, len(results))
+    first = next(iter(results.values()))
+    made, axes = figure(3.8 * columns, 3.4 * rows + 0.6, columns, rows, title=title, source=source(first))
+    for panel in axes.flat[len(results) :]:
+        panel.set_visible(False)
+    for panel, (name, result) in zip(axes.flat, results.items(), strict=False):
+        _draw_lines(panel, result["cells"].values(), gibibytes, ordered(result, "method"), label)
+        panel.set_ylabel(f"{name}: peak, GiB", fontsize=9)
+    _legend(axes[0][0])
     return made
 
 
@@ -148,23 +167,22 @@ def loss_curves(result, title, reference="transformers", yardstick="nudged"):
     return made
 
 
-def value_lines(series, title, label, note):
-    """Two panels, time and memory; ``series``: {name: [(size, ms, MiB or None)]}."""
-    made, axes = figure(10.4, 4.2, 2, title=title, source=note)
-    for panel, column, name in zip(
-        axes[0], (1, 2), ("ms", "peak memory beyond the inputs, MiB"), strict=True
-    ):
-        for index, (method, points) in enumerate(series.items()):
-            shown = [(p[0], p[column]) for p in points if p[column] is not None]
-            if shown:
-                panel.plot(
-                    *zip(*shown, strict=True), "o-", color=color(method, index), label=method, markersize=4
-                )
-        panel.set_ylim(bottom=0)
-        panel.set_xlabel(label, fontsize=9)
-        panel.set_ylabel(f"{name} (lower is better)", fontsize=9)
-        panel.grid(axis="y", color="#eeeeee")
-    axes[0][0].legend(fontsize=8, frameon=False)
+def value_lines(groups, title, note):
+    """A row of two panels, time and memory, per ``{label of the axis: {name: [(size, ms, MiB or None)]}}``."""
+    made, axes = figure(10.4, 3.9 * len(groups), 2, len(groups), title=title, source=note)
+    names = ("ms (lower is better)", "peak memory, MiB (lower is better)")
+    for row, (label, series) in zip(axes, groups.items(), strict=True):
+        for panel, column, name in zip(row, (1, 2), names, strict=True):
+            for index, (method, points) in enumerate(series.items()):
+                shown = [(p[0], p[column]) for p in points if p[column] is not None]
+                if shown:
+                    shade = color(method, index)
+                    panel.plot(*zip(*shown, strict=True), "o-", color=shade, label=method, markersize=4)
+            panel.set_ylim(bottom=0)
+            panel.set_xlabel(label, fontsize=9)
+            panel.set_ylabel(name, fontsize=9)
+            panel.grid(axis="y", color="#eeeeee")
+    _legend(axes[0][0])
     return made
 
 
@@ -184,5 +202,5 @@ def bars(result, title):
             panel.bar(places, heights, 0.76 / len(methods), color=color(method, index), label=method)
         panel.set_xticks(range(len(sizes)), sizes, fontsize=8)
         panel.set_ylabel(name, fontsize=9)
-    axes[0][0].legend(fontsize=8, frameon=False)
+    _legend(axes[0][0])
     return made

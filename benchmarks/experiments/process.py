@@ -30,7 +30,7 @@ OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAlloc
 def facts(machine):
     """The environment of a record."""
     known = environment(Options(machine.device.partition(":")[0], backends=("cuda",)))
-    for name in ("size", "backends", "dtype"):
+    for name in ("size", "backends", "dtype", "date"):
         known.pop(name)
     for name in DISTRIBUTIONS:
         try:
@@ -55,17 +55,23 @@ def outcome(cell, measure, machine):
     except (*PROVIDER_ERRORS, MemoryError, NotImplementedError) as error:
         traceback.print_exc()
         record = failure(error)
-    return record | {"facts": facts(machine)}
+    return record
 
 
-def run(name, cell, path, tiny, cache):
+def run(name, cell, path, tiny, cache, with_facts):
     """Measures a cell and writes its record; of several ranks, the first one does."""
+    if cell.gpus == 1:
+        # The Trainer would spread a model over all GPUs that it sees.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     device = "cuda" if torch.cuda.is_available() and not tiny else "cpu"
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "cuda" and cell.gpus > 1:
         device = f"cuda:{rank}"
         torch.cuda.set_device(device)
-    record = outcome(cell, experiment(name).measure, Machine(device, tiny, Path(cache)))
+    machine = Machine(device, tiny, Path(cache))
+    record = outcome(cell, experiment(name).measure, machine)
+    if with_facts and rank == 0:
+        record["facts"] = facts(machine)
     failed = record["status"] != "ok"
     # The rank that fails first writes the record: the others fail because of it, or wait for it.
     if (not failed and rank == 0) or (failed and not Path(path).exists()):
@@ -81,9 +87,10 @@ def main():
     for name in ("name", "key", "path", "cache"):
         parser.add_argument(name)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--facts", action="store_true", help="adds the environment to the record")
     given = parser.parse_args()
     cell = next(c for c in experiment(given.name).cells(given.tiny) if c.key == given.key)
-    run(given.name, cell, given.path, given.tiny, given.cache)
+    run(given.name, cell, given.path, given.tiny, given.cache, given.facts)
 
 
 if __name__ == "__main__":

@@ -30,17 +30,28 @@ def write_text(path, text):
     os.replace(temporary, path)
 
 
-def add(result, path, cell, record):
+def add(result, path, cell, record, facts=None):
     """Adds the record of a cell, with the index of its environment, and saves the result."""
-    facts = record.pop("facts", None)
-    if facts is not None:
-        date = facts.pop("date", None)
+    if facts is not None and not record.get("inferred") and record["status"] != "missing":
         if facts not in result["environments"]:
             result["environments"].append(facts)
-        record |= {"environment": result["environments"].index(facts), "date": date}
+        record |= {"environment": result["environments"].index(facts)}
     identity = {"method": cell.method, "size": cell.size, "order": cell.order, "gpus": cell.gpus}
     result["cells"][cell.key] = {**identity, **record}
-    write_text(path, json.dumps(result, indent=1) + "\n")
+    write_text(path, dumps(result))
+
+
+def dumps(result):
+    """JSON with one line per environment and per cell."""
+    head = [
+        f"{json.dumps(name)}: {json.dumps(value)}"
+        for name, value in result.items()
+        if name not in ("environments", "cells")
+    ]
+    environments = ",\n".join(json.dumps(facts) for facts in result["environments"])
+    cells = ",\n".join(f"{json.dumps(key)}: {json.dumps(cell)}" for key, cell in result["cells"].items())
+    body = [*head, f'"environments": [\n{environments}\n]', f'"cells": {{\n{cells}\n}}']
+    return "{\n" + ",\n".join(body) + "\n}\n"
 
 
 def cells_of(result, **wanted):

@@ -72,9 +72,8 @@ def draw(result):
                         series.setdefault(name, []).append((cell["order"], one["ms"], one["absolute_mib"]))
         if series:
             title = f"One gated MLP under {framework}"
-            figures[framework] = pictures.value_lines(
-                series, title, "tokens per rank", pictures.source(result)
-            )
+            lines = {"tokens per rank": series}
+            figures[framework] = pictures.value_lines(lines, title, pictures.source(result))
     return figures
 
 

@@ -5,7 +5,7 @@ from functools import partial
 from . import pictures, tables, training
 from .cells import Experiment
 
-LENGTHS = (512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 98304, 131072)
+LENGTHS = (512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768, 49152, 65536, 131072)
 
 
 def cells(tiny):

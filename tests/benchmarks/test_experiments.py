@@ -1,5 +1,6 @@
 """The experiments run end to end in tiny sizes on the CPU; their driver resumes, infers, and records every failure."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -19,8 +20,8 @@ from experiments.cells import Cell, Experiment, Machine, coarse_first
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Statuses of a cell on this machine: packages of some methods may not be installed.
 FINE = {"ok", "missing"}
-# Those that start several processes, or train with TRL.
-HEAVY = ("E10", "E11", "E12")
+# Those that start several processes, train with TRL, or compile parts of DeepSpeed.
+HEAVY = ("E10", "E11", "E12", *(["E8"] if importlib.util.find_spec("deepspeed") else []))
 LIGHT = [name for name in MODULES if name not in HEAVY]
 
 
@@ -320,3 +321,33 @@ def test_tokens_are_those_of_the_demo_and_kept(tmp_path):
     written = path.stat().st_mtime_ns
     assert torch.equal(text.batches(machine, 512, 2, 3, 8), first)
     assert path.stat().st_mtime_ns == written
+
+
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from experiments import process, sharded_training
+from experiments.cells import Cell, Experiment
+
+def measure(cell, machine):
+    sharded_training.start(machine)
+    if dist.get_rank() == 1:
+        raise torch.OutOfMemoryError("of rank 1")
+    dist.barrier()
+
+made = Experiment("E3", "", None, measure, None, None)
+process.experiment = lambda name: made
+process.run("E3", Cell("m", "1", gpus=2), sys.argv[1], True, sys.argv[1], True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_memory_alone_ends_the_others(tmp_path):
+    script, path = tmp_path / "ranks.py", tmp_path / "record.json"
+    script.write_text(RANKS)
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, path]
+    subprocess.run([sys.executable, *launch], env=environment, capture_output=True, timeout=120)
+    record = json.loads(path.read_text())
+    assert record["status"] == "oom" and record["reason"] == "OutOfMemoryError: of rank 1"

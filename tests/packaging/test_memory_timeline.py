@@ -90,7 +90,9 @@ def test_steps_of_a_model(device):
         tensors = 512 * len(list(model.parameters())) if device == "cuda" else 0
         assert weights <= max(line["bytes"]["gradients"]) <= weights + tensors
         assert line["bytes"]["optimizer states"][0] >= 2 * weights
-        assert line["bytes"]["activations"][-1] == line["bytes"]["gradients"][-1] == 0
+        assert line["bytes"]["gradients"][-1] == 0
+        # A GPU library may keep a workspace.
+        assert line["bytes"]["activations"][-1] <= (0 if device == "cpu" else 64 << 20)
         assert [name for name, _ in line["phases"]] == ["forward", "loss", "backward", "optimizer"] * 2
         assert all(p.grad is None for p in model.parameters())
         peaks[kind] = max(line["bytes"]["lm_head and loss"])

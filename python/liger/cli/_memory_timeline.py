@@ -28,7 +28,7 @@ PHASES = {
     "backward": "activations",
     "optimizer": "optimizer",
 }
-POINTS = 1200
+POINTS = 600
 _MARK = "liger phase "
 
 
@@ -110,7 +110,7 @@ def record_steps(model, call, optimizer, batches, device):
         device: "cuda" or "cpu".
 
     Returns:
-        dict with "bytes" ({category: [bytes]}, up to 1200 points, the peak among them), "phases" ([name, point])
+        dict with "bytes" ({category: [bytes]}, up to 600 points, the peak among them), "phases" ([name, point])
         and "peak" (bytes of all categories at the peak).
     """
     history = _CudaHistory() if device == "cuda" else _CpuHistory()
