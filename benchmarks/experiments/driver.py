@@ -199,6 +199,21 @@ def without_measuring(result, cell, known):
     return None
 
 
+def expected_seconds(result, cell, every):
+    """How long a cell will take: as long as the largest smaller one of its ladder, in proportion to the size."""
+    known = [
+        (other.order, record["seconds"])
+        for other in every
+        if cell.follows(other)
+        and (record := result["cells"].get(other.key, {})).get("status") == "ok"
+        and other.order > 0
+    ]
+    if not known:
+        return LEAST
+    order, seconds = max(known)
+    return max(LEAST, seconds * cell.order / order)
+
+
 def fill(run, names, say=print):
     """Measures the missing cells of these experiments in turn; returns the number of cells that are left."""
     if run.fork is None:
@@ -220,7 +235,9 @@ def _fill_one(run, name, say):
         record = without_measuring(result, cell, every)
         start = time.monotonic()
         if record is None:
-            if (not run.tiny and 0 < run.gpus < cell.gpus) or run.deadline - start < LEAST:
+            lacks_gpus = not run.tiny and 0 < run.gpus < cell.gpus
+            expected = min(expected_seconds(result, cell, every), cell.seconds)
+            if lacks_gpus or run.deadline - start < expected:
                 left.append(cell)
                 continue
             record = measure(run, name, cell)

@@ -104,6 +104,8 @@ EXPERIMENT = Experiment(
     "fp16 mixed precision, ZeRO-3 with offload",
     cells,
     measure,
-    lambda result: tables.by_method(result, tables.speed_and_memory, label=""),
+    lambda result: (
+        f"{tables.by_method(result, tables.speed_and_memory, label='')}\n\n{tables.behind(result)}"
+    ),
     draw,
 )

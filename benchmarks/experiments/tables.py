@@ -4,7 +4,8 @@ from liger_bench.bench_model import GIB, SAME_LOSS
 
 from .results import ordered
 
-MIB = 1024**2
+# A smaller relative difference is not counted as being behind.
+NOTICED = 0.01
 WORDS = {"missing": "not installed", "timeout": "too slow"}
 
 
@@ -57,6 +58,29 @@ def speed_and_memory(cell, reference):
     return f"{cell['tokens_per_second'] / 1e3:.1f} k, {gib(cell['peak_bytes'])}{wrong}"
 
 
+def behind(result):
+    """One line: every size where another method has more tokens per second, or less memory, than the best of liger.
+
+    Differences below 1 % are not counted.
+    """
+    texts = []
+    for size in ordered(result, "size"):
+        cells = [c for c in result["cells"].values() if c["size"] == size and c["status"] == "ok"]
+        ours = [c for c in cells if c["method"].startswith("liger") and c["method"] != "liger-kernel"]
+        for other in (c for c in cells if c not in ours):
+            if not ours:
+                break
+            speed = other["tokens_per_second"] / max(c["tokens_per_second"] for c in ours) - 1
+            if speed > NOTICED:
+                texts.append(f"{size}: {other['method']} has {speed:.0%} more tokens/s")
+            least = min(c["peak_bytes"] or 0 for c in ours)
+            if least and other["peak_bytes"] and other["peak_bytes"] < least * (1 - NOTICED):
+                texts.append(
+                    f"{size}: {other['method']} needs {1 - other['peak_bytes'] / least:.0%} less memory"
+                )
+    return f"Where liger is behind: {'; '.join(texts) if texts else 'nowhere in this table'}."
+
+
 def training(result):
     """Tokens per second and peak memory of every method at every size, and the largest sizes that fit."""
     lines = [by_method(result, speed_and_memory, label="batch x tokens")]
@@ -69,6 +93,7 @@ def training(result):
             bound = f", out of memory at {failed['size']}" if failed else ", the largest that was tried"
             largest[method] = f"{method}: {fits['size']}{bound}"
     lines.append("Largest that fits: " + "; ".join(largest.values()) + ".")
+    lines.append(behind(result))
     return "\n\n".join(lines)
 
 

@@ -195,6 +195,21 @@ def test_the_limit_of_a_run_leaves_cells_for_the_next(monkeypatch, tmp_path):
     assert "2 cells left: steady @ 2, steady @ 3" in said
 
 
+def test_a_cell_that_will_not_fit_the_limit_is_not_started(monkeypatch, tmp_path):
+    """Proportional to its size; the smaller cell of another method still fits."""
+    monkeypatch.setattr(driver, "LEAST", 0.0)
+    cells = [Cell("a", "1", 1), Cell("a", "100", 100), Cell("b", "1", 1), Cell("c", "2", 2)]
+    fake(monkeypatch, lambda cell, machine: time.sleep(0.5), cells)
+    result = {
+        "cells": {"a @ 1": {"status": "ok", "seconds": 2.0}, "c @ 2": {"status": "oom", "seconds": 1.0}}
+    }
+    assert driver.expected_seconds(result, cells[1], cells) == 200.0
+    assert driver.expected_seconds(result, cells[2], cells) == 0.0
+    monkeypatch.setattr(process, "outcome", lambda *_: time.sleep(0.5) or {"status": "ok"})
+    left, found, _ = fill(tmp_path, deadline=time.monotonic() + 20)
+    assert left == 1 and list(found) == ["a @ 1", "b @ 1", "c @ 2"]
+
+
 def test_methods_and_sizes_can_be_selected(monkeypatch, tmp_path):
     fake(monkeypatch, lambda cell, machine: {}, sizes("a", 2) + sizes("b", 2))
     assert list(fill(tmp_path, only=("b",), sizes=("2",))[1]) == ["b @ 2"]
@@ -265,8 +280,24 @@ def test_a_table_has_a_word_for_every_cell():
     assert lines[2] == "| 1x1024 | 1.0 k, 1.00 GiB | 1.0 k, 1.00 GiB | 1.0 k, 1.00 GiB (WRONG LOSS 5.5) |"
     assert lines[3] == "| 2x1024 | OOM | 2.0 k, 2.00 GiB | failed: RuntimeError: a/b |"
     assert lines[4] == "| 4x1024 | OOM (not tried) | 4.0 k, 4.00 GiB |  |"
-    assert "transformers: 1x1024, out of memory at 2x1024" in lines[-1]
-    assert "liger: 4x1024, the largest that was tried" in lines[-1]
+    assert "transformers: 1x1024, out of memory at 2x1024" in lines[6]
+    assert "liger: 4x1024, the largest that was tried" in lines[6]
+
+
+def test_the_table_says_where_liger_is_behind():
+    fast, small = (
+        record("liger-kernel", 1, tokens_per_second=1100.0),
+        record("transformers", 1, peak_bytes=1 << 29),
+    )
+    found = tables.behind(
+        result_of(record("liger", 1), fast, small, record("liger", 2), record("liger-kernel", 2))
+    )
+    assert found == (
+        "Where liger is behind: 1x1024: liger-kernel has 10% more tokens/s; 1x1024: transformers needs 50% less memory."
+    )
+    best = record("liger, tiled MLP", 1, tokens_per_second=2000.0, peak_bytes=1 << 20)
+    assert tables.behind(result_of(record("liger", 1), best, fast, small)).endswith("nowhere in this table.")
+    assert "nowhere" in tables.behind(result_of(record("liger", 1), record("liger-kernel", 1)))
 
 
 def test_a_picture_marks_where_memory_runs_out():
