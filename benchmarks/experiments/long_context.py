@@ -1,10 +1,15 @@
 """E10: whole training steps over long sequences, with the MLP tiled and not; the largest micro-batch that fits."""
 
+from functools import partial
+
+import torch
+
 from liger_bench import bench_model
 
 from . import pictures, sharded_training, tables, training
 from .cells import Cell, Experiment
 
+ZERO = "1B, ZeRO-3"
 TILED = "liger, tiled MLP"
 METHODS = ("transformers", "liger-kernel", "liger", TILED)
 WIDE = bench_model.replace(
@@ -15,13 +20,13 @@ LENGTHS = (8192, 32768, 131072)
 MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
 
 
-def _cell(method, part, batch, sequence, model, gpus=1):
+def _cell(method, part, batch, sequence, model, gpus=1, needs=()):
     return Cell(
         method,
         f"{part} {batch}x{sequence}",
         batch * sequence,
         {"batch": batch, "sequence": sequence, "model": model, "part": part},
-        ("liger_kernel", "triton") if method == "liger-kernel" else (),
+        (*needs, *(("liger_kernel", "triton") if method == "liger-kernel" else ())),
         gpus,
         ladder=f"{method} {part}",
         seconds=240,
@@ -35,7 +40,9 @@ def cells(tiny):
         made += [_cell(m, part, 1, t, model) for t in lengths for m in METHODS]
     made += [_cell(m, "1B, micro-batch", b, lengths[0], "1b") for b in batches for m in METHODS]
     two = [(t, m) for t in lengths for m in METHODS if m != "liger-kernel"]
-    made += [_cell(m, "1B, FSDP2", 1, t, "1b", 2) for t, m in (two[-1:] if tiny else two)]
+    two = two[-1:] if tiny else two
+    made += [_cell(m, "1B, FSDP2", 1, t, "1b", 2) for t, m in two]
+    made += [_cell(m, ZERO, 1, t, "1b", 2, ("deepspeed",)) for t, m in two]
     return made
 
 
@@ -47,8 +54,13 @@ def measure(cell, machine):
         if cell.method == TILED
         else training.contestant(cell.method, machine)
     )
-    run = sharded_training.measure if cell.gpus > 1 else training.measure
-    return run(cell, machine, entered, size)
+    if cell.gpus == 1:
+        return training.measure(cell, machine, entered, size)
+    shard = sharded_training.fsdp2
+    if cell.settings["part"] == ZERO:
+        shard = partial(sharded_training.zero3, batch=cell.settings["batch"])
+        size = bench_model.replace(size, dtype=torch.bfloat16)
+    return sharded_training.measure(cell, machine, entered, size, shard)
 
 
 def parts(result):

@@ -1,9 +1,8 @@
 """E8: training steps with float16 autocast and a gradient scaler, and with ZeRO-3 that offloads weights and states."""
 
-import os
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from liger_bench import bench_model
 
@@ -49,50 +48,19 @@ class Scaled(training.Training):
         return loss.detach()
 
 
-def _zero(made, machine, batches):
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.gpu else "cpu")
-    import deepspeed
-
-    host = {"device": "cpu", "pin_memory": machine.gpu}
-    config = {
-        "train_micro_batch_size_per_gpu": batches[0].shape[0],
-        "zero_optimization": {"stage": 3, "offload_optimizer": host, "offload_param": host},
-        "bf16": {"enabled": True},
-        # The optimizers of DeepSpeed are compiled when they are first used.
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    made.build()
-    optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-5)
-    engine, *_ = deepspeed.initialize(
-        model=made.model, optimizer=optimizer, config=config, dist_init_required=False
-    )
-
-    def step(tokens):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return sharded_training.timed_steps(step, batches, machine)
-
-
 def measure(cell, machine):
     given = cell.settings
     size = training.size_of("1b", machine)
-    dtype = torch.float32 if cell.size == FP16 else torch.bfloat16
-    size = bench_model.replace(size, dtype=dtype)
     entered = training.contestant(cell.method, machine)
+    if cell.size == ZERO:
+        shard = partial(sharded_training.zero3, batch=given["batch"], offload=True)
+        size = bench_model.replace(size, dtype=torch.bfloat16)
+        return sharded_training.measure(cell, machine, entered, size, shard)
+    made = Scaled(entered, bench_model.replace(size, dtype=torch.float32), machine)
     batches = text.batches(machine, size.config["vocab_size"], 3, given["batch"], given["sequence"])
     with entered.context():
-        if cell.size == FP16:
-            made = Scaled(entered, size, machine)
-            made.build()
-            return made.measured(batches)
-        sharded_training.start(machine)
-        record = _zero(training.Training(entered, size, machine), machine, batches)
-    dist.destroy_process_group()
-    return record
+        made.build()
+        return made.measured(batches)
 
 
 def draw(result):

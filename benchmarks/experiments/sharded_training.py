@@ -1,5 +1,6 @@
-"""Training steps of one method at one size under FSDP2, on all ranks of the cell."""
+"""Training steps of one method at one size under FSDP2 or ZeRO-3, on all ranks of the cell."""
 
+import contextlib
 import os
 import time
 
@@ -57,8 +58,50 @@ def timed_steps(step, batches, machine, steps=training.STEPS):
     }
 
 
-def measure(cell, machine, entered=None, size=None):
-    """As training.measure, with decoder layers and root sharded by ``fully_shard``; batch and sequence of each rank."""
+def fsdp2(made, machine):
+    """The step of a Training whose decoder layers and root are sharded by ``fully_shard``."""
+    made.build()
+    for layer in made.model.model.layers:
+        fully_shard(layer)
+    fully_shard(made.model)
+    made.optimizer = made.make_optimizer(made.model.parameters())
+    return made.step
+
+
+def zero3(made, machine, batch, offload=False):
+    """The step of a Training under ZeRO-3 of DeepSpeed; ``offload`` moves weights and optimizer states to the host."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if machine.gpu else "cpu")
+    import deepspeed
+
+    zero = {"stage": 3}
+    if offload:
+        host = {"device": "cpu", "pin_memory": machine.gpu}
+        zero |= {"offload_optimizer": host, "offload_param": host}
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "zero_optimization": zero,
+        "bf16": {"enabled": True},
+        # The optimizers of DeepSpeed are compiled when they are first used.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    made.build()
+    optimizer = torch.optim.AdamW(made.model.parameters(), lr=1e-5)
+    engine, *_ = deepspeed.initialize(
+        model=made.model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+
+    def step(tokens):
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+def measure(cell, machine, entered=None, size=None, shard=fsdp2):
+    """As training.measure, sharded over the ranks by ``shard(made, machine)``; batch and sequence are of each rank."""
     given = cell.settings
     start(machine)
     size = size or training.size_of(given.get("model", "1b"), machine)
@@ -67,11 +110,7 @@ def measure(cell, machine, entered=None, size=None):
     batches = text.batches(machine, size.config["vocab_size"], count, given["batch"], given["sequence"])
     batches = batches[dist.get_rank() :: dist.get_world_size()]
     with made.contestant.context():
-        made.build()
-        for layer in made.model.model.layers:
-            fully_shard(layer)
-        fully_shard(made.model)
-        made.optimizer = made.make_optimizer(made.model.parameters())
-        record = timed_steps(made.step, batches, machine)
-    dist.destroy_process_group()
+        record = timed_steps(shard(made, machine), batches, machine)
+    with contextlib.suppress(AssertionError):  # DeepSpeed may have destroyed it already
+        dist.destroy_process_group()
     return record
