@@ -207,21 +207,29 @@ class Trainee:
             }
             names.update({name: before[name] for name in self._replaced})
 
-    def build(self):
+    def make_model(self):
+        """The model before the contestant prepares it, with the same weights for every contestant."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         settings = {"tie_word_embeddings": True, **self.size.config}
         config = LlamaConfig(**settings, use_cache=False, attn_implementation="sdpa")
         torch.manual_seed(0)
         with torch.device(self.device):
-            self.model = LlamaForCausalLM(config).to(self.size.dtype).train()
+            return LlamaForCausalLM(config).to(self.size.dtype).train()
+
+    def make_optimizer(self, parameters):
+        captured = self.contestant.captured
+        return torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=captured)
+
+    def build(self):
+        self.model = self.make_model()
         captured = self.contestant.captured
         if self.size.checkpointing and self.contestant.checkpointing:
             # The state of the random generator cannot be read during a capture, and this model has no dropout.
             settings = {"preserve_rng_state": False} if captured else {}
             self.model.gradient_checkpointing_enable({"use_reentrant": False, **settings})
         self.call = self.contestant.prepare(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True, capturable=captured)
+        self.optimizer = self.make_optimizer(self.model.parameters())
         self.step = CapturedStep(self.eager_step) if captured else self.eager_step
 
     def eager_step(self, tokens):

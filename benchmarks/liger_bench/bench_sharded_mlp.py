@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,7 +149,10 @@ def _over_ranks(values, device):
 
 
 def _peak(contestant, x, grad_y, device):
+    """Peak memory of a step in MiB; 0 on a CPU, where it is not measured."""
     contestant.prepare(x)
+    if device.type == "cpu":
+        return 0.0
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -156,6 +160,23 @@ def _peak(contestant, x, grad_y, device):
     torch.cuda.synchronize()
     (peak,) = _over_ranks([torch.cuda.max_memory_allocated() - before], device)
     return peak / MIB
+
+
+def _milliseconds(runner, x, grad_y, device):
+    """Time of a step that all ranks start together."""
+    runner.prepare(x)
+    if device.type == "cpu":
+        dist.barrier()
+        begin = time.perf_counter()
+        runner.step(x, grad_y)
+        return (time.perf_counter() - begin) * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    dist.barrier()
+    start.record()
+    runner.step(x, grad_y)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
 
 
 def _error(values, expected):
@@ -192,14 +213,8 @@ def measure_length(runners, tokens, hidden, shard_bytes, rounds, device):
     for index in range(rounds):
         shift = index % len(order)
         for runner in order[shift:] + order[:shift]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            runner.prepare(x)
-            dist.barrier()
-            start.record()
-            runner.step(x, grad_y)
-            end.record()
-            torch.cuda.synchronize()
-            results[runner.name]["samples"] += _over_ranks([start.elapsed_time(end)], device)
+            elapsed = _milliseconds(runner, x, grad_y, device)
+            results[runner.name]["samples"] += _over_ranks([elapsed], device)
     for runner in order:
         result = results[runner.name]
         result["ms"] = statistics.median(result.pop("samples"))
@@ -219,6 +234,20 @@ def build(framework, hidden, intermediate, device):
         mlp.load_state_dict(state)
         runners.append(Contestant(name, FRAMEWORKS[framework](mlp)))
     return runners
+
+
+def measure_lengths(framework, lengths, hidden, intermediate, rounds, device):
+    """[{"tokens", "contestants"}] of every length, in a process group that exists; ``device`` is that of the rank."""
+    device = torch.device(device)
+    runners = build(framework, hidden, intermediate, device)
+    shard_bytes = 3 * hidden * intermediate * 2 // dist.get_world_size()
+    records = []
+    for tokens in lengths:
+        found = measure_length(runners, tokens, hidden, shard_bytes, rounds, device)
+        records.append({"tokens": tokens, "contestants": found})
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return records
 
 
 def markdown(facts, framework, records):
@@ -261,14 +290,15 @@ def main(argv=None):
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    runners = build(arguments.framework, arguments.hidden, arguments.intermediate, device)
     facts = environment(Options(device="cuda", backends=("cuda",))) | {"ranks": dist.get_world_size()}
-    records = []
-    shard_bytes = 3 * arguments.hidden * arguments.intermediate * 2 // dist.get_world_size()
-    for tokens in arguments.tokens:
-        found = measure_length(runners, tokens, arguments.hidden, shard_bytes, arguments.rounds, device)
-        records.append({"tokens": tokens, "contestants": found})
-        torch.cuda.empty_cache()
+    records = measure_lengths(
+        arguments.framework,
+        arguments.tokens,
+        arguments.hidden,
+        arguments.intermediate,
+        arguments.rounds,
+        device,
+    )
     if dist.get_rank() == 0:
         text = markdown(facts, arguments.framework, records)
         print(text)

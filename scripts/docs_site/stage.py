@@ -22,7 +22,8 @@ SOURCES = (
     "compat/README.md",
     "csrc/README.md",
     "csrc/*/*/README.md",
-    "benchmarks/results/*",  # pages, and the data in JSON that pages link to
+    "benchmarks/results/*.*",  # pages, and the data in JSON that pages link to
+    "benchmarks/results/experiments/*.json",
     "docs/**/*.md",
     "docs/images/*",
 )

@@ -352,10 +352,31 @@ def test_demo_reports_a_failed_run(capsys, monkeypatch, tmp_path):
 
 @needs_transformers
 def test_demo(tmp_path, capsys):
-    assert cli.main(["demo", "--quick", "--steps", "4", "--output", str(tmp_path)]) == 0
+    assert cli.main(["demo", "--quick", "--steps", "4", "--snapshot", "--output", str(tmp_path)]) == 0
     assert "The losses agree" in capsys.readouterr().out
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results["runs"]) == set(demo.RUNS)
     for run in results["runs"].values():
         assert len(run["losses"]) == 4 and run["losses"][-1] < run["losses"][0]
     assert results["comparison"]["memory_ratio"] > 1
+    lines = {kind: run["timeline"] for kind, run in results["runs"].items() if "timeline" in run}
+    assert set(lines) == {"unpatched", "liger"}
+    assert lines["liger"]["peak"] < lines["unpatched"]["peak"]
+    heads = {kind: max(line["bytes"]["lm_head and loss"]) for kind, line in lines.items()}
+    assert heads["liger"] < heads["unpatched"] / 2
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_without_a_snapshot_records_none(monkeypatch, tmp_path):
+    seen = {}
+
+    def train(kind, size, device, batches, snapshot=False):
+        seen[kind] = snapshot
+
+    monkeypatch.setattr(demo, "train", train)
+    monkeypatch.setattr(_demo_data, "token_batches", lambda size: (torch.zeros(1), 300))
+    demo.train_all(SIZES["tiny"], "cpu")
+    assert seen == dict.fromkeys(demo.RUNS, False)
+    demo.train_all(SIZES["tiny"], "cpu", snapshot=True)
+    assert seen == {"unpatched": True, "liger": True, "nudged": False}

@@ -22,19 +22,32 @@ def standard_library_text(limit):
     return texts
 
 
-def token_batches(size):
-    """(token ids (steps, batch, sequence), vocabulary size) for a demo size; deterministic.
+def text_tokens(text_bytes, vocabulary):
+    """(token ids of the text, one after the other; vocabulary size); deterministic.
 
-    The tokenizer is a byte-level byte-pair encoding trained on the text, with at most ``size.vocab`` entries. If a run
-    needs more tokens than the text has, it repeats the text.
+    The tokenizer is a byte-level byte-pair encoding trained on the text, with at most ``vocabulary`` entries.
     """
     from tokenizers import ByteLevelBPETokenizer
 
-    texts = standard_library_text(size.text_bytes)
+    texts = standard_library_text(text_bytes)
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=size.vocab, show_progress=False)
-    tokens = torch.tensor([token for encoding in tokenizer.encode_batch(texts) for token in encoding.ids])
-    windows = tokens[: tokens.numel() // size.sequence * size.sequence].view(-1, size.sequence)
+    tokenizer.train_from_iterator(texts, vocab_size=vocabulary, show_progress=False)
+    ids = [token for encoding in tokenizer.encode_batch(texts) for token in encoding.ids]
+    return torch.tensor(ids), tokenizer.get_vocab_size()
+
+
+def batches_of(tokens, steps, batch, sequence):
+    """Token ids (steps, batch, sequence) from windows of ``tokens`` in a fixed random order, again and again."""
+    windows = tokens[: tokens.numel() // sequence * sequence].view(-1, sequence)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
-    index = torch.arange(size.steps * size.batch) % len(windows)
-    return windows[order[index]].view(size.steps, size.batch, size.sequence), tokenizer.get_vocab_size()
+    index = torch.arange(steps * batch) % len(windows)
+    return windows[order[index]].view(steps, batch, sequence)
+
+
+def token_batches(size):
+    """(token ids (steps, batch, sequence), vocabulary size) for a demo size; deterministic.
+
+    If a run needs more tokens than the text has, it repeats the text.
+    """
+    tokens, vocabulary = text_tokens(size.text_bytes, size.vocab)
+    return batches_of(tokens, size.steps, size.batch, size.sequence), vocabulary

@@ -5,6 +5,7 @@ import statistics
 import torch
 
 from ._format import human_bytes, table
+from ._memory_timeline import figure
 
 # Steps excluded from tokens/s: caches fill, kernels compile, the optimizer allocates its state.
 WARMUP_STEPS = 3
@@ -125,7 +126,7 @@ def picture(results, path):
         "ytick.color": ink,
     }
     with pyplot.rc_context(style):
-        figure, (left, middle, right) = pyplot.subplots(
+        drawn, (left, middle, right) = pyplot.subplots(
             1, 3, figsize=(12, 4.4), width_ratios=[2.4, 1, 1], layout="constrained"
         )
         steps = range(1, len(runs["liger"]["losses"]) + 1)
@@ -149,14 +150,24 @@ def picture(results, path):
         middle.set_xlabel(memory_label(results), fontsize=8, color="#5f6368")
         _bars(right, speed, [f"{v:,.0f}" for v in speed], (grey, green))
         right.set_title(f"Tokens/s: {comparison['speedup']:.2f} x")
-        figure.suptitle(
+        drawn.suptitle(
             f"Llama, {runs['liger']['parameters'] / 1e6:,.0f} M parameters, vocabulary {size['vocab']}, "
             f"{size['batch']} x {size['sequence']} tokens per step, {size['dtype']}, {results['device']}",
             fontsize=10,
             color="#5f6368",
         )
-        figure.savefig(path, dpi=160)
-        pyplot.close(figure)
+        drawn.savefig(path, dpi=160)
+        pyplot.close(drawn)
+
+
+def memory_picture(results, path):
+    """Writes a PNG of the memory of two steps over time, unpatched beside patched."""
+    runs, size = results["runs"], results["size"]
+    timelines = {"unpatched": runs["unpatched"]["timeline"], "with liger": runs["liger"]["timeline"]}
+    title = (
+        f"Memory of two training steps of {size['batch']} x {size['sequence']} tokens, {results['device']}"
+    )
+    figure(timelines, title).savefig(path, dpi=130)
 
 
 def _bars(axes, values, labels, colors):

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import liger
 
 from ._demo_sizes import Size
+from ._memory_timeline import record_steps
 
 
 class ResidentMemory:
@@ -107,7 +108,10 @@ def main(run_file):
         loss = train_step(model, optimizer, tokens)
         print(json.dumps({"step": step, "loss": loss, "seconds": time.perf_counter() - start}), flush=True)
     parameters = sum(p.numel() for p in model.parameters())
-    print(json.dumps({"peak_memory": memory.peak(), "memory_exact": memory.exact, "parameters": parameters}))
+    end = {"peak_memory": memory.peak(), "memory_exact": memory.exact, "parameters": parameters}
+    if run["snapshot"]:
+        end["timeline"] = record_steps(model, model, optimizer, batches[:2], device)
+    print(json.dumps(end))
 
 
 if __name__ == "__main__":

@@ -35,6 +35,11 @@ def add_arguments(parser):
     parser.add_argument("--quick", action="store_true", help="the tiny size: half a minute on two CPU cores")
     parser.add_argument("--steps", type=int, help="training steps (default: by the size)")
     parser.add_argument(
+        "--snapshot",
+        action="store_true",
+        help="after the run, memory.png: two more steps of each model, every allocation by category over time",
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("demo-output"),
@@ -63,7 +68,7 @@ def run(arguments):
         results = {
             "size": size.as_dict(),
             "device": report.device_name(device),
-            "runs": train_all(size, device),
+            "runs": train_all(size, device, arguments.snapshot),
         }
     except RunFailed as error:
         print(f"liger demo: {error}", file=sys.stderr)
@@ -79,12 +84,18 @@ def run(arguments):
     else:
         saved.append(arguments.output / "demo.png")
         report.picture(results, saved[1])
+        if arguments.snapshot:
+            saved.append(arguments.output / "memory.png")
+            report.memory_picture(results, saved[2])
     print("Saved " + " and ".join(str(path) for path in saved))
     return 0 if results["comparison"]["agree"] else 1
 
 
-def train_all(size, device):
-    """{kind: {"losses", "seconds", "peak_memory", ...}} of the three runs, each in a separate process."""
+def train_all(size, device, snapshot=False):
+    """{kind: {"losses", "seconds", "peak_memory", ...}} of the three runs, each in a separate process.
+
+    With ``snapshot`` the first two have a "timeline" as well, of memory during two further steps.
+    """
     from ._demo_data import token_batches
 
     with tempfile.TemporaryDirectory(prefix="liger-demo-") as folder:
@@ -94,16 +105,24 @@ def train_all(size, device):
         print(
             f"Text: the sources of Python's standard library, tokenizer of {vocabulary} entries trained on it"
         )
-        return {kind: train(kind, size, device, path) for kind in RUNS}
+        return {kind: train(kind, size, device, path, snapshot and kind != "nudged") for kind in RUNS}
 
 
-def train(kind, size, device, batches):
+def train(kind, size, device, batches, snapshot=False):
     """One run in a separate process, with a progress bar. Raises RunFailed."""
     from tqdm import tqdm
 
     description = batches.with_name(f"{kind}.json")
     description.write_text(
-        json.dumps({"kind": kind, "size": size.as_dict(), "device": device, "batches": str(batches)})
+        json.dumps(
+            {
+                "kind": kind,
+                "size": size.as_dict(),
+                "device": device,
+                "batches": str(batches),
+                "snapshot": snapshot,
+            }
+        )
     )
     environment = dict(os.environ)
     # glibc returns blocks above this size to the system when they are freed, so resident size means memory in use.

@@ -1,0 +1,28 @@
+"""The experiments of docs/experiments.md: ``python -m experiments E3 --minutes 8 --out DIR`` in benchmarks/.
+
+An experiment is a module below with an ``EXPERIMENT``: its cells, the function that measures one of them, a table and
+pictures. Cells run in processes of their own (driver.py, process.py) and build on liger_bench.
+"""
+
+import importlib
+
+# Experiment -> its module.
+MODULES = {
+    "E1": "ops",
+    "E2": "training_8b",
+    "E3": "training_batch",
+    "E4": "training_length",
+    "E5": "ablation",
+    "E6": "snapshots",
+    "E7": "convergence",
+    "E8": "precision",
+    "E9": "adapters",
+    "E10": "long_context",
+    "E11": "sharded_mlp",
+    "E12": "post_training",
+}
+
+
+def experiment(name):
+    """The Experiment of this name."""
+    return importlib.import_module(f"{__name__}.{MODULES[name]}").EXPERIMENT

@@ -1,0 +1,106 @@
+"""``python -m experiments E3 E4 --minutes 8 --out DIR``: docs/experiments.md."""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from liger_bench.environment import CHECKOUT, RESULTS
+
+from . import MODULES, experiment, results
+
+FOLDER = RESULTS / "experiments"
+CACHE = CHECKOUT / "build" / "experiments"
+
+
+def parser():
+    made = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
+    made.add_argument("names", nargs="*", metavar="E", help=f"of {', '.join(MODULES)}, or all")
+    made.add_argument(
+        "--minutes", type=float, help="no cell runs longer than that in all (default: no limit)"
+    )
+    made.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="results (%(default)s)")
+    made.add_argument("--only", action="append", default=[], metavar="METHOD", help="repeatable")
+    made.add_argument("--sizes", nargs="+", default=[], metavar="SIZE", help="as --list names them")
+    made.add_argument("--retry", action="store_true", help="measures cells again that are not ok")
+    made.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU: a test, no measurement")
+    made.add_argument("--list", action="store_true", help="names experiments, or cells with their status")
+    made.add_argument("--plot", action="store_true", help="measures nothing: tables and pictures of results")
+    made.add_argument(
+        "--docs", action="store_true", help="measures nothing: tables and pictures of docs/experiments.md"
+    )
+    made.add_argument(
+        "--cache", type=Path, default=CACHE, metavar="DIR", help="tokens of the text (%(default)s)"
+    )
+    made.add_argument(
+        "--no-fork", action="store_true", help="starts every process anew instead of forking it"
+    )
+    return made
+
+
+def list_cells(run, names):
+    from . import driver
+
+    for name in names:
+        chosen = experiment(name)
+        cells = driver.selected(run, name)
+        print(f"{name}: {chosen.title}, {len(cells)} cells")
+        if len(names) == len(MODULES):
+            continue
+        done = results.load(results.path_of(run.folder, name, run.tiny), name, run.tiny)["cells"]
+        for cell in cells:
+            print(f"  {cell.key}: {done.get(cell.key, {}).get('status', '-')}")
+
+
+def main(arguments=None):
+    """Returns 0, 2 for wrong arguments; cells that are left are no error."""
+    given = parser().parse_args(arguments)
+    names = list(MODULES) if given.names in ([], ["all"]) else given.names
+    unknown = [name for name in names if name not in MODULES]
+    if unknown:
+        print(f"experiments: no {', '.join(unknown)}, expected some of {', '.join(MODULES)}", file=sys.stderr)
+        return 2
+    if given.docs:
+        from . import report
+
+        report.write_docs(given.out)
+        return 0
+    if given.plot:
+        from . import report
+
+        for name in names:
+            for path in report.write(given.out, name, given.tiny):
+                print(f"written: {path}")
+        return 0
+    measures = not given.list
+    if measures and not given.names:
+        print("experiments: name the experiments to run, or all; --list names them", file=sys.stderr)
+        return 2
+    # torch.cuda.is_available() then asks NVML, and processes can be forked after it.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if measures and not given.tiny and not torch.cuda.is_available():
+        print("experiments: no CUDA device; --tiny runs tiny sizes on the CPU", file=sys.stderr)
+        return 2
+    from . import driver
+
+    limit = float("inf") if given.minutes is None else time.monotonic() + 60 * given.minutes
+    run = driver.Run(
+        given.out, given.cache, given.tiny, tuple(given.only), tuple(given.sizes), given.retry, limit,
+        fork=False if given.no_fork else None,
+    )  # fmt: skip
+    try:
+        if given.list:
+            list_cells(run, names)
+        else:
+            driver.fill(run, names)
+    except ValueError as error:
+        print(f"experiments: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

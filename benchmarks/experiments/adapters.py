@@ -1,0 +1,122 @@
+"""E9: LoRA, QLoRA, AdamW with 8-bit states and GaLore, with and without liger: losses, speed and memory."""
+
+import importlib
+
+import torch
+
+from . import pictures, tables, text, training
+from .cells import Cell, Experiment
+
+METHODS = ("transformers", "liger", "liger-kernel")
+NEEDS = {
+    "LoRA": ("peft",),
+    "QLoRA": ("peft", "bitsandbytes"),
+    "8-bit AdamW": ("bitsandbytes",),
+    "GaLore": ("galore_torch", "bitsandbytes"),
+}
+STEPS = 8
+RANK = 16
+GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
+
+
+def cells(tiny):
+    batch, sequence = (2, 16) if tiny else (4, 1024)
+    return [
+        Cell(
+            method,
+            size,
+            order,
+            {"batch": batch, "sequence": sequence},
+            NEEDS[size] + (("liger_kernel", "triton") if method == "liger-kernel" else ()),
+            ladder=f"{method} {size}",
+            seconds=240,
+        )
+        for order, size in enumerate(NEEDS)
+        for method in METHODS
+    ]
+
+
+def quantise(model, device):
+    """Replaces the linear layers of the decoder by 4-bit ones of bitsandbytes, from the same weights."""
+    nn = importlib.import_module("bitsandbytes").nn
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is torch.nn.Linear:
+                made = nn.Linear4bit(
+                    child.in_features, child.out_features, bias=False, compute_dtype=child.weight.dtype,
+                    quant_type="nf4",
+                )  # fmt: skip
+                made.weight = nn.Params4bit(child.weight.detach(), requires_grad=False, quant_type="nf4")
+                setattr(module, name, made.to(device))
+    model.is_loaded_in_4bit = True  # PEFT asks for it
+
+
+def galore(parameters, named):
+    """Adam in projections of the gradients of query and output projections: one SVD each at the first step."""
+    low_rank = [p for name, p in named if "q_proj" in name or "o_proj" in name]
+    chosen = {id(p) for p in low_rank}
+    others = [p for p in parameters if id(p) not in chosen]
+    rank = min(GALORE["rank"], *(min(p.shape) for p in low_rank))
+    return importlib.import_module("galore_torch").GaLoreAdamW(
+        [{"params": others}, {"params": low_rank, **GALORE, "rank": rank}],
+        lr=1e-5,
+        no_deprecation_warning=True,
+    )
+
+
+class Variant(training.Training):
+    """A Training with adapters, quantised weights or another optimizer."""
+
+    def __init__(self, kind, *arguments):
+        super().__init__(*arguments)
+        self.kind = kind
+
+    def make_model(self):
+        model = super().make_model()
+        if self.kind == "QLoRA":
+            quantise(model, self.device)
+        return model
+
+    def make_optimizer(self, parameters):
+        if self.kind == "8-bit AdamW":
+            return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-5)
+        if self.kind == "GaLore":
+            return galore(list(parameters), list(self.model.named_parameters()))
+        return super().make_optimizer([p for p in parameters if p.requires_grad])
+
+    def build(self):
+        super().build()
+        if self.kind in ("LoRA", "QLoRA"):
+            peft = importlib.import_module("peft")
+            config = peft.LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+            torch.manual_seed(1)
+            self.call = peft.get_peft_model(self.model, config)
+            self.optimizer = self.make_optimizer(self.call.parameters())
+
+
+def measure(cell, machine):
+    given, entered = cell.settings, training.contestant(cell.method, machine)
+    size = training.size_of("1b", machine)
+    made = Variant(cell.size, entered, size, machine)
+    batches = text.batches(machine, size.config["vocab_size"], STEPS, given["batch"], given["sequence"])
+    with entered.context():
+        made.build()
+        return made.measured(batches, STEPS)
+
+
+def table(result):
+    def shown(cell, reference):
+        line = tables.speed_and_memory(cell, reference)
+        if reference is None or cell is reference:
+            return line
+        pairs = zip(cell["losses"], reference["losses"], strict=False)
+        return f"{line}, losses {max(abs(a / b - 1) for a, b in pairs):.1e} apart"
+
+    return f"{tables.by_method(result, shown, label='')}\n\n{tables.behind(result)}"
+
+
+def draw(result):
+    return {"": pictures.bars(result, "Training steps of Llama-3.2-1B, 4 x 1024 tokens")}
+
+
+EXPERIMENT = Experiment("E9", "LoRA, QLoRA, 8-bit AdamW, GaLore", cells, measure, table, draw)

@@ -1,0 +1,92 @@
+"""E10: whole training steps over long sequences, with the MLP tiled and not; the largest micro-batch that fits."""
+
+from functools import partial
+
+import torch
+
+from liger_bench import bench_model
+
+from . import pictures, sharded_training, tables, training
+from .cells import Cell, Experiment
+
+ZERO = "1B, ZeRO-3"
+TILED = "liger, tiled MLP"
+METHODS = ("transformers", "liger-kernel", "liger", TILED)
+WIDE = bench_model.replace(
+    bench_model.FULL_8B,
+    config={**bench_model.FULL_8B.config, "num_hidden_layers": 4, "max_position_embeddings": 131072},
+)
+LENGTHS = (8192, 32768, 131072)
+MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
+
+
+def _cell(method, part, batch, sequence, model, gpus=1, needs=()):
+    return Cell(
+        method,
+        f"{part} {batch}x{sequence}",
+        batch * sequence,
+        {"batch": batch, "sequence": sequence, "model": model, "part": part},
+        (*needs, *(("liger_kernel", "triton") if method == "liger-kernel" else ())),
+        gpus,
+        ladder=f"{method} {part}",
+        seconds=240,
+    )
+
+
+def cells(tiny):
+    lengths, batches = ((8, 32), (2,)) if tiny else (LENGTHS, MICRO_BATCHES)
+    made = []
+    for part, model in (("1B", "1b"), ("4 layers of 8B's width", "wide")):
+        made += [_cell(m, part, 1, t, model) for t in lengths for m in METHODS]
+    made += [_cell(m, "1B, micro-batch", b, lengths[0], "1b") for b in batches for m in METHODS]
+    two = [(t, m) for t in lengths for m in METHODS if m != "liger-kernel"]
+    two = two[-1:] if tiny else two
+    made += [_cell(m, "1B, FSDP2", 1, t, "1b", 2) for t, m in two]
+    made += [_cell(m, ZERO, 1, t, "1b", 2, ("deepspeed",)) for t, m in two]
+    return made
+
+
+def measure(cell, machine):
+    wide = cell.settings["model"] == "wide" and not machine.tiny
+    size = bench_model.replace(WIDE if wide else training.size_of("1b", machine), warm_up=1, burst=1)
+    entered = (
+        training.patched(machine, tiled_mlp=True)
+        if cell.method == TILED
+        else training.contestant(cell.method, machine)
+    )
+    if cell.gpus == 1:
+        return training.measure(cell, machine, entered, size)
+    shard = sharded_training.fsdp2
+    if cell.settings["part"] == ZERO:
+        shard = partial(sharded_training.zero3, batch=cell.settings["batch"])
+        size = bench_model.replace(size, dtype=torch.bfloat16)
+    return sharded_training.measure(cell, machine, entered, size, shard)
+
+
+def parts(result):
+    """The results of each part."""
+    names = dict.fromkeys(size.rpartition(" ")[0] for size in (c["size"] for c in result["cells"].values()))
+    return {
+        name: {
+            **result,
+            "cells": {k: c for k, c in result["cells"].items() if c["size"].rpartition(" ")[0] == name},
+        }
+        for name in names
+    }
+
+
+def draw(result):
+    figures = {}
+    for name, part in parts(result).items():
+        label = f"tokens in a step, {name}"
+        (figures[name.replace(" ", "-").replace(",", "").replace("'", "")],) = pictures.training_lines(
+            part, label
+        ).values()
+    return figures
+
+
+def table(result):
+    return "\n\n".join(f"**{name}**\n\n{tables.training(part)}" for name, part in parts(result).items())
+
+
+EXPERIMENT = Experiment("E10", "Long sequences, with the MLP tiled and not", cells, measure, table, draw)

@@ -1,0 +1,75 @@
+"""Tables and pictures of result files: beside them, and in docs/experiments.md."""
+
+import importlib.util
+import os
+import re
+
+from liger_bench.environment import CHECKOUT
+
+from . import MODULES, experiment, results, tables
+
+PAGE = CHECKOUT / "docs" / "experiments.md"
+IMAGES = CHECKOUT / "docs" / "images"
+MISSING = "*Not measured yet.*"
+
+
+def _pictures(result, stem):
+    """Writes the pictures of a result; returns {title: path}."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return {}
+    written = {}
+    for suffix, figure in experiment(result["experiment"]).draw(result).items():
+        path = stem.with_name(f"{stem.name}{'-' if suffix else ''}{suffix}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        written[suffix or "all"] = path
+    return written
+
+
+def _text(result):
+    return f"{experiment(result['experiment']).table(result)}\n\n{tables.environments(result)}."
+
+
+def write(folder, name, tiny=False):
+    """Writes NAME.md and the pictures of an experiment beside its JSON file; returns their paths."""
+    source = results.path_of(folder, name, tiny)
+    if not source.is_file():
+        return []
+    result = results.load(source, name, tiny)
+    if not result["cells"]:
+        return []
+    page = source.with_suffix(".md")
+    results.write_text(page, f"# {name}: {experiment(name).title}\n\n{_text(result)}\n")
+    return [page, *_pictures(result, source.with_suffix("")).values()]
+
+
+def section(folder, name, images=IMAGES, page=PAGE):
+    """The generated part of docs/experiments.md about an experiment."""
+    source = results.path_of(folder, name, False)
+    if not source.is_file():
+        return MISSING
+    result = results.load(source, name, False)
+    if not result["cells"]:
+        return MISSING
+    parts = []
+    for suffix, path in _pictures(result, images / f"experiment-{name}").items():
+        parts.append(f"![{name}, {suffix}]({os.path.relpath(path, page.parent)})")
+    data = os.path.relpath(source, page.parent)
+    return "\n\n".join([*parts, _text(result), f"Data: [{source.name}]({data})."])
+
+
+def markers(name):
+    return f"<!-- results of {name} -->", f"<!-- end of {name} -->"
+
+
+def write_docs(folder, page=PAGE, images=IMAGES):
+    """Renders the results in ``folder`` between the markers of the page."""
+    text = page.read_text()
+    for name in MODULES:
+        first, last = markers(name)
+        pattern = re.compile(f"{re.escape(first)}.*?{re.escape(last)}", re.S)
+        if not pattern.search(text):
+            raise ValueError(f"{page}: no markers {first} and {last}")
+        made = f"{first}\n\n{section(folder, name, images, page)}\n\n{last}"
+        text = pattern.sub(lambda _, made=made: made, text)
+    results.write_text(page, text)

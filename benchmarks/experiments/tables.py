@@ -1,0 +1,107 @@
+"""Tables of results in Markdown."""
+
+from liger_bench.bench_model import GIB, SAME_LOSS
+
+from .results import ordered
+
+# A smaller relative difference is not counted as being behind.
+NOTICED = 0.01
+WORDS = {"missing": "not installed", "timeout": "too slow"}
+
+
+def markdown(header, rows):
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def gib(number):
+    return "-" if number is None else f"{number / GIB:.2f} GiB"
+
+
+def shape(cell):
+    """What the table shows of a cell that has no numbers, or None."""
+    if cell is None:
+        return ""
+    if cell["status"] == "oom":
+        return "OOM" + (" (not tried)" if cell.get("inferred") else "")
+    if cell["status"] == "failed":
+        return f"failed: {cell['reason'].splitlines()[0][:100]}".replace("|", "/")
+    return WORDS.get(cell["status"])
+
+
+def by_method(result, text, methods=None, label="size"):
+    """One row per size and one column per method; ``text(cell, reference)`` formats a measured cell.
+
+    ``reference`` is the measured cell of the first method at this size, or None.
+    """
+    methods = methods or ordered(result, "method")
+    found = {(cell["method"], cell["size"]): cell for cell in result["cells"].values()}
+    rows = []
+    for size in ordered(result, "size"):
+        first = found.get((methods[0], size))
+        first = first if first is not None and first["status"] == "ok" else None
+        cells = [found.get((method, size)) for method in methods]
+        if any(cells):
+            rows.append([size, *(text(c, first) if shape(c) is None else shape(c) for c in cells)])
+    return markdown([label, *methods], rows)
+
+
+def differs(cell, reference):
+    """Whether the first loss differs from that of the unpatched model by more than rounding explains."""
+    if reference is None or reference is cell:
+        return False
+    return not abs(cell["first_loss"] / reference["first_loss"] - 1) <= SAME_LOSS
+
+
+def speed_and_memory(cell, reference):
+    wrong = f" (WRONG LOSS {cell['first_loss']:.5g})" if differs(cell, reference) else ""
+    return f"{cell['tokens_per_second'] / 1e3:.1f} k, {gib(cell['peak_bytes'])}{wrong}"
+
+
+def behind(result):
+    """One line: every size where another method has more tokens per second, or less memory, than the best of liger.
+
+    Differences below 1 % are not counted.
+    """
+    texts = []
+    for size in ordered(result, "size"):
+        cells = [c for c in result["cells"].values() if c["size"] == size and c["status"] == "ok"]
+        ours = [c for c in cells if c["method"].startswith("liger") and c["method"] != "liger-kernel"]
+        for other in (c for c in cells if c not in ours):
+            if not ours:
+                break
+            speed = other["tokens_per_second"] / max(c["tokens_per_second"] for c in ours) - 1
+            if speed > NOTICED:
+                texts.append(f"{size}: {other['method']} has {speed:.0%} more tokens/s")
+            least = min(c["peak_bytes"] or 0 for c in ours)
+            if least and other["peak_bytes"] and other["peak_bytes"] < least * (1 - NOTICED):
+                texts.append(
+                    f"{size}: {other['method']} needs {1 - other['peak_bytes'] / least:.0%} less memory"
+                )
+    return f"Where liger is behind: {'; '.join(texts) if texts else 'nowhere in this table'}."
+
+
+def training(result):
+    """Tokens per second and peak memory of every method at every size, and the largest sizes that fit."""
+    lines = [by_method(result, speed_and_memory, label="batch x tokens")]
+    largest = {}
+    for method in ordered(result, "method"):
+        cells = [c for c in result["cells"].values() if c["method"] == method]
+        fits = max((c for c in cells if c["status"] == "ok"), key=lambda c: c["order"], default=None)
+        failed = min((c for c in cells if c["status"] == "oom"), key=lambda c: c["order"], default=None)
+        if fits is not None:
+            bound = f", out of memory at {failed['size']}" if failed else ", the largest that was tried"
+            largest[method] = f"{method}: {fits['size']}{bound}"
+    lines.append("Largest that fits: " + "; ".join(largest.values()) + ".")
+    lines.append(behind(result))
+    return "\n\n".join(lines)
+
+
+def environments(result):
+    """One line: the machines and versions of the results."""
+    shown = ("device", "torch", "transformers", "liger_kernel", "trl", "commit")
+    lines = []
+    for facts in result["environments"]:
+        known = dict(facts, commit=(facts.get("commit") or "")[:9] or None)
+        lines.append(", ".join(f"{name} {known[name]}" for name in shown if known.get(name)))
+    return "; ".join(dict.fromkeys(lines))

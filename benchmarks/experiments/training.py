@@ -1,0 +1,129 @@
+"""Training steps of one method at one size, by the contestants of liger_bench.bench_model."""
+
+import functools
+import statistics
+import time
+
+import torch
+
+import liger
+from liger_bench import bench_model
+from liger_bench.measure import spread
+
+from . import text
+from .cells import Cell, coarse_first
+
+COMPILED = "transformers, compiled"
+METHODS = ("transformers", "liger-kernel", "liger", COMPILED)
+WARM_UP, STEPS = 2, 3
+# Steps that take longer than this, in seconds, are warmed up and measured once.
+SLOW_STEP = 3.0
+
+
+def backend(machine):
+    return "cuda" if machine.gpu else "torch"
+
+
+def contestant(method, machine):
+    """The contestant of bench_model with this name; ``liger`` is it on the backend of the machine."""
+    if method == COMPILED and machine.tiny:
+        # Inductor takes half a minute on a CPU.
+        return bench_model.Contestant(COMPILED, "other", functools.partial(torch.compile, backend="eager"))
+    name = f"liger[{backend(machine)}]" if method == "liger" else method
+    known = {c.name: c for c in bench_model.contestants([backend(machine)], compile=True)}
+    return known[name]
+
+
+def patched(machine, **options):
+    """A contestant: ``liger.patch`` with these options."""
+    return bench_model.Contestant(
+        "liger",
+        "ours",
+        lambda model: liger.patch(model, **options),
+        functools.partial(liger.use_backend, backend(machine)),
+    )
+
+
+def cells(methods, shapes, order, seconds=150.0, **settings):
+    """Cells of every method at every (batch, sequence); ``order`` says by which number memory grows.
+
+    A compiled model takes long to start, so it comes last, and at every second size only.
+    """
+    pairs = [(m, s) for s in coarse_first(shapes) for m in methods if m != COMPILED]
+    pairs += [(m, s) for s in shapes[::2] for m in methods if m == COMPILED]
+    return [
+        Cell(
+            method,
+            f"{batch}x{sequence}",
+            order(batch, sequence),
+            {"batch": batch, "sequence": sequence, **settings},
+            ("liger_kernel", "triton") if method == "liger-kernel" else (),
+            seconds=2 * seconds if method == COMPILED else seconds,
+        )
+        for method, (batch, sequence) in pairs
+    ]
+
+
+class Training(bench_model.Trainee):
+    """A Trainee whose errors are not caught: they are the result of its process."""
+
+    def __init__(self, contestant, size, machine):
+        super().__init__(contestant, size, machine.device.partition(":")[0])
+        self.machine = machine
+        if self.failure is not None:
+            raise ImportError(self.failure[1])
+
+    def measured(self, batches, steps=STEPS):
+        """The record of some steps after a warm-up, of fewer where they are slow. ``losses`` are of all steps."""
+        losses = []
+        step = self.step
+        if self.machine.gpu:
+            # Models are made in float32.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+        def noted(tokens):
+            losses.append(step(tokens))
+            return losses[-1]
+
+        self.step = noted
+        start = time.perf_counter()
+        self.warm_up(batches)
+        first = time.perf_counter() - start
+        for _ in range(0 if first > 2 * SLOW_STEP else WARM_UP - 1):
+            self.warm_up(batches)
+        for i in range(steps):
+            self.burst(batches, i)
+            if sum(self.samples) > 1e3 * SLOW_STEP:
+                break
+        tokens = batches[0].numel()
+        record = {
+            "ms": spread(self.samples),
+            "host_ms": spread(self.host),
+            "tokens_per_second": tokens / statistics.median(self.samples) * 1e3,
+            "first_loss": self.loss,
+            "losses": [float(loss) for loss in losses],
+            "peak_bytes": self.peak,
+            "first_step_s": first,
+        }
+        if self.machine.gpu:
+            record["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        return record
+
+
+def size_of(model, machine):
+    """The Size of bench_model ("1b" or "8b"), or its tiny one."""
+    full = {"1b": bench_model.FULL, "8b": bench_model.FULL_8B}[model]
+    size = bench_model.SELF_TEST if machine.tiny else full
+    return bench_model.replace(size, warm_up=1, burst=1)
+
+
+def measure(cell, machine, entered=None, size=None):
+    """Training steps of the model, batch and sequence of the cell's settings, or of a model of another size."""
+    given = cell.settings
+    size = size or size_of(given.get("model", "1b"), machine)
+    training = Training(entered or contestant(cell.method, machine), size, machine)
+    batches = text.batches(machine, size.config["vocab_size"], STEPS, given["batch"], given["sequence"])
+    with training.contestant.context():
+        training.build()
+        return training.measured(batches)

@@ -1,0 +1,23 @@
+"""E3: training steps of Llama-3.2-1B's shape at 1024 tokens per sequence, over batch sizes to out of memory."""
+
+from functools import partial
+
+from . import pictures, tables, training
+from .cells import Experiment
+
+BATCHES = (1, 4, 8, 16, 32, 64, 96, 112, 128, 192, 256, 384, 512, 768, 1024)
+
+
+def cells(tiny):
+    shapes = [(b, 16) for b in (1, 2)] if tiny else [(b, 1024) for b in BATCHES]
+    return training.cells(training.METHODS, shapes, lambda batch, sequence: batch)
+
+
+EXPERIMENT = Experiment(
+    "E3",
+    "Llama-3.2-1B, 1024 tokens, over batch sizes",
+    cells,
+    training.measure,
+    tables.training,
+    partial(pictures.training_lines, label="sequences of 1024 tokens in a batch"),
+)

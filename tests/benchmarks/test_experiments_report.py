@@ -1,0 +1,107 @@
+"""Tables, pictures and the page of the experiments, from results that are made here."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from experiments import MODULES, pictures, report, results, tables
+
+
+def record(method, order, status="ok", **values):
+    measured = {
+        "tokens_per_second": 1000.0 * order,
+        "peak_bytes": order << 30,
+        "first_loss": 5.0,
+        "ms": {"median": 1.0},
+    }
+    known = measured if status == "ok" else {"reason": "a reason"}
+    identity = {"method": method, "size": f"{order}x1024", "order": order, "status": status}
+    return {**identity, **known, **values}
+
+
+def result_of(*records):
+    cells = {f"{r['method']} @ {r['size']}": r for r in records}
+    facts = {"device": "a device", "torch": "2.11", "commit": "0123456789abcdef"}
+    return {"schema": 1, "experiment": "E3", "tiny": False, "environments": [facts], "cells": cells}
+
+
+SOME = result_of(
+    record("transformers", 1),
+    record("transformers", 2, "oom"),
+    record("transformers", 4, "oom", inferred=True),
+    record("liger", 1),
+    record("liger", 2),
+    record("liger", 4, first_loss=5.5),
+    record("liger-kernel", 1, first_loss=5.5),
+    record("liger-kernel", 2, "failed", reason="RuntimeError: a|b"),
+)
+
+
+def test_a_table_has_a_word_for_every_cell():
+    lines = tables.training(SOME).splitlines()
+    assert lines[0] == "| batch x tokens | transformers | liger | liger-kernel |"
+    assert lines[2] == "| 1x1024 | 1.0 k, 1.00 GiB | 1.0 k, 1.00 GiB | 1.0 k, 1.00 GiB (WRONG LOSS 5.5) |"
+    assert lines[3] == "| 2x1024 | OOM | 2.0 k, 2.00 GiB | failed: RuntimeError: a/b |"
+    assert lines[4] == "| 4x1024 | OOM (not tried) | 4.0 k, 4.00 GiB |  |"
+    assert "transformers: 1x1024, out of memory at 2x1024" in lines[6]
+    assert "liger: 4x1024, the largest that was tried" in lines[6]
+
+
+def test_the_table_says_where_liger_is_behind():
+    fast, small = (
+        record("liger-kernel", 1, tokens_per_second=1100.0),
+        record("transformers", 1, peak_bytes=1 << 29),
+    )
+    found = tables.behind(
+        result_of(record("liger", 1), fast, small, record("liger", 2), record("liger-kernel", 2))
+    )
+    assert found == (
+        "Where liger is behind: 1x1024: liger-kernel has 10% more tokens/s; 1x1024: transformers needs 50% less memory."
+    )
+    best = record("liger, tiled MLP", 1, tokens_per_second=2000.0, peak_bytes=1 << 20)
+    assert tables.behind(result_of(record("liger", 1), best, fast, small)).endswith("nowhere in this table.")
+    assert "nowhere" in tables.behind(result_of(record("liger", 1), record("liger-kernel", 1)))
+
+
+def test_a_picture_marks_where_memory_runs_out():
+    pytest.importorskip("matplotlib")
+    (figure,) = pictures.training_lines(SOME, "batch").values()
+    for panel in figure.axes:
+        crosses = [line for line in panel.lines if line.get_marker() == "X"]
+        assert [list(line.get_xdata()) for line in crosses] == [[2]]
+        assert crosses[0].get_color() == pictures.COLORS["transformers"]
+        drawn = {line.get_label(): list(line.get_xdata()) for line in panel.lines}
+        assert drawn["liger"] == [1, 2, 4] and drawn["transformers"] == [1]
+
+
+def test_stacked_bars_add_up():
+    pytest.importorskip("matplotlib")
+    figure = pictures.stacked_bars({"a": {"rest": 3.0, "saved": 2.0}, "b": {"rest": 1.0}}, "title", "GiB")
+    tops = [bar.get_y() + bar.get_height() for bar in figure.axes[0].patches]
+    assert max(tops) == 5.0
+
+
+def test_the_page_has_results_between_its_markers(tmp_path):
+    page = tmp_path / "docs" / "experiments.md"
+    page.parent.mkdir()
+    parts = [f"{a}\nold\n{b}\n" for a, b in map(report.markers, MODULES)]
+    page.write_text("# Title\n\n" + "\n".join(parts) + "\nafter\n")
+    results.write_text(tmp_path / "E3.json", json.dumps(SOME))
+    for _ in range(2):  # The second time replaces what the first has written.
+        report.write_docs(tmp_path, page, tmp_path / "docs" / "images")
+    text = page.read_text()
+    assert "old" not in text and text.endswith("\nafter\n")
+    assert text.count(report.MISSING) == len(MODULES) - 1
+    assert text.count("| 2x1024 | OOM |") == 1
+    assert "Data: [E3.json](../E3.json)." in text and "commit 012345678" in text
+    for image in (page.parent / "images").glob("*.png"):
+        assert f"(images/{image.name})" in text
+
+
+def test_the_page_has_markers_for_every_experiment():
+    text = report.PAGE.read_text()
+    for name in MODULES:
+        first, last = report.markers(name)
+        assert text.count(first) == text.count(last) == 1
