@@ -111,9 +111,14 @@ def _trl(head):
 
 
 def _cut_cross_entropy(head):
-    return lambda t: peer("cut_cross_entropy", "linear_cross_entropy")(
-        t["input"], t["weight"], t["target"], t.get("bias"), softcap=head.softcap
-    )
+    def run(t):
+        # Version 25.1 has no bias.
+        bias = {"bias": t["bias"]} if "bias" in t else {}
+        return peer("cut_cross_entropy", "linear_cross_entropy")(
+            t["input"], t["weight"], t["target"], softcap=head.softcap, **bias
+        )
+
+    return run
 
 
 def _candidates(options, head):

@@ -7,6 +7,8 @@ chip which lowers its clock slows all of them alike; with ``--only`` one may hav
 contestant is what its weights, gradients, optimizer and activations take at the peak of a step; the models that wait
 are not counted.
 
+``--graphs`` adds contestants of liger whose whole step is a CUDA graph. Their peak is that of the capture.
+
 ``--memory`` adds contestants whose layers are recomputed as ``liger.transformers.checkpoint`` plans, with and without
 ``recompute=True``. Their limit counts the models that wait as well, so each needs a process of its own (``--only``).
 """
@@ -30,6 +32,7 @@ import torch
 
 import liger
 
+from .captured_step import CapturedStep
 from .environment import environment
 from .harness import Options
 from .measure import PROVIDER_ERRORS, spread
@@ -98,6 +101,7 @@ class Contestant:
     checkpointing: bool = True
     # Steps before a shape is measured, at least: a plan needs some until it is final.
     warm_up: int = 0
+    captured: bool = False
 
 
 def _compile(model):
@@ -137,6 +141,12 @@ def recomputing(backends):
         Contestant(f"liger[{b}], recompute", "ours", patch, functools.partial(liger.use_backend, b))
         for b in backends
     ]
+
+
+def captured(entered):
+    """The contestants of liger again, with CUDA graphs."""
+    ours = (c for c in entered if c.group == "ours" and "compiled" not in c.name)
+    return [replace(c, name=f"{c.name}, CUDA graph", captured=True) for c in ours]
 
 
 def planned(backends, memories):
@@ -205,12 +215,16 @@ class Trainee:
         torch.manual_seed(0)
         with torch.device(self.device):
             self.model = LlamaForCausalLM(config).to(self.size.dtype).train()
+        captured = self.contestant.captured
         if self.size.checkpointing and self.contestant.checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            # The state of the random generator cannot be read during a capture, and this model has no dropout.
+            settings = {"preserve_rng_state": False} if captured else {}
+            self.model.gradient_checkpointing_enable({"use_reentrant": False, **settings})
         self.call = self.contestant.prepare(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True, capturable=captured)
+        self.step = CapturedStep(self.eager_step) if captured else self.eager_step
 
-    def step(self, tokens):
+    def eager_step(self, tokens):
         loss = self.call(input_ids=tokens, labels=tokens).loss
         loss.backward()
         self.optimizer.step()
@@ -225,7 +239,12 @@ class Trainee:
 
     def warm_up(self, batches):
         count = max(self.size.warm_up, self.contestant.warm_up)
-        losses = [self.step(batches[i % len(batches)]) for i in range(count)]
+        if self.contestant.captured:
+            losses = self.step.warm_up(batches[0])
+            others = torch.cuda.memory_allocated() - self.idle_bytes()
+            self.peak = self.step.capture(batches[0]) - others
+        else:
+            losses = [self.step(batches[i % len(batches)]) for i in range(count)]
         if self.loss is None:
             self.loss = losses[0].item()
 
@@ -282,14 +301,16 @@ def _measure_shape(trainees, size, shape, device):
     }
 
 
-def measure(size, device, backends, compile=False, shapes=None, memories=(), only=None):
+def measure(size, device, backends, compile=False, shapes=None, memories=(), only=None, graphs=False):
     """One record per shape: step time, tokens per second and peak memory of each contestant, or its error.
 
     Args:
         memories: (name, memory) of contestants with planned checkpointing.
         only: the names of the contestants that take part; None for all.
+        graphs: the contestants of liger again, each step a CUDA graph.
     """
     entered = contestants(backends, compile) + ([] if size.checkpointing else recomputing(backends))
+    entered += captured(entered) if graphs else []
     entered += planned(backends, memories)
     unknown = set(only or ()) - {contestant.name for contestant in entered}
     if unknown:
@@ -369,7 +390,7 @@ def markdown(facts, records, size=FULL):
     return "\n\n".join(parts) + "\n"
 
 
-def _shape(text):
+def parse_shape(text):
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"'{text}' is not BATCHxTOKENS")
@@ -389,7 +410,7 @@ def _memory(text):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "shapes", nargs="*", type=_shape, metavar="BATCHxTOKENS", help="default: 4x1024 32x1024 4x8192"
+        "shapes", nargs="*", type=parse_shape, metavar="BATCHxTOKENS", help="default: 4x1024 32x1024 4x8192"
     )
     parser.add_argument("--compile", action="store_true", help="compiled models as well (minutes to start)")
     parser.add_argument("--size", choices=("1b", "8b"), default="1b", help="default %(default)s")
@@ -416,6 +437,7 @@ def main(arguments=None):
         help="also liger with planned checkpointing in this memory: auto, a share such as 0.5, GiB such as 60G; or "
         "none, without checkpointing; repeatable",
     )
+    parser.add_argument("--graphs", action="store_true", help="also liger with each step as a CUDA graph")
     parser.add_argument("--json", type=Path, help="where the results go as well, as JSON and Markdown")
     parsed = parser.parse_args(arguments)
     if not parsed.self_test and not torch.cuda.is_available():
@@ -429,7 +451,9 @@ def main(arguments=None):
     )
     facts = {**environment(options), "transformers": importlib.metadata.version("transformers")}
     try:
-        records = measure(size, device, backends, parsed.compile, parsed.shapes, parsed.memory, parsed.only)
+        records = measure(
+            size, device, backends, parsed.compile, parsed.shapes, parsed.memory, parsed.only, parsed.graphs
+        )
     except ValueError as error:
         parser.error(str(error))
     print(markdown(facts, records, size))

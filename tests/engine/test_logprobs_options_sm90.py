@@ -1,5 +1,5 @@
-"""fused_linear_logprobs on the engine of compute capability 9.0 with logits_dtype and accumulate_grad_weight: the same
-kernels, and the exponentials that they keep."""
+"""fused_linear_logprobs at the sizes of the engine of compute capability 9.0, with logits_dtype and
+accumulate_grad_weight: which calls it takes, and the exponentials that it keeps."""
 
 import pytest
 import torch
@@ -27,26 +27,11 @@ FLOAT32 = torch.float32
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @KINDS
 def test_float32_logits(sm90, calls, shape, temperature, entropy, recompute):
-    """The engine takes the call at every temperature, also where the generic engine of fused_linear_ce would not."""
+    """The engine does not take the call: its sums have a larger error than the option allows."""
     check(
         shape, *shape.layer(sm90), entropy, temperature=temperature, recompute=recompute, logits_dtype=FLOAT32
     )
-    assert calls == [("forward", not recompute), ("backward", not recompute)]
-
-
-@KEPT
-def test_large_logits(sm90, calls, recompute):
-    """Logits with a standard deviation of 28: rounded to bfloat16, they would be off by 0.1."""
-    x, weight, target = BESIDE.layer(sm90, scale=10.0)
-    grads = upstream(BESIDE, sm90, False)
-    found, actual = run(
-        BESIDE, x, weight, target, grads, temperature=0.7, recompute=recompute, logits_dtype=FLOAT32
-    )
-    logprobs, expected = exact(x, weight, target, grads, temperature=0.7)
-    assert (found.logprobs - logprobs).abs().max() <= ROWS * logprobs.abs().max()
-    for a, b in zip(actual, expected, strict=True):
-        assert a.isfinite().all() and (a.double() - b).norm() <= GRADIENT * b.norm()
-    assert calls == [("forward", not recompute), ("backward", not recompute)]
+    assert calls == []
 
 
 @KEPT
@@ -71,7 +56,8 @@ def test_float32_weight(sm90, calls, entropy, recompute):
 @pytest.mark.parametrize("logits_dtype", [None, FLOAT32], ids=["", "float32"])
 @pytest.mark.parametrize("shape", [BESIDE, SUMS], ids=["one chunk", "sums"])
 def test_accumulated_weight_gradient(sm90, calls, shape, logits_dtype, entropy, recompute):
-    """Kept exponentials serve the gradient of the hidden states; that of the weight computes the logits again."""
+    """Kept exponentials serve the gradient of the hidden states; that of the weight computes the logits again. With
+    float32 logits there are no exponentials."""
     x, weight, target = shape.layer(sm90)
     grads = upstream(shape, sm90, entropy)
     _, (best_x, best_weight) = exact(x, weight, target, grads, temperature=0.7)
@@ -83,7 +69,7 @@ def test_accumulated_weight_gradient(sm90, calls, shape, logits_dtype, entropy, 
     )  # fmt: skip
     torch.autograd.backward(found[: len(grads)], grads)
     assert parameter.grad is None
-    assert calls == [("forward", not recompute), ("backward", not recompute)]
+    assert calls == ([] if logits_dtype else [("forward", not recompute), ("backward", not recompute)])
     tolerance = WITH_ENTROPY if entropy else GRADIENT
     assert_gradients([x.grad], [best_x], target == -100, (True, False), tolerance)
     error = ((parameter.main_grad - best_weight).norm() / best_weight.norm()).item()

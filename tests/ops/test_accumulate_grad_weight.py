@@ -103,10 +103,10 @@ def test_one_large_batch_within_one_rounding(device, dtype):
     loss = liger.fused_linear_ce(x, large, target, accumulate_grad_weight=True)
     loss.backward()
     # The same products, added in another order. On a GPU a GEMM of another size may also round a logit or its gradient
-    # to the other neighbour.
+    # to the other neighbour, and probabilities by as much.
     size = large.main_grad.abs().max().item()
     rounded = x.is_cuda and dtype in (torch.float16, torch.bfloat16)
-    tolerance = torch.finfo(dtype).eps / 4 if rounded else 2e-6
+    tolerance = torch.finfo(dtype).eps if rounded else 2e-6
     torch.testing.assert_close(weight.main_grad, large.main_grad, rtol=0, atol=tolerance * size)
     assert torch.equal(loss, liger.fused_linear_ce(x, weight, target))
     if dtype == torch.float16:

@@ -62,22 +62,22 @@ def sizes_for_engine(rows, hidden):
     return rows >= _FEWEST_ROWS and hidden % _TILE_K == 0
 
 
-def engine_can(input, weight, bias, softcap):
-    """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a logit, so
-    ``logits_dtype`` makes no difference."""
-    if not input.is_cuda or input.dtype != torch.bfloat16 or weight.dtype != input.dtype:
+def engine_can(input, weight, bias, softcap, float32_logits=False):
+    """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a logit, but
+    the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
+    if float32_logits or not input.is_cuda or input.dtype != torch.bfloat16 or weight.dtype != input.dtype:
         return False
     if bias is not None or softcap is not None:
         return False
     return sizes_for_engine(*input.shape) and _device_has_engine(input.device.index)
 
 
-def engine_takes(input, weight, bias, softcap):
+def engine_takes(input, weight, bias, softcap, float32_logits=False):
     """Whether it does: it belongs to the cuda backend of fused_linear_ce."""
-    return _engine_is_chosen() and engine_can(input, weight, bias, softcap)
+    return _engine_is_chosen() and engine_can(input, weight, bias, softcap, float32_logits)
 
 
-def choose(input, weight, bias, softcap, memory_budget, recompute):
+def choose(input, weight, bias, softcap, memory_budget, recompute, float32_logits=False):
     """What to keep of a call with a backward.
 
     Args:
@@ -86,7 +86,7 @@ def choose(input, weight, bias, softcap, memory_budget, recompute):
     """
     if recompute or is_dtensor(input) or is_dtensor(weight):
         return NOTHING
-    if not engine_takes(input, weight, bias, softcap):
+    if not engine_takes(input, weight, bias, softcap, float32_logits):
         return NOTHING if recompute is None else LOGITS
     needed = exponentials_bytes(input.shape[0], weight.shape[0])
     fits = recompute is not None or needed <= budget_or_default(memory_budget)
@@ -100,13 +100,13 @@ def check_keep(op, keep):
         )
 
 
-def check_engine(op, keep, input, weight, bias, softcap):
+def check_engine(op, keep, input, weight, bias, softcap, float32_logits=False):
     """Raises RuntimeError for exponentials where the engine cannot run."""
-    if keep == EXPONENTIALS and not engine_can(input, weight, bias, softcap):
+    if keep == EXPONENTIALS and not engine_can(input, weight, bias, softcap, float32_logits):
         raise RuntimeError(
             f"{op}: keep is '{EXPONENTIALS}', expected '{NOTHING}' or '{LOGITS}': the wgmma engine needs a GPU of "
-            f"compute capability 9.0, hidden states and weight in bfloat16, no bias, no softcap, at least "
-            f"{_FEWEST_ROWS} rows and a hidden size divisible by {_TILE_K}"
+            f"compute capability 9.0, hidden states and weight in bfloat16, no bias, no softcap, no "
+            f"logits_dtype, at least {_FEWEST_ROWS} rows and a hidden size divisible by {_TILE_K}"
         )
 
 

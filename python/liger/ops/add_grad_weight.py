@@ -138,16 +138,17 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_bud
         input, target, bias, options, memory_budget: in the form that the op takes.
     """
 
+    ce_weight, token_weight, denominator, *others = options
+
     def add(total, weight, saved, grads):
         x, y, b, ce_weight, token_weight, denominator = saved
         _ce_op(
-            total, *grads, x, weight.to(x.dtype), y, b, ce_weight, token_weight, denominator, *options[3:],
+            total, *grads, x, weight.to(x.dtype), y, b, ce_weight, token_weight, denominator, *others,
             memory_budget,
         )  # fmt: skip
 
-    return _add_in_backward(
-        "fused_linear_ce", "weight", weight, add, (loss,), (input, target, bias, *options[:3])
-    )[0]
+    inputs = input, target, bias, ce_weight, token_weight, denominator
+    return _add_in_backward("fused_linear_ce", "weight", weight, add, (loss,), inputs)[0]
 
 
 def logprobs_adding_grad_weight(

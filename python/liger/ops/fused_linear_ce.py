@@ -177,13 +177,16 @@ def _run(
     input, weight, bias = autocast_operands(input, weight, bias)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
     rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
+    flat_options = (options.ce_weight, flat_weight, *options[2:])
     results = fused_linear_ce_forward(
-        rows, weight, flat_target, bias, options.ce_weight, flat_weight, *options[2:], accum_dtype, memory_budget,
+        rows, weight, flat_target, bias, *flat_options, accum_dtype, memory_budget,
         *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
     )  # fmt: skip
     if parameter is not None:
-        options = options._replace(token_weight=flat_weight)
-        loss = ce_adding_grad_weight(results[0], parameter, rows, flat_target, bias, options, memory_budget)
+        # A plain tuple: at a graph break torch.compile of torch 2.11 loses fields of a named tuple.
+        loss = ce_adding_grad_weight(
+            results[0], parameter, rows, flat_target, bias, flat_options, memory_budget
+        )
         results = loss, *results[1:]
     return output_like(target, options.reduction, metrics, results)
 

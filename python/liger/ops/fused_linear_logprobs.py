@@ -137,7 +137,9 @@ def logprobs_of_layer(
     check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
     needs_grad = wants_grad(rows, weight, bias)
-    keep = choose(rows, weight, bias, softcap, memory_budget, recompute) if any(needs_grad) else NOTHING
+    keep = NOTHING
+    if any(needs_grad):
+        keep = choose(rows, weight, bias, softcap, memory_budget, recompute, logits_dtype is not None)
     results = _forward_op(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
         return_argmax, keep, needs_grad[1], logits_dtype,

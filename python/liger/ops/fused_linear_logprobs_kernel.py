@@ -1,8 +1,8 @@
 """The kernels of fused_linear_logprobs: Python for every device, over the engines and row kernels of cross entropy.
 
 Without kept logits or exponentials the backward computes the logits again. :mod:`liger._core.kept_logits` describes
-what the forward may keep. With ``logits_dtype`` float32 a call runs on the wgmma engine, which never rounds a logit, or
-with float32 logits (:mod:`liger._core.lm_head_float32`), never on the generic engines of fused_linear_ce.
+what the forward may keep. With ``logits_dtype`` float32 there are float32 logits (:mod:`liger._core.lm_head_float32`),
+on no engine of fused_linear_ce.
 """
 
 import torch
@@ -43,9 +43,9 @@ def fused_linear_logprobs_forward(
     check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     check_classes(_OP, "targets", target, weight.shape[0], ignore_index)
     check_keep(_OP, keep)
-    check_engine(_OP, keep, input, weight, bias, softcap)
-    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     nothing, float32 = keep == NOTHING, logits_dtype is not None
+    check_engine(_OP, keep, input, weight, bias, softcap, float32)
+    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     if nothing and temperature == 1.0 and not float32:
         # The engines of fused_linear_ce, which leave out ignored rows.
         results = fused_linear_ce_forward(
@@ -53,7 +53,7 @@ def fused_linear_logprobs_forward(
             memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
         )  # fmt: skip
         return results[4], results[5], results[3], *new_kept(NOTHING, input, weight, wide, False, None)
-    if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap)):
+    if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         results = torch.ops.liger_sm90.logprobs_forward.default(
             input, weight, target, ignore_index, temperature, budget_or_default(memory_budget), return_entropy,
             return_argmax, keep == EXPONENTIALS, need_grad_weight,
@@ -101,10 +101,10 @@ def fused_linear_logprobs_backward(
         _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
     )
     check_keep(_OP, keep)
-    check_engine(_OP, keep, input, weight, bias, softcap)
+    nothing, float32 = keep == NOTHING, logits_dtype is not None
+    check_engine(_OP, keep, input, weight, bias, softcap, float32)
     check_kept(_OP, keep, kept, kept_rows, input, weight, grad_entropy is not None, logits_dtype)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    nothing, float32 = keep == NOTHING, logits_dtype is not None
     if nothing and temperature == 1.0 and grad_entropy is None and not float32:
         return fused_linear_ce_forward(
             input, weight, target, bias, None, -grad_logprobs, None, ignore_index, 0.0, 0.0, softcap, "sum",
@@ -114,7 +114,7 @@ def fused_linear_logprobs_backward(
     if not nothing:
         # A budget that has room for the kept rows is not spent a second time on a copy of them.
         budget = min(budget, budget_or_default(None))
-    if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap)):
+    if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         no_rows = input.new_empty(0)
         grads = torch.ops.liger_sm90.logprobs_backward.default(
             grad_logprobs.contiguous(), grad_entropy if grad_entropy is None else grad_entropy.contiguous(),

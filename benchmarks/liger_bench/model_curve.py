@@ -1,0 +1,88 @@
+"""Tokens per second over peak memory of training steps, from result files of ``bench_model``.
+
+PYTHONPATH=benchmarks python -m liger_bench.model_curve 32x1024 RESULT.json ... --output PICTURE.png
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from .bench_model import GIB, parse_shape, tokens_per_second
+from .plots import color
+
+# Group of contestants -> (label, name of a provider whose colour it has).
+SERIES = {
+    "ours": ("liger-ops", "liger[cuda]"),
+    "liger-kernel": ("liger-kernel", "liger-kernel"),
+    "plain": ("transformers", "torch eager"),
+}
+
+
+def points(results, wanted):
+    """{group: [(GiB, thousand tokens/s, name)]}, sorted by memory, of one (batch, sequence)."""
+    found = {group: [] for group in SERIES}
+    for result in results:
+        for record in result["rows"]:
+            if (record["batch"], record["sequence"]) != wanted:
+                continue
+            for name, provider in record["providers"].items():
+                if provider["status"] == "ok" and provider["peak_bytes"] and provider["group"] in found:
+                    speed = tokens_per_second(record, provider) / 1e3
+                    found[provider["group"]].append((provider["peak_bytes"] / GIB, speed, name))
+    return {group: sorted(of_group) for group, of_group in found.items()}
+
+
+def frontier(of_group):
+    """The points that are faster than every smaller one."""
+    best = []
+    for point in of_group:
+        if not best or point[1] > best[-1][1]:
+            best.append(point)
+    return best
+
+
+def _label(name, group):
+    label = name.removeprefix("liger[cuda]").removeprefix(SERIES[group][0]).strip(", ")
+    return label.replace("memory ", "planned in ").replace("G,", " GiB,").removesuffix("G")
+
+
+def draw(found, title):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    axes = figure.subplots()
+    for group, (label, provider) in SERIES.items():
+        if not found[group]:
+            continue
+        line = frontier(found[group])
+        axes.plot(*zip(*(p[:2] for p in line), strict=True), color=color(provider), alpha=0.5)
+        axes.plot(*zip(*(p[:2] for p in found[group]), strict=True), "o", color=color(provider), label=label)
+        for gib, speed, name in found[group]:
+            axes.annotate(_label(name, group), (gib, speed), (5, -11), textcoords="offset points", fontsize=8)
+    axes.set_xlabel("peak memory of a step, GiB")
+    axes.set_ylabel("thousand tokens/s")
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.12, y=0.12)
+    axes.legend(frameon=False, loc="best")
+    return figure
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", type=parse_shape, metavar="BATCHxTOKENS")
+    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--title", default="Training steps: speed for memory")
+    parsed = parser.parse_args(arguments)
+    found = points([json.loads(path.read_text()) for path in parsed.results], parsed.shape)
+    if not any(found.values()):
+        parser.error(
+            f"no result of {parsed.shape[0]}x{parsed.shape[1]} in {[str(p) for p in parsed.results]}"
+        )
+    draw(found, parsed.title).savefig(parsed.output, dpi=110)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

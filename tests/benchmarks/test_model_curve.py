@@ -1,0 +1,54 @@
+"""The picture of speed over memory."""
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+from liger_bench import model_curve
+
+GIB = 1024**3
+
+
+def provider(group, ms, gib, status="ok"):
+    return {"group": group, "status": status, "ms": {"median": ms}, "peak_bytes": gib * GIB}
+
+
+@pytest.fixture
+def result(tmp_path):
+    providers = {
+        "transformers": provider("plain", 40.0, 20),
+        "liger-kernel": provider("liger-kernel", 20.0, 8),
+        "liger[cuda]": provider("ours", 10.0, 8),
+        "liger[cuda], memory 6G, recompute": provider("ours", 16.0, 6),
+        "liger[cuda], recompute": provider("ours", 20.0, 7),
+        "spoiled": provider("ours", 1.0, 1, "wrong"),
+    }
+    failed = {"group": "ours", "status": "failed", "reason": "out of memory"}
+    rows = [{"batch": 4, "sequence": 16, "providers": {**providers, "failed": failed}}]
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"environment": {}, "rows": rows}))
+    return path
+
+
+def test_points_and_frontier(result):
+    found = model_curve.points([json.loads(result.read_text())], (4, 16))
+    assert [(gib, speed) for gib, speed, _ in found["ours"]] == [(6, 4.0), (7, 3.2), (8, 6.4)]
+    assert [gib for gib, *_ in model_curve.frontier(found["ours"])] == [6, 8]
+    assert [name for *_, name in found["plain"]] == ["transformers"]
+
+
+def test_picture(result, tmp_path):
+    picture = tmp_path / "curve.png"
+    assert model_curve.main(["4x16", str(result), "--output", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    (axes,) = model_curve.draw(model_curve.points([json.loads(result.read_text())], (4, 16)), "t").axes
+    assert "planned in 6 GiB, recompute" in [text.get_text() for text in axes.texts]
+
+
+def test_no_such_shape(result, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        model_curve.main(["8x16", str(result), "--output", str(tmp_path / "curve.png")])
+    assert "no result of 8x16" in capsys.readouterr().err
