@@ -38,6 +38,8 @@ _VISION = {
 }  # fmt: skip
 _GEMMA = {"query_pre_attn_scalar": 16, "sliding_window": 5}
 _MOE = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+# Of types with norms of queries and keys, in two layers.
+_QK_NORMS = {"rope": 0, "qk_norm_rope": 2}
 _COMMON = {"rope": 2, "fused_add_rms_norm": 2, "fused_linear_cross_entropy": 1}
 
 
@@ -52,16 +54,17 @@ class Family(NamedTuple):
 
 
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {}, {"rms_norm": 9, "swiglu": 2}),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", {}, {**_QK_NORMS, "rms_norm": 9, "swiglu": 2}),
     "gemma2": Family("Gemma2ForCausalLM", "Gemma2Config", _GEMMA, {"rms_norm": 9, "geglu": 2}),
-    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA, {"rms_norm": 13, "geglu": 2}),
+    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", _GEMMA, {**_QK_NORMS, "rms_norm": 13, "geglu": 2}),
     "gemma3_vl": Family(
-        "Gemma3ForConditionalGeneration", "Gemma3Config", _GEMMA, {"rms_norm": 14, "geglu": 2, "layer_norm": 5}
+        "Gemma3ForConditionalGeneration", "Gemma3Config", _GEMMA,
+        {**_QK_NORMS, "rms_norm": 14, "geglu": 2, "layer_norm": 5},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM", "Qwen3MoeConfig",
         {**_MOE, "num_experts": EXPERTS, "moe_intermediate_size": 48, "norm_topk_prob": True},
-        {"rms_norm": 9, "experts": 2}, experts=True,
+        {**_QK_NORMS, "rms_norm": 9, "experts": 2}, experts=True,
     ),
     "mixtral": Family(
         "MixtralForCausalLM", "MixtralConfig", {**_MOE, "num_local_experts": EXPERTS},
@@ -82,7 +85,7 @@ HYBRID = {
             "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
             "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
         },
-        {"rms_norm": 7, "rms_norm_gated": 1, "experts": 2, "swiglu": 2, "rope": 1}, experts=True,
+        {"rms_norm": 7, "rms_norm_gated": 1, "experts": 2, "swiglu": 2, "rope": 0, "qk_norm_rope": 1}, experts=True,
     ),
 }  # fmt: skip
 _ALL = {**FAMILIES, **HYBRID}

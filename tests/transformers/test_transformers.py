@@ -35,7 +35,9 @@ def pair(family, device="cpu", **overrides):
 def test_everything_is_replaced(family):
     report = patch_report(liger.patch(make(family)))
     kinds = list(report.replaced.values())
-    expected = dict(KINDS, rms_norm=9) if family == "qwen3" else KINDS
+    expected = dict(KINDS)
+    if family == "qwen3":
+        expected.update(rms_norm=9, qk_norm_rope=expected.pop("rope"))
     assert {kind: kinds.count(kind) for kind in kinds} == expected
     assert report.left == {}
 

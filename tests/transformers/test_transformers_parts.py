@@ -197,5 +197,9 @@ def test_attention_that_rotates_one_tensor_at_a_time(name):
     plain = randomised(getattr(modeling, f"{name}ForCausalLM")(settings))
     model = liger.patch(twin(plain))
     found = list(patch_report(model).replaced.values())
+    assert found.count("qk_norm_rope") == 2 and found.count("rms_norm") > 10
+    liger.patch(model, qk_norm_rope=False)
+    found = list(patch_report(model).replaced.values())
     assert found.count("rope") == 2 and found.count("rms_norm") > 10
+    liger.patch(model)
     same_steps(model, plain, batch())

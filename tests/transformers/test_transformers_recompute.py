@@ -223,13 +223,30 @@ def test_each_output_is_recomputed_once():
     assert calls.names.count("rope") == 0
 
 
-def test_normalised_queries_and_keys_are_rotated_again_once():
-    (model,) = twins(build("qwen3", layers=1), RECOMPUTE)
+@pytest.mark.parametrize("fused", [True, False])
+def test_normalised_queries_and_keys_are_rotated_again_once(fused):
+    (model,) = twins(build("qwen3", layers=1), {**RECOMPUTE, "qk_norm_rope": fused})
     loss = forward(model, ids())
     with Calls() as calls:
         loss.backward()
-    assert calls.names.count("rms_norm") == 2 + 2
-    assert calls.names.count("rope") == 1
+    assert calls.names.count("rms_norm") == (2 if fused else 2 + 2)
+    assert calls.names.count("rope") == (0 if fused else 1)
+    assert calls.names.count("qk_norm_rope") == (1 if fused else 0)
+
+
+@pytest.mark.parametrize("options", [PLAIN, RECOMPUTE], ids=["plain", "recompute"])
+def test_norms_and_rotation_in_one_op_save_no_more(options):
+    """One op recomputes rstd, too: a float32 for each head of q and k."""
+    fused = saved_per_token(lambda model: liger.patch(model, **options), "qwen3")
+    single = saved_per_token(lambda model: liger.patch(model, qk_norm_rope=False, **options), "qwen3")
+    assert single - fused == 4 * (4 + 2)
+
+
+def test_saved_bytes_without_the_fused_op_are_those_of_the_plan():
+    for model_type in ("qwen3", "gemma3_text"):
+        model = liger.patch(build(model_type, layers=1), qk_norm_rope=False)
+        planned = sum(row.plain for row in saved_in_layers(model, torch.bfloat16))
+        assert saved_per_token(lambda model: liger.patch(model, qk_norm_rope=False), model_type) == planned
 
 
 # --- hazards ------------------------------------------------------------------------------------------------------

@@ -192,6 +192,8 @@ def _make_function(model_type: str) -> Callable[..., None]:
         fused_add_rms_norm: bool = True,
         rms_norm_gated: bool = True,
         accumulate_grad_weight: bool = False,
+        qk_norm_rope: bool = True,
+        recompute: bool = False,
         **unknown: Any,
     ) -> None:
         check_names(apply_liger_kernel.__name__, unknown)
@@ -201,6 +203,7 @@ def _make_function(model_type: str) -> Callable[..., None]:
             "rms_norm_gated": rms_norm_gated,
             "layer_norm": layer_norm,
             "fused_add_rms_norm": fused_add_rms_norm,
+            "qk_norm_rope": qk_norm_rope,
             "swiglu": swiglu,
             "geglu": geglu,
             "relu_squared": relu_squared,
@@ -211,6 +214,7 @@ def _make_function(model_type: str) -> Callable[..., None]:
             "inplace": inplace,
             "tiled_mlp": tiled_mlp,
             "tiled_mlp_num_shards": tiled_mlp_num_shards,
+            "recompute": recompute,
             "accumulate_grad_weight": accumulate_grad_weight,
         }
         _apply_to(model_type, model, options)
@@ -222,7 +226,7 @@ def _make_function(model_type: str) -> Callable[..., None]:
         rope, rms_norm, swiglu, cross_entropy, fused_linear_cross_entropy, mlp, inplace, tiled_mlp: as in
             :func:`liger.patch`.
         tiled_mlp_num_shards, geglu, layer_norm, relu_squared, gelu, fused_add_rms_norm: as in :func:`liger.patch`.
-        rms_norm_gated, accumulate_grad_weight: as in :func:`liger.patch`.
+        rms_norm_gated, qk_norm_rope, recompute, accumulate_grad_weight: as in :func:`liger.patch`.
         model: the model to patch; None: every {model_type} model that is constructed afterwards, until
             ``liger.transformers.revert("{model_type}")`` or a call with every option False.
 

@@ -21,6 +21,7 @@ class Options:
     rms_norm_gated: bool = True
     layer_norm: bool = True
     fused_add_rms_norm: bool = True
+    qk_norm_rope: bool = True
     swiglu: bool = True
     geglu: bool = True
     relu_squared: bool = True
@@ -57,7 +58,7 @@ class Options:
 
     @property
     def any(self) -> bool:
-        """Whether anything is to be replaced. The fused addition alone is not: it needs a patched norm."""
+        """Whether anything is to be replaced. Fused ops alone are not: they need a patched norm."""
         return self.asks_common_parts or any(
             (self.rms_norm_gated, self.layer_norm, self.relu_squared, self.gelu)
         )

@@ -19,6 +19,7 @@ from . import (
     _gated_norms,
     _layers,
     _norms,
+    _qk_norm_rope,
     _rotary,
     _trials,
 )
@@ -53,6 +54,8 @@ def patch(model: _Model, **options: Any) -> _Model:
         layer_norm: layer norms, default True.
         fused_add_rms_norm: the residual addition and the RMS norm that follows it in a decoder layer, default True.
             No effect without rms_norm.
+        qk_norm_rope: in attention, the RMS norms of queries and keys and their rotation as one op, default True. No
+            effect without rope and rms_norm.
         swiglu: MLPs, and the experts of a mixture, of the form ``down(silu(gate) * up)``, default True.
         geglu: the same with GELU instead of SiLU, exact or approximated by tanh, default True.
         relu_squared: the activation ``relu(x)^2``, default True.
@@ -166,7 +169,8 @@ def _recipe(module, options):
     if options.plain_activations:
         trials.append(functools.partial(_activations.activation, kinds=options.plain_activations))
     if options.rope:
-        trials.append(_rotary.attention)
+        fused = options.rms_norm and options.qk_norm_rope
+        trials.append((_qk_norm_rope if fused else _rotary).attention)
     if options.rms_norm and options.fused_add_rms_norm:
         trials.append(_layers.decoder_layer)
     if options.cross_entropy or options.fused_linear_cross_entropy:

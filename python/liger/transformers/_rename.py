@@ -1,4 +1,4 @@
-"""Copies of functions in which one global has another name.
+"""Copies of functions in which one global, or one attribute, has another name.
 
 A patched attention must call another ``apply_rotary_pos_emb`` than unpatched models, which share its code and globals.
 Only a name in the copied code object differs. The globals dictionary is that of the model's module, so later changes
@@ -29,9 +29,31 @@ def rename_global(function, old, new):
     Raises:
         ValueError: the code also has an attribute named ``old``, which would be renamed, too.
     """
+    return _renamed(function, old, new, ("LOAD_GLOBAL",))
+
+
+def attributes_used(function):
+    """The names of attributes that the function, or one that it wraps, reads."""
+    return set().union(*(_names(inner.__code__, *_ATTRIBUTES) for inner in _with_wrapped(function)))
+
+
+def rename_attribute(function, old, new):
+    """A copy of the function, and of those that it wraps, that reads the attribute ``new`` instead of ``old``.
+
+    Raises:
+        ValueError: the code uses the name in another way, too: as a global, or it sets the attribute.
+    """
+    return _renamed(function, old, new, _ATTRIBUTES)
+
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+def _renamed(function, old, new, opnames):
     # Only functions that refer to the name are copied; other closure cells are shared with the originals.
-    affected = [f for f in _with_wrapped(function) if uses_global(f, old) is not None]
-    copies = {f: _copy(f, old, new, affected) for f in affected}
+    enclosed = _with_wrapped(function)
+    affected = [f for f in enclosed if any(old in _names(g.__code__, *opnames) for g in _with_wrapped(f))]
+    copies = {f: _copy(f, old, new, affected, opnames) for f in affected}
     for original, copy in copies.items():
         for cell, new_cell in zip(original.__closure__ or (), copy.__closure__ or (), strict=True):
             if new_cell is not cell:
@@ -59,11 +81,11 @@ def _enclosed_function(cell):
     return content if isinstance(content, FunctionType) else None
 
 
-def _copy(function, old, new, affected):
+def _copy(function, old, new, affected, opnames):
     closure = function.__closure__
     if closure is not None:
         closure = tuple(CellType() if _enclosed_function(cell) in affected else cell for cell in closure)
-    code = _rename(function.__code__, old, new)
+    code = _rename(function.__code__, old, new, opnames)
     copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     for name in ("__kwdefaults__", "__annotations__", "__qualname__", "__module__", "__doc__"):
         setattr(copy, name, getattr(function, name))
@@ -71,15 +93,20 @@ def _copy(function, old, new, affected):
     return copy
 
 
-def _names(code, opname):
-    """Names in instructions of one kind, including those of nested functions and comprehensions."""
-    names = {instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == opname}
-    return names.union(*(_names(c, opname) for c in code.co_consts if isinstance(c, CodeType)))
+def _names(code, *opnames):
+    """Names in instructions of some kinds, including those of nested functions and comprehensions."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in opnames}
+    return names.union(*(_names(c, *opnames) for c in code.co_consts if isinstance(c, CodeType)))
 
 
-def _rename(code, old, new):
-    # co_names has the names of globals and of attributes.
-    if old in _names(code, "LOAD_ATTR") | _names(code, "LOAD_METHOD"):
+# Instructions whose names are in co_names: globals, attributes, modules.
+_BY_NAME = {dis.opname[number] for number in dis.hasname}
+
+
+def _rename(code, old, new, opnames):
+    if old in _names(code, "STORE_ATTR", "DELETE_ATTR"):
+        raise ValueError(f"{code.co_name} sets {old}")
+    if old in _names(code, *(_BY_NAME - set(opnames))):
         raise ValueError(f"{code.co_name} uses {old} as a global and as an attribute")
-    constants = tuple(_rename(c, old, new) if isinstance(c, CodeType) else c for c in code.co_consts)
+    constants = tuple(_rename(c, old, new, opnames) if isinstance(c, CodeType) else c for c in code.co_consts)
     return code.replace(co_consts=constants, co_names=tuple(new if n == old else n for n in code.co_names))

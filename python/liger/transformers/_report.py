@@ -25,6 +25,7 @@ PARTS = {
     "rms_norm_gated": "gated RMS norm",
     "layer_norm": "layer norm",
     "fused_add_rms_norm": "residual addition + RMS norm",
+    "qk_norm_rope": "norms of q, k + rotary embedding",
     "swiglu": "gated MLP (SiLU)",
     "geglu": "gated MLP (GELU)",
     "tiled_mlp": "gated MLP, tiled",
@@ -49,9 +50,10 @@ class PatchReport:
 
     Attributes:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
-            ``"fused_add_rms_norm"``, ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``,
-            ``"gelu"``, ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose
-            lm_head was replaced by ``liger.trl.patch``.
+            ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their own),
+            ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
+            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
+            replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.
         classes: module name -> name of the class, of the modules in ``left``.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from . import _recompute, _trials
+from ._deferred_norm import DeferredNorm, computed, normalise_and_rotate
 from ._rename import globals_used, rename_global, uses_global
 from ._rotations import FIXED_UNSQUEEZE, FORMS, ComplexRotation, Rotation, cases, layout
 
@@ -50,7 +51,7 @@ class Caller:
     calls: tuple
 
     def replacement(self, original):
-        return _renamed(original, self.calls)
+        return renamed(original, self.calls)
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,10 @@ class RopeRecipe:
     kind: ClassVar[str] = "rope"
 
     def members(self, original):
-        return {"forward": _renamed(original.forward, self.calls)}
+        return {"forward": renamed(original.forward, self.calls)}
 
 
-def _renamed(function, calls):
+def renamed(function, calls):
     """A copy of the function that calls replacements, which are added to the globals of its module."""
     for name, found in calls:
         namespace = uses_global(function, name)
@@ -93,12 +94,17 @@ def rotary_function(original, found):
         ):
             return None
         values = [given.get(name) for name in (*tensors, *tables)]
+        unsqueeze = given.get(UNSQUEEZE, default)
+        if any(isinstance(value, DeferredNorm) for value in values):
+            outputs = normalise_and_rotate(found, values[: len(tensors)], values[len(tensors) :], unsqueeze)
+            if outputs is not None:
+                return outputs
+            values = [computed(value) for value in values]
         if not all(isinstance(value, torch.Tensor) for value in values):
             return None
         values = values[: len(tensors)], values[len(tensors) :]
         if layout(*values) not in found.layouts:
             return None
-        unsqueeze = given.get(UNSQUEEZE, default)
         outputs = found.form.rotate(*values, unsqueeze)
         if outputs is not None and _recompute.is_active():
             # Only norms of queries and keys save their inputs.
@@ -109,7 +115,8 @@ def rotary_function(original, found):
     def apply(*args, **kwargs):
         ours = rotated(args, kwargs)
         if ours is None:
-            return original(*args, **kwargs)
+            given = {name: computed(value) for name, value in kwargs.items()}
+            return original(*map(computed, args), **given)
         return tuple(ours) if len(tensors) == 2 else ours[0]
 
     return apply

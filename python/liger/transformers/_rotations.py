@@ -37,7 +37,13 @@ class Rotation:
     tail: bool = False
     parameters: ClassVar[tuple] = ("cos", "sin")
 
-    def rotate(self, tensors, tables, unsqueeze):
+    @property
+    def is_of_heads(self):
+        """Whether the op gets whole heads in their own order, so that it may normalise them before."""
+        return not self.tail and self.pairing != "split"
+
+    def rotate(self, tensors, tables, unsqueeze, op=rope):
+        """``op``: called with two tensors of heads, cos, sin, the dimension of the heads, and interleaved."""
         q = tensors[0]
         cos, sin = tables
         heads = _heads_dim(q, cos, unsqueeze)
@@ -54,7 +60,7 @@ class Rotation:
         if self.pairing == "split":
             tensors = [_split_pairs(t, rotary) for t in tensors]
         interleaved = self.pairing == "interleaved"
-        rotated = _pairwise(lambda q, k: rope(q, k, cos, sin, heads, interleaved), tensors, heads)
+        rotated = _pairwise(lambda q, k: op(q, k, cos, sin, heads, interleaved), tensors, heads)
         if self.tail and passed[0].shape[-1]:
             rotated = [torch.cat(parts, -1) for parts in zip(passed, rotated, strict=True)]
         return _as_given(rotated, q)

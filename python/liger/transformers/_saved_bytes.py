@@ -18,6 +18,7 @@ from ._classes import recipe_of
 from ._experts import ExpertsRecipe
 from ._modules import MLPRecipe
 from ._norms import NormRecipe
+from ._qk_norm_rope import QKNormRopeRecipe
 from ._residual import AddNormRecipe
 
 # Statistics of norms, sums of attention and probabilities of routers are float32; indices of experts are int64.
@@ -91,10 +92,15 @@ def _attention(module, size):
     rotated = widths["q"] + widths["k"]
     yield Saved("attention", "q, k", rotated, 0 if len(norms) == 2 else rotated)
     yield Saved("attention", "v" if packed is None else "output of qkv_proj", *[widths["v"]] * 2)
+    fused = isinstance(recipe_of(module), QKNormRopeRecipe)
     for name, norm in norms.items():
         per_head = norm.weight is not None and norm.weight.shape[0] == module.head_dim
         rows = widths[name] // (module.head_dim * size) if per_head else 1
-        yield Saved("attention", "q, k before their norms, rstd", *[widths[name] + rows * _FLOAT32] * 2)
+        # The op of norms and rotation computes rstd again.
+        rstd = 0 if fused else rows * _FLOAT32
+        yield Saved(
+            "attention", f"q, k before their norms{'' if fused else ', rstd'}", *[widths[name] + rstd] * 2
+        )
     yield Saved("attention", "output, lse", *[o_proj.in_features * size + heads * _FLOAT32] * 2)
 
 

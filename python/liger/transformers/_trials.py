@@ -117,7 +117,7 @@ def error(actual, expected):
 
 
 # The autograd of a module's code may round after each of a dozen operations; a missing term is far larger.
-_GRADIENT_TOLERANCE = 16
+GRADIENT_TOLERANCE = 16
 
 
 def same_gradients(ours, theirs, *inputs):
@@ -140,7 +140,7 @@ def same_gradients(ours, theirs, *inputs):
             return False
         if our is not None:
             our, their = (our, their) if number == 0 else (our[None], their[None])
-            if error(our, their) > _GRADIENT_TOLERANCE:
+            if error(our, their) > GRADIENT_TOLERANCE:
                 return False
     return True
 
