@@ -36,6 +36,20 @@ def _process_group():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def liger_kernel(monkeypatch):
+    """Makes that name importable, in front of a package that is installed."""
+    monkeypatch.setenv("LIGER_COMPAT_OVERRIDE", "1")
+    import liger.compat
+
+    try:
+        liger.compat.install()
+    except ImportError as error:
+        pytest.skip(str(error))
+    yield
+    liger.compat.uninstall()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Outside of a rank: what the ranks made of this test, instead of the test."""

@@ -85,7 +85,9 @@ HYBRID = {
         {"rms_norm": 7, "rms_norm_gated": 1, "experts": 2, "swiglu": 2, "rope": 1}, experts=True,
     ),
 }  # fmt: skip
-_ALL = {**FAMILIES, **HYBRID}
+# The plain dense model: no norms of queries and keys, no tied head.
+LLAMA = {"llama": Family("LlamaForCausalLM", "LlamaConfig", {}, {"rms_norm": 5, "swiglu": 2})}
+ALL = {**FAMILIES, **HYBRID, **LLAMA}
 
 
 def make(name, tied=None, device=ranks.DEVICE, **options):
@@ -94,7 +96,7 @@ def make(name, tied=None, device=ranks.DEVICE, **options):
     ``tied``: the lm_head has the weight of the embedding; None: as in the configuration of the family. ``options``: of
     that configuration.
     """
-    family = _ALL[name]
+    family = ALL[name]
     settings = {**_TEXT, **family.options, **options}
     if tied is not None:
         settings["tie_word_embeddings"] = tied
@@ -132,7 +134,7 @@ def batch(name, step, rank, ignored=False, images=True):
     generator = torch.Generator().manual_seed(10 * step + rank)
     length = LENGTHS[rank] + step
     ids = torch.randint(3, IMAGE_TOKEN, (2, length), generator=generator)
-    if _ALL[name].experts:
+    if ALL[name].experts:
         # Tokens of rank 1 choose four of eight experts, those of rank 0 choose all but one.
         ids = ids // EXPERTS * EXPERTS + ids % (EXPERTS - 2 if rank == 0 else 3)
     labels = ids.clone()
@@ -294,7 +296,7 @@ def assert_patched(model, name, parts=None):
     """The report has every part of the family and no module that was left as before."""
     report = patch_report(model)
     assert not report.left
-    expected = {**_COMMON, **_ALL[name].parts, **(parts or {})}
+    expected = {**_COMMON, **ALL[name].parts, **(parts or {})}
     if "tiled_mlp" in expected:
         del expected[next(kind for kind in ("swiglu", "geglu") if kind in expected)]
     assert Counter(report.replaced.values()) == {kind: n for kind, n in expected.items() if n}
