@@ -18,6 +18,8 @@ from liger.transformers import patch_report
 VOCAB, HIDDEN, EXPERTS, IMAGE_TOKEN, TOKENS_PER_IMAGE = 300, 64, 8, 290, 4
 # Sequences of different lengths on the ranks.
 LENGTHS = (13, 9)
+# Ranks with a batch of their own. More ranks than that share one: tensor parallelism.
+DATA_RANKS = len(LENGTHS)
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 # Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to, as a share
 # of the largest tensor of a kind.
@@ -165,10 +167,10 @@ def batches(name, steps=3, ignored_rank=None, text_rank=None, **keywords):
     for step in range(steps):
         of_ranks = [
             batch(name, step, rank, ignored=rank == ignored_rank, images=rank != text_rank)
-            for rank in range(ranks.WORLD)
+            for rank in range(DATA_RANKS)
         ]
         count = sum(int((inputs["labels"][:, 1:] != -100).sum()) for inputs in of_ranks)
-        more = {"num_items_in_batch": count / ranks.WORLD, "use_cache": False, **keywords}
+        more = {"num_items_in_batch": count / DATA_RANKS, "use_cache": False, **keywords}
         found.append([{**inputs, **more} for inputs in of_ranks])
     return found
 
@@ -236,7 +238,7 @@ def exactly(model, steps):
         optimizer.zero_grad()
         total = 0.0
         for inputs in of_ranks:
-            loss = model(**to(inputs, ranks.DEVICE, torch.float64)).loss / ranks.WORLD
+            loss = model(**to(inputs, ranks.DEVICE, torch.float64)).loss / DATA_RANKS
             loss.backward()
             total += loss.detach()
         losses.append(total)
