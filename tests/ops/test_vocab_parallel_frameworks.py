@@ -51,7 +51,18 @@ def _dtensors(rank, world):
                 distribute_tensor(weight, mesh, [placement]), target)  # fmt: skip
     refuses("vocab_size is 12, expected that of weight, a DTensor", x, made[1], target, vocab_size=12)
     two = init_device_mesh("cpu", (world, 1))
-    refuses("on a mesh of 2 dimensions", x, distribute_tensor(weight, two, [Shard(0), Replicate()]), target)
+    for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Replicate()]):
+        refuses(r"weight is a DTensor .*, expected Shard\(dim=0\) along one dimension of the mesh and Replicate\(\)",
+                x, distribute_tensor(weight, two, placements), target)  # fmt: skip
+    shard = distribute_tensor(weight, two, [Shard(0), Replicate()])
+    torch.testing.assert_close(
+        liger.vocab_parallel_fused_linear_ce(x, shard, target, made[2].detach()), expected
+    )
+    other_way = init_device_mesh("cpu", (1, world))
+    across = distribute_tensor(x, other_way, [Shard(0), Replicate()])
+    torch.testing.assert_close(
+        liger.vocab_parallel_fused_linear_ce(across, shard, target, made[2].detach()), expected
+    )
     groups = [dist.new_group([r]) for r in range(world)]
     refuses(r"over ranks \[0, 1\], expected those of the group", x, made[1], target, group=groups[rank])
 

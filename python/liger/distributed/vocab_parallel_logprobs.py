@@ -92,13 +92,13 @@ def vocab_parallel_fused_linear_logprobs(
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), the same on every process. A
             DTensor over the group, for example sharded by tokens, is gathered first.
-        weight: (classes of this process, H), the dtype of hidden; or a DTensor (V, H) with placement ``Shard(0)`` on a
-            mesh of one dimension.
+        weight: (classes of this process, H), the dtype of hidden; or a DTensor (V, H) with placement ``Shard(0)`` along
+            one dimension of its mesh, replicated along others, whose processes have rows of their own (data parallel).
         targets: (...), int64 or int32 class indices among all V classes.
         bias: (classes of this process,), the dtype of hidden, or a DTensor like the weight.
         temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax: as in
             :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process.
-        group: the processes over which the vocabulary is sharded. None: the mesh of a DTensor weight, else all
+        group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
             ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
@@ -118,8 +118,8 @@ def vocab_parallel_fused_linear_logprobs(
     the softmax distributions of all processes.
     """
     check_budget_variable(memory_budget)
-    weight, group, vocab_size = local_shard(LOGPROBS, "weight", weight, 0, group, vocab_size)
-    bias, group, vocab_size = local_shard(LOGPROBS, "bias", bias, 0, group, vocab_size)
+    weight, group, vocab_size = local_shard(LOGPROBS, "weight", weight, 0, group, vocab_size, hidden)
+    bias, group, vocab_size = local_shard(LOGPROBS, "bias", bias, 0, group, vocab_size, hidden)
     if weight.dim() != 2:
         raise RuntimeError(f"{LOGPROBS}: weight has shape {tuple(weight.shape)}, expected (classes, hidden)")
     shards = find_shard(LOGPROBS, "weight", weight.shape[0], group, vocab_start, vocab_size)
