@@ -159,7 +159,8 @@ class TiledSwiGLUMLP(_TiledMLP):
         x: (..., hidden_size), the dtype of the parameters; the result has the shape and dtype of x.
 
     The submodules have the names of LlamaMLP's, so state dicts are compatible. Weights may be DTensors, sharded
-    column-wise (gate_proj, up_proj) and row-wise (down_proj) along one dimension of a mesh, and replicated along others.
+    column-wise (gate_proj, up_proj) and row-wise (down_proj) along one dimension of a mesh, and replicated along the
+    others.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.
