@@ -138,13 +138,13 @@ def vocab_parallel_fused_linear_ce(
     named = {"input": input, "target": target, "token_weight": token_weight}
     input, target, token_weight = (replicated_tensor(FUSED, name, t, group) for name, t in named.items())
     input, weight, bias = autocast_operands(input, weight, bias)
-    rows, flat_target, flat_weight = flatten_rows(FUSED, "input", input, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(FUSED, "input", input, target, token_weight)
     results = fused_op(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator_tensor(denominator, input), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, *shards, return_z_loss,
         return_logprobs, *((False,) * 3 if reduction == "none" else wants_grad(rows, weight, bias)),
     )  # fmt: skip
-    return output_like(target, reduction, metrics_of(return_z_loss, return_logprobs), results)
+    return output_like(tokens, reduction, metrics_of(return_z_loss, return_logprobs), results)
 
 
 @overload
@@ -229,9 +229,9 @@ def vocab_parallel_cross_entropy(
     shards = find_shard(PLAIN, "logits", logits.shape[-1], group, vocab_start, vocab_size)
     named = {"target": target, "token_weight": token_weight}
     target, token_weight = (replicated_tensor(PLAIN, name, t, group) for name, t in named.items())
-    rows, flat_target, flat_weight = flatten_rows(PLAIN, "logits", logits, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(PLAIN, "logits", logits, target, token_weight)
     results = plain_op(
         rows, flat_target, ce_weight, flat_weight, denominator_tensor(denominator, logits), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, *shards, return_z_loss, return_logprobs,
     )  # fmt: skip
-    return output_like(target, reduction, metrics_of(return_z_loss, return_logprobs), results)
+    return output_like(tokens, reduction, metrics_of(return_z_loss, return_logprobs), results)

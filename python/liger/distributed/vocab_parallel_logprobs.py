@@ -126,18 +126,18 @@ def vocab_parallel_fused_linear_logprobs(
     named = {"hidden": hidden, "targets": targets}
     hidden, targets = (replicated_tensor(LOGPROBS, name, t, group) for name, t in named.items())
     hidden, weight, bias = autocast_operands(hidden, weight, bias)
-    rows, flat, _ = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
+    rows, flat, _, tokens = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
     check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat)
     check_given_classes(LOGPROBS, _NAMES.target, targets, shards.vocab, ignore_index)
     logprobs, entropy, argmax, _ = logprobs_op(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, *shards, return_entropy,
         return_argmax,
     )  # fmt: skip
-    logprobs = logprobs.view(targets.shape)
+    logprobs = tokens.restore(logprobs)
     if not (return_entropy or return_argmax):
         return logprobs
     return LogProbs(
         logprobs,
-        entropy.view(targets.shape) if return_entropy else None,
-        argmax.view(targets.shape) if return_argmax else None,
+        tokens.restore(entropy) if return_entropy else None,
+        tokens.restore(argmax) if return_argmax else None,
     )
