@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from .._core.autograd import differentiable, differentiable_once
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, RowStatistics, check_head
+from .._core.lm_head import ComputedRows, LMHead, RowStatistics, check_head
 from ._vocab_parallel_ops import Chunk, ChunkPlan, Gradients
 from ._vocab_shards import gather
 
@@ -117,9 +117,11 @@ def _forward(
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
     # A target below the classes of a process must not look ignored.
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)
-    logprobs, lse = input.new_empty(rows, dtype=wide), input.new_empty(rows, dtype=wide)
-    entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
-    argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
+    # The values of ignored rows, which no process computes: all have the same targets.
+    computed = ComputedRows(target, ignore_index, skip=True)
+    logprobs, lse = input.new_zeros(rows, dtype=wide), input.new_zeros(rows, dtype=wide)
+    entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
+    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
 
     def finish(chunk):
         every = _Shard.unstacked(chunk.wait(), return_entropy, return_argmax)
@@ -134,10 +136,10 @@ def _forward(
         if return_argmax:
             argmax[chunk.rows] = merged.argmax.masked_fill_(left_out, -1)
 
-    plan = ChunkPlan.of(input, group, vocab_size, False, None, memory_budget)
+    plan = ChunkPlan.of(input, group, vocab_size, False, None, memory_budget, computed.count)
     logits_of = plan.new_logits(input, weight.shape[0])
     pending = deque()
-    for index, chunk in enumerate(plan.slices):
+    for index, chunk in enumerate(map(computed.at, plan.slices)):
         logits = logits_of(index)
         head.write_logits(input[chunk], logits)
         shard = _Shard.of(head, logits, local[chunk], vocab_start, return_entropy, return_argmax)
@@ -156,10 +158,12 @@ def _backward_kernel(
     check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget)
     group = _resolve_process_group(group_name)
     head = LMHead(weight, bias, temperature, ignore_index, softcap)
-    plan = ChunkPlan.of(input, group, vocab_size, needs_grad[1], None, memory_budget)
+    computed = ComputedRows(target, ignore_index, skip=True)
+    plan = ChunkPlan.of(input, group, vocab_size, needs_grad[1], None, memory_budget, computed.count)
     gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad)
+    computed.zero_others(gradients)
     logits_of = plan.new_logits(input, weight.shape[0], gradients.spare)
-    for index, chunk in enumerate(plan.slices):
+    for index, chunk in enumerate(map(computed.at, plan.slices)):
         logits, y = logits_of(index), target[chunk]
         head.write_logits(input[chunk], logits)
         with_entropy = grad_entropy is not None

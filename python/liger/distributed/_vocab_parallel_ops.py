@@ -57,7 +57,7 @@ def metrics_of(return_z_loss, return_logprobs):
 class Chunk(NamedTuple):
     """A chunk of rows whose statistics are being exchanged."""
 
-    rows: slice
+    rows: slice | torch.Tensor
     logits: torch.Tensor
     gathered: torch.Tensor
     work: object
@@ -82,7 +82,7 @@ class Gradients:
         wide = accumulate_dtype(input.dtype)
         self.bias = input.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
         self.needs_grad = need_input, need_weight, self.bias.numel() > 0
-        self.reducing = None
+        self.reducing, self.chunks_added = None, 0
 
     @property
     def spare(self):
@@ -90,21 +90,28 @@ class Gradients:
         return None if self.sum is self.weight else self.weight
 
     def add(self, rows, dlogits, ignored):
+        """``rows``: a slice of all rows, or an index of rows of which none is ignored."""
         need_input, need_weight, need_bias = self.needs_grad
+        in_place = isinstance(rows, slice)
         if need_input and not self.alone:
             self._reduce_input(rows, dlogits)
         if need_weight:
             # The copy uses the memory of the gradient of these rows, which is written later.
-            copy = self.input[rows] if need_input else None
-            x = without_ignored(self.source[rows], ignored, copy)
-            product(dlogits.t(), x, self.sum, add=rows.start > 0)
+            copy = self.input[rows] if need_input and in_place else None
+            x = without_ignored(self.source[rows], ignored if in_place else None, copy)
+            product(dlogits.t(), x, self.sum, add=self.chunks_added > 0)
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
         if need_input and self.alone:
-            product(dlogits, self.weight_shard, self.input[rows])
+            grad = self.input[rows]  # of an index: a copy
+            product(dlogits, self.weight_shard, grad)
+            if not in_place:
+                self.input.index_copy_(0, rows, grad)
+        self.chunks_added += 1
 
     def _reduce_input(self, rows, dlogits):
-        partial = self.input.new_empty(self.input[rows].shape, dtype=accumulate_dtype(self.input.dtype))
+        shape = dlogits.shape[0], self.input.shape[1]
+        partial = self.input.new_empty(shape, dtype=accumulate_dtype(self.input.dtype))
         product(dlogits, self.weight_shard, partial)
         work = dist.all_reduce(partial, group=self.group, async_op=True)
         self._wait_for_reduction()
@@ -114,13 +121,16 @@ class Gradients:
         if self.reducing is not None:
             rows, total, work = self.reducing
             work.wait()
-            self.input[rows] = total
+            if isinstance(rows, slice):
+                self.input[rows] = total
+            else:
+                self.input.index_copy_(0, rows, total.to(self.input.dtype))
             self.reducing = None
 
     def finish(self):
         """The gradients (of input, weight, bias) after the last chunk."""
         self._wait_for_reduction()
-        if self.source.shape[0] == 0:
+        if self.chunks_added == 0:
             self.sum.zero_()
         if self.sum is not self.weight:
             self.weight.copy_(self.sum)
@@ -147,8 +157,10 @@ class ChunkPlan(NamedTuple):
     accumulator: int  # bytes of a separate sum of the weight gradient
 
     @classmethod
-    def of(cls, input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget):
-        rows, hidden = input.shape
+    def of(cls, input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget, rows=None):
+        """``rows``: how many rows of the input are computed; None: all."""
+        hidden = input.shape[1]
+        rows = input.shape[0] if rows is None else rows
         # Planned from sizes that are equal on all processes, so that all run the same collectives.
         rank_classes = -(-vocab_size // dist.get_world_size(group))
         chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
