@@ -10,6 +10,9 @@ from test_deepspeed_families import CONFIG, full
 from trainer_steps import Rows, Trainer, arguments, collate, losses_of, reset, steps_of
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and not ranks.ON_GPU, reason="the Trainer takes GPUs, one for each rank"
+)
 NAMES = ["llama", "qwen3", "qwen3_moe", "mixtral"]
 FULL_WEIGHT = deepspeed.utils.safe_get_full_fp32_param
 

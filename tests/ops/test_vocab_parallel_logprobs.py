@@ -306,3 +306,61 @@ def _ignored_rows_are_free(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_ignored_rows_are_free(world, tmp_path):
     on_processes(tmp_path, _ignored_rows_are_free, world)
+
+
+def _float32_logits(rank, world):
+    """Errors of float32 arithmetic for operands of any dtype, as of the op on one process; the backward, too."""
+    call = liger.vocab_parallel_fused_linear_logprobs
+    kinds = [
+        (torch.bfloat16,) * 2,
+        (torch.float16,) * 2,
+        (torch.bfloat16, torch.float32),
+        (torch.float32,) * 2,
+    ]
+    for narrow, wide in kinds:
+        x, weight, bias, target = random_layer(40, 16, 34, "cpu")
+        x, weight, bias = x.to(narrow), weight.to(wide), bias.to(wide)
+        options = {"temperature": 0.7, "return_entropy": True}
+        exact = exact_of(x.double(), weight.double(), target, bias.double(), temperature=0.7)
+        whole = leaves(x, weight, bias)
+        one = liger.fused_linear_logprobs(*whole[:2], target, whole[2], logits_dtype=torch.float32, **options)
+        mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+        for budget in (None, 4000):
+            found = call(
+                *mine[:2],
+                target,
+                mine[2],
+                vocab_size=34,
+                logits_dtype=torch.float32,
+                memory_budget=budget,
+                **options,
+            )
+            for ours, best in zip(found[:2], exact[:2], strict=True):
+                assert (ours - best).abs().max() < 1e-5, (narrow, wide)
+        if wide == narrow == torch.bfloat16:
+            rounded = call(*mine[:2], target, mine[2], vocab_size=34, **options)
+            assert (rounded.logprobs - exact[0]).abs().max() > 1e-3
+        for result in (one, found):
+            (result.logprobs.sum() - 0.3 * result.entropy.square().sum()).backward()
+        expected = [whole[0].grad, *(part_of(t.grad, rank, world).detach() for t in whole[1:])]
+        for leaf, wanted in zip(mine, expected, strict=True):
+            assert leaf.grad.dtype == wanted.dtype == leaf.dtype
+            error = (leaf.grad.double() - wanted.double()).norm() / wanted.double().norm()
+            # Two roundings: of the gradient of the logits, and of the result.
+            assert error <= 4 * torch.finfo(narrow).eps, (narrow, wide, error)
+    with pytest.raises(RuntimeError, match="logits_dtype is float16, expected float32 or None"):
+        call(mine[0], mine[1], target, vocab_size=34, logits_dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="weight has dtype float32"):
+        call(x.bfloat16(), mine[1], target, vocab_size=34)
+
+    def loss(x, w):
+        return call(x, w, target, vocab_size=34, logits_dtype=torch.float32).sum()
+
+    values = [
+        function(x, mine[1]) for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True))
+    ]
+    torch.testing.assert_close(*values)
+
+
+def test_float32_logits(tmp_path):
+    on_processes(tmp_path, _float32_logits)

@@ -19,6 +19,7 @@ from .._core.arguments import (
     arguments,
     check_given_classes,
     check_layer,
+    check_logits_dtype,
 )
 from .._core.autocast import autocast_operands
 from .._core.loss_rows import flatten_rows
@@ -48,6 +49,7 @@ def vocab_parallel_fused_linear_logprobs(
     group: dist.ProcessGroup | None = ...,
     vocab_start: int | None = ...,
     vocab_size: int | None = ...,
+    logits_dtype: torch.dtype | None = ...,
 ) -> torch.Tensor: ...
 @overload
 def vocab_parallel_fused_linear_logprobs(
@@ -65,6 +67,7 @@ def vocab_parallel_fused_linear_logprobs(
     group: dist.ProcessGroup | None = ...,
     vocab_start: int | None = ...,
     vocab_size: int | None = ...,
+    logits_dtype: torch.dtype | None = ...,
 ) -> LogProbs | Any: ...
 @_checked
 def vocab_parallel_fused_linear_logprobs(
@@ -82,6 +85,7 @@ def vocab_parallel_fused_linear_logprobs(
     group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | LogProbs:
     """:func:`liger.fused_linear_logprobs` of a weight whose rows, the classes, are sharded over the processes of a
     group.
@@ -103,6 +107,8 @@ def vocab_parallel_fused_linear_logprobs(
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
             ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
+        logits_dtype: as in :func:`liger.fused_linear_logprobs`: ``torch.float32`` for logits as exact as those of
+            float32 arithmetic, also with weights in float32. Autocast casts nothing then.
 
     Returns:
         As :func:`liger.fused_linear_logprobs`: the log-probabilities, or a :class:`LogProbs`, with the same bits on
@@ -126,13 +132,15 @@ def vocab_parallel_fused_linear_logprobs(
     shards = find_shard(LOGPROBS, "weight", weight.shape[0], group, vocab_start, vocab_size)
     named = {"hidden": hidden, "targets": targets}
     hidden, targets = (replicated_tensor(LOGPROBS, name, t, group) for name, t in named.items())
-    hidden, weight, bias = autocast_operands(hidden, weight, bias)
+    check_logits_dtype(LOGPROBS, _NAMES.input, hidden, logits_dtype)
+    if logits_dtype is None:
+        hidden, weight, bias = autocast_operands(hidden, weight, bias)
     rows, flat, _, tokens = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
-    check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat)
+    check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(LOGPROBS, _NAMES.target, targets, shards.vocab, ignore_index)
     logprobs, entropy, argmax, _ = logprobs_op(
-        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, *shards, return_entropy,
-        return_argmax,
+        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, logits_dtype, *shards,
+        return_entropy, return_argmax,
     )  # fmt: skip
     logprobs = tokens.restore(logprobs)
     if not (return_entropy or return_argmax):
