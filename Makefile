@@ -65,7 +65,8 @@ gpu-test-archs:
 sanitize:
 	$(GPU_PYTHON) scripts/sanitize.py $(SANITIZE_TOOLS)
 
-# Two ranks: with nccl where there are two GPUs, else with gloo on the CPU. Tests of DeepSpeed run where it is installed.
+# Two ranks or four: with nccl where there are as many GPUs, else with gloo on the CPU. Tests of DeepSpeed run where it is
+# installed.
 distributed-test:
 	$(GPU_PYTHON) -m pytest tests/distributed $(PYTEST_ARGS)
 

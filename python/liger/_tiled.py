@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ._core.arguments import ANYTHING, FLAG, FUNCTION, INTEGER
 from ._core.arguments import arguments as rules_of
 from ._core.autograd import differentiable_once, is_transformed
+from ._core.dtensor import is_dtensor
 from ._core.dtypes import accumulate_dtype
 
 # By default a shard has as many tokens as x has features, as in the source of the method, but at least so many.
@@ -173,6 +174,11 @@ class _GradientSum:
         return None if total is None else total.to(self.dtype)
 
 
+def _memory_of(tensor):
+    """The address of the storage; of a DTensor, whose own storage has none, that of its local tensor."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).untyped_storage().data_ptr()
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, sharding, names, find_parameters, preserve_rng_state, *tensors):
@@ -187,8 +193,8 @@ class _Tiled(torch.autograd.Function):
             # The cached casts of parameters were made without grad mode. In torch 2.10 the next user of the parameters
             # would get these casts, and no gradient.
             torch.clear_autocast_cache()
-        storages = {t.untyped_storage().data_ptr() for t in tensors}
-        return result.clone() if result.untyped_storage().data_ptr() in storages else result
+        memory = {_memory_of(t) for t in tensors}
+        return result.clone() if _memory_of(result) in memory else result
 
     @staticmethod
     @differentiable_once("tiled", dependencies=lambda ctx: ctx.find_parameters())

@@ -1,7 +1,8 @@
-"""Every test in this folder runs on two ranks at once: with gloo on the CPU, with nccl where there are two GPUs.
+"""Every test in this folder runs on several ranks at once: with nccl where there are as many GPUs, else with gloo.
 
-Under ``torchrun --nproc-per-node 2 -m pytest tests/distributed`` each process is a rank and runs the tests. In plain
-pytest the ranks of a file are started once, when its first test is due; each test then passes if it did on all ranks.
+There are two ranks, or as many as ``RANKS`` of a file says. Under ``torchrun --nproc-per-node 2 -m pytest
+tests/distributed`` each process is a rank and runs the files for that number of ranks. In plain pytest the ranks of a
+file are started once, when its first test is due; each test then passes if it did on all ranks.
 """
 
 import json
@@ -36,10 +37,27 @@ def _process_group():
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def liger_kernel(monkeypatch):
+    """Makes that name importable, in front of a package that is installed."""
+    monkeypatch.setenv("LIGER_COMPAT_OVERRIDE", "1")
+    import liger.compat
+
+    try:
+        liger.compat.install()
+    except ImportError as error:
+        pytest.skip(str(error))
+    yield
+    liger.compat.uninstall()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Outside of a rank: what the ranks made of this test, instead of the test."""
+    world = getattr(pyfuncitem.module, "RANKS", ranks.DEFAULT_WORLD)
     if ranks.IS_RANK:
+        if world != ranks.WORLD:
+            pytest.skip(f"needs {world} ranks")
         return None
     this = pyfuncitem.nodeid
     if this not in _outcomes:
@@ -48,7 +66,7 @@ def pytest_pyfunc_call(pyfuncitem):
         if len(failed) >= MOST_FAILURES:
             pytest.fail(f"not run: {len(failed)} tests of this file have failed", pytrace=False)
         left = of_file[of_file.index(this) :]
-        _outcomes.update(launch.run(left, pyfuncitem.config.rootpath))
+        _outcomes.update(launch.run(left, pyfuncitem.config.rootpath, world))
     for rank, (outcome, text) in enumerate(_outcomes[this]):
         if outcome == "skipped":
             pytest.skip(text)

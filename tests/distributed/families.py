@@ -18,6 +18,8 @@ from liger.transformers import patch_report
 VOCAB, HIDDEN, EXPERTS, IMAGE_TOKEN, TOKENS_PER_IMAGE = 300, 64, 8, 290, 4
 # Sequences of different lengths on the ranks.
 LENGTHS = (13, 9)
+# Ranks with a batch of their own. More ranks than that share one: tensor parallelism.
+DATA_RANKS = len(LENGTHS)
 LEARNING_RATE, MOMENTUM = 0.01, 0.9
 # Rounding of sums in another order, in units of the dtype; the least magnitude that errors are relative to, as a share
 # of the largest tensor of a kind.
@@ -88,7 +90,9 @@ HYBRID = {
         {"rms_norm": 7, "rms_norm_gated": 1, "experts": 2, "swiglu": 2, "rope": 0, "qk_norm_rope": 1}, experts=True,
     ),
 }  # fmt: skip
-_ALL = {**FAMILIES, **HYBRID}
+# The plain dense model: no norms of queries and keys, no tied head.
+LLAMA = {"llama": Family("LlamaForCausalLM", "LlamaConfig", {}, {"rms_norm": 5, "swiglu": 2})}
+ALL = {**FAMILIES, **HYBRID, **LLAMA}
 
 
 def make(name, tied=None, device=ranks.DEVICE, **options):
@@ -97,7 +101,7 @@ def make(name, tied=None, device=ranks.DEVICE, **options):
     ``tied``: the lm_head has the weight of the embedding; None: as in the configuration of the family. ``options``: of
     that configuration.
     """
-    family = _ALL[name]
+    family = ALL[name]
     settings = {**_TEXT, **family.options, **options}
     if tied is not None:
         settings["tie_word_embeddings"] = tied
@@ -135,7 +139,7 @@ def batch(name, step, rank, ignored=False, images=True):
     generator = torch.Generator().manual_seed(10 * step + rank)
     length = LENGTHS[rank] + step
     ids = torch.randint(3, IMAGE_TOKEN, (2, length), generator=generator)
-    if _ALL[name].experts:
+    if ALL[name].experts:
         # Tokens of rank 1 choose four of eight experts, those of rank 0 choose all but one.
         ids = ids // EXPERTS * EXPERTS + ids % (EXPERTS - 2 if rank == 0 else 3)
     labels = ids.clone()
@@ -166,10 +170,10 @@ def batches(name, steps=3, ignored_rank=None, text_rank=None, **keywords):
     for step in range(steps):
         of_ranks = [
             batch(name, step, rank, ignored=rank == ignored_rank, images=rank != text_rank)
-            for rank in range(ranks.WORLD)
+            for rank in range(DATA_RANKS)
         ]
         count = sum(int((inputs["labels"][:, 1:] != -100).sum()) for inputs in of_ranks)
-        more = {"num_items_in_batch": count / ranks.WORLD, "use_cache": False, **keywords}
+        more = {"num_items_in_batch": count / DATA_RANKS, "use_cache": False, **keywords}
         found.append([{**inputs, **more} for inputs in of_ranks])
     return found
 
@@ -237,7 +241,7 @@ def exactly(model, steps):
         optimizer.zero_grad()
         total = 0.0
         for inputs in of_ranks:
-            loss = model(**to(inputs, ranks.DEVICE, torch.float64)).loss / ranks.WORLD
+            loss = model(**to(inputs, ranks.DEVICE, torch.float64)).loss / DATA_RANKS
             loss.backward()
             total += loss.detach()
         losses.append(total)
@@ -297,7 +301,7 @@ def assert_patched(model, name, parts=None):
     """The report has every part of the family and no module that was left as before."""
     report = patch_report(model)
     assert not report.left
-    expected = {**_COMMON, **_ALL[name].parts, **(parts or {})}
+    expected = {**_COMMON, **ALL[name].parts, **(parts or {})}
     if "tiled_mlp" in expected:
         del expected[next(kind for kind in ("swiglu", "geglu") if kind in expected)]
     assert Counter(report.replaced.values()) == {kind: n for kind, n in expected.items() if n}

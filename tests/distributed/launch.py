@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ranks import PATIENCE, WORLD
+from ranks import PATIENCE
 
 REPORT = "LIGER_TEST_REPORT"
 # Seconds for the tests of a file with few tests, for each test of a file with many, and for the other ranks after one
@@ -23,13 +23,13 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def _start(rank, port, node_ids, folder, root):
+def _start(rank, world, port, node_ids, folder, root):
     environment = {
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD),
-        "LOCAL_WORLD_SIZE": str(WORLD),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
@@ -58,30 +58,30 @@ def _wait(processes, tests):
     return [f"rank {rank} did not end by itself" for rank in stuck]
 
 
-def run(node_ids, root):
-    """Runs the tests on new ranks. Returns ``{node id: [(outcome, text) of each rank]}``.
+def run(node_ids, root, world):
+    """Runs the tests on ``world`` new ranks. Returns ``{node id: [(outcome, text) of each rank]}``.
 
     A test that some rank did not report, because it or an earlier one went wrong, is not there; the first of them is,
     as failed, with the output of the ranks.
     """
     with tempfile.TemporaryDirectory(prefix="liger-ranks-") as name:
         folder, port = Path(name), _free_port()
-        processes = [_start(rank, port, node_ids, folder, root) for rank in range(WORLD)]
+        processes = [_start(rank, world, port, node_ids, folder, root) for rank in range(world)]
         try:
             faults = _wait(processes, len(node_ids))
         finally:
             for process in processes:
                 process.kill()
         reports = []
-        for rank in range(WORLD):
+        for rank in range(world):
             path = folder / f"{rank}.jsonl"
             lines = path.read_text().splitlines() if path.exists() else []
             reports.append({r["node_id"]: (r["outcome"], r["text"]) for r in map(json.loads, lines)})
         outcomes = {n: [r[n] for r in reports] for n in node_ids if all(n in r for r in reports)}
         lost = next((n for n in node_ids if n not in outcomes), None)
         if lost is not None and not any(o == "failed" for ranks in outcomes.values() for o, _ in ranks):
-            logs = [(folder / f"{rank}.log").read_text(errors="replace")[-6000:] for rank in range(WORLD)]
+            logs = [(folder / f"{rank}.log").read_text(errors="replace")[-6000:] for rank in range(world)]
             outcomes[lost] = [
-                reports[rank].get(lost, ("failed", "\n".join([*faults, logs[rank]]))) for rank in range(WORLD)
+                reports[rank].get(lost, ("failed", "\n".join([*faults, logs[rank]]))) for rank in range(world)
             ]
         return outcomes

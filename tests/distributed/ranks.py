@@ -7,9 +7,11 @@ import os
 import torch
 import torch.distributed as dist
 
-WORLD = 2
 # A rank is started by torchrun, or by conftest.py in the same way; any other process only reports for its ranks.
 IS_RANK = "RANK" in os.environ
+# Processes that run a test; a file that needs another number sets RANKS.
+DEFAULT_WORLD, WORLDS = 2, (2, 4)
+WORLD = int(os.environ["WORLD_SIZE"]) if IS_RANK else DEFAULT_WORLD
 RANK = int(os.environ.get("RANK", 0))
 ON_GPU = torch.cuda.device_count() >= WORLD
 DEVICE = torch.device("cuda", RANK) if ON_GPU else torch.device("cpu")
@@ -19,8 +21,8 @@ PATIENCE = datetime.timedelta(seconds=60)
 
 def start():
     """Joins the process group; every rank must call it."""
-    if int(os.environ["WORLD_SIZE"]) != WORLD:
-        raise RuntimeError(f"the distributed tests want {WORLD} ranks, got {os.environ['WORLD_SIZE']}")
+    if WORLD not in WORLDS:
+        raise RuntimeError(f"the distributed tests want {' or '.join(map(str, WORLDS))} ranks, got {WORLD}")
     if ON_GPU:
         torch.cuda.set_device(DEVICE)
     # Frameworks that offload to the CPU also reduce there.
@@ -32,6 +34,12 @@ def start():
 def mesh():
     """All ranks in one dimension."""
     return dist.device_mesh.init_device_mesh(DEVICE.type, (WORLD,))
+
+
+@functools.cache
+def mesh_of(*shape, names=None):
+    """All ranks in several dimensions."""
+    return dist.device_mesh.init_device_mesh(DEVICE.type, shape, mesh_dim_names=names)
 
 
 def total(value):

@@ -82,6 +82,20 @@ def test_ignored_by_a_whole_rank():
     compare(loss, [random(8, H), random(V, H, seed=1)], [Shard(0), R])
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_logprobs_of_sharded_tokens(dims):
+    shape = (B, T) if dims == 3 else (T,)
+    target, part = targets(*shape), Shard(dims - 2)
+
+    def run(x, w, b):
+        given = distribute(target, part) if isinstance(x, DTensor) else target
+        return liger.fused_linear_logprobs(x, w, given, b, temperature=0.7, return_entropy=True)[:2]
+
+    _, grads = compare(run, [random(*shape, H), random(V, H, seed=1), random(V, seed=2)], [part, R, R])
+    assert grads[0].placements == (part,)
+    assert all(grad.placements == (Partial(),) for grad in grads[1:])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
 def test_divergences_of_sharded_tokens(name, reduction):

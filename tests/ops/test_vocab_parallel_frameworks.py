@@ -51,7 +51,18 @@ def _dtensors(rank, world):
                 distribute_tensor(weight, mesh, [placement]), target)  # fmt: skip
     refuses("vocab_size is 12, expected that of weight, a DTensor", x, made[1], target, vocab_size=12)
     two = init_device_mesh("cpu", (world, 1))
-    refuses("on a mesh of 2 dimensions", x, distribute_tensor(weight, two, [Shard(0), Replicate()]), target)
+    for placements in ([Shard(0), Shard(0)], [Shard(0), Shard(1)], [Replicate(), Replicate()]):
+        refuses(r"weight is a DTensor .*, expected Shard\(dim=0\) along one dimension of the mesh and Replicate\(\)",
+                x, distribute_tensor(weight, two, placements), target)  # fmt: skip
+    shard = distribute_tensor(weight, two, [Shard(0), Replicate()])
+    torch.testing.assert_close(
+        liger.vocab_parallel_fused_linear_ce(x, shard, target, made[2].detach()), expected
+    )
+    other_way = init_device_mesh("cpu", (1, world))
+    across = distribute_tensor(x, other_way, [Shard(0), Replicate()])
+    torch.testing.assert_close(
+        liger.vocab_parallel_fused_linear_ce(across, shard, target, made[2].detach()), expected
+    )
     groups = [dist.new_group([r]) for r in range(world)]
     refuses(r"over ranks \[0, 1\], expected those of the group", x, made[1], target, group=groups[rank])
 
@@ -111,3 +122,48 @@ def _compiled(rank, world):
 
 def test_compiled(tmp_path):
     on_processes(tmp_path, _compiled)
+
+
+def _layouts(rank, world):
+    """Megatron-LM's (s, b, h), contiguous and as a view (b, s, h): neither is copied, and results have their shape."""
+    from test_layouts_of_tokens import IGNORED, Copies
+
+    tokens, batch = 5, 3
+    x, weight, bias, target = random_layer(tokens * batch, 6, 11, "cpu")
+    x, target = x.view(tokens, batch, 6), target.view(tokens, batch)
+    assert (target == IGNORED).any()
+    shards = [part_of(t, rank, world) for t in (weight, bias)]
+
+    def ce(x, target, w, b, call=liger.vocab_parallel_fused_linear_ce, **layout):
+        return call(x, w, target, b, reduction="none", **layout)
+
+    def logprobs(x, target, w, b, call=liger.vocab_parallel_fused_linear_logprobs, **layout):
+        return call(x, w, target, b, **layout)
+
+    def plain(x, target, w, b, call=liger.vocab_parallel_cross_entropy, **layout):
+        return call(linear(x, w, b), target, reduction="none", **layout)
+
+    single = liger.fused_linear_ce, liger.fused_linear_logprobs, liger.cross_entropy
+    for function, one in zip((ce, logprobs, plain), single, strict=True):
+        whole = x.clone().requires_grad_()
+        expected = function(whole, target, weight, bias, one)
+        expected.square().sum().backward()
+        for transposed in (False, True):
+            leaf = x.clone().requires_grad_()
+            given = (leaf.transpose(0, 1), target.t()) if transposed else (leaf, target)
+            found = function(*given, *shards, vocab_size=11)
+            assert found.shape == given[1].shape
+            found.square().sum().backward()
+            grad = leaf.grad
+            if function is plain:  # each process has the gradient of its own logits
+                dist.all_reduce(grad)
+            torch.testing.assert_close(found.t() if transposed else found, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(grad, whole.grad, rtol=1e-5, atol=1e-6)
+            if function is not plain:
+                with torch.no_grad(), Copies() as copies:
+                    function(*(t.detach() for t in given), *(s.detach() for s in shards), vocab_size=11)
+                assert all(size < x.numel() for size in copies.sizes), copies.sizes
+
+
+def test_layouts(tmp_path):
+    on_processes(tmp_path, _layouts)

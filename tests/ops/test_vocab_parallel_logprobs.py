@@ -3,6 +3,7 @@
 A test starts its processes once and goes over its cases in them.
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -16,6 +17,8 @@ from torch.nn.functional import linear
 
 import liger
 from liger._core.environment import triton_interpreted
+from liger._core.lm_head import LMHead
+from liger.distributed._vocab_parallel_ops import Gradients
 
 pytestmark = [
     pytest.mark.slow,
@@ -238,3 +241,126 @@ def _frameworks(rank, world):
 
 def test_dtensors_compile_and_bad_input(tmp_path):
     on_processes(tmp_path, _frameworks)
+
+
+@contextlib.contextmanager
+def counted_rows():
+    """A list to which the rows of every product are appended: of the logits, and of the gradients of a chunk."""
+    rows, write, add = [], LMHead.write_logits, Gradients.add
+
+    def counting_write(self, x, out):
+        rows.append(len(x))
+        write(self, x, out)
+
+    def counting_add(self, at, dlogits, ignored):
+        rows.append(len(dlogits))
+        add(self, at, dlogits, ignored)
+
+    LMHead.write_logits, Gradients.add = counting_write, counting_add
+    try:
+        yield rows
+    finally:
+        LMHead.write_logits, Gradients.add = write, add
+
+
+def _ignored_rows_are_free(rank, world):
+    """No product has a row of theirs, results and gradients are those of the other rows, and their hidden states may be
+    anything."""
+    x, weight, bias, target = random_layer(40, 8, 34, "cpu")
+    target[:] = torch.arange(40) % 34
+    target[5:35] = -100
+    valid = target != -100
+    expected = {}
+    for name, kept in (("all", valid), ("none", torch.zeros_like(valid))):
+        labels = torch.where(kept, target, -100)
+        mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+        with torch.no_grad():
+            mine[0][~kept] = torch.nan
+        options = {
+            "vocab_size": 34,
+            "return_entropy": True,
+            "return_argmax": True,
+            "memory_budget": 4 * 17 * 4,
+        }
+        with counted_rows() as rows:
+            found = liger.vocab_parallel_fused_linear_logprobs(*mine[:2], labels, mine[2], **options)
+            (found.logprobs.sum() + 0.5 * found.entropy.sum()).backward()
+        # The logits of the forward, those of the backward, and their gradients, in chunks.
+        assert sum(rows) == 3 * kept.sum() and len(rows) != 3, rows
+        assert not found.logprobs[~kept].any() and not found.entropy[~kept].any()
+        assert (found.argmax[~kept] == -1).all()
+        assert not mine[0].grad[~kept].any()
+        assert mine[1].grad.isfinite().all() and mine[1].grad.any() == kept.any()
+        expected[name] = (kept, found, mine)
+    kept, found, mine = expected["all"]
+    alone = [leaves(x[kept])[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+    one = liger.vocab_parallel_fused_linear_logprobs(*alone[:2], target[kept], alone[2], **options)
+    (one.logprobs.sum() + 0.5 * one.entropy.sum()).backward()
+    for ours, other in zip(found, one, strict=True):
+        torch.testing.assert_close(ours[kept], other)
+    torch.testing.assert_close(mine[0].grad[kept], alone[0].grad)
+    for ours, other in zip(mine[1:], alone[1:], strict=True):
+        torch.testing.assert_close(ours.grad, other.grad)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ignored_rows_are_free(world, tmp_path):
+    on_processes(tmp_path, _ignored_rows_are_free, world)
+
+
+def _float32_logits(rank, world):
+    """Errors of float32 arithmetic for operands of any dtype, as of the op on one process; the backward, too."""
+    call = liger.vocab_parallel_fused_linear_logprobs
+    kinds = [
+        (torch.bfloat16,) * 2,
+        (torch.float16,) * 2,
+        (torch.bfloat16, torch.float32),
+        (torch.float32,) * 2,
+    ]
+    for narrow, wide in kinds:
+        x, weight, bias, target = random_layer(40, 16, 34, "cpu")
+        x, weight, bias = x.to(narrow), weight.to(wide), bias.to(wide)
+        options = {"temperature": 0.7, "return_entropy": True}
+        exact = exact_of(x.double(), weight.double(), target, bias.double(), temperature=0.7)
+        whole = leaves(x, weight, bias)
+        one = liger.fused_linear_logprobs(*whole[:2], target, whole[2], logits_dtype=torch.float32, **options)
+        mine = [leaves(x)[0], part_of(weight, rank, world), part_of(bias, rank, world)]
+        for budget in (None, 4000):
+            found = call(
+                *mine[:2],
+                target,
+                mine[2],
+                vocab_size=34,
+                logits_dtype=torch.float32,
+                memory_budget=budget,
+                **options,
+            )
+            for ours, best in zip(found[:2], exact[:2], strict=True):
+                assert (ours - best).abs().max() < 1e-5, (narrow, wide)
+        if wide == narrow == torch.bfloat16:
+            rounded = call(*mine[:2], target, mine[2], vocab_size=34, **options)
+            assert (rounded.logprobs - exact[0]).abs().max() > 1e-3
+        for result in (one, found):
+            (result.logprobs.sum() - 0.3 * result.entropy.square().sum()).backward()
+        expected = [whole[0].grad, *(part_of(t.grad, rank, world).detach() for t in whole[1:])]
+        for leaf, wanted in zip(mine, expected, strict=True):
+            assert leaf.grad.dtype == wanted.dtype == leaf.dtype
+            error = (leaf.grad.double() - wanted.double()).norm() / wanted.double().norm()
+            # Two roundings: of the gradient of the logits, and of the result.
+            assert error <= 4 * torch.finfo(narrow).eps, (narrow, wide, error)
+    with pytest.raises(RuntimeError, match="logits_dtype is float16, expected float32 or None"):
+        call(mine[0], mine[1], target, vocab_size=34, logits_dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="weight has dtype float32"):
+        call(x.bfloat16(), mine[1], target, vocab_size=34)
+
+    def loss(x, w):
+        return call(x, w, target, vocab_size=34, logits_dtype=torch.float32).sum()
+
+    values = [
+        function(x, mine[1]) for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True))
+    ]
+    torch.testing.assert_close(*values)
+
+
+def test_float32_logits(tmp_path):
+    on_processes(tmp_path, _float32_logits)

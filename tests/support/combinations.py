@@ -169,7 +169,6 @@ def assert_same_weights(ours, theirs, before, bound):
     for name, old in before.items():
         our, their = found[name].detach().cpu(), expected[name].detach().cpu()
         change, difference = (their - old).norm().item(), (our - their).norm().item()
-        print(f"CHG {difference / max(change, 1e-30):.1e} {name}")
         assert change > 0, f"{name} was not trained"
         rounding = 1e-7 * their.norm().item()
         assert difference <= bound * change + rounding, f"{name}: {difference / change:.1e} of its change"

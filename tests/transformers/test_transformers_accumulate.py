@@ -101,6 +101,23 @@ def test_tied_weight_with_a_hook_of_the_embedding():
         model(**batch())
 
 
+def test_tied_embedding_with_a_forward_of_its_own():
+    """That of Gemma 3 scales the rows: autograd adds its gradient to grad, where main_grad would miss it."""
+    from combinations import inputs_of, tiny
+
+    given = inputs_of("gemma3_text")
+    models = [tiny("gemma3_text", tie_word_embeddings=True) for _ in range(2)]
+    model = liger.patch(models[0], accumulate_grad_weight=True)
+    assert_same_step(step(model, **given), step(models[1], **given))
+    model.zero_grad()
+    weight = model.get_input_embeddings().weight
+    weight.main_grad = torch.zeros_like(weight)
+    with pytest.raises(RuntimeError, match="tied to the head and has hooks, a forward of its own"):
+        model(**given)
+    weight.requires_grad_(False)
+    model(**given)
+
+
 def test_unpatch_and_copies():
     plain = model_of(False)
     expected = step(twin(plain), **batch())

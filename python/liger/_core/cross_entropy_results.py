@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 
-from .dtensor import unflatten_tokens
 from .dtypes import accumulate_dtype
 
 
@@ -49,15 +48,15 @@ def fake_results(like, rows, reduction, metrics):
     )
 
 
-def output_like(target, reduction, metrics, results):
+def output_like(tokens, reduction, metrics, results):
     """The results of a forward op as the public functions return them: the loss, or a :class:`CrossEntropyOutput`.
 
-    Per-row results get the shape of the target.
+    Per-row results get the shape of ``tokens``, a :class:`.loss_rows.Tokens`.
     """
     loss, z_loss, accuracy, *per_row = results[:6]
     if reduction == "none":
-        loss = unflatten_tokens(loss, target)
-        z_loss = unflatten_tokens(z_loss, target) if metrics.z_loss else None
+        loss = tokens.restore(loss)
+        z_loss = tokens.restore(z_loss) if metrics.z_loss else None
     if not any(metrics):
         return loss
     requested = (metrics.predicted_tokens, metrics.logprobs, metrics.entropy)
@@ -65,5 +64,5 @@ def output_like(target, reduction, metrics, results):
         loss,
         z_loss if metrics.z_loss else None,
         accuracy if metrics.token_accuracy else None,
-        *(unflatten_tokens(x, target) if flag else None for x, flag in zip(per_row, requested, strict=True)),
+        *(tokens.restore(x) if flag else None for x, flag in zip(per_row, requested, strict=True)),
     )

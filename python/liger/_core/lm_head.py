@@ -269,12 +269,15 @@ class ComputedRows:
             if index.numel() < self.count:
                 self.count, self._index = index.numel(), index
 
+    def at(self, chunk):
+        """What selects a slice of these rows in a tensor of all rows: the slice, or an index."""
+        return chunk if self._index is None else self._index[chunk]
+
     def chunks(self, rows, memory):
         """Of each chunk of so many of these rows: what selects them in a tensor of all rows, a slice or an index; and
         their rows of the memory for logits."""
         for chunk in row_chunks(self.count, rows):
-            at = chunk if self._index is None else self._index[chunk]
-            yield at, memory[: chunk.stop - chunk.start]
+            yield self.at(chunk), memory[: chunk.stop - chunk.start]
 
     def zero_others(self, gradients):
         """Writes the gradients of the input in rows that are not computed."""

@@ -183,10 +183,10 @@ def _fused_linear_divergence(call):
 
 
 def _redistribute_head(call, *per_row):
-    tokens = _tokens_of(call["input"])
+    tokens, shape = _tokens_of(call["input"]), call["input"].shape
     call.redistribute(tokens, "input", "target", *per_row)
     call.redistribute(call.replicated, "weight", "bias")
-    return tokens, call["input"].shape
+    return tokens, shape
 
 
 def _logprobs(call):

@@ -12,8 +12,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from .._core.autograd import differentiable, differentiable_once
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import LMHead, RowStatistics, check_head
-from ._vocab_parallel_ops import Chunk, ChunkPlan, Gradients
+from .._core.lm_head import ComputedRows, LMHead, RowStatistics, check_head
+from ._vocab_parallel_ops import Chunk, ChunkPlan, Float32Gradients, Gradients
 from ._vocab_shards import gather
 
 LOGPROBS = "vocab_parallel_fused_linear_logprobs"
@@ -22,7 +22,7 @@ _IGNORED = -100
 
 _library = torch.library.Library("liger_distributed", "FRAGMENT")
 _LAYER = "Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap"
-_PLAN = "int? memory_budget, int vocab_start, int vocab_size, str group_name"
+_PLAN = "int? memory_budget, ScalarType? logits_dtype, int vocab_start, int vocab_size, str group_name"
 _library.define(
     f"fused_linear_logprobs_forward({_LAYER}, {_PLAN}, bool return_entropy, bool return_argmax)"
     " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor lse)"
@@ -105,21 +105,28 @@ def _as_classes(bits):
 # --- kernels ------------------------------------------------------------------------------------------------------
 
 
+def _bytes_per_logit(logits_dtype):
+    """Those of float32 logits and of their rounded gradient; None: those of the input's dtype."""
+    return None if logits_dtype is None else 6
+
+
 def _forward(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, vocab_start, vocab_size, group_name,
-    return_entropy, return_argmax,
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
+    vocab_size, group_name, return_entropy, return_argmax,
 ):  # fmt: skip
-    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     group = _resolve_process_group(group_name)
-    head = LMHead(weight, bias, temperature, _IGNORED, softcap)
+    head = LMHead(weight, bias, temperature, _IGNORED, softcap, logits_dtype is not None)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     ignored = target == ignore_index
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
     # A target below the classes of a process must not look ignored.
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)
-    logprobs, lse = input.new_empty(rows, dtype=wide), input.new_empty(rows, dtype=wide)
-    entropy = input.new_empty(rows if return_entropy else 0, dtype=wide)
-    argmax = target.new_empty(rows if return_argmax else 0, dtype=torch.int64)
+    # The values of ignored rows, which no process computes: all have the same targets.
+    computed = ComputedRows(target, ignore_index, skip=True)
+    logprobs, lse = input.new_zeros(rows, dtype=wide), input.new_zeros(rows, dtype=wide)
+    entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
+    argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
 
     def finish(chunk):
         every = _Shard.unstacked(chunk.wait(), return_entropy, return_argmax)
@@ -134,10 +141,12 @@ def _forward(
         if return_argmax:
             argmax[chunk.rows] = merged.argmax.masked_fill_(left_out, -1)
 
-    plan = ChunkPlan.of(input, group, vocab_size, False, None, memory_budget)
-    logits_of = plan.new_logits(input, weight.shape[0])
+    plan = ChunkPlan.of(
+        input, group, vocab_size, False, None, memory_budget, computed.count, _bytes_per_logit(logits_dtype)
+    )
+    logits_of = plan.new_logits(input, weight.shape[0], dtype=logits_dtype)
     pending = deque()
-    for index, chunk in enumerate(plan.slices):
+    for index, chunk in enumerate(map(computed.at, plan.slices)):
         logits = logits_of(index)
         head.write_logits(input[chunk], logits)
         shard = _Shard.of(head, logits, local[chunk], vocab_start, return_entropy, return_argmax)
@@ -151,15 +160,28 @@ def _forward(
 
 def _backward_kernel(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, lse, entropy,
-    memory_budget, vocab_start, vocab_size, group_name, *needs_grad,
+    memory_budget, logits_dtype, vocab_start, vocab_size, group_name, *needs_grad,
 ):  # fmt: skip
-    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget)
+    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     group = _resolve_process_group(group_name)
-    head = LMHead(weight, bias, temperature, ignore_index, softcap)
-    plan = ChunkPlan.of(input, group, vocab_size, needs_grad[1], None, memory_budget)
-    gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad)
-    logits_of = plan.new_logits(input, weight.shape[0], gradients.spare)
-    for index, chunk in enumerate(plan.slices):
+    head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
+    computed = ComputedRows(target, ignore_index, skip=True)
+    plan = ChunkPlan.of(
+        input,
+        group,
+        vocab_size,
+        needs_grad[1],
+        None,
+        memory_budget,
+        computed.count,
+        _bytes_per_logit(logits_dtype),
+    )
+    kind = Gradients if logits_dtype is None else Float32Gradients
+    gradients = kind(input, weight, bias, group, plan.accumulator, needs_grad)
+    computed.zero_others(gradients)
+    spare = gradients.spare if logits_dtype is None else None
+    logits_of = plan.new_logits(input, weight.shape[0], spare, logits_dtype)
+    for index, chunk in enumerate(map(computed.at, plan.slices)):
         logits, y = logits_of(index), target[chunk]
         head.write_logits(input[chunk], logits)
         with_entropy = grad_entropy is not None
@@ -194,8 +216,8 @@ def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
     need_grad_input, need_grad_weight, need_grad_bias = arguments[-3:]
     return (
         input.new_empty(input.shape if need_grad_input else (0,)),
-        input.new_empty(weight.shape if need_grad_weight else (0,)),
-        input.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
+        weight.new_empty(weight.shape if need_grad_weight else (0,)),
+        weight.new_empty((weight.shape[0],) if need_grad_bias and bias is not None else (0,)),
     )
 
 
@@ -213,7 +235,7 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(LOGPROBS)
 def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    result = [None] * 13
+    result = [None] * 14
     if grad_logprobs is None and grad_entropy is None:
         return tuple(result)
     if grad_logprobs is None:

@@ -15,6 +15,7 @@ from .._core.cross_entropy_math import CEOptions, Metrics
 from .._core.cross_entropy_results import fake_results
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
+from .._core.float32_matmul import float32_product
 from .._core.loss_rows import refuse_gradients
 from .._core.matmul import product, without_ignored, write_linear
 from ..ops.fused_linear_ce import differentiable_ce
@@ -57,7 +58,7 @@ def metrics_of(return_z_loss, return_logprobs):
 class Chunk(NamedTuple):
     """A chunk of rows whose statistics are being exchanged."""
 
-    rows: slice
+    rows: slice | torch.Tensor
     logits: torch.Tensor
     gathered: torch.Tensor
     work: object
@@ -77,12 +78,12 @@ class Gradients:
         self.source, self.weight_shard, self.group = input, weight, group
         self.alone = dist.get_world_size(group) == 1
         self.input = input.new_empty(input.shape if need_input else 0)
-        self.weight = input.new_empty(weight.shape if need_weight else 0)
+        self.weight = weight.new_empty(weight.shape if need_weight else 0)
         self.sum = torch.empty_like(self.weight, dtype=torch.float32) if accumulator else self.weight
         wide = accumulate_dtype(input.dtype)
         self.bias = input.new_zeros(weight.shape[0] if need_bias and bias is not None else 0, dtype=wide)
         self.needs_grad = need_input, need_weight, self.bias.numel() > 0
-        self.reducing = None
+        self.reducing, self.chunks_added = None, 0
 
     @property
     def spare(self):
@@ -90,22 +91,32 @@ class Gradients:
         return None if self.sum is self.weight else self.weight
 
     def add(self, rows, dlogits, ignored):
+        """``rows``: a slice of all rows, or an index of rows of which none is ignored."""
         need_input, need_weight, need_bias = self.needs_grad
+        in_place = isinstance(rows, slice)
         if need_input and not self.alone:
             self._reduce_input(rows, dlogits)
         if need_weight:
             # The copy uses the memory of the gradient of these rows, which is written later.
-            copy = self.input[rows] if need_input else None
-            x = without_ignored(self.source[rows], ignored, copy)
-            product(dlogits.t(), x, self.sum, add=rows.start > 0)
+            copy = self.input[rows] if need_input and in_place else None
+            x = without_ignored(self.source[rows], ignored if in_place else None, copy)
+            self._product(dlogits.t(), x, self.sum, add=self.chunks_added > 0)
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
         if need_input and self.alone:
-            product(dlogits, self.weight_shard, self.input[rows])
+            grad = self.input[rows]  # of an index: a copy
+            self._product(dlogits, self.weight_shard, grad)
+            if not in_place:
+                self.input.index_copy_(0, rows, grad)
+        self.chunks_added += 1
+
+    def _product(self, a, b, out, add=False):
+        product(a, b, out, add)
 
     def _reduce_input(self, rows, dlogits):
-        partial = self.input.new_empty(self.input[rows].shape, dtype=accumulate_dtype(self.input.dtype))
-        product(dlogits, self.weight_shard, partial)
+        shape = dlogits.shape[0], self.input.shape[1]
+        partial = self.input.new_empty(shape, dtype=accumulate_dtype(self.input.dtype))
+        self._product(dlogits, self.weight_shard, partial)
         work = dist.all_reduce(partial, group=self.group, async_op=True)
         self._wait_for_reduction()
         self.reducing = rows, partial, work
@@ -114,13 +125,16 @@ class Gradients:
         if self.reducing is not None:
             rows, total, work = self.reducing
             work.wait()
-            self.input[rows] = total
+            if isinstance(rows, slice):
+                self.input[rows] = total
+            else:
+                self.input.index_copy_(0, rows, total.to(self.input.dtype))
             self.reducing = None
 
     def finish(self):
         """The gradients (of input, weight, bias) after the last chunk."""
         self._wait_for_reduction()
-        if self.source.shape[0] == 0:
+        if self.chunks_added == 0:
             self.sum.zero_()
         if self.sum is not self.weight:
             self.weight.copy_(self.sum)
@@ -139,6 +153,31 @@ def _chunks(rows, chunk_rows, chunks):
     return [slice(i, min(i + chunk_rows, rows)) for i in range(0, rows, max(chunk_rows, 1))], in_flight
 
 
+class Float32Gradients(Gradients):
+    """:class:`Gradients` from gradients of the logits in float32.
+
+    Where hidden states and weight are bfloat16, these are rounded once to that dtype, as operands of both GEMMs. In
+    float16 they would underflow, so there, and with a float32 weight, the products are those of float32 numbers.
+    """
+
+    def __init__(self, input, weight, bias, group, accumulator, needs_grad):
+        self.narrow = input.dtype == weight.dtype == torch.bfloat16
+        separate = accumulator if self.narrow else weight.dtype != torch.float32
+        super().__init__(input, weight, bias, group, separate, needs_grad)
+
+    def add(self, rows, dlogits, ignored):
+        super().add(rows, dlogits.to(torch.bfloat16) if self.narrow else dlogits, ignored)
+
+    def _product(self, a, b, out, add=False):
+        if self.narrow:
+            return super()._product(a, b, out, add)
+        if out.dtype == torch.float32:
+            return float32_product(a, b, out, add)
+        wide = out.new_empty(out.shape, dtype=torch.float32)
+        float32_product(a, b, wide)
+        out.copy_(wide)
+
+
 class ChunkPlan(NamedTuple):
     """The chunks of a call, the same on every process."""
 
@@ -147,27 +186,41 @@ class ChunkPlan(NamedTuple):
     accumulator: int  # bytes of a separate sum of the weight gradient
 
     @classmethod
-    def of(cls, input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget):
-        rows, hidden = input.shape
+    def of(
+        cls,
+        input,
+        group,
+        vocab_size,
+        need_grad_weight,
+        accum_dtype,
+        memory_budget,
+        rows=None,
+        element_size=None,
+    ):
+        """``rows``: how many rows of the input are computed; None: all. ``element_size``: bytes of a chunk per logit;
+        None: those of an element of the input."""
+        hidden = input.shape[1]
+        rows = input.shape[0] if rows is None else rows
         # Planned from sizes that are equal on all processes, so that all run the same collectives.
         rank_classes = -(-vocab_size // dist.get_world_size(group))
         chunk_rows, chunks, _, accumulator = torch.ops.liger.plan_chunks(
-            rows, hidden, rank_classes, input.element_size(), need_grad_weight, accum_dtype in (None, torch.float32),
-            memory_budget,
+            rows, hidden, rank_classes, element_size or input.element_size(), need_grad_weight,
+            accum_dtype in (None, torch.float32), memory_budget,
         )  # fmt: skip
         return cls(*_chunks(rows, chunk_rows, chunks), accumulator)
 
-    def new_logits(self, input, classes, spare=None):
+    def new_logits(self, input, classes, spare=None, dtype=None):
         """A function of a chunk's number that returns the memory of its logits.
 
-        spare: a tensor whose memory is used instead if it is large enough.
+        spare: a tensor whose memory is used instead if it is large enough. dtype: None: that of the input.
         """
+        dtype = dtype or input.dtype
         # Rows of logits start at multiples of 16 bytes.
-        per_16_bytes = 16 // input.element_size()
+        per_16_bytes = 16 // dtype.itemsize
         stride = -(-classes // per_16_bytes) * per_16_bytes
         size = max((s.stop - s.start for s in self.slices), default=0) * stride
         in_spare = spare is not None and self.in_flight * size <= spare.numel()
-        memory = spare.view(-1) if in_spare else input.new_empty(self.in_flight * size)
+        memory = spare.view(-1) if in_spare else input.new_empty(self.in_flight * size, dtype=dtype)
 
         def logits_of(index):
             rows = self.slices[index].stop - self.slices[index].start

@@ -3,7 +3,9 @@
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from .._core.placements import is_sharded
 
 # all_gather_into_tensor is the name up to torch 2.12.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,44 +34,80 @@ def _ranks(group):
     return dist.get_process_group_ranks(group)
 
 
-def _mesh_group(op, name, tensor, group):
-    """The group of a DTensor. Raises RuntimeError unless its mesh has one dimension and the ranks of ``group``."""
-    mesh = tensor.device_mesh
-    if mesh.ndim != 1:
-        raise RuntimeError(
-            f"{op}: {name} is a DTensor on a mesh of {mesh.ndim} dimensions, expected one dimension, that of the "
-            "vocabulary"
+def _mesh_dimension(op, name, mesh, group):
+    """The dimension of a mesh along which this process has the ranks of a group."""
+    for dimension in range(mesh.ndim):
+        if _ranks(mesh.get_group(dimension)) == _ranks(group):
+            return dimension
+    found = " or ".join(str(_ranks(mesh.get_group(dimension))) for dimension in range(mesh.ndim))
+    raise RuntimeError(
+        f"{op}: {name} is a DTensor over ranks {found}, expected those of the group, {_ranks(group)}"
+    )
+
+
+def _vocab_dimension(op, name, tensor, dim, has_rows):
+    """The dimension of the mesh that shards the classes, which are dimension ``dim`` of a tensor.
+
+    Along the others the processes have the same shard, or rows of their own if the tensor has rows.
+
+    Raises:
+        RuntimeError: any other placements.
+    """
+    found = tuple(tensor.placements)
+    sharded = [i for i, p in enumerate(found) if is_sharded(p) and p.dim == dim]
+    others = [p for i, p in enumerate(found) if i not in sharded]
+    if len(sharded) == 1 and all(p.is_replicate() or (has_rows and is_sharded(p)) for p in others):
+        return sharded[0]
+    if len(found) == 1:
+        expected = f"(Shard(dim={dim}),)"
+    else:
+        expected = (
+            f"Shard(dim={dim}) along one dimension of the mesh and Replicate() along the others: redistribute it, or "
+            "call this within the forward of the module whose parameters fully_shard gathers"
         )
-    found = mesh.get_group()
+    raise RuntimeError(f"{op}: {name} is a DTensor with placements {found}, expected {expected}")
+
+
+def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
+    """(local tensor, group, number of all classes) of a DTensor; of a plain tensor the arguments.
+
+    ``rows``: the other operand of a weight, which has the rows; None: the tensor has them itself. The gradient of a
+    weight is a ``Partial`` sum along the dimensions of the mesh where processes have rows of their own: everywhere but
+    along the vocabulary and where ``rows`` is not sharded.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor, group, vocab_size
+    mesh, dimension = tensor.device_mesh, _vocab_dimension(op, name, tensor, dim, rows is None)
+    found = mesh.get_group(dimension)
     if group is not None and _ranks(group) != _ranks(found):
         raise RuntimeError(
             f"{op}: {name} is a DTensor over ranks {_ranks(found)}, expected those of the group, {_ranks(group)}"
-        )
-    return found
-
-
-def local_shard(op, name, tensor, dim, group, vocab_size):
-    """(local tensor, group, number of all classes) of a DTensor; of a plain tensor the arguments."""
-    if not isinstance(tensor, DTensor):
-        return tensor, group, vocab_size
-    group = _mesh_group(op, name, tensor, group)
-    if tuple(tensor.placements) != (Shard(dim),):
-        raise RuntimeError(
-            f"{op}: {name} is a DTensor with placements {tuple(tensor.placements)}, expected (Shard(dim={dim}),)"
         )
     if vocab_size not in (None, tensor.shape[dim]):
         raise RuntimeError(
             f"{op}: vocab_size is {vocab_size}, expected that of {name}, a DTensor of shape {tuple(tensor.shape)}"
         )
-    return tensor.to_local(), group, tensor.shape[dim]
+    gradient = list(tensor.placements)
+    if rows is not None and mesh.ndim > 1:
+        same = isinstance(rows, DTensor) and rows.device_mesh == mesh
+        for i in range(mesh.ndim):
+            if i != dimension and not (same and not rows.placements[i].is_shard()):
+                gradient[i] = Partial()
+    return tensor.to_local(grad_placements=gradient), found, tensor.shape[dim]
 
 
 def replicated_tensor(op, name, tensor, group):
-    """The global tensor of a DTensor, on every process of the group; plain tensors pass through."""
+    """The rows of the processes of the group, on each of them; plain tensors pass through.
+
+    A DTensor keeps its sharding along other dimensions of its mesh: their processes have rows of their own.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
-    _mesh_group(op, name, tensor, group)
-    return tensor.redistribute(placements=[Replicate()]).to_local()
+    dimension = _mesh_dimension(op, name, tensor.device_mesh, group)
+    placements = [
+        Replicate() if i == dimension or p.is_partial() else p for i, p in enumerate(tensor.placements)
+    ]
+    return tensor.redistribute(placements=placements).to_local()
 
 
 def find_shard(op, name, classes, group, vocab_start, vocab_size):

@@ -101,11 +101,11 @@ def vocab_parallel_fused_linear_ce(
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), the same on every process. A
             DTensor over the group, for example sharded by tokens, is gathered first.
-        weight: (classes of this process, H), the dtype of input; or a DTensor (V, H) with placement ``Shard(0)`` on a
-            mesh of one dimension.
+        weight: (classes of this process, H), the dtype of input; or a DTensor (V, H) with placement ``Shard(0)`` along
+            one dimension of its mesh, replicated along others, whose processes have rows of their own (data parallel).
         target: (...), int64 or int32 class indices among all V classes.
         bias: (classes of this process,), the dtype of input, or a DTensor like the weight.
-        group: the processes over which the vocabulary is sharded. None: the mesh of a DTensor weight, else all
+        group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
             ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
@@ -130,21 +130,21 @@ def vocab_parallel_fused_linear_ce(
     (Megatron-LM); the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
     check_budget_variable(memory_budget)
-    weight, group, vocab_size = local_shard(FUSED, "weight", weight, 0, group, vocab_size)
-    bias, group, vocab_size = local_shard(FUSED, "bias", bias, 0, group, vocab_size)
+    weight, group, vocab_size = local_shard(FUSED, "weight", weight, 0, group, vocab_size, input)
+    bias, group, vocab_size = local_shard(FUSED, "bias", bias, 0, group, vocab_size, input)
     if weight.dim() != 2:
         raise RuntimeError(f"{FUSED}: weight has shape {tuple(weight.shape)}, expected (classes, hidden)")
     shards = find_shard(FUSED, "weight", weight.shape[0], group, vocab_start, vocab_size)
     named = {"input": input, "target": target, "token_weight": token_weight}
     input, target, token_weight = (replicated_tensor(FUSED, name, t, group) for name, t in named.items())
     input, weight, bias = autocast_operands(input, weight, bias)
-    rows, flat_target, flat_weight = flatten_rows(FUSED, "input", input, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(FUSED, "input", input, target, token_weight)
     results = fused_op(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator_tensor(denominator, input), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, *shards, return_z_loss,
         return_logprobs, *((False,) * 3 if reduction == "none" else wants_grad(rows, weight, bias)),
     )  # fmt: skip
-    return output_like(target, reduction, metrics_of(return_z_loss, return_logprobs), results)
+    return output_like(tokens, reduction, metrics_of(return_z_loss, return_logprobs), results)
 
 
 @overload
@@ -209,7 +209,7 @@ def vocab_parallel_cross_entropy(
 
     Args:
         logits: (..., classes of this process), float16, bfloat16 or float32 (float64 on the torch backend); or a
-            DTensor (..., V) that is sharded in its last dimension on a mesh of one dimension.
+            DTensor (..., V) that is sharded in its last dimension along one dimension of its mesh.
         target: (...), int64 or int32 class indices among all V classes.
         group, vocab_start, vocab_size, ce_weight and the others: as in :func:`vocab_parallel_fused_linear_ce`.
 
@@ -229,9 +229,9 @@ def vocab_parallel_cross_entropy(
     shards = find_shard(PLAIN, "logits", logits.shape[-1], group, vocab_start, vocab_size)
     named = {"target": target, "token_weight": token_weight}
     target, token_weight = (replicated_tensor(PLAIN, name, t, group) for name, t in named.items())
-    rows, flat_target, flat_weight = flatten_rows(PLAIN, "logits", logits, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(PLAIN, "logits", logits, target, token_weight)
     results = plain_op(
         rows, flat_target, ce_weight, flat_weight, denominator_tensor(denominator, logits), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, *shards, return_z_loss, return_logprobs,
     )  # fmt: skip
-    return output_like(target, reduction, metrics_of(return_z_loss, return_logprobs), results)
+    return output_like(tokens, reduction, metrics_of(return_z_loss, return_logprobs), results)

@@ -19,6 +19,7 @@ from .._core.arguments import (
     arguments,
     check_given_classes,
     check_layer,
+    check_logits_dtype,
 )
 from .._core.autocast import autocast_operands
 from .._core.loss_rows import flatten_rows
@@ -48,6 +49,7 @@ def vocab_parallel_fused_linear_logprobs(
     group: dist.ProcessGroup | None = ...,
     vocab_start: int | None = ...,
     vocab_size: int | None = ...,
+    logits_dtype: torch.dtype | None = ...,
 ) -> torch.Tensor: ...
 @overload
 def vocab_parallel_fused_linear_logprobs(
@@ -65,6 +67,7 @@ def vocab_parallel_fused_linear_logprobs(
     group: dist.ProcessGroup | None = ...,
     vocab_start: int | None = ...,
     vocab_size: int | None = ...,
+    logits_dtype: torch.dtype | None = ...,
 ) -> LogProbs | Any: ...
 @_checked
 def vocab_parallel_fused_linear_logprobs(
@@ -82,6 +85,7 @@ def vocab_parallel_fused_linear_logprobs(
     group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
     vocab_size: int | None = None,
+    logits_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | LogProbs:
     """:func:`liger.fused_linear_logprobs` of a weight whose rows, the classes, are sharded over the processes of a
     group.
@@ -92,16 +96,19 @@ def vocab_parallel_fused_linear_logprobs(
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), the same on every process. A
             DTensor over the group, for example sharded by tokens, is gathered first.
-        weight: (classes of this process, H), the dtype of hidden; or a DTensor (V, H) with placement ``Shard(0)`` on a
-            mesh of one dimension.
+        weight: (classes of this process, H), the dtype of hidden; or a DTensor (V, H) with placement ``Shard(0)`` along
+            one dimension of its mesh, replicated along others, whose processes have rows of their own (data parallel).
         targets: (...), int64 or int32 class indices among all V classes.
         bias: (classes of this process,), the dtype of hidden, or a DTensor like the weight.
         temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax: as in
-            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process.
-        group: the processes over which the vocabulary is sharded. None: the mesh of a DTensor weight, else all
+            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process. Ignored rows are not
+            computed, so the host waits for their number.
+        group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
             ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
+        logits_dtype: as in :func:`liger.fused_linear_logprobs`: ``torch.float32`` for logits as exact as those of
+            float32 arithmetic, also with weights in float32. Autocast casts nothing then.
 
     Returns:
         As :func:`liger.fused_linear_logprobs`: the log-probabilities, or a :class:`LogProbs`, with the same bits on
@@ -118,26 +125,28 @@ def vocab_parallel_fused_linear_logprobs(
     the softmax distributions of all processes.
     """
     check_budget_variable(memory_budget)
-    weight, group, vocab_size = local_shard(LOGPROBS, "weight", weight, 0, group, vocab_size)
-    bias, group, vocab_size = local_shard(LOGPROBS, "bias", bias, 0, group, vocab_size)
+    weight, group, vocab_size = local_shard(LOGPROBS, "weight", weight, 0, group, vocab_size, hidden)
+    bias, group, vocab_size = local_shard(LOGPROBS, "bias", bias, 0, group, vocab_size, hidden)
     if weight.dim() != 2:
         raise RuntimeError(f"{LOGPROBS}: weight has shape {tuple(weight.shape)}, expected (classes, hidden)")
     shards = find_shard(LOGPROBS, "weight", weight.shape[0], group, vocab_start, vocab_size)
     named = {"hidden": hidden, "targets": targets}
     hidden, targets = (replicated_tensor(LOGPROBS, name, t, group) for name, t in named.items())
-    hidden, weight, bias = autocast_operands(hidden, weight, bias)
-    rows, flat, _ = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
-    check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat)
+    check_logits_dtype(LOGPROBS, _NAMES.input, hidden, logits_dtype)
+    if logits_dtype is None:
+        hidden, weight, bias = autocast_operands(hidden, weight, bias)
+    rows, flat, _, tokens = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
+    check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(LOGPROBS, _NAMES.target, targets, shards.vocab, ignore_index)
     logprobs, entropy, argmax, _ = logprobs_op(
-        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, *shards, return_entropy,
-        return_argmax,
+        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, logits_dtype, *shards,
+        return_entropy, return_argmax,
     )  # fmt: skip
-    logprobs = logprobs.view(targets.shape)
+    logprobs = tokens.restore(logprobs)
     if not (return_entropy or return_argmax):
         return logprobs
     return LogProbs(
         logprobs,
-        entropy.view(targets.shape) if return_entropy else None,
-        argmax.view(targets.shape) if return_argmax else None,
+        tokens.restore(entropy) if return_entropy else None,
+        tokens.restore(argmax) if return_argmax else None,
     )

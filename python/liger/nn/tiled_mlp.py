@@ -80,43 +80,66 @@ class _TiledMLP(nn.Module):
         return None if self.num_shards is None else max(min(self.num_shards, x.shape[:-1].numel()), 1)
 
     def _tensor_parallel(self, x, weights, biases):
-        """Every rank computes with its shard of the intermediate size; x and the result are replicated."""
+        """Every rank computes with its shard of the intermediate size. x and the result are replicated along the
+        dimension of the mesh that has these shards; along others the ranks have tokens of their own."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        names = ("gate_proj", "up_proj", "down_proj")
-        mesh = weights[0].device_mesh
-        for name, weight, expected in zip(names, weights, (Shard(0), Shard(0), Shard(1)), strict=True):
-            if (
-                not isinstance(weight, DTensor)
-                or weight.device_mesh != mesh
-                or weight.placements != (expected,)
-            ):
-                got = weight.placements if isinstance(weight, DTensor) else "not a DTensor"
-                raise RuntimeError(
-                    f"{type(self).__name__}: {name}.weight is {got}, expected ({expected},): column-wise gate_proj and "
-                    "up_proj, row-wise down_proj, on one mesh of one dimension. fully_shard belongs on this module or "
-                    "on a layer around it, not on its projections"
-                )
-        distributed = (
-            x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        )
-        local = distributed.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        inner = [None if b is None else b.to_local() for b in biases[:2]]
+        from .._core.placements import dense_strides, where_sharded
+
+        mesh, dimension = weights[0].device_mesh, self._tensor_dimension(weights)
+
+        def along(others, placement):
+            return [placement if i == dimension else p for i, p in enumerate(others)]
+
+        if isinstance(x, DTensor):
+            tokens = along([Replicate() if p.is_partial() else p for p in x.placements], Replicate())
+            distributed = x.redistribute(placements=tokens)
+        else:
+            tokens = along([Shard(0)] * mesh.ndim, Replicate())
+            distributed = DTensor.from_local(x, mesh, tokens, run_check=False)
+        sums = where_sharded(tokens, Partial())
+        local = distributed.to_local(grad_placements=along(tokens, Partial()))
+        column, row = along(sums, Shard(0)), along(sums, Shard(1))
         y = tiled_mlp(
             local,
-            *(w.to_local() for w in weights),
-            *inner,
+            *(w.to_local(grad_placements=p) for w, p in zip(weights, (column, column, row), strict=True)),
+            *(None if b is None else b.to_local(grad_placements=column) for b in biases[:2]),
             None,  # added below: here every rank would add it
             self.activation,
             self._shards(local),
             self.memory_budget,
         )
-        result = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(
-            placements=[Replicate()]
-        )
+        shape = (*distributed.shape[:-1], y.shape[-1])
+        result = DTensor.from_local(
+            y, mesh, along(tokens, Partial()), run_check=False, shape=shape, stride=dense_strides(y, shape)
+        ).redistribute(placements=tokens)
         if biases[2] is not None:
             result = result + biases[2]
         return result if isinstance(x, DTensor) else result.to_local()
+
+    def _tensor_dimension(self, weights):
+        """The dimension of the mesh along which the intermediate size is sharded."""
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh, names = weights[0].device_mesh, ("gate_proj", "up_proj", "down_proj")
+        dimensions = [i for i, p in enumerate(weights[0].placements) if p == Shard(0)]
+        for name, weight, expected in zip(names, weights, (Shard(0), Shard(0), Shard(1)), strict=True):
+            found = list(weight.placements) if isinstance(weight, DTensor) else []
+            if (
+                len(dimensions) == 1
+                and len(found) == mesh.ndim
+                and weight.device_mesh == mesh
+                and found.pop(dimensions[0]) == expected
+                and all(p.is_replicate() for p in found)
+            ):
+                continue
+            got = weight.placements if isinstance(weight, DTensor) else "not a DTensor"
+            raise RuntimeError(
+                f"{type(self).__name__}: {name}.weight is {got}, expected ({expected},): column-wise gate_proj and "
+                "up_proj, row-wise down_proj, along the same dimension of one mesh, and replicated along its other "
+                "dimensions. fully_shard belongs on this module or on a layer around it, not on its projections"
+            )
+        return dimensions[0]
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}, num_shards={self.num_shards}, memory_budget={self.memory_budget}"
@@ -136,7 +159,8 @@ class TiledSwiGLUMLP(_TiledMLP):
         x: (..., hidden_size), the dtype of the parameters; the result has the shape and dtype of x.
 
     The submodules have the names of LlamaMLP's, so state dicts are compatible. Weights may be DTensors, sharded
-    column-wise (gate_proj, up_proj) and row-wise (down_proj) over a mesh of one dimension.
+    column-wise (gate_proj, up_proj) and row-wise (down_proj) along one dimension of a mesh, and replicated along the
+    others.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.

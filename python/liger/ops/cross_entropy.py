@@ -190,12 +190,14 @@ def _inplace_applies(logits):
 
 def _run(logits, target, options, metrics, inplace):
     logits, target, token_weight = align_tokens("cross_entropy", logits, target, options.token_weight)
-    rows, flat_target, flat_weight = flatten_rows("cross_entropy", "logits", logits, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(
+        "cross_entropy", "logits", logits, target, token_weight
+    )
     arguments = rows, flat_target, options.ce_weight, flat_weight, *options[2:], *metrics
     need_grad = _gradient_in_forward(rows, options.reduction)
     in_place = inplace and _inplace_applies(rows)
     results = _Inplace.apply(need_grad, *arguments) if in_place else _forward_op(*arguments, need_grad)
-    return output_like(target, options.reduction, metrics, results)
+    return output_like(tokens, options.reduction, metrics, results)
 
 
 def _composite(logits, target, *options):

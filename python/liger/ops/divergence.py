@@ -28,11 +28,11 @@ from .._core.autograd import (
     refuse_gradient_outputs,
     wants_grad,
 )
-from .._core.dtensor import align_tokens, flatten_tokens, unflatten_tokens
+from .._core.dtensor import align_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import check_one_device, register_fake
 from .._core.forward_gradients import scaled_by_upstream
-from .._core.loss_rows import denominator_tensor, refuse_gradients
+from .._core.loss_rows import Tokens, denominator_tensor, memory_order, refuse_gradients
 from .._core.types import DivergenceReduction, Scalar
 from ..backend import register_family
 from .divergence_torch import (
@@ -135,8 +135,8 @@ divergence_ce_forward_ = forbid_autograd("divergence_ce_forward_")
 
 
 def flatten_pair(op, names, x, teacher, target, token_weight):
-    """(x, teacher, target, token_weight, like): the first two as (rows, features), the next two as (rows,) or None.
-    ``like`` has the shape of a loss per row."""
+    """(x, teacher, target, token_weight, tokens): the first two as (rows, features), the next two as (rows,) or None,
+    and the :class:`Tokens` of a loss per row."""
     if x.dim() < 1:
         raise wrong_shape(op, names[0], x, "at least one dimension")
     if teacher.dim() < 1 or teacher.shape[:-1] != x.shape[:-1]:
@@ -157,16 +157,19 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
             )
     _, teacher, _ = align_tokens(op, x, teacher, None)
     x, target, token_weight = align_tokens(op, x, target, token_weight)
-    like = x.select(-1, 0)
+    tokens = Tokens(x.select(-1, 0), None)
     if x.dim() == 1:
         x, teacher = x.unsqueeze(0), teacher.unsqueeze(0)
         target, token_weight = (None if t is None else t.unsqueeze(0) for t in (target, token_weight))
     elif x.dim() > 2:
-        dims = x.dim() - 1
+        order = memory_order(x)
+        # Two tensors of vocabulary size: a teacher in another order would be copied instead of the student.
+        if order is not None and memory_order(teacher) == order:
+            tokens = tokens._replace(order=order)
         x, teacher, target, token_weight = (
-            None if t is None else flatten_tokens(t, dims) for t in (x, teacher, target, token_weight)
+            None if t is None else tokens.flatten(t) for t in (x, teacher, target, token_weight)
         )
-    return x, teacher, target, token_weight, like
+    return x, teacher, target, token_weight, tokens
 
 
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
@@ -224,7 +227,7 @@ def _run(
     reduction,
 ):  # fmt: skip
     batch = student.shape[0] if student.dim() > 1 else 1
-    rows, teacher, target, token_weight, like = flatten_pair(
+    rows, teacher, target, token_weight, tokens = flatten_pair(
         op, ("student", "teacher"), student, teacher, target, token_weight
     )
     weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
@@ -238,7 +241,7 @@ def _run(
         _gradient_in_forward(rows, reduction),
     )[0]  # fmt: skip
     if per_row:
-        return unflatten_tokens(loss, like)
+        return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 

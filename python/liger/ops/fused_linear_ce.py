@@ -176,7 +176,9 @@ def _run(
         weight = weight.detach()
     input, weight, bias = autocast_operands(input, weight, bias)
     input, target, token_weight = align_tokens("fused_linear_ce", input, target, options.token_weight)
-    rows, flat_target, flat_weight = flatten_rows("fused_linear_ce", "input", input, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(
+        "fused_linear_ce", "input", input, target, token_weight
+    )
     flat_options = (options.ce_weight, flat_weight, *options[2:])
     results = fused_linear_ce_forward(
         rows, weight, flat_target, bias, *flat_options, accum_dtype, memory_budget,
@@ -188,7 +190,7 @@ def _run(
             results[0], parameter, rows, flat_target, bias, flat_options, memory_budget
         )
         results = loss, *results[1:]
-    return output_like(target, options.reduction, metrics, results)
+    return output_like(tokens, options.reduction, metrics, results)
 
 
 def _composite(input, weight, target, bias=None, *rest):

@@ -18,7 +18,6 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
-from .._core.dtensor import unflatten_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import gradients_in_forward
@@ -96,7 +95,7 @@ def _run(
     teacher = states[0] if states else teacher
     refuse_gradients(op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
     batch = input.shape[0] if input.dim() > 1 else 1
-    rows, teacher, target, token_weight, like = flatten_pair(
+    rows, teacher, target, token_weight, tokens = flatten_pair(
         op, ("input", "teacher"), input, teacher, target, token_weight
     )
     check_layer(op, LayerNames(), rows, weight, bias, target)
@@ -120,7 +119,7 @@ def _run(
         temperature, 1.0, 0.0, ignore_index, per_row, accum_dtype, memory_budget,
     )  # fmt: skip
     if per_row:
-        return unflatten_tokens(loss, like)
+        return tokens.restore(loss)
     return nan_if_empty(loss, rows, batch, reduction, denominator)
 
 

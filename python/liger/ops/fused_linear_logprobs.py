@@ -22,7 +22,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import differentiable, differentiable_once, wants_grad
-from .._core.dtensor import align_tokens, unflatten_tokens
+from .._core.dtensor import align_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.kept_logits import NOTHING, check_keep, choose, new_kept
@@ -133,7 +133,7 @@ def logprobs_of_layer(
     if logits_dtype is None:
         hidden, weight, bias = autocast_operands(hidden, weight, bias)
     hidden, targets, _ = align_tokens(op, hidden, targets, None)
-    rows, flat, _ = flatten_rows(op, names.input, hidden, targets, None, names.target)
+    rows, flat, _, tokens = flatten_rows(op, names.input, hidden, targets, None, names.target)
     check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
     needs_grad = wants_grad(rows, weight, bias)
@@ -151,9 +151,7 @@ def logprobs_of_layer(
         )  # fmt: skip
         results = logprobs, *(others or results[1:2]), results[2]
     requested = (True, return_entropy, return_argmax)
-    return tuple(
-        unflatten_tokens(t, targets) if flag else None for t, flag in zip(results[:3], requested, strict=True)
-    )
+    return tuple(tokens.restore(t) if flag else None for t, flag in zip(results[:3], requested, strict=True))
 
 
 # Any: with a flag that is a bool variable the result may also be the log-probabilities alone.

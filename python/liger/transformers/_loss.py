@@ -70,6 +70,14 @@ class LossCall:
         self.shared = embedding.weight, weight
         return rows
 
+    def check_embedding(self):
+        """Raises RuntimeError if the model's embedding shares the weight of a head and cannot add to its sum, because
+        its class has a forward of its own (Gemma 3 scales the rows): it was not patched, so it does not call lookup."""
+        if self.recipe.accumulate_grad_weight:
+            embedding = self.owner.get_input_embeddings()
+            if isinstance(embedding, nn.Embedding) and recipe_of(embedding) is None:
+                self._refuse_gradient_beside_the_sum(embedding)
+
     def _refuse_gradient_beside_the_sum(self, embedding):
         weight = embedding.weight
         tied = any(getattr(head, "weight", None) is weight for head in self.heads)
@@ -353,6 +361,7 @@ def _fused_forward(original, recipe):
             call = LossCall(
                 self, heads, labels, {n: kwargs[n] for n in recipe.keywords if n in kwargs}, recipe
             )
+            call.check_embedding()
         elif labels is None and _active.call is not None and _active.call.owner is not self:
             # This model is part of another one, which computes the loss.
             call = _active.call

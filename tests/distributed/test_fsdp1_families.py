@@ -1,0 +1,89 @@
+"""FullyShardedDataParallel (FSDP1) of patched models of several families: loss, gradients and weights of some steps."""
+
+import families
+import pytest
+import ranks
+import torch
+from test_fsdp2_families import checkpoint, is_tied, layers_of
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+NAMES = ["llama", "qwen3", "gemma3", "qwen3_moe", "mixtral"]
+
+
+def wrap(model, head=False, **options):
+    """Units: the layers, the rest, and on request an lm_head that is not tied."""
+    alone = {type(layer) for layer in layers_of(model)}
+    if head and not is_tied(model):
+        alone.add(type(model.lm_head))
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy(alone),
+        device_id=ranks.DEVICE,
+        use_orig_params=True,
+        **options,
+    )
+
+
+def whole(module, read):
+    with FullyShardedDataParallel.summon_full_params(module, with_grads=True):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): None if read(p) is None else read(p).detach().clone()
+            for name, p in families.parameters_of(module)
+        }
+
+
+def train(model, steps, **options):
+    """The :class:`families.Result` of a sharded model."""
+    module = wrap(model, **options)
+    optimizer, losses, grads = families.optimizer_of(module), [], []
+    before = whole(module, lambda p: p)
+    for of_ranks in steps:
+        optimizer.zero_grad()
+        loss = module(**families.to(of_ranks[ranks.RANK], ranks.DEVICE)).loss
+        loss.backward()
+        losses.append(ranks.total(loss.float()) / ranks.WORLD)
+        grads.append(whole(module, lambda p: p.grad))
+        optimizer.step()
+    return families.result(losses, grads, before, whole(module, lambda p: p))
+
+
+def run(name, dtype=torch.float32, kind="none", steps=None, tied=None, **options):
+    steps = families.batches(name) if steps is None else steps
+    exact = families.exactly(families.make(name, tied), steps)
+    results = []
+    for model in (families.patched(families.make(name, tied), name), families.make(name, tied)):
+        checkpoint(model, kind)
+        results.append(train(model, steps, **options))
+    families.assert_as_exact(*results, exact, dtype)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("head", [False, True], ids=["root", "head"])
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_plain_model(name, head, strategy):
+    run(name, head=head, sharding_strategy=strategy)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16(name):
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    run(name, torch.bfloat16, mixed_precision=precision)
+
+
+@pytest.mark.parametrize("kind", ["nonreentrant", "wrapper"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_checkpointing(name, kind):
+    run(name, kind=kind)
+
+
+@pytest.mark.parametrize("ignored_rank", range(ranks.WORLD))
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_rank_without_valid_label(name, ignored_rank):
+    run(name, steps=families.batches(name, ignored_rank=ignored_rank))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_tied_or_not(name):
+    """The other choice than the configuration of the family makes. The root owns a weight that two modules have."""
+    run(name, tied=name == "llama")
