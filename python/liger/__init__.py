@@ -50,6 +50,7 @@ __all__ = [
     "backend_report",
     "complex_rope",
     "cross_entropy",
+    "debug",
     "distributed",
     "fused_add_rms_norm",
     "fused_linear_ce",
@@ -90,7 +91,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Imported at first use, so that ``import liger`` imports no more than torch.
-    if name in ("losses", "nn", "transformers"):
+    if name in ("debug", "losses", "nn", "transformers"):
         return importlib.import_module(f"liger.{name}")
     if name in ("patch", "unpatch"):
         return getattr(importlib.import_module("liger.transformers"), name)

@@ -20,6 +20,7 @@ BELOW = {
     "triton_kernels": {"_core", "ops"},
     "losses": {"_core", "ops"},
     "distributed": {"_core", "ops"},
+    "debug": {"_core"},
     "nn": {"_core", "ops", "distributed"},
     "transformers": {"_core", "ops", "_tiled"},
     "trl": {"_core", "ops", "losses", "transformers"},

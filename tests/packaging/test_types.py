@@ -6,7 +6,10 @@ import inspect
 import pytest
 
 # liger.trl and liger.transformers need packages that may be missing.
-MODULES = ["liger", "liger.nn", "liger.distributed", "liger.losses", "liger.transformers", "liger.trl"]
+MODULES = [
+    *("liger", "liger.debug", "liger.nn", "liger.distributed", "liger.losses", "liger.transformers"),
+    "liger.trl",
+]
 
 
 def imported(module):

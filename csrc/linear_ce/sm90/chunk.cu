@@ -7,6 +7,7 @@
 #include "linear_ce/sm90/gemm_launch.cuh"
 #include "linear_ce/sm90/grad_weight.cuh"
 #include "linear_ce/sm90/rows.cuh"
+#include "linear_ce/sm90/tile_mass.cuh"
 
 namespace liger::linear_ce {
 namespace {
@@ -306,6 +307,15 @@ void Chunk::apply_rule(bool gradient) const {
       metrics || batch_.terms.smoothing() ? linear_ce::apply_rule<true> : linear_ce::apply_rule<false>;
   kernel<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(rule);
   check_launch(kOp);
+}
+
+void Chunk::count_tile_mass() const {
+  TileMassCounts* const counts = tile_mass_counts(batch_.device);
+  if (counts == nullptr) return;
+  const int columns = static_cast<int>(sums_per_row(batch_));
+  launch_count_tile_mass({rows(), batch_.row_index.index + chunk_.first, batch_.problem.targets,
+                          static_cast<int>(batch_.vocab()), buffers_.tile_sums, columns, counts},
+                         batch_.stream);
 }
 
 void Chunk::gradients() const {

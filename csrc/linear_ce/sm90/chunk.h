@@ -100,6 +100,9 @@ class Chunk {
   void apply_rule(bool gradient) const;
   // The GEMMs of the input and the weight gradient.
   void gradients() const;
+  // Adds the tiles of the chunk to the counter of liger.debug.tile_mass, if that is on. After exponentials(), for
+  // rows whose gradient is computed.
+  void count_tile_mass() const;
   // Where the exponentials are.
   const Panels& panels() const { return panels_; }
 

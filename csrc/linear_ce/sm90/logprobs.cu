@@ -263,7 +263,10 @@ ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const
                            memory_of<KeptRow>(kept_rows), false, workspace);
     work.chunk().exponentials();
     work.chunk().apply_rule(false);
-    if (keep) work.keep_rows();
+    if (!keep) continue;
+    work.keep_rows();
+    // Here, since the backward has no sums of tiles.
+    work.chunk().count_tile_mass();
   }
   return {logprobs, entropy, argmax, kept, kept_rows};
 }
@@ -317,6 +320,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
       work.clear_one_hot_terms();
     } else {
       work.chunk().exponentials();
+      work.chunk().count_tile_mass();
       work.keep_rows();
     }
     work.row_gradients(grad_logprobs, grad_entropy);
