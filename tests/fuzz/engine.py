@@ -199,11 +199,15 @@ def _as_dict(outputs):
     return {"result": outputs} if isinstance(outputs, torch.Tensor) else outputs
 
 
+MAGNITUDE = "magnitude of the terms of "
+
+
 def compare(ours, formula, given, wanted, plain=None, vary=None):
     """Asserts that two functions of the arguments ``given`` agree, with the gradients of those that are ``wanted``.
 
-    Each returns a tensor, or tensors by name; ``formula`` may return more than ``ours``. ``plain`` is torch's own
-    function where there is one; without it the formula stands for plain torch, too. ``vary`` names the tensors that
+    Each returns a tensor, or tensors by name; ``formula`` may return more than ``ours``, such as ``MAGNITUDE + name``:
+    the sum of the magnitudes of the terms of a sum, some of which may cancel. ``plain`` is torch's own function where
+    there is one; without it the formula stands for plain torch, too. ``vary`` names the tensors that
     have other numbers in other cases, by default those that are wanted.
     """
     if plain is None or not all(given[n].numel() for n in wanted):
@@ -254,7 +258,7 @@ def compare(ours, formula, given, wanted, plain=None, vary=None):
         infinite = [torch.where(finite, 0.0, t.double()).nan_to_num(nan=1e9) for t in (actual, expected)]
         assert torch.equal(*infinite), f"{name}: {actual} is not {expected}"
         theirs = max(_error(p[name], e[name]) for p, e in of_plain) * scale
-        size = max(_largest(e[name]) for _, e in of_plain)
+        size = max(_largest(e.get(MAGNITUDE + name, e[name])) for _, e in of_plain)
         floor = (2 * torch.finfo(actual.dtype).eps + 8 * single) * size + torch.finfo(actual.dtype).tiny
         if largest == _EPS_64:
             # The expected value is a float64 formula too.

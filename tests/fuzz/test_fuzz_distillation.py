@@ -4,6 +4,7 @@ import formulas
 import torch
 import torch.nn.functional as F
 from engine import Numbers, compare, dtypes, fuzz, one_of
+from hypothesis import assume
 from hypothesis import strategies as st
 from lm_head import HIDDEN, VOCAB, budget, differentiable, items
 
@@ -101,6 +102,9 @@ def test_distillation(device, data):
             teacher = formulas.up(F.linear(teacher_input, teacher_weight, teacher_bias))
         else:
             teacher = formulas.up(teacher_input)
+        if kind == "cosine" and numbers.dtype == torch.float16 and live.any():
+            # Below that the scaled gradient of the logits overflows: docs/losses.md.
+            assume(student.detach().norm(dim=-1).min() > 2**-7)
         divisor = max(int(live.sum()), 1) if count is None else float(count)
         loss, parts = student.sum() * 0.0, {}
         if soft:

@@ -3,7 +3,7 @@
 import formulas
 import torch
 from batches import Scores, Sequences, total_of
-from engine import Numbers, compare, dtypes, fuzz, maybe, one_of
+from engine import MAGNITUDE, Numbers, compare, dtypes, fuzz, maybe, one_of
 from hypothesis import strategies as st
 from lm_head import differentiable, items
 
@@ -112,6 +112,7 @@ def test_policies(device, data):
         else:
             divisor = tokens if count is None else max(float(count), 1.0)
         results = {"loss": total_of(terms, scores) / divisor}
+        results[f"{MAGNITUDE}loss"] = total_of([t.detach().abs() for t in terms], scores).detach() / divisor
         if coefficient:
             entropy = total_of(entropies, scores) / tokens
             results["loss"] = results["loss"] - coefficient * entropy

@@ -287,7 +287,8 @@ class FusedLinearCosineSimilarityLoss(_TwoHeadLoss):
     Raises:
         TypeError, ValueError: as :class:`DistillationLoss`; ValueError also for a beta that is not positive.
 
-    Formula: ``cos(s, t) = s . t / (|s| |t|)``, over the classes.
+    Formula: ``cos(s, t) = s . t / (|s| |t|)``, over the classes. Its gradient has a factor of ``1 / |s|``: in float16,
+    whose gradients of logits are scaled, it overflows to infinity or NaN where ``|s|`` is below 2^-7.
     """
 
     @arguments(error=ValueError, beta=POSITIVE)
