@@ -159,7 +159,9 @@ def kept_per_token(model_type, **options):
     return planned[0] + 2 * 64, allocated
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mixtral", "phi3"])
+@pytest.mark.parametrize(
+    "model_type", tiny_models.first_is_quick("qwen3", "llama", "gemma3_text", "mixtral", "phi3")
+)
 def test_bytes_of_layers_that_recompute_cheap_outputs(model_type):
     plain, recompute = kept_per_token(model_type), kept_per_token(model_type, recompute=True)
     tolerance = 0.015 if model_type == "mixtral" else 0

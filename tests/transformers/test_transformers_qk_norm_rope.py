@@ -13,7 +13,7 @@ import liger
 transformers = pytest.importorskip("transformers")
 
 from combinations import inputs_of, lora, seeded_step, tiny  # noqa: E402
-from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
+from tiny_models import assert_same_step, batch, first_is_quick, make, step, twin  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import (  # noqa: E402
     Qwen3Attention,
     apply_rotary_pos_emb,
@@ -143,7 +143,7 @@ def test_packed_positions():
     assert_same_step(*(seeded_step(model, given) for model in (ours, plain)))
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("model_type", first_is_quick("qwen3", "gemma3_text"))
 def test_compiled_without_a_graph_break(model_type):
     torch._dynamo.reset()
     ours, plain = pair(model_type)
