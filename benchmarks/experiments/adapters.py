@@ -5,7 +5,7 @@ import importlib
 import torch
 
 from . import pictures, tables, text, training
-from .cells import Cell, Experiment
+from .cells import Experiment
 
 METHODS = ("transformers", "liger", "liger-kernel")
 NEEDS = {
@@ -20,20 +20,7 @@ GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 1.0, "proj_type": "std"}
 
 
 def cells(tiny):
-    batch, sequence = (2, 16) if tiny else (4, 1024)
-    return [
-        Cell(
-            method,
-            size,
-            order,
-            {"batch": batch, "sequence": sequence},
-            NEEDS[size] + (("liger_kernel", "triton") if method == "liger-kernel" else ()),
-            ladder=f"{method} {size}",
-            seconds=240,
-        )
-        for order, size in enumerate(NEEDS)
-        for method in METHODS
-    ]
+    return training.cells_of_kinds(METHODS, NEEDS, tiny)
 
 
 def quantise(model, device):

@@ -7,7 +7,7 @@ import torch
 from liger_bench import bench_model
 
 from . import pictures, sharded_training, tables, text, training
-from .cells import Cell, Experiment
+from .cells import Experiment
 
 FP16, ZERO = "fp16 autocast", "ZeRO-3 with offload"
 METHODS = ("transformers", "liger", "liger-kernel")
@@ -15,20 +15,7 @@ NEEDS = {FP16: (), ZERO: ("deepspeed",)}
 
 
 def cells(tiny):
-    batch, sequence = (2, 16) if tiny else (4, 1024)
-    return [
-        Cell(
-            method,
-            size,
-            order,
-            {"batch": batch, "sequence": sequence},
-            NEEDS[size] + (("liger_kernel", "triton") if method == "liger-kernel" else ()),
-            ladder=f"{method} {size}",
-            seconds=240,
-        )
-        for order, size in enumerate(NEEDS)
-        for method in METHODS
-    ]
+    return training.cells_of_kinds(METHODS, NEEDS, tiny)
 
 
 class Scaled(training.Training):

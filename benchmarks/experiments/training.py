@@ -64,6 +64,24 @@ def cells(methods, shapes, order, seconds=150.0, **settings):
     ]
 
 
+def cells_of_kinds(methods, needs, tiny):
+    """Cells of every method for each kind of training, whose packages ``needs`` has by name, at 4 x 1024 tokens."""
+    batch, sequence = (2, 16) if tiny else (4, 1024)
+    return [
+        Cell(
+            method,
+            kind,
+            order,
+            {"batch": batch, "sequence": sequence},
+            packages + (("liger_kernel", "triton") if method == "liger-kernel" else ()),
+            ladder=f"{method} {kind}",
+            seconds=240,
+        )
+        for order, (kind, packages) in enumerate(needs.items())
+        for method in methods
+    ]
+
+
 class Training(bench_model.Trainee):
     """A Trainee whose errors are not caught: they are the result of its process."""
 

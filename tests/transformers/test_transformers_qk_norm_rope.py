@@ -6,12 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger
 
 transformers = pytest.importorskip("transformers")
 
+from called_ops import CalledOps  # noqa: E402
 from combinations import inputs_of, lora, seeded_step, tiny  # noqa: E402
 from tiny_models import assert_same_step, batch, first_is_quick, make, step, twin  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import (  # noqa: E402
@@ -28,17 +28,7 @@ KIND = "qk_norm_rope"
 TYPES = ["qwen3", "gemma3_text", "qwen3_moe"]
 
 
-class Ops(TorchDispatchMode):
-    """How often each op runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
+class Ops(CalledOps):
     def counts(self):
         return {name: self.names.count(name) for name in (KIND, "rope", "rms_norm")}
 

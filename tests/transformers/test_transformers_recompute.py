@@ -6,12 +6,12 @@ import pickle
 import pytest
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import liger
 
 transformers = pytest.importorskip("transformers")
 
+from called_ops import CalledOps  # noqa: E402
 from saved_bytes import assert_same_bits, build, forward, ids, saved_per_token, step, twins  # noqa: E402
 
 from liger.transformers import _recompute, patch_report  # noqa: E402
@@ -25,18 +25,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 def pair(model_type, **settings):
     """Patched twins, with and without recomputation."""
     return twins(build(model_type, **settings), RECOMPUTE, PLAIN)
-
-
-class Calls(TorchDispatchMode):
-    """How often each op runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 # --- what is saved ------------------------------------------------------------------------------------------------
@@ -153,7 +141,7 @@ def test_checkpointing_repeats_no_more_gemms():
     for model in pair("llama", layers=1):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         loss = forward(model, ids())
-        with Calls() as calls:
+        with CalledOps() as calls:
             loss.backward()
         counts.append([calls.names.count(name) for name in ("mm", "swiglu")])
     (gemms, products), (gemms_before, _) = counts
@@ -215,7 +203,7 @@ def test_cuda_graph():
 def test_each_output_is_recomputed_once():
     (model,) = twins(build("llama", layers=1), RECOMPUTE)
     loss = forward(model, ids())
-    with Calls() as calls:
+    with CalledOps() as calls:
         loss.backward()
     # Both norms of the layer; the product comes with the gradients of gate and up.
     assert calls.names.count("rms_norm") == 2
@@ -227,7 +215,7 @@ def test_each_output_is_recomputed_once():
 def test_normalised_queries_and_keys_are_rotated_again_once(fused):
     (model,) = twins(build("qwen3", layers=1), {**RECOMPUTE, "qk_norm_rope": fused})
     loss = forward(model, ids())
-    with Calls() as calls:
+    with CalledOps() as calls:
         loss.backward()
     assert calls.names.count("rms_norm") == (2 if fused else 2 + 2)
     assert calls.names.count("rope") == (0 if fused else 1)
@@ -321,7 +309,7 @@ def test_norms_with_hooks_are_saved():
     for model in (ours, theirs):
         model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda module, args: None)
     loss = forward(ours, ids())
-    with Calls() as calls:
+    with CalledOps() as calls:
         loss.backward()
     assert calls.names.count("rms_norm") == 1
     assert_same_bits(step(ours, ids()), step(theirs, ids()))
