@@ -163,6 +163,17 @@ def test_memory_order(view, order):
     torch.testing.assert_close(tokens.restore(rows[:, 0]), view.select(-1, 0))
 
 
+def test_results_of_rows_can_be_flattened_by_view():
+    x = transposed((H,), 0)
+    for result in (
+        *logprobs(x),
+        fused_linear_ce(x, reduction="none"),
+        kl_div(transposed((V,), 0), reduction="none"),
+    ):
+        assert result.shape == (B, S)
+        result.view(-1)
+
+
 def test_inplace_gradient():
     """The gradient overwrites the logits of the view, not a copy of them."""
     base = random(S, B, V, seed=4)

@@ -10,8 +10,8 @@
 
 namespace liger::linear_ce {
 
-// The memory of the int64 tensor that liger.debug.tile_mass allocates (python/liger/debug/_tile_mass.py). A tile is counted
-// in below[i] if the largest mass among its rows is less than kTileMassThresholds[i].
+// The memory of the int64 tensor that liger.debug.tile_mass allocates (python/liger/debug/_tile_mass.py). A tile
+// is counted in below[i] if the largest mass among its rows is less than kTileMassThresholds[i].
 inline constexpr float kTileMassThresholds[] = {0x1p-12f, 0x1p-16f, 0x1p-20f};
 inline constexpr int kTileMassThresholdCount = std::size(kTileMassThresholds);
 struct TileMassCounts {

@@ -28,7 +28,8 @@ class Tokens(NamedTuple):
             return unflatten_tokens(rows, self.like)
         shape = [self.like.shape[d] for d in self.order]
         inverse = sorted(range(len(shape)), key=self.order.__getitem__)
-        return rows.reshape(shape).permute(inverse)
+        # Contiguous, as other results are: callers may flatten it with view. A copy of one number per row.
+        return rows.reshape(shape).permute(inverse).contiguous()
 
 
 def memory_order(x):
