@@ -9,6 +9,7 @@ import torch
 import liger
 from liger_bench import bench_model
 from liger_bench.measure import spread
+from liger_bench.model_contestants import Contestant, contestants
 
 from . import text
 from .cells import Cell, coarse_first
@@ -28,15 +29,15 @@ def contestant(method, machine):
     """The contestant of bench_model with this name; ``liger`` is it on the backend of the machine."""
     if method == COMPILED and machine.tiny:
         # Inductor takes half a minute on a CPU.
-        return bench_model.Contestant(COMPILED, "other", functools.partial(torch.compile, backend="eager"))
+        return Contestant(COMPILED, "other", functools.partial(torch.compile, backend="eager"))
     name = f"liger[{backend(machine)}]" if method == "liger" else method
-    known = {c.name: c for c in bench_model.contestants([backend(machine)], compile=True)}
+    known = {c.name: c for c in contestants([backend(machine)], compile=True)}
     return known[name]
 
 
 def patched(machine, **options):
     """A contestant: ``liger.patch`` with these options."""
-    return bench_model.Contestant(
+    return Contestant(
         "liger",
         "ours",
         lambda model: liger.patch(model, **options),

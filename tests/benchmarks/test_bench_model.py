@@ -11,12 +11,13 @@ pytest.importorskip("transformers")
 from transformers.models.llama import modeling_llama
 
 from liger_bench import bench_model
+from liger_bench.model_contestants import Contestant
 
 TINY = replace(bench_model.SELF_TEST, shapes=((1, 8),), rounds=3)
 
 
 def contestant(name, prepare=lambda model: model, group="other", **settings):
-    return bench_model.Contestant(name, group, prepare, **settings)
+    return Contestant(name, group, prepare, **settings)
 
 
 def measure(monkeypatch, *contestants):
