@@ -81,10 +81,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor lse, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ()");
 
   // Row statistics of a vocabulary shard: logits (N, V) of the V classes from vocab_start on; target (N,) is
-  // an index into all classes. stats (3 or 4, N): the maximum logit m, sum(exp(z - m)), the logit of the
-  // target, or 0 if the shard does not have it, and with return_class_sum sum(ce_weight * z). Ignored rows
-  // have 0, 1, 0, 0.
-  m.def("cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, bool return_class_sum) -> Tensor");
+  // an index into all classes. stats (3 to 5, N): the maximum logit m, sum(exp(z - m)), the logit of the
+  // target, or 0 if the shard does not have it, with return_class_sum sum(ce_weight * z), and with
+  // return_square_sum sum(exp(z - m)^2), which makes the statistics not differentiable. Ignored rows have 0,
+  // 1, 0, 0, 1.
+  m.def("cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, bool return_class_sum, bool return_square_sum=False) -> Tensor");
   // The gradient of logits z (N, V): e * (coef_exp + coef_log * (z[v] - reference)) - coef_target * [v +
   // vocab_start == target] - coef_class * ce_weight[v] with e = exp(z[v] - reference), times the derivative of
   // the softcap; 0 in ignored rows. ce_weight is (V,), all other coefficients are (N,).
@@ -135,7 +136,18 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // need_grad_weight keeps serves no gradient of the weight. With logits_dtype float32 logits are not rounded to
   // fewer bits, and weight and bias may be float32 with an input of 16 bits
   m.def("fused_linear_logprobs_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, str keep=\"nothing\", bool need_grad_weight=False, ScalarType? logits_dtype=None) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
+  // The same with two more results per row, without gradient: the log of the sum over classes of the squared
+  // probabilities, and the mean over classes of the logits after softcap and temperature; 0 in ignored rows
+  m.def("fused_linear_logprobs_metrics_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, str keep=\"nothing\", bool need_grad_weight=False, ScalarType? logits_dtype=None, bool return_log_sum_sq_probs=False, bool return_mean_logits=False) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows, Tensor log_sum_sq_probs, Tensor mean_logits)");
   m.def("fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap, ScalarType? accum_dtype, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, str keep=\"nothing\", Tensor? kept=None, Tensor? kept_rows=None, ScalarType? logits_dtype=None) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+
+  // fused_linear_ce_forward and fused_linear_logprobs_forward of an lm_head with a low-rank term: logits input @
+  // weight.T + bias + down @ lora_b.T with lora_b (V, r) and down = lora_scale * input @ lora_a.T, lora_a (r, H), or
+  // down (N, r) itself without lora_a. The factors are rounded to the dtype of the input, or with logits_dtype
+  // float32 not at all; their gradients have their own dtypes
+  m.def("fused_linear_ce_lora_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor lora_b, Tensor? down, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float lora_scale, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, bool need_grad_lora_a, bool need_grad_lora_b, bool need_grad_down) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy, Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_lora_a, Tensor grad_lora_b, Tensor grad_down)");
+  m.def("fused_linear_logprobs_lora_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor lora_b, Tensor? down, float lora_scale, float temperature, int ignore_index, float? softcap, int? memory_budget, bool return_entropy, bool return_argmax, ScalarType? logits_dtype=None, bool return_log_sum_sq_probs=False, bool return_mean_logits=False) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor log_sum_sq_probs, Tensor mean_logits)");
+  m.def("fused_linear_logprobs_lora_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? lora_a, Tensor lora_b, Tensor? down, float lora_scale, float temperature, int ignore_index, float? softcap, int? memory_budget, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, bool need_grad_lora_a, bool need_grad_lora_b, bool need_grad_down, ScalarType? logits_dtype=None) -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias, Tensor grad_lora_a, Tensor grad_lora_b, Tensor grad_down)");
 
   // grad_weight += the gradient of the weight, float32 (float64 for float64 inputs), without a temporary of its
   // size. grad_loss: () or, with reduction "none", (N,)

@@ -4,6 +4,7 @@ Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. 
 """
 
 import os
+from zlib import crc32
 
 # Before the first import of huggingface_hub. No test needs the hub, but importing bitsandbytes asks it for a kernel.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,6 +49,13 @@ def backend(device):
 
 
 @pytest.fixture
+def float64_device():
+    """The device with the torch backend, which alone computes float64."""
+    with liger.use_backend("torch"):
+        yield torch.device("cuda" if GPU else "cpu")
+
+
+@pytest.fixture
 def sm90():
     """The device, with the engine of compute capability 9.0 in use; where it cannot run, the test is skipped."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -67,9 +75,10 @@ def _seed():
 
 def pytest_collection_modifyitems(items):
     # Markers, not keywords: those include the names of folders, and tests/packaging has tests without that marker.
-    for index, item in enumerate(items):
-        # Triton's interpreter takes its time: without the slow tests there is every fourth.
-        if item.get_closest_marker("packaging") or (triton_interpreted() and index % 4):
+    for item in items:
+        # Triton's interpreter takes its time: without the slow tests there is about every fourth, chosen by its name,
+        # so that a test added elsewhere does not change the choice.
+        if item.get_closest_marker("packaging") or (triton_interpreted() and crc32(item.nodeid.encode()) % 4):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and not GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -213,6 +213,24 @@ def partial_statistics(
 
 
 @triton.jit
+def square_sum(
+    row_ptr, z_max, n_cols, softcap, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr
+):
+    """The sum of exp(z - z_max)^2 of a row that partial_statistics has read."""
+    tile: tl.constexpr = LANES * REPEATS * VECTOR
+    reference = tl.where(z_max == float("-inf"), 0.0, z_max)
+    total = tl.zeros([LANES], tl.float32)
+    for start in range(0, n_cols, tile):
+        cols = _columns(start, LANES, REPEATS, VECTOR)
+        mask = cols < n_cols
+        x = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy="evict_first")
+        z = apply_softcap(x.to(tl.float32), softcap)
+        e = tl.where(mask, _exp(z - reference), 0.0)
+        total += _lane_sum(e * e)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def class_weight(ce_weight_ptr, target, in_range):
     """The weight of the target; 0 if the target is not a class."""
     if ce_weight_ptr is None:

@@ -21,6 +21,7 @@ from .cross_entropy_rule import (
     class_weight,
     fill_zeros,
     partial_statistics,
+    square_sum,
     store_target_gradient,
     target_logit,
     write_gradient,
@@ -30,12 +31,13 @@ from .cross_entropy_rule import (
 @triton.jit(do_not_specialize=["n_rows", "vocab_start", "ignore_index"])
 def stats_kernel(
     logits_ptr, logits_stride, target_ptr, ce_weight_ptr, stats_ptr, n_rows, n_cols, vocab_start, ignore_index, softcap,
-    CLASS_SUM: tl.constexpr, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
+    CLASS_SUM: tl.constexpr, SQUARE_SUM: tl.constexpr, LANES: tl.constexpr, REPEATS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_stride
     target = tl.load(target_ptr + row)
-    z_max, e_sum, z_target, class_sum = 0.0, 1.0, 0.0, 0.0
+    z_max, e_sum, z_target, class_sum, sum_of_squares = 0.0, 1.0, 0.0, 0.0, 1.0
     if target != ignore_index:
         column = target.to(tl.int64) - vocab_start
         in_range = (column >= 0) & (column < n_cols)
@@ -44,12 +46,16 @@ def stats_kernel(
         z_max, e_sum, class_sum = partial_statistics(
             row_ptr, ce_weight_ptr, n_cols, softcap, CLASS_SUM, LANES, REPEATS, VECTOR
         )  # fmt: skip
+        if SQUARE_SUM:
+            sum_of_squares = square_sum(row_ptr, z_max, n_cols, softcap, LANES, REPEATS, VECTOR)
     count = tl.cast(n_rows, tl.int64)
     tl.store(stats_ptr + row, z_max)
     tl.store(stats_ptr + count + row, e_sum)
     tl.store(stats_ptr + 2 * count + row, z_target)
     if CLASS_SUM:
         tl.store(stats_ptr + 3 * count + row, class_sum)
+    if SQUARE_SUM:
+        tl.store(stats_ptr + (3 + CLASS_SUM) * count + row, sum_of_squares)
 
 
 @triton.jit(do_not_specialize=["vocab_start", "ignore_index"])
@@ -97,10 +103,13 @@ def _check(op, logits, target, ce_weight, softcap):
     require_dtype(op, "logits", logits)
 
 
-def cross_entropy_stats(logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum):
+def cross_entropy_stats(
+    logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum, return_square_sum=False
+):
     _check("cross_entropy_stats", logits, target, ce_weight, softcap)
     n_rows, n_cols = logits.shape
-    stats = torch.empty(4 if return_class_sum else 3, n_rows, dtype=torch.float32, device=logits.device)
+    results = 3 + return_class_sum + return_square_sum
+    stats = torch.empty(results, n_rows, dtype=torch.float32, device=logits.device)
     if n_rows == 0:
         return stats
     logits, stride = rows_of(logits)
@@ -108,7 +117,8 @@ def cross_entropy_stats(logits, target, ce_weight, vocab_start, ignore_index, so
     with on_device_of(logits):
         stats_kernel[(n_rows,)](
             logits, stride, dense_vector(target), dense_vector(ce_weight) if return_class_sum else None, stats,
-            n_rows, n_cols, vocab_start, ignore_index, softcap, return_class_sum, *tile, num_warps=warps,
+            n_rows, n_cols, vocab_start, ignore_index, softcap, return_class_sum, return_square_sum, *tile,
+            num_warps=warps,
         )  # fmt: skip
     return stats
 

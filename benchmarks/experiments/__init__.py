@@ -20,6 +20,7 @@ MODULES = {
     "E10": "long_context",
     "E11": "sharded_mlp",
     "E12": "post_training",
+    "E13": "setting_curves",
 }
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import liger
 from liger.cli._demo_worker import nudge
-from liger_bench import bench_model
+from liger_bench import model_sizes
+from liger_bench.model_contestants import with_liger_kernel
 
 from . import pictures, tables, text, training
 from .cells import Cell, Experiment
@@ -36,7 +37,7 @@ SMALL = {
     "vocab_size": 32768, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512,
 }  # fmt: skip
-TINY = {**bench_model.SELF_TEST.config, "max_position_embeddings": 64}
+TINY = {**model_sizes.SELF_TEST.config, "max_position_embeddings": 64}
 CLASSES = {"llama": "Llama", "qwen3": "Qwen3", "gemma3_text": "Gemma3"}
 CONFIGS = {"gemma3_text": "Gemma3TextConfig"}
 
@@ -66,7 +67,7 @@ def make_model(given, machine):
     import transformers
 
     family = given["family"]
-    full = bench_model.FULL.config if family == "llama" else SMALL
+    full = model_sizes.FULL.config if family == "llama" else SMALL
     settings = {**(TINY if machine.tiny else full), "tie_word_embeddings": True, "use_cache": False}
     config_name = CONFIGS.get(family, f"{CLASSES[family]}Config")
     config = getattr(transformers, config_name)(**settings, attn_implementation="sdpa")
@@ -74,12 +75,6 @@ def make_model(given, machine):
     with torch.device(machine.device):
         model = getattr(transformers, f"{CLASSES[family]}ForCausalLM")(config)
     return model.to(getattr(torch, given["dtype"])).train()
-
-
-def _with_liger_kernel(model, family):
-    module = importlib.import_module("liger_kernel.transformers")
-    getattr(module, f"apply_liger_kernel_to_{family}")(model=model)
-    return model
 
 
 # --- losses with class weights ----------------------------------------------------------------------------------
@@ -125,7 +120,7 @@ def measure(cell, machine):
     elif method == "liger":
         liger.patch(model)
     elif method == "liger-kernel":
-        _with_liger_kernel(model, given["family"])
+        with_liger_kernel(model)
     if given["family"] == "llama":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)

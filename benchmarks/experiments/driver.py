@@ -61,7 +61,11 @@ def preload():
     """Imports what most cells import, so that forked processes start at once."""
     import importlib
 
-    for name in ("transformers.models.llama.modeling_llama", "liger.transformers", "liger_bench.bench_model"):
+    for name in (
+        "transformers.models.llama.modeling_llama",
+        "liger.transformers",
+        "liger_bench.model_trainee",
+    ):
         importlib.import_module(name)
 
 

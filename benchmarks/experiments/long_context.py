@@ -1,10 +1,11 @@
 """E10: whole training steps over long sequences, with the MLP tiled and not; the largest micro-batch that fits."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from liger_bench import bench_model
+from liger_bench import model_sizes
 
 from . import pictures, sharded_training, tables, training
 from .cells import Cell, Experiment
@@ -12,9 +13,9 @@ from .cells import Cell, Experiment
 ZERO = "1B, ZeRO-3"
 TILED = "liger, tiled MLP"
 METHODS = ("transformers", "liger-kernel", "liger", TILED)
-WIDE = bench_model.replace(
-    bench_model.FULL_8B,
-    config={**bench_model.FULL_8B.config, "num_hidden_layers": 4, "max_position_embeddings": 131072},
+WIDE = replace(
+    model_sizes.FULL_8B,
+    config={**model_sizes.FULL_8B.config, "num_hidden_layers": 4, "max_position_embeddings": 131072},
 )
 LENGTHS = (8192, 32768, 131072)
 MICRO_BATCHES = (2, 4, 8, 16, 32, 64)
@@ -48,7 +49,7 @@ def cells(tiny):
 
 def measure(cell, machine):
     wide = cell.settings["model"] == "wide" and not machine.tiny
-    size = bench_model.replace(WIDE if wide else training.size_of("1b", machine), warm_up=1, burst=1)
+    size = replace(WIDE if wide else training.size_of("1b", machine), warm_up=1, burst=1)
     entered = (
         training.patched(machine, tiled_mlp=True)
         if cell.method == TILED
@@ -59,7 +60,7 @@ def measure(cell, machine):
     shard = sharded_training.fsdp2
     if cell.settings["part"] == ZERO:
         shard = partial(sharded_training.zero3, batch=cell.settings["batch"])
-        size = bench_model.replace(size, dtype=torch.bfloat16)
+        size = replace(size, dtype=torch.bfloat16)
     return sharded_training.measure(cell, machine, entered, size, shard)
 
 

@@ -1,6 +1,6 @@
 """The kinds of pictures: lines over sizes, stacked bars, loss curves with their differences, memory over time."""
 
-from liger_bench.bench_model import GIB
+from liger_bench.model_report import GIB
 
 from .results import cells_of, ordered
 

@@ -1,10 +1,9 @@
 """E8: training steps with float16 autocast and a gradient scaler, and with ZeRO-3 that offloads weights and states."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
-
-from liger_bench import bench_model
 
 from . import pictures, sharded_training, tables, text, training
 from .cells import Experiment
@@ -41,9 +40,9 @@ def measure(cell, machine):
     entered = training.contestant(cell.method, machine)
     if cell.size == ZERO:
         shard = partial(sharded_training.zero3, batch=given["batch"], offload=True)
-        size = bench_model.replace(size, dtype=torch.bfloat16)
+        size = replace(size, dtype=torch.bfloat16)
         return sharded_training.measure(cell, machine, entered, size, shard)
-    made = Scaled(entered, bench_model.replace(size, dtype=torch.float32), machine)
+    made = Scaled(entered, replace(size, dtype=torch.float32), machine)
     batches = text.batches(machine, size.config["vocab_size"], 3, given["batch"], given["sequence"])
     with entered.context():
         made.build()

@@ -1,6 +1,7 @@
 """Tables of results in Markdown."""
 
-from liger_bench.bench_model import GIB, SAME_LOSS
+from liger_bench.model_report import GIB
+from liger_bench.model_trainee import SAME_LOSS
 
 from .results import ordered
 

@@ -3,11 +3,12 @@
 import functools
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 
 import liger
-from liger_bench import bench_model
+from liger_bench import model_sizes, model_trainee
 from liger_bench.measure import spread
 from liger_bench.model_contestants import Contestant, contestants
 
@@ -83,7 +84,7 @@ def cells_of_kinds(methods, needs, tiny):
     ]
 
 
-class Training(bench_model.Trainee):
+class Training(model_trainee.Trainee):
     """A Trainee whose errors are not caught: they are the result of its process."""
 
     def __init__(self, contestant, size, machine):
@@ -132,9 +133,9 @@ class Training(bench_model.Trainee):
 
 def size_of(model, machine):
     """The Size of bench_model ("1b" or "8b"), or its tiny one."""
-    full = {"1b": bench_model.FULL, "8b": bench_model.FULL_8B}[model]
-    size = bench_model.SELF_TEST if machine.tiny else full
-    return bench_model.replace(size, warm_up=1, burst=1)
+    full = {"1b": model_sizes.FULL, "8b": model_sizes.FULL_8B}[model]
+    size = model_sizes.SELF_TEST if machine.tiny else full
+    return replace(size, warm_up=1, burst=1)
 
 
 def measure(cell, machine, entered=None, size=None):

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +28,7 @@ from liger.nn import SwiGLUMLP, TiledSwiGLUMLP
 from .environment import environment
 from .harness import Options
 from .measure import MIB, PROVIDER_ERRORS, WRONG
+from .on_ranks import milliseconds, over_ranks, peak_mib
 
 LENGTHS = (2048, 8192, 32768, 131072)
 SHARDS = 4
@@ -141,44 +141,6 @@ class Contestant:
         return self.wrapped.step(x, grad_y)
 
 
-def _over_ranks(values, device):
-    """The largest of each value on any rank."""
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return tensor.tolist()
-
-
-def _peak(contestant, x, grad_y, device):
-    """Peak memory of a step in MiB; 0 on a CPU, where it is not measured."""
-    contestant.prepare(x)
-    if device.type == "cpu":
-        return 0.0
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    contestant.step(x, grad_y)
-    torch.cuda.synchronize()
-    (peak,) = _over_ranks([torch.cuda.max_memory_allocated() - before], device)
-    return peak / MIB
-
-
-def _milliseconds(runner, x, grad_y, device):
-    """Time of a step that all ranks start together."""
-    runner.prepare(x)
-    if device.type == "cpu":
-        dist.barrier()
-        begin = time.perf_counter()
-        runner.step(x, grad_y)
-        return (time.perf_counter() - begin) * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    dist.barrier()
-    start.record()
-    runner.step(x, grad_y)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
-
-
 def _error(values, expected):
     return max(
         ((a.double() - e.double()).norm() / e.double().norm()).item()
@@ -204,17 +166,19 @@ def measure_length(runners, tokens, hidden, shard_bytes, rounds, device):
         # Every 61st row: a copy of all rows would change the measured memory.
         found = [y[:, ::61].clone(), x.grad[:, ::61].clone()]
         expected = expected or found
-        (error,) = _over_ranks([_error(found, expected)], device)
+        (error,) = over_ranks([_error(found, expected)], device)
         del y, found
-        peak = _peak(runner, x, grad_y, device)
+        runner.prepare(x)
+        peak = peak_mib(lambda runner=runner: runner.step(x, grad_y), device)
         runner.prepare(x)
         absolute = peak + (shard_bytes + x.nbytes + grad_y.nbytes) / MIB
         results[runner.name] = {"peak_mib": peak, "absolute_mib": absolute, "error": error, "samples": []}
     for index in range(rounds):
         shift = index % len(order)
         for runner in order[shift:] + order[:shift]:
-            elapsed = _milliseconds(runner, x, grad_y, device)
-            results[runner.name]["samples"] += _over_ranks([elapsed], device)
+            runner.prepare(x)
+            elapsed = milliseconds(lambda runner=runner: runner.step(x, grad_y), device)
+            results[runner.name]["samples"] += over_ranks([elapsed], device)
     for runner in order:
         result = results[runner.name]
         result["ms"] = statistics.median(result.pop("samples"))

@@ -15,12 +15,12 @@ class CapturedStep:
     def __init__(self, step):
         self._step, self._graphs = step, {}
 
-    def warm_up(self, tokens):
-        """The losses of some steps without a graph."""
+    def warm_up(self, batches):
+        """The losses of a step on each batch without a graph; ``WARM_UP`` of them are enough."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            losses = [self._step(tokens) for _ in range(WARM_UP)]
+            losses = [self._step(tokens) for tokens in batches]
         torch.cuda.current_stream().wait_stream(stream)
         return losses
 

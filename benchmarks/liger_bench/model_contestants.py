@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,13 +11,45 @@ import torch
 
 import liger
 
+from .step_in_backward import StepInBackward
+
 # Steps until a plan of checkpointing is final.
 _PLANNED_WARM_UP = 8
 
 
+def adamw(parameters, capturable=False):
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=capturable)
+
+
+def adamw_8bit(parameters, capturable=False):
+    """AdamW of bitsandbytes with states of 8 bits; those of tensors below 4096 elements have 32."""
+    return importlib.import_module("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-5)
+
+
+def in_backward(make):
+    """``make`` for each parameter, with its step in the backward."""
+
+    def of_parameters(parameters, capturable=False):
+        return StepInBackward(parameters, functools.partial(make, capturable=capturable))
+
+    return of_parameters
+
+
+# Value of --optimizer -> (addition to the name of a contestant, its optimizer, packages).
+OPTIMIZERS = {
+    "adamw": ("", adamw, ()),
+    "in-backward": (", step in backward", in_backward(adamw), ()),
+    "8bit": (", 8-bit AdamW", adamw_8bit, ("bitsandbytes",)),
+    "8bit-in-backward": (", 8-bit AdamW in backward", in_backward(adamw_8bit), ("bitsandbytes",)),
+}
+
+
 @dataclass(frozen=True)
 class Contestant:
-    """``prepare(model)`` returns the callable of a step; ``context`` surrounds each step."""
+    """``prepare(model)`` returns the callable of a step; ``context`` surrounds each step.
+
+    ``optimizer(parameters, capturable=...)`` makes its optimizer.
+    """
 
     name: str
     group: str
@@ -27,16 +60,18 @@ class Contestant:
     # Steps before a shape is measured, at least: a plan needs some until it is final.
     warm_up: int = 0
     captured: bool = False
+    is_planned: bool = False
+    optimizer: Callable = adamw
 
 
 def _compile(model):
     return torch.compile(model, dynamic=False)
 
 
-def _with_liger_kernel(model):
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-    apply_liger_kernel_to_llama(model=model)
+def with_liger_kernel(model):
+    """Patches a model by liger-kernel's function for its type, and returns it."""
+    module = importlib.import_module("liger_kernel.transformers")
+    getattr(module, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
     return model
 
 
@@ -53,7 +88,11 @@ def contestants(backends, compile):
             Contestant(f"{c.name}, compiled", "ours", lambda m: _compile(liger.patch(m)), c.context)
             for c in ours
         ]
-    return [*plain, Contestant("liger-kernel", "liger-kernel", _with_liger_kernel, needs=needs), *ours]
+    return [
+        *plain,
+        Contestant("liger-kernel", "liger-kernel", with_liger_kernel, needs=needs),
+        *ours,
+    ]
 
 
 def recomputing(backends):
@@ -89,4 +128,45 @@ def planned(backends, memories):
             functools.partial(liger.use_backend, backend),
             checkpointing=memory is not None,
             warm_up=0 if memory is None else _PLANNED_WARM_UP,
+            is_planned=memory is not None,
         )
+
+
+def without_recipes(backends):
+    """liger under each backend without one of the fused recipes of decoder layers, and without both.
+
+    ``qk_norm_rope`` has no effect on attention without norms of queries and keys.
+    """
+    off = ("fused_add_rms_norm",), ("qk_norm_rope",), ("fused_add_rms_norm", "qk_norm_rope")
+    for backend, recipes in itertools.product(backends, off):
+        patch = functools.partial(liger.patch, **dict.fromkeys(recipes, False))
+        name = f"liger[{backend}], without {' and '.join(recipes)}"
+        yield Contestant(name, "ours", patch, functools.partial(liger.use_backend, backend))
+
+
+def with_optimizers(entered, names):
+    """Each contestant with each of these ``OPTIMIZERS``; steps that are CUDA graphs with AdamW alone."""
+    made = []
+    for name in names:
+        addition, optimizer, needs = OPTIMIZERS[name]
+        made += [
+            replace(c, name=c.name + addition, optimizer=optimizer, needs=(*c.needs, *needs))
+            for c in entered
+            if name == "adamw" or not c.captured
+        ]
+    return made
+
+
+def entered(
+    size, backends, compile=False, memories=(), only=None, graphs=False, optimizers=("adamw",), recipes=False
+):
+    """The contestants of these options. Raises ValueError for a name in ``only`` that none of them has."""
+    found = contestants(backends, compile) + ([] if size.checkpointing else recomputing(backends))
+    found += captured(found) if graphs else []
+    found += planned(backends, memories)
+    found += without_recipes(backends) if recipes else []
+    found = with_optimizers(found, optimizers)
+    unknown = set(only or ()) - {contestant.name for contestant in found}
+    if unknown:
+        raise ValueError(f"no contestant {sorted(unknown)}, expected {[c.name for c in found]}")
+    return [contestant for contestant in found if only is None or contestant.name in only]

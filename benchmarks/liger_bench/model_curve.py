@@ -7,7 +7,8 @@ import argparse
 import json
 from pathlib import Path
 
-from .bench_model import GIB, parse_shape, tokens_per_second
+from .bench_model import parse_shape
+from .model_report import GIB, tokens_per_second
 from .plots import color
 
 # Group of contestants -> (label, name of a provider whose colour it has).
@@ -16,6 +17,12 @@ SERIES = {
     "liger-kernel": ("liger-kernel", "liger-kernel"),
     "plain": ("transformers", "torch eager"),
 }
+
+
+def ranks_of(results, wanted):
+    """The numbers of ranks of the rows of one (batch, sequence)."""
+    rows = (record for result in results for record in result["rows"])
+    return sorted({r.get("ranks", 1) for r in rows if (r["batch"], r["sequence"]) == wanted})
 
 
 def points(results, wanted):
@@ -46,7 +53,7 @@ def _label(name, group):
     return label.replace("memory ", "planned in ").replace("G,", " GiB,").removesuffix("G")
 
 
-def draw(found, title):
+def draw(found, title, ranks=1):
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
@@ -59,8 +66,8 @@ def draw(found, title):
         axes.plot(*zip(*(p[:2] for p in found[group]), strict=True), "o", color=color(provider), label=label)
         for gib, speed, name in found[group]:
             axes.annotate(_label(name, group), (gib, speed), (5, -11), textcoords="offset points", fontsize=8)
-    axes.set_xlabel("peak memory of a step, GiB")
-    axes.set_ylabel("thousand tokens/s")
+    axes.set_xlabel("peak memory of a step, GiB" + (" of one rank" if ranks > 1 else ""))
+    axes.set_ylabel("thousand tokens/s" + (f" of {ranks} ranks" if ranks > 1 else ""))
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12, y=0.12)
@@ -75,12 +82,15 @@ def main(arguments=None):
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--title", default="Training steps: speed for memory")
     parsed = parser.parse_args(arguments)
-    found = points([json.loads(path.read_text()) for path in parsed.results], parsed.shape)
+    results = [json.loads(path.read_text()) for path in parsed.results]
+    ranks, found = ranks_of(results, parsed.shape), points(results, parsed.shape)
+    if len(ranks) > 1:
+        parser.error(f"results of {ranks} ranks in one picture; name those of one number of ranks")
     if not any(found.values()):
         parser.error(
             f"no result of {parsed.shape[0]}x{parsed.shape[1]} in {[str(p) for p in parsed.results]}"
         )
-    draw(found, parsed.title).savefig(parsed.output, dpi=110)
+    draw(found, parsed.title, *ranks).savefig(parsed.output, dpi=110)
     return 0
 
 

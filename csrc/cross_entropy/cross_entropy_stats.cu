@@ -29,25 +29,29 @@ CrossEntropyOptions stats_options(const char* op, const Tensor& logits, const Te
 }
 
 template <typename T>
-void launch_stats(const char* op, const ce::Problem& p, const ce::StatsOutput& o, cudaStream_t stream) {
+void launch_stats(const char* op, const ce::Problem& p, const ce::StatsOutput& o, float* square_sum,
+                  cudaStream_t stream) {
   const int64_t vectors = ceil_div(p.vocab, kVec<T>);
   // Four vectors in flight per thread.
   const int64_t threads = std::clamp<int64_t>(ceil_div(vectors, 4 * 32) * 32, 32, ce::kMaxThreads);
-  const auto kernel = p.extras == 0 ? ce::stats_streamed<T, false> : ce::stats_streamed<T, true>;
-  kernel<<<static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0, stream>>>(p, o);
+  auto kernel = p.extras == 0 ? ce::stats_streamed<T, false> : ce::stats_streamed<T, true>;
+  if (square_sum != nullptr)
+    kernel = p.extras == 0 ? ce::stats_streamed<T, false, true> : ce::stats_streamed<T, true, true>;
+  kernel<<<static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0, stream>>>(p, o, square_sum);
   check_launch(op);
 }
 
 Tensor cross_entropy_stats(const Tensor& logits, const Tensor& target, const std::optional<Tensor>& ce_weight,
                            int64_t vocab_start, int64_t ignore_index, std::optional<double> softcap,
-                           bool return_class_sum) {
+                           bool return_class_sum, bool return_square_sum) {
   constexpr const char* op = "cross_entropy_stats";
   CrossEntropyOptions options =
       stats_options(op, logits, target, ce_weight, ignore_index, softcap, return_class_sum);
   const OpGuard guard(op, logits.get_device_index());
   const int64_t rows = logits.size(0);
   require(rows <= INT_MAX, op, ": ", rows, " rows are more than one launch can take");
-  const Tensor stats = empty({return_class_sum ? 4 : 3, rows}, ScalarType::Float, logits);
+  const int results = 3 + return_class_sum + return_square_sum;
+  const Tensor stats = empty({results, rows}, ScalarType::Float, logits);
   if (rows == 0) return stats;
   const RowInput input = row_input(logits);
   options.problem.logits = input.data();
@@ -55,8 +59,10 @@ Tensor cross_entropy_stats(const Tensor& logits, const Tensor& target, const std
   float* out = static_cast<float*>(stats.mutable_data_ptr());
   const ce::StatsOutput output{vocab_start, out, out + rows, out + 2 * rows,
                                return_class_sum ? out + 3 * rows : nullptr};
+  float* const square_sum = return_square_sum ? out + (results - 1) * rows : nullptr;
   dispatch_dtype(logits.scalar_type(), [&](auto tag) {
-    launch_stats<typename decltype(tag)::type>(op, options.problem, output, current_stream(logits));
+    launch_stats<typename decltype(tag)::type>(op, options.problem, output, square_sum,
+                                               current_stream(logits));
   });
   return stats;
 }

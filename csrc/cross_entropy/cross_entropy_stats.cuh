@@ -21,9 +21,40 @@ struct StatsOutput {
   float* class_sum;  // null: not requested
 };
 
-// One read of the logits. grid: rows. Block size: any multiple of 32 up to kMaxThreads.
+// The sum of exp(z - max)^2 of a row over a block, after its maximum is known. Thread 0 gets the result.
 template <typename T, bool kExtras>
-__global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, const StatsOutput o) {
+__device__ __forceinline__ float sum_of_squares(const Problem& p, const T* logits, float max) {
+  __shared__ float scratch[32];
+  constexpr int N = kVec<T>;
+  const AlignedRow aligned = align_row(logits, p.vocab);
+  const float reference = reference_of(max);
+  float sum = 0.0f;
+  const auto add = [&]<int M>(const Vec<T, M>& raw, int column) {
+    float z[M];
+    unpack_logits<kExtras>(raw, column, p, z);
+    apply_softcap<kExtras, T>(p, z);
+#pragma unroll
+    for (int i = 0; i < M; ++i) {
+      const float e = exp_from(z[i], reference);
+      sum = fmaf(e, e, sum);
+    }
+  };
+  const T* body = logits + aligned.head;
+#pragma unroll 2
+  for (int v = threadIdx.x; v < aligned.vectors; v += blockDim.x)
+    add(load<T, N>(body + static_cast<int64_t>(v) * N), aligned.head + v * N);
+  if (threadIdx.x < aligned.edges()) {
+    const int column = aligned.edge_column(threadIdx.x, p.vocab);
+    add(Vec<T, 1>{logits[column]}, column);
+  }
+  return block_reduce<Sum>(sum, scratch);
+}
+
+// One read of the logits, or with kSquares two, the second of which mostly hits L2. grid: rows. Block size: any
+// multiple of 32 up to kMaxThreads.
+template <typename T, bool kExtras, bool kSquares = false>
+__global__ void __launch_bounds__(kMaxThreads)
+    stats_streamed(const Problem p, const StatsOutput o, float* square_sum) {
   __shared__ Stats<kExtras> slots[kMaxThreads / 32];
   const int64_t index = blockIdx.x;
   const int64_t y = p.targets[index];
@@ -32,6 +63,7 @@ __global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, c
   if (y == p.targets.ignore_index) {
     stats.max = 0.0f;
     stats.sum = 1.0f;
+    if (kSquares && threadIdx.x == 0) square_sum[index] = 1.0f;
   } else {
     const T* logits = static_cast<const T*>(p.logits) + index * p.row_stride;
     const int column = column_of(y, o.vocab_start, p.vocab);
@@ -41,6 +73,10 @@ __global__ void __launch_bounds__(kMaxThreads) stats_streamed(const Problem p, c
     }
     stats = streamed_stats<T, kExtras>(p, logits, align_row(logits, p.vocab));
     merge_block(stats, slots);
+    if constexpr (kSquares) {
+      const float squares = sum_of_squares<T, kExtras>(p, logits, stats.max);
+      if (threadIdx.x == 0) square_sum[index] = squares;
+    }
   }
   if (threadIdx.x != 0) return;
   o.max[index] = stats.max;

@@ -48,16 +48,20 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
                "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+// barrier: its shared address, which a loop need not compute again.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
-      "}\n" ::"r"(shared_address(barrier)),
+      "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  mbarrier_wait(shared_address(barrier), parity);
 }
 
 // The same, with acquire semantics at cluster scope: for data that other blocks have sent.

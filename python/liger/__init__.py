@@ -24,7 +24,7 @@ from .ops.cross_entropy import cross_entropy
 from .ops.divergence import jsd, kl_div, tvd
 from .ops.fused_linear_ce import fused_linear_ce
 from .ops.fused_linear_divergence import fused_linear_jsd, fused_linear_kl_div
-from .ops.fused_linear_logprobs import LogProbs, fused_linear_logprobs
+from .ops.fused_linear_logprobs import LogProbMetrics, LogProbs, fused_linear_logprobs
 from .ops.geglu import geglu, geglu_packed
 from .ops.group_norm import group_norm
 from .ops.grouped_experts import grouped_experts
@@ -46,6 +46,7 @@ __version__ = "0.2.0"
 __all__ = [
     "BackendUnavailable",
     "CrossEntropyOutput",
+    "LogProbMetrics",
     "LogProbs",
     "backend_report",
     "complex_rope",

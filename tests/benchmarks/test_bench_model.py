@@ -1,6 +1,9 @@
 """The benchmark of whole training steps runs in tiny sizes, and reports wrong and failing contestants as such."""
 
+import importlib.machinery
 import json
+import sys
+import types
 from dataclasses import replace
 
 import pytest
@@ -10,10 +13,11 @@ pytest.importorskip("transformers")
 
 from transformers.models.llama import modeling_llama
 
-from liger_bench import bench_model
+import liger
+from liger_bench import bench_model, model_contestants, model_report, model_sizes, model_trainee
 from liger_bench.model_contestants import Contestant
 
-TINY = replace(bench_model.SELF_TEST, shapes=((1, 8),), rounds=3)
+TINY = replace(model_sizes.SELF_TEST, shapes=((1, 8),), rounds=3)
 
 
 def contestant(name, prepare=lambda model: model, group="other", **settings):
@@ -22,7 +26,7 @@ def contestant(name, prepare=lambda model: model, group="other", **settings):
 
 def measure(monkeypatch, *contestants):
     plain = contestant("plain", group="plain")
-    monkeypatch.setattr(bench_model, "contestants", lambda backends, compile: [plain, *contestants])
+    monkeypatch.setattr(model_contestants, "contestants", lambda backends, compile: [plain, *contestants])
     (record,) = bench_model.measure(TINY, "cpu", [])
     return record
 
@@ -38,7 +42,7 @@ def test_self_test(tmp_path, capsys):
         plain, ours = record["providers"]["transformers"], record["providers"]["liger[torch]"]
         assert plain["status"] == ours["status"] == "ok"
         assert ours["first_loss"] == pytest.approx(plain["first_loss"], rel=1e-5)
-        assert ours["ms"]["n"] == bench_model.SELF_TEST.rounds
+        assert ours["ms"]["n"] == model_sizes.SELF_TEST.rounds
         assert 0 < ours["host_ms"]["median"] <= ours["ms"]["median"]
     printed = capsys.readouterr().out
     assert "## B=2 T=16" in printed and "liger[torch]: " in printed
@@ -85,6 +89,93 @@ def test_without_checkpointing(capsys):
     ]
 
 
+def names_of(printed):
+    return [
+        line.split(" | ")[0].removeprefix("| ") for line in printed.splitlines() if line.startswith("| ")
+    ][1:]
+
+
+def test_recipes_of_decoder_layers(capsys):
+    """Contestants of a Qwen3, whose attention has norms of queries and keys."""
+    wanted = ["transformers", "liger[torch]"]
+    off = ("fused_add_rms_norm", "qk_norm_rope", "fused_add_rms_norm and qk_norm_rope")
+    wanted += [f"liger[torch], without {recipe}" for recipe in off]
+    arguments = [word for name in wanted for word in ("--only", name)]
+    assert bench_model.main(["--self-test", "--size", "qwen3-1.7b", "--recipes", "2x16", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "# Training steps of a tiny Qwen3's shape" in printed
+    assert names_of(printed) == wanted
+
+
+def test_a_recipe_that_is_off_is_not_used():
+    size, kinds = model_sizes.size_of("qwen3-4b", self_test=True), []
+    for made in model_contestants.without_recipes(["torch"]):
+        trainee = model_trainee.Trainee(made, size, "cpu")
+        trainee.build()
+        report = liger.transformers.patch_report(trainee.model)
+        kinds.append({"fused_add_rms_norm", "qk_norm_rope"} & set(report.replaced.values()))
+    assert kinds == [{"qk_norm_rope"}, {"fused_add_rms_norm"}, set()]
+
+
+@pytest.mark.parametrize("name", model_sizes.SIZES)
+def test_sizes_are_those_of_their_models(name):
+    """Parameters in billions, as their authors count them."""
+    transformers = pytest.importorskip("transformers")
+    size = model_sizes.size_of(name)
+    family = size.family.capitalize()
+    config = getattr(transformers, f"{family}Config")(**{"tie_word_embeddings": True, **size.config})
+    with torch.device("meta"):
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    billions = {"1b": 1.24, "8b": 8.03, "qwen3-1.7b": 1.72, "qwen3-4b": 4.02}[name]
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.006)
+
+
+@pytest.fixture
+def fake_bitsandbytes(monkeypatch):
+    """Stands in for a package without CPU kernels for this optimizer on every machine."""
+    module = types.ModuleType("bitsandbytes")
+    module.__spec__ = importlib.machinery.ModuleSpec("bitsandbytes", None)
+    module.optim = types.SimpleNamespace(AdamW8bit=torch.optim.AdamW)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", module)
+
+
+def test_optimizers(fake_bitsandbytes, capsys):
+    wanted = [
+        "transformers, step in backward",
+        "liger[torch], memory 1G, recompute, step in backward",
+        "transformers, 8-bit AdamW in backward",
+        "liger[torch], 8-bit AdamW in backward",
+    ]
+    arguments = ["--self-test", "2x16", "--memory", "1G", "--optimizer", "in-backward"]
+    arguments += ["--optimizer", "8bit-in-backward", *(word for name in wanted for word in ("--only", name))]
+    assert bench_model.main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert names_of(printed) == wanted
+    assert "- liger[torch], memory 1G, recompute, step in backward: 0 of 2" in printed
+
+
+def test_no_gradient_is_left_by_steps_in_the_backward():
+    """The parameters are those of one optimizer of all of them."""
+    after = []
+    for name in ("adamw", "in-backward"):
+        (made,) = model_contestants.with_optimizers([contestant("plain")], [name])
+        trainee = model_trainee.Trainee(made, TINY, "cpu")
+        trainee.build()
+        tokens = torch.arange(8).view(1, 8)
+        for _ in range(3):
+            loss = trainee.call(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            freed = all(p.grad is None for p in trainee.model.parameters())
+            assert freed == (name == "in-backward")
+            trainee.optimizer.step()
+            trainee.optimizer.zero_grad()
+        weights = sum(p.nbytes for p in trainee.model.parameters())
+        assert 3 * weights < trainee.idle_bytes() < 3 * weights + 10_000
+        after.append([p.detach() for p in trainee.model.parameters()])
+    for one, other in zip(*after, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_an_unknown_contestant_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench_model.main(["--self-test", "--only", "liger[torch], recompute"])
@@ -99,8 +190,8 @@ def test_a_wrong_loss_is_seen(monkeypatch):
 
     record = measure(monkeypatch, contestant("spoiled", spoil, "ours"))
     assert record["providers"]["spoiled"]["status"] == "wrong"
-    assert bench_model.verdict(record) is None
-    assert "spoiled (WRONG LOSS)" in bench_model.markdown({}, [record])
+    assert model_report.verdict(record) is None
+    assert "spoiled (WRONG LOSS)" in model_report.markdown({}, [record])
 
 
 def test_a_failure_is_a_result(monkeypatch):
@@ -114,7 +205,7 @@ def test_a_failure_is_a_result(monkeypatch):
     assert record["providers"]["absent"] == {
         "group": "other", "status": "missing", "reason": "not installed: no_such_module",
     }  # fmt: skip
-    printed = bench_model.markdown({}, [record])
+    printed = model_report.markdown({}, [record])
     assert "| failing | failed: RuntimeError: no such kernel |" in printed and "absent" not in printed
 
 
@@ -135,7 +226,7 @@ def test_what_a_contestant_replaces_in_the_module_is_its_own(monkeypatch):
 
 
 def test_idle_bytes_count_shared_memory_once():
-    trainee = bench_model.Trainee(contestant("plain"), TINY, "cpu")
+    trainee = model_trainee.Trainee(contestant("plain"), TINY, "cpu")
     trainee.attempt(trainee.build)
     trainee.attempt(trainee.warm_up, [torch.zeros(1, 8, dtype=torch.int64)])
     weights = sum(p.nbytes for p in trainee.model.parameters())  # tied ones are listed once
@@ -148,7 +239,7 @@ def test_verdict_compares_with_the_best_of_each():
             "group": group,
             "status": "ok",
             "ms": {"median": ms},
-            "peak_bytes": gib * bench_model.GIB,
+            "peak_bytes": gib * model_report.GIB,
         }
 
     record = {
@@ -161,8 +252,8 @@ def test_verdict_compares_with_the_best_of_each():
             "slow": provider("ours", 30.0, 1.0),
         },
     }
-    assert bench_model.verdict(record) == "mine: 1.250x the tokens/s of fast, 0.500x the memory of small"
-    assert bench_model.tokens_per_second(record, record["providers"]["mine"]) == 500_000
+    assert model_report.verdict(record) == "mine: 1.250x the tokens/s of fast, 0.500x the memory of small"
+    assert model_report.tokens_per_second(record, record["providers"]["mine"]) == 500_000
 
 
 def test_bad_arguments(capsys):

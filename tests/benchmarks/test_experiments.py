@@ -1,5 +1,6 @@
 """The experiments run end to end in tiny sizes on the CPU; their driver resumes, infers, and records every failure."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -70,6 +71,12 @@ def test_another_experiment_runs(name, tmp_path):
     assert any(c["status"] == "ok" for c in result["cells"].values())
     if name in ("E2", "E4"):
         check_first_losses(result)
+    if name == "E13":
+        module = importlib.import_module("experiments.setting_curves")
+        for size in results.ordered(result, "size"):
+            found = module.verdicts(module.curves_of(result, size))
+            ours = {method: one["agrees"] for method, one in found.items() if method.startswith("liger")}
+            assert len(ours) >= 4 and all(ours.values()), ours
 
 
 def test_a_second_run_measures_nothing_again(tiny_results):

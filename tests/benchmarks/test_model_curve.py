@@ -48,6 +48,29 @@ def test_picture(result, tmp_path):
     assert "planned in 6 GiB, recompute" in [text.get_text() for text in axes.texts]
 
 
+def with_ranks(result, path, ranks):
+    found = json.loads(result.read_text())
+    found["rows"][0]["ranks"] = ranks
+    path.write_text(json.dumps(found))
+    return path
+
+
+def test_two_ranks(result, tmp_path):
+    """Tokens are those of both ranks, memory is that of one."""
+    found = json.loads(with_ranks(result, tmp_path / "ranks.json", 2).read_text())
+    points = model_curve.points([found], (4, 16))
+    assert [(gib, speed) for gib, speed, _ in points["ours"]] == [(6, 8.0), (7, 6.4), (8, 12.8)]
+    (axes,) = model_curve.draw(points, "t", *model_curve.ranks_of([found], (4, 16))).axes
+    assert axes.get_xlabel().endswith("of one rank") and axes.get_ylabel().endswith("of 2 ranks")
+
+
+def test_one_picture_is_of_one_number_of_ranks(result, tmp_path, capsys):
+    other = with_ranks(result, tmp_path / "ranks.json", 2)
+    with pytest.raises(SystemExit):
+        model_curve.main(["4x16", str(result), str(other), "--output", str(tmp_path / "curve.png")])
+    assert "results of [1, 2] ranks in one picture" in capsys.readouterr().err
+
+
 def test_no_such_shape(result, tmp_path, capsys):
     with pytest.raises(SystemExit):
         model_curve.main(["8x16", str(result), "--output", str(tmp_path / "curve.png")])

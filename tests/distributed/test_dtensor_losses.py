@@ -89,11 +89,46 @@ def test_logprobs_of_sharded_tokens(dims):
 
     def run(x, w, b):
         given = distribute(target, part) if isinstance(x, DTensor) else target
-        return liger.fused_linear_logprobs(x, w, given, b, temperature=0.7, return_entropy=True)[:2]
+        return liger.fused_linear_logprobs(x, w, given, b, temperature=0.7, return_entropy=True, **metrics)[
+            :2
+        ]
 
-    _, grads = compare(run, [random(*shape, H), random(V, H, seed=1), random(V, seed=2)], [part, R, R])
+    metrics = {"return_log_sum_sq_probs": True, "return_mean_logits": True} if dims == 3 else {}
+    tensors, placements = [random(*shape, H), random(V, H, seed=1), random(V, seed=2)], [part, R, R]
+    _, grads = compare(run, tensors, placements)
     assert grads[0].placements == (part,)
     assert all(grad.placements == (Partial(),) for grad in grads[1:])
+
+
+@pytest.mark.parametrize("name", ["fused_linear_ce", "fused_linear_logprobs"])
+def test_low_rank_terms_of_sharded_tokens(name):
+    target, part = targets(B, T), Shard(1)
+
+    def run(x, w, a, b):
+        given = distribute(target, part) if isinstance(x, DTensor) else target
+        factors = {"lora_a": a, "lora_b": b, "lora_scale": 0.7}
+        if name == "fused_linear_ce":
+            return liger.fused_linear_ce(x, w, given, **factors)
+        return liger.fused_linear_logprobs(x, w, given, temperature=0.7, return_entropy=True, **factors)[:2]
+
+    tensors = [random(B, T, H), random(V, H, seed=1), random(3, H, seed=2), random(V, 3, seed=3)]
+    _, grads = compare(run, tensors, [part, R, R, R])
+    assert grads[0].placements == (part,)
+    assert all(grad.placements == (Partial(),) for grad in grads[1:])
+
+
+@pytest.mark.parametrize("name", ["log_sum_sq_probs", "mean_logits"])
+def test_metrics_of_logprobs_of_sharded_tokens(name):
+    x, w, target = random(B, T, H), random(V, H, seed=1), targets(B, T)
+    expected = liger.fused_linear_logprobs(x, w, target, softcap=3.0, **{f"return_{name}": True})
+    part = Shard(1)
+    given = distribute(x, part), distribute(w, R), distribute(target, part)
+    found = liger.fused_linear_logprobs(*given, softcap=3.0, **{f"return_{name}": True})
+    assert getattr(found, name).placements == (part,)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        if mine is not None:
+            torch.testing.assert_close(mine.full_tensor(), other)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -5,6 +5,7 @@ import pytest
 import ranks
 import torch
 import transformers
+from called_ops import CalledOps
 from test_fsdp2_families import layers_of
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -72,6 +73,20 @@ def compare(name, make, dtype=torch.float32, steps=None, report=None):
         report(ours)
     exact = families.exactly(families.make(name, tied=False), steps)
     families.assert_as_exact(train(ours, steps), train(theirs, steps), exact, dtype)
+    # After the training: the weights of the root stay gathered after a forward without a backward.
+    assert_head_computes_loss(ours, steps[0])
+
+
+def assert_head_computes_loss(model, of_ranks):
+    """A patched model: the head computes the loss from its shards of the classes, in the report and in a call."""
+    replaced = list(patch_report(model).replaced.values())
+    if not replaced:
+        return
+    assert replaced.count("vocab_parallel_fused_linear_cross_entropy") == 1
+    with CalledOps() as called, torch.no_grad():
+        output = model(**families.to(of_ranks[data_rank()], ranks.DEVICE))
+    assert output.logits is None
+    assert "liger_distributed::fused_linear_ce_forward" in called.full_names
 
 
 def on_mesh(name, patched, change=None, options=None, parts=None, **sharding):

@@ -97,6 +97,11 @@ class Sequences:
         return made
 
 
+def of_layers(given):
+    """The names of the tensors of the model's layer and of its reference's, whose roundings an error may have."""
+    return [n for n in given if not n.endswith("logps")]
+
+
 class Scores:
     """Log-probabilities and entropies of a batch and of its reference, as a formula has them."""
 

@@ -2,7 +2,7 @@
 
 import formulas
 import torch
-from batches import Scores, Sequences, total_of
+from batches import Scores, Sequences, of_layers, total_of
 from engine import MAGNITUDE, Numbers, compare, dtypes, fuzz, maybe, one_of
 from hypothesis import strategies as st
 from lm_head import differentiable, items
@@ -72,7 +72,7 @@ def test_policies(device, data):
         if ref_per_token_logps is not None:
             reference = {"ref_logps": ref_per_token_logps}
         scores = Scores(batch, head, _input, lin_weight, bias, reference)
-        terms, kls, entropies = [], [], []
+        terms, sizes, kls, entropies = [], [], [], []
         for sequence, rows in enumerate(batch.rows):
             if not rows:
                 continue
@@ -97,13 +97,17 @@ def test_policies(device, data):
                 )
             if sampler is not None and kind != "vespo":
                 loss = loss * at(sampler, sequence, rows).to(wide)
+            size = loss.detach().abs()
             if beta:
                 gap = scores.reference_tokens[rows] - logp
                 divergence = torch.exp(gap) - gap - 1
                 kls.append(divergence.detach().sum())
-                loss = loss + beta * divergence * (ratio if corrected else 1.0)
+                divergence = beta * divergence * (ratio if corrected else 1.0)
+                loss, size = loss + divergence, size + divergence.detach()
             entropies.append(scores.entropies[rows].sum())
-            terms.append(loss.sum() / (len(rows) if kind in ("grpo", "sapo") else 1))
+            length = len(rows) if kind in ("grpo", "sapo") else 1
+            terms.append(loss.sum() / length)
+            sizes.append(size.sum() / length)
         tokens = max(sum(map(len, batch.rows)), 1)
         if kind in ("grpo", "sapo", "luspo"):
             divisor = batch.count if count is None else float(count)
@@ -112,7 +116,7 @@ def test_policies(device, data):
         else:
             divisor = tokens if count is None else max(float(count), 1.0)
         results = {"loss": total_of(terms, scores) / divisor}
-        results[f"{MAGNITUDE}loss"] = total_of([t.detach().abs() for t in terms], scores).detach() / divisor
+        results[f"{MAGNITUDE}loss"] = total_of(sizes, scores).detach() / divisor
         if coefficient:
             entropy = total_of(entropies, scores) / tokens
             results["loss"] = results["loss"] - coefficient * entropy
@@ -122,4 +126,4 @@ def test_policies(device, data):
         return results
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names), vary=names)
+    compare(ours, formula, given, differentiable(draw, *names), vary=of_layers(given))

@@ -2,7 +2,7 @@
 
 import formulas
 import torch
-from batches import Scores, Sequences, stacked, total_of
+from batches import Scores, Sequences, of_layers, stacked, total_of
 from engine import Numbers, compare, dtypes, fuzz, maybe, one_of
 from hypothesis import strategies as st
 from lm_head import differentiable, items
@@ -56,7 +56,7 @@ def preference(draw, device, cls, options, pair_loss, average=False, nll=False, 
         }
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names), vary=names)
+    compare(ours, formula, given, differentiable(draw, *names), vary=of_layers(given))
 
 
 @fuzz(6)
@@ -168,4 +168,4 @@ def test_kto(device, data):
         }
 
     names = [n for n in ("_input", "lin_weight", "bias") if n in given]
-    compare(ours, formula, given, differentiable(draw, *names), vary=names)
+    compare(ours, formula, given, differentiable(draw, *names), vary=of_layers(given))

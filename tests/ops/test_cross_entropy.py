@@ -152,11 +152,13 @@ def test_denominators(device, denominator):
         torch.testing.assert_close(loss, plain / 7, rtol=1e-6, atol=0)
 
 
-def test_gradcheck():
+def test_gradcheck(float64_device):
     for name in OPTIONS:
         for reduction in REDUCTIONS:
-            chosen = options(name, 4, 6, "cpu", reduction)
-            logits, target = random_logits(4, 6, "cpu", torch.float64, chosen.get("ignore_index", -100))
+            chosen = options(name, 4, 6, float64_device, reduction)
+            logits, target = random_logits(
+                4, 6, float64_device, torch.float64, chosen.get("ignore_index", -100)
+            )
             assert torch.autograd.gradcheck(
                 lambda x, y=target, chosen=chosen: liger.cross_entropy(x, y, **chosen),
                 logits.requires_grad_(),

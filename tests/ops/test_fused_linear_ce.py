@@ -189,10 +189,12 @@ def test_int32_targets(device):
         assert torch.equal(a, b)
 
 
-def test_gradcheck():
+def test_gradcheck(float64_device):
     for name, reduction in itertools.product(("plain", "all"), REDUCTIONS):
-        chosen = options(name, 4, 6, "cpu", reduction)
-        *tensors, target = random_layer(4, 3, 6, "cpu", torch.float64, chosen.get("ignore_index", -100))
+        chosen = options(name, 4, 6, float64_device, reduction)
+        *tensors, target = random_layer(
+            4, 3, 6, float64_device, torch.float64, chosen.get("ignore_index", -100)
+        )
         for budget in (None, 6 * 8):
             assert torch.autograd.gradcheck(
                 lambda x, w, b, y=target, budget=budget, chosen=chosen: liger.fused_linear_ce(
@@ -312,3 +314,28 @@ def test_more_than_two_to_the_31_logits_in_one_chunk(device, reduction):
         output.loss.sum().backward()
     torch.testing.assert_close(outputs[0].logprobs[-last:], outputs[1].logprobs, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(whole[0].grad[-last:], tail[0].grad, rtol=5e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("divisor", ["mean", "denominator", "denominator of a sum"])
+def test_a_loss_scale_keeps_the_bits_of_float16(device, divisor):
+    """A mean over many rows has gradients below 2^-14; a loss scale makes them normal numbers with 11 bits again."""
+    rows, hidden, vocab, loss_scale = 2048, 16, 24, 4096.0
+    x, weight = torch.randn(rows, hidden, device=device), 2e-3 * torch.randn(vocab, hidden, device=device)
+    target = torch.randint(vocab, (rows,), device=device)
+    target[::3] = -100
+    options = {"mean": {}, "denominator": {"denominator": 1500}}.get(
+        divisor, {"denominator": torch.tensor(1500.0, device=device), "reduction": "sum"}
+    )
+    leaves = [t.half().requires_grad_() for t in (x, weight)]
+    loss = liger.fused_linear_ce(*leaves, target, **options, return_z_loss=True, lse_square_scale=1e-3)
+    grads = torch.autograd.grad(loss.loss * loss_scale, leaves)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    logits = linear(*wide)
+    live = target != -100
+    count = live.sum() if divisor == "mean" else 1500
+    z_loss = 1e-3 * logits.logsumexp(-1)[live].square().sum() / count
+    exact = torch.nn.functional.cross_entropy(logits, target, reduction="sum") / count + z_loss
+    torch.testing.assert_close(loss.loss.double(), exact.detach(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(loss.z_loss.double(), z_loss.detach(), rtol=1e-3, atol=0)
+    for grad, wanted in zip(grads, torch.autograd.grad(exact * loss_scale, wide), strict=True):
+        assert (grad.double() - wanted).norm() < 2e-3 * wanted.norm()

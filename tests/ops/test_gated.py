@@ -190,10 +190,10 @@ def test_same_bits_twice_and_inputs_untouched(device, name):
         assert torch.equal(now, before) and now._version == 0
 
 
-def test_float64_gradcheck(device, backend, name):
-    if backend != "torch":
-        pytest.skip("float64 is served by the torch backend alone")
-    assert torch.autograd.gradcheck(function_of(name), leaves(*make(device, name, (3, 4), torch.float64)))
+def test_float64_gradcheck(float64_device, name):
+    assert torch.autograd.gradcheck(
+        function_of(name), leaves(*make(float64_device, name, (3, 4), torch.float64))
+    )
 
 
 # --- inplace=True -------------------------------------------------------------------------------------------------

@@ -136,13 +136,12 @@ def test_sizes(device, sizes, dtype):
     check(index.int(), *draws)
 
 
-def test_float64(device, backend):
-    if backend != "torch":
-        pytest.skip("float64 is served by the torch backend")
+def test_float64(float64_device):
     inputs = [
-        t.double().requires_grad_() for t in make(device, tokens=4, hidden=3, intermediate=2, biased=True)
+        t.double().requires_grad_()
+        for t in make(float64_device, tokens=4, hidden=3, intermediate=2, biased=True)
     ]
-    index = torch.randint(EXPERTS + 1, (4, CHOICES), device=device)
+    index = torch.randint(EXPERTS + 1, (4, CHOICES), device=float64_device)
     for options in FORMS.values():
         if not options.get("is_transposed"):
             torch.autograd.gradcheck(

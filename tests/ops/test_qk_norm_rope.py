@@ -255,9 +255,9 @@ def test_saves_no_intermediate(device):
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (*leaves, *table)}
 
 
-def test_gradients_in_float64():
-    inputs = [t.double().requires_grad_() for t in inputs_of("cpu", torch.float32, 1, 2, 1, 3, 10)]
-    table = tables("cpu", torch.float64, 3, 6)
+def test_gradients_in_float64(float64_device):
+    inputs = [t.double().requires_grad_() for t in inputs_of(float64_device, torch.float32, 1, 2, 1, 3, 10)]
+    table = tables(float64_device, torch.float64, 3, 6)
     for options in ((1e-3, 0.0, "llama", 1, False), (1e-3, 1.0, "gemma", 1, True)):
         torch.autograd.gradcheck(lambda *t, options=options: liger.qk_norm_rope(*t, *table, *options), inputs)
 

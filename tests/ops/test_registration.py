@@ -122,6 +122,7 @@ RETURNING_THEIR_BACKWARD = (
     "cross_entropy_forward",
     "divergence_forward",
     "fused_linear_ce_forward",
+    "fused_linear_ce_lora_forward",
     "fused_linear_divergence_forward",
     "grouped_experts_forward",
     "tiled_mlp_forward",
@@ -176,6 +177,11 @@ def test_fake_outputs_are_the_real_ones(device, op):
             assert described[0] == described[1], f"output {i}"
 
 
+def bits(tensor):
+    """Of all elements: what an op saves for its backward may have rows that it never writes, NaN among them."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 @pytest.mark.parametrize("op", [op for op in OPS if op not in HELPERS])
 def test_inputs_are_untouched_and_not_returned(device, op):
     for arguments in SAMPLES[op](device):
@@ -186,7 +192,7 @@ def test_inputs_are_untouched_and_not_returned(device, op):
             if any(tensor is t for t in changed):
                 assert tensor._version > version
             else:
-                assert torch.equal(tensor, copy) and tensor._version == version
+                assert torch.equal(bits(tensor), bits(copy)) and tensor._version == version
         places = [t.untyped_storage().data_ptr() for t in (*tensors_in(arguments), *outputs) if t.numel()]
         inputs = {t.untyped_storage().data_ptr() for t in tensors_in(arguments) if t.numel()}
         for output in outputs:

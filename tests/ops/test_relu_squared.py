@@ -46,10 +46,8 @@ def test_zero_nan_and_infinity(device):
     torch.testing.assert_close(x.grad, torch.tensor([0, 0, 0, inf, nan], device=device), equal_nan=True)
 
 
-def test_float64_gradcheck(device, backend):
-    if backend != "torch":
-        pytest.skip("float64 is served by the torch backend alone")
-    x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
+def test_float64_gradcheck(float64_device):
+    x = torch.randn(3, 4, device=float64_device, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(liger.relu_squared, x)
 
 

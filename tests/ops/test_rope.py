@@ -209,10 +209,8 @@ def test_same_bits_twice_and_inputs_untouched(device):
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
-def test_float64_gradcheck(device, backend, interleaved):
-    if backend != "torch":
-        pytest.skip("float64 is served by the torch backend alone")
-    q, k, cos, sin = make(device, (1, 2, 1, 3, 6, 4), torch.float64, "per_sequence")
+def test_float64_gradcheck(float64_device, interleaved):
+    q, k, cos, sin = make(float64_device, (1, 2, 1, 3, 6, 4), torch.float64, "per_sequence")
     assert torch.autograd.gradcheck(
         lambda q, k: liger.rope(q, k, cos, sin, interleaved=interleaved), leaves(q, k)
     )

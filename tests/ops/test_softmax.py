@@ -164,10 +164,8 @@ def test_keeps_the_result_and_not_the_input(device):
     assert saved.data_ptr() == y.data_ptr()
 
 
-def test_float64_gradcheck(device, backend):
-    if backend != "torch":
-        pytest.skip("float64 is served by the torch backend alone")
-    x = torch.randn(3, 4, device=device, dtype=torch.float64, requires_grad=True)
+def test_float64_gradcheck(float64_device):
+    x = torch.randn(3, 4, device=float64_device, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(liger.softmax, x)
 
 

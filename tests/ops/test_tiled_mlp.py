@@ -144,10 +144,8 @@ def test_activations_and_shapes(device, dtype, activation, leading):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_float64_gradcheck(device, backend, activation):
-    if backend != "torch":
-        pytest.skip("float64 is served by the torch backend alone")
-    tensors = leaves(make(device, (3,), torch.float64, bias=True))
+def test_float64_gradcheck(float64_device, activation):
+    tensors = leaves(make(float64_device, (3,), torch.float64, bias=True))
     tensors = [t.detach()[..., :4].contiguous().requires_grad_() for t in tensors]
     tensors[1:4] = [t.detach()[:4].requires_grad_() for t in tensors[1:4]]
     assert torch.autograd.gradcheck(lambda *t: liger.tiled_mlp(*t, activation, 2), tensors)

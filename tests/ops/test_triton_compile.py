@@ -20,6 +20,7 @@ from liger.triton_kernels import (
     cross_entropy_stats,
     divergence,
     expert_gate,
+    expert_sum,
     fused_linear_ce,
     geglu,
     group_norm,
@@ -130,6 +131,16 @@ def gated_launches(dtype, tokens=9, family=swiglu, name="swiglu", options=({},))
             ops["_backward_product_"](torch.zeros_like(gate), gate, up)
 
 
+def expert_sum_launches(dtype, tokens=9):
+    for hidden, choices in ((33, 2), (4096, 8)):
+        rows, inverse = (
+            torch.zeros(tokens + 1, hidden, dtype=dtype),
+            torch.zeros(tokens, choices, dtype=torch.int64),
+        )
+        for weights in (None, torch.zeros(tokens, choices), torch.zeros(tokens, choices, dtype=dtype)):
+            expert_sum.expert_sum(rows, inverse, weights)
+
+
 def expert_gate_launches(dtype, tokens=9):
     for width in (100, 2880):
         gate_up, weights = torch.zeros(tokens, 2 * width, dtype=dtype), torch.zeros(tokens, 1)
@@ -194,7 +205,8 @@ def cross_entropy_stats_launches(dtype, tokens=9):
     target, row = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens)
     for ce_weight, softcap, per_class in ((None, None, False), (None, 30.0, True), (weight, None, True)):
         where = (64128, -100, softcap)
-        cross_entropy_stats.cross_entropy_stats(logits, target, ce_weight, *where, per_class)
+        for squares in (False, True):
+            cross_entropy_stats.cross_entropy_stats(logits, target, ce_weight, *where, per_class, squares)
         rest = (logits, target, row, row, row, row if per_class else None, ce_weight, *where)
         for coef_log in (None, row):
             cross_entropy_stats.cross_entropy_stats_backward(*rest, coef_log)
@@ -273,6 +285,7 @@ LAUNCHES = {
     rope: rope_launches,
     qk_norm_rope: qk_norm_rope_launches,
     expert_gate: expert_gate_launches,
+    expert_sum: expert_sum_launches,
     geglu: geglu_launches,
     swiglu: gated_launches,
     relu_squared: relu_squared_launches,

@@ -25,11 +25,16 @@ pytestmark = [
     needs_gloo,
     pytest.mark.skipif(triton_interpreted(), reason="processes of the torch backend"),
 ]
-EVERYTHING = {"return_entropy": True, "return_argmax": True}
+EVERYTHING = {
+    "return_entropy": True,
+    "return_argmax": True,
+    "return_log_sum_sq_probs": True,
+    "return_mean_logits": True,
+}
 
 
 def exact_of(x, weight, target, bias, temperature=1.0, softcap=None, ignore_index=-100):
-    """(log-probabilities, entropies, argmax) in float64."""
+    """The fields of LogProbMetrics in float64."""
     logits = linear(x, weight, bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -37,7 +42,9 @@ def exact_of(x, weight, target, bias, temperature=1.0, softcap=None, ignore_inde
     ignored = target == ignore_index
     found = logp.gather(1, target.long().masked_fill(ignored, 0).unsqueeze(1)).squeeze(1)
     entropy = -(logp.exp() * logp.clamp(min=-1e30)).sum(-1)
-    return found.masked_fill(ignored, 0.0), entropy.masked_fill(ignored, 0.0), logits.argmax(-1)
+    squares, means = (2 * logp).logsumexp(-1).masked_fill(ignored, 0.0), (logits / temperature).mean(-1)
+    entropy, means = entropy.masked_fill(ignored, 0.0), means.masked_fill(ignored, 0.0)
+    return found.masked_fill(ignored, 0.0), entropy, logits.argmax(-1), squares, means
 
 
 def check(rank, world, what, tensors, target, bounds=None, layout=None, memory_budget=None, **chosen):
@@ -50,9 +57,8 @@ def check(rank, world, what, tensors, target, bounds=None, layout=None, memory_b
     one = liger.fused_linear_logprobs(*whole[:2], target, *whole[2:], **options)
     best = exact_of(*exact[:2], target, exact[2] if len(exact) > 2 else None, **chosen)
     rounding = max(2 * LARGEST_LSE, logit_rounding(tensors[0].dtype)) / chosen.get("temperature", 1.0)
-    for value, other, expected, name in zip(
-        mine[:2], one[:2], best[:2], ("logprobs", "entropy"), strict=True
-    ):
+    fields = (*zip(mine, one, best, mine._fields, strict=True),)
+    for value, other, expected, name in (*fields[:2], *fields[3:]):
         assert value.dtype == other.dtype and value.shape == target.shape
         assert_as_exact_as_torch(value, other, expected, f"{what}: {name}", rounding)
         assert_same_bits(value, f"{what}: {name}")

@@ -97,14 +97,15 @@ def test_the_memory_without_liger_is_what_eager_needs(tokens, hidden, vocab, dty
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("budget", [None, 32 << 20])
-def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget, dtype):
     tokens, hidden, vocab = 8192, 1024, 65536
     if budget is None:
         monkeypatch.delenv("LIGER_MEMORY_BUDGET", raising=False)
     else:
         monkeypatch.setenv("LIGER_MEMORY_BUDGET", str(budget))
-    weight = torch.randn(vocab, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    states = torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.randn(vocab, hidden, dtype=dtype, device="cuda", requires_grad=True)
+    states = torch.randn(tokens, hidden, dtype=dtype, device="cuda", requires_grad=True)
     target = torch.randint(vocab, (tokens,), device="cuda")
     with liger.use_backend("cuda"):
         torch.cuda.synchronize()
@@ -112,9 +113,7 @@ def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget):
         torch.cuda.reset_peak_memory_stats()
         liger.fused_linear_ce(states, weight, target).backward()
         used = torch.cuda.max_memory_allocated() - before
-    planned = head_memory(
-        tokens, hidden, vocab, torch.bfloat16, capability=torch.cuda.get_device_capability()
-    )
+    planned = head_memory(tokens, hidden, vocab, dtype, capability=torch.cuda.get_device_capability())
     # Beside the plan: numbers per token, and the workspace of the GEMMs.
     assert used <= planned["peak_liger"] + (64 << 20)
     if planned["engine"] == "sm90":
@@ -151,15 +150,18 @@ ARGUMENTS_90 = ["plan", *(f"--{name}={value}" for name, value in SIZES_90.items(
 
 @pytest.mark.parametrize("budget", ["64M", "512M", "8G"])
 @pytest.mark.parametrize("accum", ["fp32", "same"])
-def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, accum):
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, accum, dtype):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "")
-    assert (
-        cli.main([*ARGUMENTS_90, "--capability=9.0", "--json", f"--accum={accum}", f"--budget={budget}"]) == 0
-    )
+    chosen = [f"--accum={accum}", f"--budget={budget}", f"--dtype={dtype}"]
+    assert cli.main([*ARGUMENTS_90, "--capability=9.0", "--json", *chosen]) == 0
     found = json.loads(capsys.readouterr().out)
+    # float16 needs a byte more for each row of a panel of 256 bytes.
+    memory = {"64M": 64 << 20, "512M": 512 << 20, "8G": 8 << 30}[budget]
     plan = plan_chunks_sm90(
-        *SIZES_90.values(), True, True, accum == "fp32", clusters=plan_command._clusters()
-    )
+        *SIZES_90.values(), True, True, accum == "fp32", memory - (memory // 257 if dtype == "fp16" else 0),
+        clusters=plan_command._clusters(),
+    )  # fmt: skip
     if not plan.chunks:
         assert (budget, accum) == ("64M", "same") and found["engine"] == "generic"
         return
@@ -174,13 +176,17 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     # The gradients, the panel workspace, and no more than a copy of the first chunk's rows with its sums and splits.
     gradients = 2 * 4096 * (16384 + 128256)
     assert gradients + workspace < found["peak_liger"]
-    most = 8 * 128256 + rows[0] * (2 * 4096 + 4 * (501 + 4) + (4 * 4096 * k_splits if k_splits > 1 else 0))
+    shifts = 1002 + 12 if dtype == "fp16" else 0
+    most = 8 * 128256 + rows[0] * (
+        2 * 4096 + 4 * (501 + 4) + shifts + (4 * 4096 * k_splits if k_splits > 1 else 0)
+    )
     assert found["peak_liger"] <= gradients + workspace + plan.panel_offset * 128 * 4096 * 2 + most
     assert plan.rows_in_grad_weight == 4096
 
 
 @pytest.mark.parametrize(
-    "changed", [["--capability=8.0"], ["--capability=10.0"], ["--dtype=fp16"], ["--hidden=4100"]]
+    "changed",
+    [["--capability=8.0"], ["--capability=10.0"], ["--dtype=fp32", "--budget=2G"], ["--hidden=4100"]],
 )
 def test_plan_of_the_generic_engine(capsys, monkeypatch, changed):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")

@@ -22,7 +22,7 @@ BELOW = {
     "distributed": {"_core", "ops"},
     "debug": {"_core"},
     "nn": {"_core", "ops", "distributed"},
-    "transformers": {"_core", "ops", "_tiled"},
+    "transformers": {"_core", "ops", "_tiled", "distributed"},
     "trl": {"_core", "ops", "losses", "transformers"},
     "compat": {"_core", "_tiled", "ops", "losses", "nn", "distributed", "transformers", "trl"},
 }

@@ -22,7 +22,7 @@ LOSSES = [public for public in PUBLIC if public.startswith("losses.")]
 MODULES = [public for public in FIRST if public.startswith("nn.")]
 
 # Numbers that may be negative, or infinite.
-SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl"}
+SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl", "lora_scale"}
 # Tensors without a default that may be None.
 OPTIONAL = {"up_weight", "attention_mask", "q_weight", "k_weight"}
 # Of these any object may be right, and torch judges them.

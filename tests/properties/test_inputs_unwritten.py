@@ -62,10 +62,8 @@ def test_forward_and_backward(device, name, dtype):
 
 
 @pytest.mark.parametrize("name", cases())
-def test_float64(device, backend, name):
-    if backend != "torch":
-        pytest.skip("float64 is served by the torch backend")
-    given = arguments(name, device, torch.float64)
+def test_float64(float64_device, name):
+    given = arguments(name, float64_device, torch.float64)
     with Watched(given):
         backward(name, given)
 

@@ -159,6 +159,62 @@ def _fused_linear_logprobs_forward(d):
     ]
 
 
+def _fused_linear_logprobs_metrics_forward(d):
+    defaults = "nothing", False, None
+    flags = (True, True), (False, True), (True, False), (False, False)
+    return [
+        (*arguments, *defaults[len(arguments) - 10 :], *flags[i % 4])
+        for i, arguments in enumerate(_fused_linear_logprobs_forward(d))
+    ]
+
+
+def _factors(d):
+    """(lora_a, lora_b, down): either the first or the last, which are for 6 rows."""
+    a, b, down = floats(d, 3, 8), floats(d, 11, 3), floats(d, 6, 3)
+    return (a, b, None), (None, b, down)
+
+
+def _fused_linear_ce_lora_forward(d):
+    tensors, weights = (floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)), (None, None, None)
+    plain, options = (
+        (0.7, -100, 0.0, 0.0, None, "mean", None, None),
+        (floats(d, 11).abs(), floats(d, 6).abs()),
+    )
+    with_a, with_down = _factors(d)
+    every, none, no_rows = (True,) * 5, (False,) * 5, (tensors[0][:0], tensors[1], tensors[2][:0])
+    rest = -0.3, -100, 0.1, 1e-3, 5.0
+    return [
+        (*tensors, None, *with_a, *weights, *plain, *none, *(True,) * 6),
+        (*tensors, floats(d, 11), *with_down, *weights, *plain, *every, *(True,) * 6),
+        (*tensors, floats(d, 11), *with_a, *options, None, *rest, "sum", None, 64, *every, *(True,) * 6),
+        (*tensors, floats(d, 11), *with_a, *options, None, *rest, "none", None, 64, *every, *(False,) * 6),
+        (*tensors, None, *with_down, *weights, *plain, *none, False, True, False, False, True, False),
+        (*no_rows, None, *with_a, *weights, *rest, "sum", None, None, *none, *(True,) * 6),
+    ]
+
+
+def _fused_linear_logprobs_lora_forward(d):
+    tensors, (with_a, with_down) = (floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11)), _factors(d)
+    no_rows = tensors[0][:0], tensors[1], tensors[2][:0]
+    return [
+        (*tensors, None, *with_a, 0.7, 1.0, -100, None, None, False, False, None, False, False),
+        (*tensors, floats(d, 11), *with_down, 1.0, 0.7, -100, 5.0, 64, True, True, None, True, True),
+        (*tensors, floats(d, 11), *with_a, -0.7, 2.0, -100, 5.0, 64, True, False, torch.float32, False, True),
+        (*no_rows, None, *with_a, 0.7, 1.0, -100, None, None, True, True, None, True, True),
+    ]
+
+
+def _fused_linear_logprobs_lora_backward(d):
+    samples = []
+    for arguments in _fused_linear_logprobs_lora_forward(d):
+        tensors, (*options, entropy, _, logits_dtype, _, _) = arguments[:7], arguments[7:]
+        rows = len(tensors[0])
+        grads = floats(d, rows), floats(d, rows) if entropy else None
+        for needed in ((True,) * 6, (False, True, False, False, True, False)):
+            samples.append((*grads, *tensors, *options, *needed, logits_dtype))
+    return samples
+
+
 def _fused_linear_logprobs_backward(d):
     samples = []
     for arguments in _fused_linear_logprobs_forward(d):
@@ -215,12 +271,14 @@ def _cross_entropy_stats(d):
         (transposed(logits), target.int(), None, 0, -100, 5.0, True),
         (floats(d, 6, 22)[:, ::2], target, floats(d, 11).abs(), 10, 2, None, True),
         (floats(d, 0, 11), target[:0], None, 10, -100, None, False),
+        (transposed(logits), target, None, 0, -100, 5.0, True, True),
+        (floats(d, 6, 22)[:, ::2], target, None, 10, 2, None, False, True),
     ]
 
 
 def _cross_entropy_stats_backward(d):
     samples = []
-    for logits, target, ce_weight, start, ignore_index, softcap, per_class in _cross_entropy_stats(d):
+    for logits, target, ce_weight, start, ignore_index, softcap, per_class, *_ in _cross_entropy_stats(d):
         coef_exp, coef_target, coef_class = (floats(d, len(target)) for _ in range(3))
         coefficients = (floats(d, len(target)) + 3, coef_exp, coef_target, coef_class if per_class else None)
         rest = (ce_weight, start, ignore_index, softcap)
@@ -363,6 +421,10 @@ SAMPLES = {
     "fused_linear_jsd": _fused_linear_divergence_of(0.3),
     "fused_linear_divergence_forward": _fused_linear_divergence_forward,
     "fused_linear_logprobs_forward": _fused_linear_logprobs_forward,
+    "fused_linear_ce_lora_forward": _fused_linear_ce_lora_forward,
+    "fused_linear_logprobs_lora_forward": _fused_linear_logprobs_lora_forward,
+    "fused_linear_logprobs_lora_backward": _fused_linear_logprobs_lora_backward,
+    "fused_linear_logprobs_metrics_forward": _fused_linear_logprobs_metrics_forward,
     "fused_linear_logprobs_backward": _fused_linear_logprobs_backward,
     "fused_linear_ce_add_grad_weight_": _fused_linear_ce_add_grad_weight_,
     "fused_linear_logprobs_add_grad_weight_": _fused_linear_logprobs_add_grad_weight_,

@@ -13,10 +13,14 @@ from torch.nn.functional import linear
 import liger
 
 MIB = 1 << 20
-BFLOAT16 = torch.bfloat16
+BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 # A summed loss, relative; results of single rows, relative to the largest; a gradient, as the norm of its error
 # relative to its own: each is rounded to bfloat16 from two factors that were.
 LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
+# The last one for float16, beyond one rounding of the exact gradient, which is larger where elements are below 2^-14.
+GRADIENT_FLOAT16 = 4e-4
+# kShiftShare of csrc/linear_ce/sm90/fused_linear_ce.cu.
+SHIFT_SHARE = 257
 OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
 
 
@@ -35,23 +39,24 @@ class Shape:
     budget: int = 512 * MIB
     accum_dtype: torch.dtype | None = None
 
-    def plan(self, need_grad_input=True, need_grad_weight=True, with_metrics=False):
+    def plan(self, need_grad_input=True, need_grad_weight=True, with_metrics=False, dtype=BFLOAT16):
         """(rows of the chunks, split-K of the chunks, rows in the weight gradient, scale_bytes) if the engine
         runs, which is asserted."""
+        budget = self.budget - self.budget // SHIFT_SHARE if dtype == FLOAT16 else self.budget
         _, rows, k_splits, in_grad_weight, _, scale_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
-            self.accum_dtype != BFLOAT16, self.budget, clusters(), with_metrics,
+            self.accum_dtype in (None, torch.float32), budget, clusters(), with_metrics,
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
         return rows, k_splits, in_grad_weight, scale_bytes
 
-    def layer(self, device, ignored=0.25, scale=1.0):
+    def layer(self, device, ignored=0.25, scale=1.0, dtype=BFLOAT16):
         """input and weight whose logits have a standard deviation of about 2 * scale, and a target."""
         x, weight, _, _ = random_layer(self.rows, self.hidden, self.vocab, device)
         target = torch.randint(self.vocab, (self.rows,), device=device)
         order = torch.randperm(self.rows, device=device)
         target[order[: round(ignored * self.rows)]] = -100
-        return (scale * x).to(BFLOAT16), weight.to(BFLOAT16), target
+        return (scale * x).to(dtype), weight.to(dtype), target
 
 
 BESIDE = Shape(900, 512, 4224)
@@ -115,11 +120,11 @@ def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=F
     summed = chosen.get("reduction", "mean") != "none"
     observed = not OBSERVED.keys().isdisjoint(chosen)
     if summed or not any(trained):
-        shape.plan(*trained, observed)
+        shape.plan(*trained, observed, x.dtype)
     else:
         # The gradients of losses per row come from a second pass, over their sum.
-        shape.plan(False, False, observed)
-        shape.plan(*trained)
+        shape.plan(False, False, observed, x.dtype)
+        shape.plan(*trained, dtype=x.dtype)
     poison_memory()
     x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
     bias = None if bias is None else bias.detach().requires_grad_(any(trained))
@@ -151,10 +156,24 @@ def assert_close_to_exact(actual, expected, tolerance, name):
     assert error <= tolerance, f"{name}: error {error.item():.3g}, allowed {tolerance:.3g}"
 
 
-def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, tolerance=GRADIENT, **chosen):
-    """Results against float64, and each element of a gradient against the worst that the generic engine has."""
+def gradient_tolerance(expected, dtype):
+    if dtype == BFLOAT16:
+        return GRADIENT
+    return GRADIENT_FLOAT16 + ((expected.to(dtype).double() - expected).norm() / expected.norm()).item()
+
+
+def check(
+    shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, tolerance=None, upstream=None, **chosen
+):  # fmt: skip
+    """Results against float64, and each element of a gradient against the worst that the generic engine has.
+
+    Args:
+        tolerance: of gradients; GRADIENT, or for float16 GRADIENT_FLOAT16 and one rounding.
+        upstream: of losses per row, instead of random numbers from 0 to 1.
+    """
     per_row = chosen.get("reduction") == "none"
-    upstream = torch.rand(shape.rows, device=x.device) if per_row else None
+    if upstream is None and per_row:
+        upstream = torch.rand(shape.rows, device=x.device)
     arguments = shape, x, weight, target, trained, upstream
     output, grads = run(*arguments, **chosen)
     _, generic_grads = run(*arguments, generic=True, **chosen)
@@ -171,13 +190,12 @@ def check(shape, x, weight, target, trained=(True, True), loss_tolerance=LOSS, t
     names = [name for name, want in zip(("input", "weight"), trained, strict=True) if want]
     names += ["bias"] if chosen.get("bias") is not None and names else []
     for name, actual, theirs, expected in zip(names, grads, generic_grads, exact_grads, strict=True):
-        assert actual.dtype == BFLOAT16 and actual.isfinite().all(), name
+        assert actual.dtype == x.dtype and actual.isfinite().all(), name
         error = actual.double() - expected
         relative = (error.norm() / expected.norm()).item()
-        assert relative <= tolerance, f"gradient of {name}: error {relative:.3g}, allowed {tolerance:.3g}"
-        allowed = (
-            2 * (theirs.double() - expected).abs().max() + torch.finfo(BFLOAT16).eps / 2 * expected.abs()
-        )
+        most = gradient_tolerance(expected, x.dtype) if tolerance is None else tolerance
+        assert relative <= most, f"gradient of {name}: error {relative:.3g}, allowed {most:.3g}"
+        allowed = 2 * (theirs.double() - expected).abs().max() + torch.finfo(x.dtype).eps / 2 * expected.abs()
         assert (error.abs() <= allowed).all(), f"gradient of {name}: an element is worse than any by cuBLAS"
         if name == "input":
             assert not actual[ignored].any()
@@ -195,6 +213,20 @@ def assert_observed(x, weight, target, entropy, predicted, temperature=1.0):
     assert ((predicted >= 0) & (predicted < weight.shape[0]))[live].all()
     below = logits.max(-1).values - logits.gather(1, predicted.clamp_min(0).unsqueeze(1)).squeeze(1)
     assert (below[live] <= error).all()
+
+
+def uses_the_engine(step):
+    """Whether a step launches GEMMs of the engine: a plan says what should run; the profiler, what did. Skips the test
+    where the profiler sees no kernels."""
+    step()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as recorded:
+        step()
+        torch.cuda.synchronize()
+    names = [event.name for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    if not names:
+        pytest.skip("the profiler sees no kernels here")
+    return any("sm90::gemm_kernel" in name for name in names)
 
 
 def assert_same_bits(runs):

@@ -14,7 +14,7 @@ from live_bytes import LiveBytes  # noqa: E402
 from tiny_models import VOCAB, assert_same_step, batch, make, step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers._loss import _warn_about_head  # noqa: E402
+from liger.transformers._loss_call import warn_about_head  # noqa: E402
 from liger.transformers._low_rank import low_rank_ce  # noqa: E402
 
 
@@ -108,7 +108,7 @@ def test_merged_adapters():
 
 
 def test_dora_is_computed_from_full_logits(caplog):
-    _warn_about_head.cache_clear()  # the reason is logged once
+    warn_about_head.cache_clear()  # the reason is logged once
     plain = adapted(make("llama"), use_dora=True)
     model = liger.patch(copy.deepcopy(plain))
     assert "full logits" in " ".join(lt.patch_report(model).left.values())

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <climits>
+#include <iterator>
+#include <type_traits>
 
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/gemm_launch.cuh"
@@ -13,10 +15,6 @@ namespace liger::linear_ce {
 namespace {
 
 constexpr const char* kOp = kGemmOp;
-
-// Gathered rows up to this size stay in L2 (50 MB, half of it near each half of the SMs) while the
-// exponentials are streamed through it.
-constexpr int64_t kInputBytesInL2 = 24 << 20;
 
 // Per-row results of rows whose target is ignored.
 __global__ void __launch_bounds__(valid_rows::kRowThreads)
@@ -32,16 +30,10 @@ int64_t sums_per_row(const Batch& batch) {
   return ceil_div(batch.vocab(), sm90::kTileN);
 }
 
-// All rows are valid, with scale 1.
-__global__ void __launch_bounds__(kRowThreads) fill_row_scales(int rows, int* count, float* scale) {
-  const int row = blockIdx.x * kRowThreads + threadIdx.x;
-  if (row == 0) *count = rows;
-  if (row < rows) scale[row] = 1.0f;
-}
-
 // Of GradWeightEpilogue.
 FastDivide last_vectors(int64_t hidden) {
-  return FastDivide(std::max<uint32_t>(static_cast<uint32_t>(hidden % sm90::kTileN / 8), 1));
+  const int64_t last = hidden - (sm90::column_tiles(hidden) - 1) * sm90::tile_columns(hidden);
+  return FastDivide(static_cast<uint32_t>(last / 8));
 }
 
 // Calls f with each flag as a compile-time constant.
@@ -57,6 +49,16 @@ void with_flags(const F& f, bool flag, Flags... flags) {
   flag ? with(std::true_type{}) : with(std::false_type{});
 }
 
+// Calls f with tile_columns(hidden) as a compile-time constant.
+template <size_t kAt = 0, typename F>
+void with_tile_columns(int64_t hidden, const F& f) {
+  constexpr int kColumns = sm90::kTileWidths[kAt];
+  if constexpr (kAt + 1 < std::size(sm90::kTileWidths)) {
+    if (sm90::tile_columns(hidden) != kColumns) return with_tile_columns<kAt + 1>(hidden, f);
+  }
+  f(std::integral_constant<int, kColumns>{});
+}
+
 // True if kernels for sm_90a are loaded on the device, it can run them, and LIGER_WGMMA does not forbid it.
 // Sets problem.clusters.
 bool runs_on(LinearCeProblem& problem, int device) {
@@ -64,7 +66,7 @@ bool runs_on(LinearCeProblem& problem, int device) {
       !wgmma_engine_allowed()) {
     return false;
   }
-  problem.clusters = resident_clusters<GradInputEpilogue<false>>(device);
+  problem.clusters = resident_clusters<GradInputEpilogue<Bf16, false, sm90::kTileN>>(device);
   return true;
 }
 
@@ -82,12 +84,19 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
   visit(b.one_hot, chunk.rows);
   if (chunk.k_splits > 1) visit(b.partial, chunk.k_splits * chunk.rows * batch.hidden());
   if (batch.with_metrics) {
-    visit(b.metrics.entropy_sums, sums);
+    visit(b.metrics.entropy_sums, batch.with_squares ? 2 * sums : sums);
     visit(b.metrics.best_keys, chunk.rows);
   }
   if (batch.terms.smoothing()) {
     visit(b.weighted_sum, chunk.rows);
     visit(b.smoothing, chunk.rows);
+  }
+  if (batch.is_float16()) {
+    visit(b.range.reference, padded_rows);
+    visit(b.range.largest, chunk.rows);
+    visit(b.range.shift, chunk.rows);
+    visit(b.range.panel_shifts, chunk.rows * batch.panels());
+    visit(b.range.largest_scaled, int64_t{1});
   }
 }
 
@@ -208,42 +217,58 @@ FirstRowOfClass Chunk::first_row_of_class() const {
 
 void Chunk::exponentials() const {
   const NvtxRange range("exponentials");
-  const int hidden = static_cast<int>(batch_.hidden()), vocab = static_cast<int>(batch_.vocab());
-  const Gather gather_rows{rows(),
-                           batch_.row_index.index + chunk_.first,
-                           batch_.problem.targets,
-                           static_cast<const Bf16*>(batch_.input.const_data_ptr()),
-                           static_cast<const Bf16*>(batch_.weight.const_data_ptr()),
-                           batch_.input.stride(0),
-                           batch_.weight.stride(0),
-                           vocab,
-                           hidden,
-                           batch_.inverse_temperature,
-                           buffers_.input,
-                           buffers_.target_logit,
-                           buffers_.overflow,
-                           first_row_of_class(),
-                           batch_.terms.transform,
-                           batch_.terms.class_sum,
-                           batch_.terms.bias_sum,
-                           buffers_.weighted_sum};
   if (batch_.need_class_one_hot()) {
     check_cuda(cudaMemsetAsync(grad_weight_.class_one_hot, 0xff, class_one_hot_bytes(batch_), batch_.stream),
                kOp);
   }
-  gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(gather_rows);
-  check_launch(kOp);
-  const bool transform = batch_.terms.transform.any();
+  batch_.is_float16() ? gather_rows<__half>() : gather_rows<Bf16>();
   with_flags(
-      [&](auto metrics, auto partial_tiles, auto transform) {
-        // A kernel with the transform handles partial tiles too.
-        constexpr bool kPartialTiles = partial_tiles.value || transform.value;
-        logits_gemm<metrics.value, kPartialTiles, transform.value>();
+      [&](auto float16, auto metrics, auto partial_tiles, auto transform) {
+        using T = std::conditional_t<float16.value, __half, Bf16>;
+        // A kernel with the transform handles partial tiles too, as one of float16 with metrics does.
+        constexpr bool kPartialTiles =
+            partial_tiles.value || transform.value || (float16.value && metrics.value);
+        if constexpr (metrics.value && !transform.value && !float16.value) {
+          if (batch_.with_squares) return logits_gemm<T, true, kPartialTiles, false, true>();
+        }
+        logits_gemm<T, metrics.value, kPartialTiles, transform.value>();
       },
-      batch_.with_metrics, batch_.has_partial_tiles(), transform);
+      batch_.is_float16(), batch_.with_metrics, batch_.has_partial_tiles(), batch_.terms.transform.any());
 }
 
-template <bool kMetrics, bool kPartialTiles, bool kTransform>
+template <typename T>
+void Chunk::gather_rows() const {
+  const Gather<T> rows_of_chunk{rows(),
+                                batch_.row_index.index + chunk_.first,
+                                batch_.problem.targets,
+                                static_cast<const T*>(batch_.input.const_data_ptr()),
+                                static_cast<const T*>(batch_.weight.const_data_ptr()),
+                                batch_.input.stride(0),
+                                batch_.weight.stride(0),
+                                static_cast<int>(batch_.vocab()),
+                                static_cast<int>(batch_.hidden()),
+                                batch_.inverse_temperature,
+                                elements_of<T>(buffers_.input),
+                                buffers_.target_logit,
+                                buffers_.overflow,
+                                first_row_of_class(),
+                                batch_.terms.transform,
+                                batch_.terms.class_sum,
+                                batch_.terms.bias_sum,
+                                buffers_.weighted_sum,
+                                buffers_.range};
+  if constexpr (kSmallRange<T>) {
+    check_cuda(cudaMemsetAsync(buffers_.range.panel_shifts, 0, chunk_.rows * batch_.panels(), batch_.stream),
+               kOp);
+    check_cuda(cudaMemsetAsync(buffers_.range.largest_scaled, 0, sizeof(*buffers_.range.largest_scaled),
+                               batch_.stream),
+               kOp);
+  }
+  gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(rows_of_chunk);
+  check_launch(kOp);
+}
+
+template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares>
 void Chunk::logits_gemm() const {
   const int hidden = static_cast<int>(batch_.hidden()), vocab = static_cast<int>(batch_.vocab());
   if constexpr (kMetrics) {
@@ -253,18 +278,20 @@ void Chunk::logits_gemm() const {
   }
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
   const sm90::Maps maps{{input, input}, matrix_map(batch_.weight)};
-  ExpEpilogue<kMetrics, kPartialTiles, kTransform> epilogue{rows(),
-                                                            vocab,
-                                                            hidden,
-                                                            kLog2e * batch_.inverse_temperature,
-                                                            buffers_.target_logit,
-                                                            buffers_.tile_sums,
-                                                            panels_,
-                                                            batch_.need_gradient(),
-                                                            buffers_.overflow,
-                                                            Phase::kAll,
-                                                            buffers_.metrics,
-                                                            batch_.terms.transform};
+  ExpEpilogue<T, kMetrics, kPartialTiles, kTransform, kSquares> epilogue{
+      rows(),
+      vocab,
+      hidden,
+      kLog2e * batch_.inverse_temperature,
+      kSmallRange<T> ? buffers_.range.reference : buffers_.target_logit,
+      buffers_.tile_sums,
+      panels_,
+      batch_.need_gradient(),
+      buffers_.overflow,
+      Phase::kAll,
+      buffers_.metrics,
+      batch_.terms.transform,
+      buffers_.range};
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
   epilogue.phase = Phase::kMaxima;
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
@@ -274,8 +301,10 @@ void Chunk::logits_gemm() const {
                            static_cast<int>(sums_per_row(batch_)),
                            batch_.inverse_temperature,
                            buffers_.scale,
-                           batch_.terms.transform};
-  recompute_reference<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(overflow);
+                           batch_.terms.transform,
+                           buffers_.range,
+                           static_cast<int>(batch_.panels())};
+  recompute_reference<T><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(overflow);
   check_launch(kOp);
   epilogue.phase = Phase::kRecompute;
   epilogue.reference = buffers_.scale;
@@ -284,29 +313,42 @@ void Chunk::logits_gemm() const {
 
 void Chunk::apply_rule(bool gradient) const {
   const NvtxRange range("apply_rule");
+  batch_.is_float16() ? apply_rule_of<__half>(gradient) : apply_rule_of<Bf16>(gradient);
+}
+
+template <typename T>
+void Chunk::apply_rule_of(bool gradient) const {
   const bool metrics = batch_.problem.entropy != nullptr || batch_.problem.predicted != nullptr;
-  const Rule rule{batch_.problem,
-                  rows(),
-                  batch_.row_index.index + chunk_.first,
-                  buffers_.target_logit,
-                  buffers_.tile_sums,
-                  static_cast<int>(sums_per_row(batch_)),
-                  buffers_.overflow,
-                  panels_,
-                  gradient && batch_.need_gradient(),
-                  batch_.need_grad_weight ? buffers_.input : nullptr,
-                  static_cast<int>(batch_.hidden()),
-                  buffers_.scale,
-                  first_row_of_class(),
-                  buffers_.one_hot,
-                  metrics ? buffers_.metrics : RowMetrics{},
-                  batch_.terms.transform,
-                  buffers_.weighted_sum,
-                  buffers_.smoothing};
+  const Rule<T> rule{batch_.problem,
+                     rows(),
+                     batch_.row_index.index + chunk_.first,
+                     buffers_.target_logit,
+                     buffers_.tile_sums,
+                     static_cast<int>(sums_per_row(batch_)),
+                     buffers_.overflow,
+                     panels_,
+                     gradient && batch_.need_gradient(),
+                     batch_.need_grad_weight ? elements_of<T>(buffers_.input) : nullptr,
+                     static_cast<int>(batch_.hidden()),
+                     buffers_.scale,
+                     first_row_of_class(),
+                     buffers_.one_hot,
+                     metrics ? buffers_.metrics : RowMetrics{},
+                     batch_.terms.transform,
+                     buffers_.weighted_sum,
+                     buffers_.smoothing,
+                     buffers_.range};
+  const auto blocks = static_cast<unsigned>(chunk_.rows);
   const auto kernel =
-      metrics || batch_.terms.smoothing() ? linear_ce::apply_rule<true> : linear_ce::apply_rule<false>;
-  kernel<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(rule);
+      metrics || batch_.terms.smoothing() ? linear_ce::apply_rule<T, true> : linear_ce::apply_rule<T, false>;
+  kernel<<<blocks, kRowThreads, 0, batch_.stream>>>(rule);
   check_launch(kOp);
+  if constexpr (kSmallRange<T>) {
+    if (!rule.gradient || rule.input == nullptr) return;
+    scale_rows<<<blocks, kRowThreads, 0, batch_.stream>>>(rows(), rule.input, rule.hidden, rule.scale,
+                                                          buffers_.range.largest_scaled);
+    check_launch(kOp);
+  }
 }
 
 void Chunk::count_tile_mass() const {
@@ -320,32 +362,43 @@ void Chunk::count_tile_mass() const {
 
 void Chunk::gradients() const {
   const NvtxRange range("gradients");
-  if (batch_.need_grad_bias()) add_to_grad_bias();
+  if (batch_.need_grad_bias()) batch_.is_float16() ? add_to_grad_bias<__half>() : add_to_grad_bias<Bf16>();
   with_flags(
-      [&](auto partial_tiles) {
-        if (separate_rows_) grad_input_gemm<partial_tiles.value>();
-        grad_weight_gemm<partial_tiles.value>();
-        if (!separate_rows_) grad_input_gemm<partial_tiles.value>();
+      [&](auto float16, auto partial_tiles) {
+        using T = std::conditional_t<float16.value, __half, Bf16>;
+        if constexpr (partial_tiles.value) {
+          with_tile_columns(batch_.hidden(), [&](auto columns) { gradients_of<T, true, columns.value>(); });
+        } else {
+          gradients_of<T, false, sm90::kTileN>();
+        }
       },
-      batch_.has_partial_tiles());
+      batch_.is_float16(), batch_.has_partial_tiles());
 }
 
-template <bool kPartialTiles>
+template <typename T, bool kPartialTiles, int kTileColumns>
+void Chunk::gradients_of() const {
+  if (separate_rows_) grad_input_gemm<T, kPartialTiles, kTileColumns>();
+  grad_weight_gemm<T, kPartialTiles, kTileColumns>();
+  if (!separate_rows_) grad_input_gemm<T, kPartialTiles, kTileColumns>();
+}
+
+template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_input_gemm() const {
   if (!batch_.need_grad_input) return;
-  const GradInputEpilogue<kPartialTiles> epilogue{
+  const GradInputEpilogue<T, kPartialTiles, kTileColumns> epilogue{
       {rows(), static_cast<int>(batch_.vocab()), static_cast<int>(batch_.hidden()), panels_.rows_in_first,
        static_cast<int>(chunk_.k_splits), buffers_.scale, buffers_.one_hot,
-       static_cast<const Bf16*>(batch_.weight.const_data_ptr()), batch_.weight.stride(0), grad_input_,
-       buffers_.partial, RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}}};
+       static_cast<const T*>(batch_.weight.const_data_ptr()), batch_.weight.stride(0),
+       elements_of<T>(grad_input_), buffers_.partial,
+       RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}}};
   launch_gemm(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
   if (chunk_.k_splits > 1) {
-    reduce_k_splits<<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(epilogue);
+    reduce_k_splits<T><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(epilogue);
     check_launch(kOp);
   }
 }
 
-template <bool kPartialTiles>
+template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_weight_gemm() const {
   if (!batch_.need_grad_weight) return;
   const int64_t hidden = batch_.hidden();
@@ -354,21 +407,22 @@ void Chunk::grad_weight_gemm() const {
     check_cuda(cudaMemsetAsync(grad_weight_.panel_read_counts, 0, counters, batch_.stream), kOp);
   }
   if (batch_.terms.smoothing()) {
-    launch_row_sums({static_cast<const Bf16*>(batch_.input.const_data_ptr()), batch_.input.stride(0),
-                     chunk_.rows, batch_.row_index.count, chunk_.first, batch_.row_index.index + chunk_.first,
-                     buffers_.smoothing, hidden, batch_.terms.partial, batch_.terms.row_sum},
-                    batch_.stream);
+    launch_row_sums(
+        RowSums<T>{static_cast<const T*>(batch_.input.const_data_ptr()), batch_.input.stride(0), chunk_.rows,
+                   batch_.row_index.count, chunk_.first, batch_.row_index.index + chunk_.first,
+                   buffers_.smoothing, hidden, batch_.terms.partial, batch_.terms.row_sum},
+        batch_.stream);
   }
   const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
-  const GradWeightEpilogue<kPartialTiles> epilogue{
+  const GradWeightEpilogue<T, kPartialTiles, kTileColumns> epilogue{
       rows(),
       static_cast<int>(batch_.vocab()),
       static_cast<int>(hidden),
       panels_.rows_in_first,
       grad_weight_.class_one_hot,
-      static_cast<const Bf16*>(batch_.input.const_data_ptr()),
+      static_cast<const T*>(batch_.input.const_data_ptr()),
       batch_.input.stride(0),
-      grad_weight_.gradient,
+      elements_of<T>(grad_weight_.gradient),
       grad_weight_.panel_workspace,
       plan_.workspace_panel_bytes,
       is_first_,
@@ -377,81 +431,27 @@ void Chunk::grad_weight_gemm() const {
       static_cast<int>(plan_.panel_offset),
       grouped ? kGroupM : static_cast<int>(sm90::column_tiles(hidden)),
       last_vectors(hidden),
-      RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight}};
+      RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
+      buffers_.range.largest_scaled};
   launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), epilogue, batch_.device,
               batch_.stream, in_grad_weight_);
 }
 
+template <typename T>
 void Chunk::add_to_grad_bias() const {
-  const GradBias sums{rows(),
-                      panels_,
-                      static_cast<int>(batch_.vocab()),
-                      buffers_.scale,
-                      grad_weight_.class_one_hot,
-                      buffers_.smoothing,
-                      batch_.problem.class_weight,
-                      is_first_,
-                      is_last_,
-                      batch_.terms.grad_bias_sum,
-                      batch_.terms.grad_bias};
-  add_grad_bias<<<static_cast<unsigned>(batch_.panels()), kRowThreads, 0, batch_.stream>>>(sums);
+  const GradBias<T> sums{rows(),
+                         panels_,
+                         static_cast<int>(batch_.vocab()),
+                         buffers_.scale,
+                         grad_weight_.class_one_hot,
+                         buffers_.smoothing,
+                         batch_.problem.class_weight,
+                         is_first_,
+                         is_last_,
+                         batch_.terms.grad_bias_sum,
+                         elements_of<T>(batch_.terms.grad_bias)};
+  add_grad_bias<T><<<static_cast<unsigned>(batch_.panels()), kRowThreads, 0, batch_.stream>>>(sums);
   check_launch(kOp);
-}
-
-int64_t linear_backward_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t k_splits) {
-  return Workspace::bytes_for({int64_t{sizeof(int)}, rows * int64_t{sizeof(float)},
-                               std::max(rows, vocab) * int64_t{sizeof(OneHot)},
-                               k_splits > 1 ? k_splits * rows * hidden * int64_t{sizeof(float)} : 0});
-}
-
-void linear_backward(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* scale_exponents,
-                     Bf16* grad_input, const Tensor& workspace) {
-  const int64_t rows = chunk.grad_logits.size(0), vocab = chunk.grad_logits.size(1),
-                hidden = chunk.input.size(1);
-  Workspace memory(workspace, 0);
-  int* const count = memory.allocate<int>(1);
-  float* const scale = memory.allocate<float>(rows);
-  // No row and no class has a one-hot term: all indices are -1.
-  OneHot* const none = memory.allocate<OneHot>(std::max(rows, vocab));
-  float* const partial =
-      chunk.k_splits > 1 ? memory.allocate<float>(chunk.k_splits * rows * hidden) : nullptr;
-  check_cuda(cudaMemsetAsync(none, 0xff, std::max(rows, vocab) * sizeof(OneHot), chunk.stream), kOp);
-  const unsigned blocks = static_cast<unsigned>(ceil_div(rows, int64_t{kRowThreads}));
-  fill_row_scales<<<blocks, kRowThreads, 0, chunk.stream>>>(static_cast<int>(rows), count, scale);
-  check_launch(kOp);
-
-  const CUtensorMap grad_logits = matrix_map(chunk.grad_logits);
-  const ChunkRows all{count, 0, static_cast<int>(rows)};
-  if (grad_weight != nullptr) {
-    const OfMatrix<GradWeightEpilogue<false>> epilogue{
-        {all,
-         static_cast<int>(vocab),
-         static_cast<int>(hidden),
-         0,
-         none,
-         elements(chunk.input),
-         chunk.input.stride(0),
-         grad_weight,
-         scale_exponents,
-         sm90::kPanel * hidden / sm90::kTileN,
-         chunk.first,
-         chunk.last,
-         nullptr,
-         0,
-         rows * hidden * 2 > kInputBytesInL2 ? kGroupM : static_cast<int>(hidden / sm90::kTileN),
-         {}}};
-    launch_gemm({{grad_logits, grad_logits}, matrix_map(chunk.input)}, epilogue, chunk.device, chunk.stream);
-  }
-  if (grad_input != nullptr) {
-    const OfMatrix<GradInputEpilogue<false>> epilogue{
-        {{all, static_cast<int>(vocab), static_cast<int>(hidden), 0, static_cast<int>(chunk.k_splits), scale,
-          none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial}}};
-    launch_gemm({{grad_logits, grad_logits}, matrix_map(chunk.weight)}, epilogue, chunk.device, chunk.stream);
-    if (chunk.k_splits > 1) {
-      reduce_k_splits<<<static_cast<unsigned>(rows), kRowThreads, 0, chunk.stream>>>(epilogue);
-      check_launch(kOp);
-    }
-  }
 }
 
 }  // namespace liger::linear_ce

@@ -10,7 +10,12 @@
 
 namespace liger::linear_ce {
 
+// Elements of a batch. Those of a float16 batch are __half; its kernels get the pointers by elements_of<T>().
 using Bf16 = __nv_bfloat16;
+template <typename T>
+T* elements_of(Bf16* memory) {
+  return reinterpret_cast<T*>(memory);
+}
 
 // What a call adds to products and row scales. Null without bias or label smoothing. Vectors are float32, with
 // zeros up to whole tiles.
@@ -30,14 +35,17 @@ struct LogitTerms {
 struct Batch {
   Tensor input, weight;  // (rows, hidden), (vocab, hidden)
   bool need_grad_input, need_grad_weight;
-  bool with_metrics;  // entropies and argmax are requested
+  bool with_metrics;  // entropies, argmax or sums of squared exponentials are requested
   float inverse_temperature;
   ce::Problem problem;             // of these rows, without logits
   valid_rows::RowIndex row_index;  // of these rows
   int device;
   cudaStream_t stream;
   LogitTerms terms{};
+  // Sums of squared exponentials are requested; not with a transform of the logits, nor with float16.
+  bool with_squares = false;
 
+  bool is_float16() const { return input.scalar_type() == ScalarType::Half; }
   int64_t rows() const { return input.size(0); }
   int64_t hidden() const { return input.size(1); }
   int64_t vocab() const { return weight.size(0); }
@@ -60,6 +68,7 @@ struct ChunkBuffers {
   float* partial;                   // split-K partial sums of the input gradient; null without splits
   RowMetrics metrics;               // null without metrics
   float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
+  RangeRows range;                  // null with bfloat16
 
   // separate_rows: the gathered rows are among the buffers.
   static int64_t bytes(const Batch& batch, const PlannedChunk& chunk, bool separate_rows);
@@ -110,12 +119,20 @@ class Chunk {
   ChunkRows rows() const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
   FirstRowOfClass first_row_of_class() const;
-  template <bool kMetrics, bool kPartialTiles, bool kTransform>
+  // T: the type of the elements.
+  template <typename T>
+  void gather_rows() const;
+  template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false>
   void logits_gemm() const;
-  template <bool kPartialTiles>
+  template <typename T>
+  void apply_rule_of(bool gradient) const;
+  template <typename T, bool kPartialTiles, int kTileColumns>
+  void gradients_of() const;
+  template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_input_gemm() const;
-  template <bool kPartialTiles>
+  template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_weight_gemm() const;
+  template <typename T>
   void add_to_grad_bias() const;
 
   const Batch& batch_;
@@ -128,20 +145,9 @@ class Chunk {
   Panels panels_;
 };
 
-// The gradients of a chunk whose dlogits is a row-major matrix.
-struct LinearBackward {
-  Tensor grad_logits;    // (rows, vocab)
-  Tensor input, weight;  // (rows, hidden), (vocab, hidden); all three as dense() returns them
-  int64_t k_splits;      // of the input gradient
-  bool first, last;      // of the chunks that the weight gradient accumulates
-  int device;
-  cudaStream_t stream;
-};
-int64_t linear_backward_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t k_splits);
-// scale_exponents: block scales of the weight gradient, vocab * hidden / 256 bytes if there are several
-// chunks. grad_input may be the memory of the input. A null gradient is not computed.
-void linear_backward(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* scale_exponents,
-                     Bf16* grad_input, const Tensor& workspace);
+// Gathered rows up to this size stay in L2 (50 MB, half of it near each half of the SMs) while the exponentials are
+// streamed through it.
+inline constexpr int64_t kInputBytesInL2 = 24 << 20;
 
 // The tensor, or a copy that TMA can read.
 Tensor dense(const Tensor& tensor);

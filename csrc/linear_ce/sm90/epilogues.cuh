@@ -3,7 +3,7 @@
 // - ExpEpilogue (exponentials.cuh): exp(input @ weight.T - reference), and sums per row and tile.
 // - GradInputEpilogue (grad_input.cuh): (exponentials @ weight) * scale of the row.
 // - GradWeightEpilogue (grad_weight.cuh): exponentials.T @ (scale * input), accumulated over chunks in the
-//   memory of the bf16 result as block-scaled fp16.
+//   memory of the 16-bit result as block-scaled fp16.
 //
 // Between them apply_rule (rows.cuh) turns sums into losses and scales. The softmax is never normalised in
 // memory, and the logits are never stored. The one-hot term is most of the gradient while a model is
@@ -12,10 +12,14 @@
 #pragma once
 
 #include "device/integers.h"
+#include "linear_ce/sm90/element.cuh"
 #include "linear_ce/sm90/gemm.cuh"
 #include "linear_ce/sm90/logit_terms.cuh"
 
 namespace liger::linear_ce {
+
+// Threads per block of the kernels on rows between the GEMMs.
+inline constexpr int kRowThreads = 256;
 
 using sm90::CacheHint;
 using sm90::Tile;
@@ -24,9 +28,9 @@ using sm90::Tile;
 // buffers. The panel layout lets the first chunk use the memory of the weight gradient, which is written
 // after they have been read: one panel has the size of the 128 rows of the gradient for its classes.
 struct Panels {
-  __nv_bfloat16* memory[2];
-  int64_t stride[2];  // elements from one panel to the next
-  int rows_in_first;  // a multiple of 128
+  __nv_bfloat16* memory[2];  // or float16
+  int64_t stride[2];         // elements from one panel to the next
+  int rows_in_first;         // a multiple of 128
 
   __device__ __forceinline__ __nv_bfloat16* row_at(int row, int column) const {
     const bool second = row >= rows_in_first;
@@ -62,14 +66,9 @@ struct ChunkRows {
   __device__ __forceinline__ int operator()() const { return max(0, min(rows, *count - first)); }
 };
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  uint32_t word;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-
-// Rounds half of a warp's accumulators (16 rows of 128 columns, a panel) to bf16 and writes them, swizzled,
-// to the shared memory of the warp.
+// Rounds half of a warp's accumulators (16 rows of 128 columns, a panel) to T and writes them, swizzled, to the
+// shared memory of the warp.
+template <typename T>
 __device__ __forceinline__ void stage_half(const float (&sums)[sm90::kSums], int half, int lane,
                                            const sm90::EpilogueSmem& smem) {
   // For stmatrix: lane 8m + r addresses row r of matrix m, which is the upper or lower 8 rows of one of two
@@ -79,10 +78,10 @@ __device__ __forceinline__ void stage_half(const float (&sums)[sm90::kSums], int
 #pragma unroll
   for (int v = 0; v < kVectors; v += 2) {
     const int j = 4 * (half * kVectors + v);
-    sm90::store_matrices(reinterpret_cast<__nv_bfloat16*>(smem.memory) + row * sm90::kPanel +
-                             Panels::swizzle(row, (v + odd) * 8),
-                         pack_bf16(sums[j], sums[j + 1]), pack_bf16(sums[j + 2], sums[j + 3]),
-                         pack_bf16(sums[j + 4], sums[j + 5]), pack_bf16(sums[j + 6], sums[j + 7]));
+    sm90::store_matrices(
+        reinterpret_cast<T*>(smem.memory) + row * sm90::kPanel + Panels::swizzle(row, (v + odd) * 8),
+        pack_pair<T>(sums[j], sums[j + 1]), pack_pair<T>(sums[j + 2], sums[j + 3]),
+        pack_pair<T>(sums[j + 4], sums[j + 5]), pack_pair<T>(sums[j + 6], sums[j + 7]));
   }
 }
 
@@ -108,62 +107,63 @@ struct OneHot {
 };
 static_assert(sizeof(OneHot) == 8);
 
-// The columns of a tile: a multiple of kTileK, less than kTileN only with kPartialTiles.
-template <bool kPartialTiles>
+// The columns of a tile of a gradient: a multiple of 16, less than kColumns only with kPartialTiles.
+template <bool kPartialTiles, int kColumns>
 struct TileWidth {
   int columns;
   __device__ __forceinline__ TileWidth(const Tile& tile, int hidden)
-      : columns(kPartialTiles ? min(sm90::kTileN, hidden - tile.n0) : sm90::kTileN) {}
+      : columns(kPartialTiles ? min(kColumns, hidden - tile.n0) : kColumns) {}
   __device__ __forceinline__ bool has(int column) const { return !kPartialTiles || column < columns; }
 };
 
 // sums of row h -= amount * from[0..width - 1], for the columns of this lane.
-template <bool kPartialTiles>
-__device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, float amount,
-                                             const __nv_bfloat16* from, int lane,
-                                             TileWidth<kPartialTiles> width) {
+template <typename T, bool kPartialTiles, int kColumns>
+__device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, float amount, const T* from,
+                                             int lane, TileWidth<kPartialTiles, kColumns> width) {
   const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(from) + lane % 4;
-  uint32_t words[sm90::kTileN / 8];
+  uint32_t words[kColumns / 8];
 #pragma unroll
-  for (int j = 0; j < sm90::kTileN / 8; ++j) words[j] = width.has(8 * j) ? __ldg(pairs + 4 * j) : 0;
+  for (int j = 0; j < kColumns / 8; ++j) words[j] = width.has(8 * j) ? __ldg(pairs + 4 * j) : 0;
 #pragma unroll
-  for (int j = 0; j < sm90::kTileN / 8; ++j) {
+  for (int j = 0; j < kColumns / 8; ++j) {
     float &low = sums[4 * j + 2 * h], &high = sums[4 * j + 2 * h + 1];
-    low = fmaf(-amount, __uint_as_float(words[j] << 16), low);
-    high = fmaf(-amount, __uint_as_float(words[j] & 0xffff0000u), high);
+    low = fmaf(-amount, low_of<T>(words[j]), low);
+    high = fmaf(-amount, high_of<T>(words[j]), high);
   }
 }
 
-// sums of row h -= amount * vector[0..kTileN - 1], for the columns of this lane.
+// sums of row h -= amount * vector[0..kColumns - 1], for the columns of this lane.
+template <int kColumns>
 __device__ __forceinline__ void subtract_rank_one(float (&sums)[sm90::kSums], int h, float amount,
                                                   const float* vector, int lane) {
   const float2* const pairs = reinterpret_cast<const float2*>(vector) + lane % 4;
 #pragma unroll
-  for (int j = 0; j < sm90::kTileN / 8; ++j) {
+  for (int j = 0; j < kColumns / 8; ++j) {
     const float2 v = __ldg(pairs + 4 * j);
     float &low = sums[4 * j + 2 * h], &high = sums[4 * j + 2 * h + 1];
     low = fmaf(-amount, v.x, low), high = fmaf(-amount, v.y, high);
   }
 }
 
-// Rounds a warp's accumulators to bf16 and stores the first `count` of its 16 rows: 64 bytes of 8 rows at a
+// Rounds a warp's accumulators to T and stores the first `count` of its 16 rows: 64 bytes of 8 rows at a
 // time. (Longer segments of fewer rows, staged in shared memory, were slower.)
-template <bool kPartialTiles>
-__device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], __nv_bfloat16* out,
-                                           int64_t stride, int count, int lane,
-                                           TileWidth<kPartialTiles> width) {
+template <typename T, bool kPartialTiles, int kColumns>
+__device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], T* out, int64_t stride,
+                                           int count, int lane, TileWidth<kPartialTiles, kColumns> width) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = lane / 4 + 8 * h;
-    __nv_bfloat16* const at = out + row * stride + lane % 4 * 8;
+    T* const at = out + row * stride + lane % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < sm90::kTileN / 32; ++i) {
-      uint32_t w[4];
+    for (int i = 0; i < (kColumns + 31) / 32; ++i) {
+      uint32_t w[4] = {};
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        w[j] = pack_bf16(sums[16 * i + 4 * j + 2 * h], sums[16 * i + 4 * j + 2 * h + 1]);
+      for (int j = 0; j < 4; ++j) {
+        if (32 * i + 8 * j < kColumns)
+          w[j] = pack_pair<T>(sums[16 * i + 4 * j + 2 * h], sums[16 * i + 4 * j + 2 * h + 1]);
+      }
       transpose_quad(w, lane);
-      if (row < count && width.has(32 * i))
+      if (row < count && width.has(32 * i + lane % 4 * 8))
         *reinterpret_cast<uint4*>(at + 32 * i) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }

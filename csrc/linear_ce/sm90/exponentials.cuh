@@ -2,7 +2,8 @@
 //
 // The reference of a row is the logit of its target, which is known before the GEMM, so no maximum is needed
 // first: bf16 has the exponent range of float32. A row whose sum overflows kMaxRowSum is recomputed from its
-// maximum.
+// maximum. float16 has less range: a row whose sum in a tile is large is shifted down there by a power of two, and
+// apply_rule() shifts the other tiles of the row (RangeRows).
 #pragma once
 
 #include <cfloat>
@@ -23,7 +24,8 @@ enum class Phase { kAll, kMaxima, kRecompute };
 
 // Accumulated with the exponentials, for entropy and argmax.
 struct RowMetrics {
-  float* entropy_sums;            // (rows, column tiles): sums of e * log2(e)
+  // (rows, column tiles): sums of e * log2(e); then, with kSquares, as many sums of e * e
+  float* entropy_sums;
   unsigned long long* best_keys;  // (rows): the largest key of the logits of a row; initially zero
 };
 // Keys order logits, and equal logits by descending column, so that the maximum does not depend on the order
@@ -38,13 +40,16 @@ __device__ __forceinline__ int column_of_key(unsigned long long key) {
 }
 
 // kTransform: with a bias or a softcap. The softcap multiplies an exponential by its derivative after it was
-// added to the sum.
-template <bool kMetrics, bool kPartialTiles, bool kTransform>
+// added to the sum. kSquares, with kMetrics: also sums of squares. Below kMaxRowSum one of a tile is finite.
+template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false>
 struct ExpEpilogue {
+  static_assert(kMetrics || !kSquares, "sums of squares are behind those of the entropy");
+  using Element = T;
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
-  static constexpr bool kAMn = false, kBMn = false, kPanels = false, kNarrowTiles = false;
+  static constexpr bool kAMn = false, kBMn = false, kPanels = false;
+  static constexpr int kColumns = sm90::kTileN;
   static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
@@ -57,6 +62,7 @@ struct ExpEpilogue {
   Phase phase;               // other than kAll: tiles with overflow only
   RowMetrics metrics;        // with kMetrics
   LogitTransform transform;  // with kTransform
+  RangeRows range;           // with kSmallRange
 
   __device__ __forceinline__ int columns() const { return ceil_div(vocab, sm90::kTileN); }
   __device__ __forceinline__ int row_pairs() const {
@@ -95,13 +101,14 @@ struct ExpEpilogue {
       return;
     }
     float from[2], sum[2] = {0.0f, 0.0f}, entropy_sum[2] = {0.0f, 0.0f};
-    float best[2] = {-INFINITY, -INFINITY};
+    float square_sum[2] = {0.0f, 0.0f}, best[2] = {-INFINITY, -INFINITY};
     int best_column[2] = {0, 0};  // relative to the first column of this lane
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       // With a bias a row of zeros may have large logits; all its exponentials become 0.
       from[h] = (r < chunk.rows ? reference[r] : kTransform ? INFINITY : 0.0f) * kLog2e;
+      if constexpr (kOffset<T> != 0) from[h] -= kOffset<T>;
     }
     __nv_bfloat16* const rows = write ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
     const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
@@ -129,6 +136,7 @@ struct ExpEpilogue {
             }
             x = exp2_fast(y);
             sum[h] += x;
+            if constexpr (kSquares) square_sum[h] = fmaf(x, x, square_sum[h]);
             // A logit of -inf, of an excluded column or by the bias, has no entropy.
             if constexpr (kMetrics)
               entropy_sum[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, entropy_sum[h]);
@@ -142,16 +150,22 @@ struct ExpEpilogue {
         exponentials(std::false_type{});
       }
       if (!write) continue;
+      if constexpr (kSmallRange<T>) shift_down(z, half, sum, tile, row, lane);
       if (lane == 0) sm90::bulk_store_wait_read();
       __syncwarp();
-      stage_half(z, half, lane, smem);
+      stage_half<T>(z, half, lane, smem);
       async_fence();
       __syncwarp();
       if (lane == 0) sm90::bulk_store(rows + half * panel, smem.memory, 16 * sm90::kPanel * 2);
     }
+    if constexpr (kOffset<T> != 0) remove_offset(sum, entropy_sum);
     write_tile_results<Sum>(tile_sums, sum, tile, row, lane);
     if constexpr (kMetrics) {
       write_tile_results<Sum>(metrics.entropy_sums, entropy_sum, tile, row, lane);
+      if constexpr (kSquares) {
+        write_tile_results<Sum>(metrics.entropy_sums + int64_t{chunk.rows} * columns(), square_sum, tile, row,
+                                lane);
+      }
       update_best_keys(best, best_column, tile, row, lane);
     }
     const bool too_large = !(sum[0] < kMaxRowSum) || !(sum[1] < kMaxRowSum);
@@ -159,6 +173,41 @@ struct ExpEpilogue {
   }
 
  private:
+  // Before half of a tile is rounded: multiplies the exponentials of rows whose sum so far is at least
+  // 2^kLargestSumExponent by a power of two, so that each is below that.
+  __device__ __forceinline__ void shift_down(float (&z)[sm90::kSums], int half, const float (&sum)[2],
+                                             const Tile& tile, int row, int lane) const {
+    float total[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) total[h] = warp_reduce<Sum, 4>(sum[h]);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      constexpr float kLargestSum = static_cast<float>(1 << kLargestSumExponent);
+      if (total[h] < kLargestSum) continue;
+      const int shift = exponent_of(total[h]) - (kLargestSumExponent - 1);
+      const float factor = pow2(-shift);
+      constexpr int kPerPanel = sm90::kSums * sm90::kPanel / sm90::kTileN;
+#pragma unroll
+      for (int i = half * kPerPanel; i < (half + 1) * kPerPanel; ++i) {
+        if (i / 2 % 2 == h) z[i] *= factor;
+      }
+      const int r = tile.m0 + row + lane / 4 + 8 * h;
+      if (lane % 4 == 0 && r < chunk.rows) {
+        const int64_t panels = ceil_div(vocab, sm90::kPanel);
+        range.panel_shifts[r * panels + tile.n0 / sm90::kPanel + half] = static_cast<unsigned char>(shift);
+        atomicMax(range.shift + r, shift);
+      }
+    }
+  }
+  // The sums of a lane for exponentials and exponents without kOffset.
+  static __device__ __forceinline__ void remove_offset(float (&sum)[2], float (&entropy_sum)[2]) {
+    constexpr float kFactor = 1.0f / (1 << kOffset<T>);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (kMetrics) entropy_sum[h] = fmaf(-kOffset<T>, sum[h], entropy_sum[h]) * kFactor;
+      sum[h] *= kFactor;
+    }
+  }
   __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], const Tile& tile, int lane) const {
     const float2* const pairs = reinterpret_cast<const float2*>(transform.bias + tile.n0) + lane % 4;
 #pragma unroll

@@ -8,6 +8,8 @@ namespace {
 using linear_ce::Bf16;
 
 constexpr float kMostSmoothing = 0.5f;
+// Of the memory budget, what float16 needs for shifts: a byte for each row of a panel of 256 bytes.
+constexpr int64_t kShiftShare = 257;
 
 ce::Problem problem_of(const FusedLinearCe& call) {
   ce::Problem problem = call.options.problem;
@@ -20,7 +22,7 @@ Tensor bytes(int64_t count, const Tensor& like) {
 }
 
 Tensor matrix_or_none(bool needed, int64_t rows, int64_t columns, const Tensor& like) {
-  return needed ? empty({rows, columns}, ScalarType::BFloat16, like) : no_tensor(ScalarType::BFloat16, like);
+  return needed ? empty({rows, columns}, like.scalar_type(), like) : no_tensor(like.scalar_type(), like);
 }
 
 Tensor first_rows(Tensor matrix, int64_t rows) {
@@ -45,7 +47,8 @@ struct TermElements {
   static bool smoothing(const FusedLinearCe& call) { return problem_of(call).extras & ce::kSmoothing; }
 };
 
-// memory: TermElements::total(), which the caller keeps until the last launch.
+// memory: TermElements::total(), which the caller keeps until the last launch. T: the type of the elements.
+template <typename T>
 linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, const linear_ce::Batch& batch,
                                   const Tensor& memory, const Tensor& grad_bias) {
   const TermElements elements(call);
@@ -69,14 +72,16 @@ linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, const linear_ce::Ba
   if (call.bias) {
     terms.bias_sum = bias_sum;
     const Tensor values = torch::stable::contiguous(*call.bias);
-    linear_ce::launch_bias_terms({static_cast<const Bf16*>(values.const_data_ptr()), problem.class_weight,
-                                  batch.vocab(), elements.bias, bias, bias_sum},
-                                 call.stream);
+    linear_ce::launch_bias_terms(
+        linear_ce::BiasTerms<T>{static_cast<const T*>(values.const_data_ptr()), problem.class_weight,
+                                batch.vocab(), elements.bias, bias, bias_sum},
+        call.stream);
   }
   if (terms.smoothing()) {
     linear_ce::launch_row_sums(
-        {static_cast<const Bf16*>(batch.weight.const_data_ptr()), batch.weight.stride(0), batch.vocab(),
-         nullptr, 0, nullptr, problem.class_weight, batch.hidden(), terms.partial, class_sum},
+        linear_ce::RowSums<T>{static_cast<const T*>(batch.weight.const_data_ptr()), batch.weight.stride(0),
+                              batch.vocab(), nullptr, 0, nullptr, problem.class_weight, batch.hidden(),
+                              terms.partial, class_sum},
         call.stream);
   }
   return terms;
@@ -91,14 +96,14 @@ std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
   // rounding of the exponentials shows.
   const bool unsupported = (extras & ce::kSmoothing) &&
                            ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMostSmoothing);
-  if (call.input.scalar_type() != ScalarType::BFloat16 || unsupported) {
-    return std::nullopt;
-  }
-  return linear_ce::plan_on_device(
-      {call.input.size(0), call.input.size(1), call.weight.size(0), call.need_grad_input,
-       call.need_grad_weight, call.exact_accumulation, call.memory_budget - 4 * TermElements(call).total(), 0,
-       1, (extras & (ce::kArgmax | ce::kEntropy)) != 0},
-      call.device);
+  const bool half = call.input.scalar_type() == ScalarType::Half;
+  if (unsupported || (call.input.scalar_type() != ScalarType::BFloat16 && !half)) return std::nullopt;
+  int64_t budget = call.memory_budget - 4 * TermElements(call).total();
+  if (half) budget -= budget / kShiftShare;
+  return linear_ce::plan_on_device({call.input.size(0), call.input.size(1), call.weight.size(0),
+                                    call.need_grad_input, call.need_grad_weight, call.exact_accumulation,
+                                    budget, 0, 1, (extras & (ce::kArgmax | ce::kEntropy)) != 0},
+                                   call.device);
 }
 
 FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const LinearCePlan& plan) {
@@ -125,9 +130,10 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
   const Tensor weight_memory =
       matrix_or_none(call.need_grad_weight, (panels + plan.panel_offset) * sm90::kPanel, hidden, input);
   const Tensor term_memory = empty({TermElements(call).total()}, ScalarType::Float, input);
-  const Tensor grad_bias = call.need_grad_bias ? empty({vocab}, ScalarType::BFloat16, input)
-                                               : no_tensor(ScalarType::BFloat16, input);
-  batch.terms = logit_terms(call, batch, term_memory, grad_bias);
+  const Tensor grad_bias = call.need_grad_bias ? empty({vocab}, input.scalar_type(), input)
+                                               : no_tensor(input.scalar_type(), input);
+  batch.terms = batch.is_float16() ? logit_terms<__half>(call, batch, term_memory, grad_bias)
+                                   : logit_terms<Bf16>(call, batch, term_memory, grad_bias);
   const Tensor panel_workspace = bytes(linear_ce::panel_workspace_bytes(batch, plan), input);
   const Tensor class_one_hot =
       bytes(batch.need_class_one_hot() ? linear_ce::class_one_hot_bytes(batch) : 0, input);

@@ -6,8 +6,8 @@
 
 namespace liger {
 
-// The plan of this engine, or nullopt if it cannot take the call. It takes bfloat16 with class and token
-// weights, z-loss, entropies and argmax; not bias, softcap or label smoothing.
+// The plan of this engine, or nullopt if it cannot take the call. It takes bfloat16 and float16 with every option but
+// label smoothing above 0.5 or together with a softcap.
 std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call);
 FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const LinearCePlan& plan);
 

@@ -1,4 +1,4 @@
-// Persistent, warp-specialised bf16 GEMM with wgmma and TMA (sm_90a only).
+// Persistent, warp-specialised GEMM of bf16 or fp16 with wgmma and TMA (sm_90a only).
 //
 // Clusters of kCluster = 2 blocks iterate over tiles of 2 x 128 rows and 256 columns. The producer warp of a
 // block loads operands by TMA into a ring of kStages stages; each block of a cluster loads half of B and
@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "linear_ce/sm90/ptx.cuh"
+#include "linear_ce/sm90/wgmma.cuh"
 
 namespace liger::sm90 {
 
@@ -38,19 +38,22 @@ struct Maps {
   CUtensorMap a[2], b;
 };
 
+// K-blocks of the mainloop that follow prefetch() and load().
+inline constexpr int kLateBlocks = 2;
+
 // An Epilogue defines the tiles and what is done with the accumulators:
+//   using Element                              the type of the operands, __nv_bfloat16 or __half
 //   static constexpr bool kAMn, kBMn           true: the operand is MN-major
 //   static constexpr CacheHint kHintA, kHintB
 //   static constexpr bool kPanels              A is in panels; then int rows_in_first is a member
 //   int tiles() const                          number of tiles, a cluster each; the same for all threads
-//   Tile tile(int t, int rank) const           with k_blocks == 0 the accumulators are undefined
-//   static constexpr bool kNarrowTiles         true: then bool is_narrow(Tile) const tells whether a tile has at most
-//                                              kTileN / 2 columns; the accumulators of the others are 0
+//   Tile tile(int t, int rank) const
+//   static constexpr int kColumns              of a tile, at most kTileN; the other accumulators are undefined
 //   void prefetch(Tile, int row, int lane, EpilogueSmem) const
 //       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay the
 //       operands
 //   Operands load(Tile, int row, int lane) const
-//       loads what store() needs from global memory during the last wgmma
+//       then loads what store() needs from global memory
 //   void store(float (&sums)[kSums], Operands, Tile, int row, int lane, const EpilogueSmem&) const
 //       row: the first of the 16 rows of the tile that belong to this warp. In lane l, sums[4j + 2h + i] is row
 //       l / 4 + 8h of them and column 8j + 2 (l % 4) + i of the tile. All operands of the tile have arrived.
@@ -124,8 +127,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     // Descriptor increments for 16 elements of K within a box: along its rows, or down 16 of them.
     constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
                   kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
+    // Of stage 0. The loop below adds constants: between wgmmas of a k-block few instructions keep the tensor cores
+    // busy.
+    const uint32_t descriptor_a = descriptor_low(box_a(0, group)), descriptor_b = descriptor_low(box_b(0, 0));
+    const uint32_t full_address = shared_address(full);
+    const bool releases = threadIdx.x % 128 < kCluster;
+    const uint32_t empty_address = cluster_address(empty, releases ? threadIdx.x % 128 : 0);
     const auto release = [&](int stage) {
-      if (threadIdx.x % 128 < kCluster) cluster_barrier_arrive(&empty[stage], threadIdx.x % 128);
+      if (releases) cluster_barrier_arrive(empty_address + stage * sizeof(uint64_t));
     };
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
     const EpilogueSmem smem{epilogue_smem + own_warp * kEpilogueSmemBytes};
@@ -133,42 +142,34 @@ __global__ void __launch_bounds__(kThreads, 1)
     float sums[kSums];
     for (int t = cluster; t < tiles; t += clusters) {
       const Tile tile = epilogue.tile(t, rank);
-      typename Epilogue::Operands operands;
-      if (tile.k_blocks == 0) {
-        epilogue.prefetch(tile, own_row, lane, smem);
-        operands = epilogue.load(tile, own_row, lane);
-      }
       int previous = -1;
-      const auto add_k_block = [&](int i, auto columns) {
-        mbarrier_wait(&full[ring.stage], ring.phase);
-        if (i == max(tile.k_blocks - 2, 0)) epilogue.prefetch(tile, own_row, lane, smem);
-        if (i == tile.k_blocks - 1) operands = epilogue.load(tile, own_row, lane);
-        const uint64_t da = descriptor(box_a(ring.stage, group)), db = descriptor(box_b(ring.stage, 0));
-        wgmma_fence();
+      const auto add_k_blocks = [&](int count) {
+        for (int i = 0; i < count; ++i, ring.next()) {
+          mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
+          const uint32_t stage = ring.stage * (kStageBytes >> 4);
+          wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kTileK / 16; ++k) {
-          wgmma<columns.value, Epilogue::kAMn, Epilogue::kBMn>(sums, da + k * kStepA, db + k * kStepB, i | k);
+          for (int k = 0; k < kTileK / 16; ++k) {
+            wgmma<typename Epilogue::Element, Epilogue::kColumns, Epilogue::kAMn, Epilogue::kBMn>(
+                sums, descriptor_a + stage + k * kStepA, descriptor_b + stage + k * kStepB,
+                k > 0 || previous >= 0);
+          }
+          wgmma_commit();
+          wgmma_wait<1>();
+          if (previous >= 0) release(previous);
+          previous = ring.stage;
         }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (i > 0) release(previous);
-        previous = ring.stage;
       };
-      // Two loops: wgmma in a branch within the loop would be serialised.
-      bool narrow = false;
-      if constexpr (Epilogue::kNarrowTiles) {
-        narrow = epilogue.is_narrow(tile);
-        for (int i = 0; i < (narrow ? tile.k_blocks : 0); ++i, ring.next())
-          add_k_block(i, std::integral_constant<int, kTileN / 2>{});
-      }
-      for (int i = 0; i < (narrow ? 0 : tile.k_blocks); ++i, ring.next())
-        add_k_block(i, std::integral_constant<int, kTileN>{});
+      // The operands of the epilogue are loaded between two loops: in a loop their registers would be selected in
+      // every iteration.
+      const int late = min(tile.k_blocks, kLateBlocks);
+      add_k_blocks(tile.k_blocks - late);
+      epilogue.prefetch(tile, own_row, lane, smem);
+      const typename Epilogue::Operands operands = epilogue.load(tile, own_row, lane);
+      add_k_blocks(late);
       wgmma_wait<0>();
-      pin(sums);
-      if (narrow) {
-#pragma unroll
-        for (int i = kSums / 2; i < kSums; ++i) sums[i] = 0.0f;
-      }
+      pin<Epilogue::kColumns>(sums);
+      if (tile.k_blocks == 0) clear<Epilogue::kColumns>(sums);
       if (previous >= 0) release(previous);
       epilogue.store(sums, operands, tile, own_row, lane, smem);
     }

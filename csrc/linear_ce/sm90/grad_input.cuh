@@ -5,6 +5,7 @@
 
 namespace liger::linear_ce {
 
+template <typename T>
 struct GradInput {
   ChunkRows chunk;
   int vocab, hidden;
@@ -12,26 +13,28 @@ struct GradInput {
   int k_splits;           // of the vocabulary, so that small chunks fill the device
   const float* scale;     // of the rows of the chunk
   const OneHot* one_hot;  // of the rows of the chunk
-  const __nv_bfloat16* weight;
+  const T* weight;
   int64_t weight_stride;
-  __nv_bfloat16* out;  // (chunk.rows, hidden)
-  float* partial;      // (k_splits, chunk.rows, hidden) partial sums, if k_splits > 1
+  T* out;          // (chunk.rows, hidden)
+  float* partial;  // (k_splits, chunk.rows, hidden) partial sums, if k_splits > 1
   RankOneTerm smoothing;
 };
 
-template <bool kPartialTiles>
-struct GradInputEpilogue : GradInput {
+template <typename T, bool kPartialTiles, int kTileColumns>
+struct GradInputEpilogue : GradInput<T> {
+  using Element = T;
+  using GradInput<T>::chunk, GradInput<T>::vocab, GradInput<T>::hidden, GradInput<T>::k_splits,
+      GradInput<T>::scale, GradInput<T>::one_hot, GradInput<T>::weight, GradInput<T>::weight_stride,
+      GradInput<T>::out, GradInput<T>::partial, GradInput<T>::smoothing;
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
-  static constexpr bool kAMn = false, kBMn = true, kPanels = true, kNarrowTiles = kPartialTiles;
+  static constexpr bool kAMn = false, kBMn = true, kPanels = true;
+  static constexpr int kColumns = kTileColumns;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kNormal;
 
-  __device__ __forceinline__ bool is_narrow(const Tile& tile) const {
-    return hidden - tile.n0 <= sm90::kTileN / 2;
-  }
   __device__ __forceinline__ int columns() const {
-    return kPartialTiles ? sm90::column_tiles(hidden) : hidden / sm90::kTileN;
+    return kPartialTiles ? ceil_div(hidden, kColumns) : hidden / kColumns;
   }
   __device__ __forceinline__ int row_pairs() const {
     return ceil_div(chunk(), sm90::kCluster * sm90::kTileM);
@@ -43,14 +46,14 @@ struct GradInputEpilogue : GradInput {
     const TileIndex at = swizzled_tile(t % (pairs * columns()), pairs, columns());
     const int begin = static_cast<int>(int64_t{blocks} * k_split / k_splits);
     const int end = static_cast<int>(int64_t{blocks} * (k_split + 1) / k_splits);
-    return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * sm90::kTileN, begin * sm90::kTileK,
+    return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * kColumns, begin * sm90::kTileK,
             end - begin, k_split};
   }
 
   __device__ __forceinline__ void store(float (&sums)[sm90::kSums], Operands, const Tile& tile, int row,
                                         int lane, const sm90::EpilogueSmem& smem) const {
     const int count = chunk();
-    const TileWidth<kPartialTiles> width(tile, hidden);
+    const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
@@ -59,7 +62,7 @@ struct GradInputEpilogue : GradInput {
         float* const at =
             partial + (int64_t{tile.k_split} * chunk.rows + r) * hidden + tile.n0 + lane % 4 * 2;
 #pragma unroll
-        for (int j = 0; j < sm90::kTileN / 8; ++j) {
+        for (int j = 0; j < kColumns / 8; ++j) {
           if (valid && width.has(8 * j)) {
             *reinterpret_cast<float2*>(at + 8 * j) =
                 make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
@@ -69,18 +72,53 @@ struct GradInputEpilogue : GradInput {
       }
       const float factor = valid ? scale[r] : 0.0f;
 #pragma unroll
-      for (int j = 0; j < sm90::kTileN / 8; ++j)
-        sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
+      for (int j = 0; j < kColumns / 8; ++j) sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
       const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
       if (target.index >= 0)
         subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane, width);
       if (smoothing.vector != nullptr && valid)
-        subtract_rank_one(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
+        subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
     }
     if (k_splits > 1) return;
     const int first = tile.m0 + row;
     write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane, width);
   }
 };
+
+// Split-K reduction of a row of grad_input, with scale and one-hot term. grid: rows of the chunk.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput<T> p) {
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  const float factor = p.scale[row];
+  const OneHot one_hot = p.one_hot[row];
+  const uint2* const target =
+      reinterpret_cast<const uint2*>(p.weight + max(one_hot.index, 0) * p.weight_stride);
+  const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
+  const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
+  uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
+  for (int i = threadIdx.x; i < p.hidden / 4; i += kRowThreads) {
+    float4 sum = from[i];
+    for (int k_split = 1; k_split < p.k_splits; ++k_split) {
+      const float4 more = from[i + k_split * step];
+      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
+    if (p.smoothing.vector != nullptr) {
+      const float4 v = reinterpret_cast<const float4*>(p.smoothing.vector)[i];
+      const float amount = p.smoothing.amount_of(row);
+      sum.x = fmaf(-amount, v.x, sum.x), sum.y = fmaf(-amount, v.y, sum.y);
+      sum.z = fmaf(-amount, v.z, sum.z), sum.w = fmaf(-amount, v.w, sum.w);
+    }
+    if (one_hot.index >= 0) {
+      const uint2 w = target[i];
+      sum.x = fmaf(-one_hot.amount, low_of<T>(w.x), sum.x);
+      sum.y = fmaf(-one_hot.amount, high_of<T>(w.x), sum.y);
+      sum.z = fmaf(-one_hot.amount, low_of<T>(w.y), sum.z);
+      sum.w = fmaf(-one_hot.amount, high_of<T>(w.y), sum.w);
+    }
+    to[i] = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
+  }
+}
 
 }  // namespace liger::linear_ce

@@ -9,20 +9,25 @@
 namespace liger::linear_ce {
 
 // Between chunks dW is accumulated in place, in the 16 bits of each bf16 result, as block-scaled fp16: the
-// 256 elements of a row in a tile share one power-of-two scale. A chunk rounds the sum once, to 11 bits, 8
+// elements of a row in a tile share one power-of-two scale. A chunk rounds the sum once, to 11 bits, 8
 // times finer than bf16, so the result is as exact as one float32 sum that is rounded at the end. Scales are
 // per row, because classes differ by orders of magnitude in probability while the elements of one row do not.
 //
-// The order of the partial sums is private: a warp owns the 512 bytes per row of its tile and 16 rows, and
-// segment s of its 16 segments holds accumulators 8s to 8s + 7 of all lanes, so that accesses are coalesced.
+// The order of the partial sums is private: a warp owns the memory of 16 rows of its tile, and segment s of it holds
+// accumulators 8s to 8s + 7 of all lanes, so that accesses are coalesced.
 // The last chunk rounds to bf16 and writes row-major.
-template <bool kPartialTiles>
+//
+// float16: the rows of the input were multiplied by the scale and by 2^scaled_input_exponent(), whose inverse
+// store() applies.
+template <typename T, bool kPartialTiles, int kTileColumns>
 struct GradWeightEpilogue {
-  static constexpr bool kAMn = true, kBMn = true, kPanels = true, kNarrowTiles = kPartialTiles;
+  using Element = T;
+  static constexpr bool kAMn = true, kBMn = true, kPanels = true;
+  static constexpr int kColumns = kTileColumns;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kEvictLast,
                              kHintSums = CacheHint::kNormal;
   // Segments per warp; the first kEarly are loaded to registers, the others to shared memory.
-  static constexpr int kSegments = 16, kEarly = 8;
+  static constexpr int kSegments = kColumns / 16, kEarly = 8;
   struct Operands {
     uint4 partial[kEarly];
     float block_scale[2];  // of the two rows of this lane
@@ -30,11 +35,11 @@ struct GradWeightEpilogue {
   };
   ChunkRows chunk;
   int vocab, hidden;
-  int rows_in_first;           // of the panels
-  const OneHot* one_hot;       // per class
-  const __nv_bfloat16* input;  // of the batch, unscaled
+  int rows_in_first;      // of the panels
+  const OneHot* one_hot;  // per class
+  const T* input;         // of the batch, unscaled
   int64_t input_stride;
-  __nv_bfloat16* out;              // (vocab, hidden), contiguous
+  T* out;                          // (vocab, hidden), contiguous
   unsigned char* scale_exponents;  // biased exponents: per tile of rows and columns, one for each of 128 rows
   int64_t scale_stride;            // from one tile of rows to the next
   bool first, last;                // chunk
@@ -48,12 +53,10 @@ struct GradWeightEpilogue {
   // Divides by the 16-byte vectors of a row in the last tile of columns, if that tile is partial.
   FastDivide last_vectors;
   RankOneTerm smoothing;
+  const uint32_t* largest_scaled;  // RangeRows::largest_scaled, with kSmallRange
 
-  __device__ __forceinline__ bool is_narrow(const Tile& tile) const {
-    return hidden - tile.n0 <= sm90::kTileN / 2;
-  }
   __device__ __forceinline__ int columns() const {
-    return kPartialTiles ? sm90::column_tiles(hidden) : hidden / sm90::kTileN;
+    return kPartialTiles ? ceil_div(hidden, kColumns) : hidden / kColumns;
   }
   __device__ __forceinline__ int row_pairs() const { return ceil_div(vocab, sm90::kCluster * sm90::kTileM); }
   __device__ __forceinline__ int tiles() const {
@@ -62,9 +65,8 @@ struct GradWeightEpilogue {
     return row_pairs() * columns();
   }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
-    TileIndex at = swizzled_tile(t, columns(), row_pairs(), group);
-    if constexpr (kPartialTiles) at.across = rotated(at);
-    return {(at.along * sm90::kCluster + rank) * sm90::kTileM, at.across * sm90::kTileN, 0,
+    const TileIndex at = swizzled_tile(t, columns(), row_pairs(), group);
+    return {(at.along * sm90::kCluster + rank) * sm90::kTileM, at.across * kColumns, 0,
             ceil_div(chunk(), sm90::kTileK), 0};
   }
 
@@ -73,7 +75,7 @@ struct GradWeightEpilogue {
     if (first || tile.m0 + row >= vocab) return;
     uint4* const to = reinterpret_cast<uint4*>(smem.memory) + lane;
     const Segments from = segments(tile, row, lane);
-    static_assert((kSegments - kEarly) * 32 * sizeof(uint4) == sm90::kEpilogueSmemBytes);
+    static_assert((kSegments - kEarly) * 32 * sizeof(uint4) <= sm90::kEpilogueSmemBytes);
 #pragma unroll
     for (int i = kEarly; i < kSegments; ++i) {
       if (from.has(i)) sm90::copy_async(to + (i - kEarly) * 32, from.at(i), kHintSums);
@@ -98,10 +100,11 @@ struct GradWeightEpilogue {
   __device__ __forceinline__ void store(float (&sums)[sm90::kSums], const Operands& e, const Tile& tile,
                                         int row, int lane, const sm90::EpilogueSmem& smem) const {
     if (tile.m0 + row >= vocab) return;
-    const TileWidth<kPartialTiles> width(tile, hidden);
-    if (tile.k_blocks == 0) {
+    const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
+    if constexpr (kSmallRange<T>) {
+      const float unit = pow2(-scaled_input_exponent(*largest_scaled));
 #pragma unroll
-      for (int i = 0; i < sm90::kSums; ++i) sums[i] = 0.0f;
+      for (int i = 0; i < kColumns / 2; ++i) sums[i] *= unit;
     }
     if (panel_read_counts != nullptr) wait_for_panel_reads(tile, lane);
     if (!first) {
@@ -109,7 +112,7 @@ struct GradWeightEpilogue {
       const uint4* const smem_partial = reinterpret_cast<const uint4*>(smem.memory) + lane;
 #pragma unroll
       for (int i = kSegments - 1; i >= 0; --i) {
-        if (!width.has(i * (sm90::kTileN / kSegments))) continue;
+        if (!width.has(i * 16)) continue;
         add(sums, 8 * i, i < kEarly ? e.partial[i < kEarly ? i : 0] : smem_partial[(i - kEarly) * 32],
             e.block_scale);
       }
@@ -122,7 +125,7 @@ struct GradWeightEpilogue {
                      width);
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (smoothing.vector != nullptr && r < vocab)
-        subtract_rank_one(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
+        subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
     }
     if (!last) {
       float inverse_scale[2];
@@ -140,17 +143,10 @@ struct GradWeightEpilogue {
   }
 
  private:
-  // Column tiles of a group in another order for each pair of rows: else a cluster may get no narrow tile, and
-  // another one nothing else.
-  __device__ __forceinline__ int rotated(TileIndex at) const {
-    const int begin = at.across / group * group, width = min(group, columns() - begin);
-    return begin + (at.across - begin + at.along) % width;
-  }
-  // The segments of a warp. In a full tile they are rows of 512 bytes; those of a partial one follow each
-  // other through its shorter rows.
+  // The segments of a warp, which follow each other through the rows of the tile. With kTileN columns each is a row.
   struct Segments {
-    uint4* sums;  // with an offset for the lane in a full tile
-    int stride;   // from a row to the next, in 16-byte vectors
+    uint4* sums;
+    int stride;  // from a row to the next, in 16-byte vectors
     int lane, count;
     FastDivide vectors;
     bool partial_tile;
@@ -158,26 +154,27 @@ struct GradWeightEpilogue {
     __device__ __forceinline__ bool has(int i) const { return !kPartialTiles || i < count; }
     // The 16 bytes of this lane of segment i.
     __device__ __forceinline__ uint4* at(int i) const {
+      const uint32_t vector = i * 32 + lane;
       if constexpr (kPartialTiles) {
         if (partial_tile) {
-          const uint32_t vector = i * 32 + lane, row = vectors.quotient(vector);
+          const uint32_t row = vectors.quotient(vector);
           return sums + row * stride + vectors.remainder(vector, row);
         }
       }
-      return sums + i * stride;
+      constexpr int kVectors = kColumns / 8;
+      if constexpr (kVectors == 32) return sums + lane + i * stride;
+      return sums + vector / kVectors * stride + vector % kVectors;
     }
   };
   __device__ __forceinline__ Segments segments(const Tile& tile, int row, int lane) const {
     uint4* const sums = reinterpret_cast<uint4*>(out + (tile.m0 + row) * int64_t{hidden} + tile.n0);
-    const int width = kPartialTiles ? min(sm90::kTileN, hidden - tile.n0) : sm90::kTileN;
-    const bool partial_tile = width < sm90::kTileN;
-    return {partial_tile ? sums : sums + lane, hidden / 8,   lane,
-            width * kSegments / sm90::kTileN,  last_vectors, partial_tile};
+    const int width = kPartialTiles ? min(kColumns, hidden - tile.n0) : kColumns;
+    return {sums, hidden / 8, lane, width / 16, last_vectors, width < kColumns};
   }
   // The scale of the first of the two rows of this lane; that of the second one is 8 bytes further.
   __device__ __forceinline__ unsigned char* scale_exponents_of(const Tile& tile, int row, int lane) const {
-    return scale_exponents + tile.m0 / sm90::kTileM * scale_stride + tile.n0 / sm90::kTileN * sm90::kTileM +
-           row + lane / 4;
+    return scale_exponents + tile.m0 / sm90::kTileM * scale_stride + tile.n0 / kColumns * sm90::kTileM + row +
+           lane / 4;
   }
 
   // Waits until all column tiles have read the panel that this tile overwrites. Those belong to earlier
@@ -200,17 +197,12 @@ struct GradWeightEpilogue {
 
   // The tensor cores idle during the epilogue. So the scale comes from a sum of squares (FFMA at full rate),
   // not from a maximum (half rate).
-
-  static __device__ __forceinline__ float power_of_two(int biased_exponent) {
-    return __uint_as_float(static_cast<uint32_t>(biased_exponent) << 23);
-  }
-
   __device__ __forceinline__ void choose_block_scales(const float (&sums)[sm90::kSums],
                                                       float (&inverse_scale)[2], const Tile& tile, int row,
                                                       int lane) const {
     float squares[2] = {0.0f, 0.0f};
 #pragma unroll
-    for (int i = 0; i < sm90::kSums; ++i) squares[i / 2 % 2] = fmaf(sums[i], sums[i], squares[i / 2 % 2]);
+    for (int i = 0; i < kColumns / 2; ++i) squares[i / 2 % 2] = fmaf(sums[i], sums[i], squares[i / 2 % 2]);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       // The root of the sum of squares bounds every element; it is scaled to at most 2^15.

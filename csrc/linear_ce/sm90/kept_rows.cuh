@@ -140,7 +140,8 @@ __global__ void __launch_bounds__(kKeptRowThreads) row_gradients(const RowGradie
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       uint32_t& word = (&v.x)[j];
-      word = pack_bf16(__uint_as_float(word << 16) * scale, __uint_as_float(word & 0xffff0000u) * scale);
+      word =
+          pack_pair<__nv_bfloat16>(low_of<__nv_bfloat16>(word) * scale, high_of<__nv_bfloat16>(word) * scale);
     }
     out[i] = v;
   }
@@ -181,8 +182,8 @@ __global__ void __launch_bounds__(kKeptRowThreads) entropy_gradient(const Entrop
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t& word = (&v.x)[j];
-        word =
-            pack_bf16(replaced(__uint_as_float(word << 16)), replaced(__uint_as_float(word & 0xffff0000u)));
+        word = pack_pair<__nv_bfloat16>(replaced(low_of<__nv_bfloat16>(word)),
+                                        replaced(high_of<__nv_bfloat16>(word)));
       }
     }
     to[i] = v;

@@ -8,11 +8,89 @@
 #include <tuple>
 
 #include "linear_ce/sm90/chunk.h"
+#include "linear_ce/sm90/gemm_launch.cuh"
+#include "linear_ce/sm90/grad_input.cuh"
+#include "linear_ce/sm90/grad_weight.cuh"
 
-namespace liger {
+namespace liger::linear_ce {
 namespace {
 
 constexpr const char* kOp = "linear_backward";
+
+// All rows are valid, with scale 1.
+__global__ void __launch_bounds__(kRowThreads) fill_row_scales(int rows, int* count, float* scale) {
+  const int row = blockIdx.x * kRowThreads + threadIdx.x;
+  if (row == 0) *count = rows;
+  if (row < rows) scale[row] = 1.0f;
+}
+
+// The gradients of a chunk whose dlogits is a row-major matrix.
+struct LinearBackward {
+  Tensor grad_logits;    // (rows, vocab)
+  Tensor input, weight;  // (rows, hidden), (vocab, hidden); all three as dense() returns them
+  int64_t k_splits;      // of the input gradient
+  bool first, last;      // of the chunks that the weight gradient accumulates
+  int device;
+  cudaStream_t stream;
+};
+
+int64_t linear_backward_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t k_splits) {
+  return Workspace::bytes_for({int64_t{sizeof(int)}, rows * int64_t{sizeof(float)},
+                               std::max(rows, vocab) * int64_t{sizeof(OneHot)},
+                               k_splits > 1 ? k_splits * rows * hidden * int64_t{sizeof(float)} : 0});
+}
+
+// scale_exponents: block scales of the weight gradient, vocab * hidden / 256 bytes if there are several
+// chunks. grad_input may be the memory of the input. A null gradient is not computed.
+void run_chunk(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* scale_exponents,
+               Bf16* grad_input, const Tensor& workspace) {
+  const int64_t rows = chunk.grad_logits.size(0), vocab = chunk.grad_logits.size(1),
+                hidden = chunk.input.size(1);
+  Workspace memory(workspace, 0);
+  int* const count = memory.allocate<int>(1);
+  float* const scale = memory.allocate<float>(rows);
+  // No row and no class has a one-hot term: all indices are -1.
+  OneHot* const none = memory.allocate<OneHot>(std::max(rows, vocab));
+  float* const partial =
+      chunk.k_splits > 1 ? memory.allocate<float>(chunk.k_splits * rows * hidden) : nullptr;
+  check_cuda(cudaMemsetAsync(none, 0xff, std::max(rows, vocab) * sizeof(OneHot), chunk.stream), kOp);
+  const unsigned blocks = static_cast<unsigned>(ceil_div(rows, int64_t{kRowThreads}));
+  fill_row_scales<<<blocks, kRowThreads, 0, chunk.stream>>>(static_cast<int>(rows), count, scale);
+  check_launch(kOp);
+
+  const CUtensorMap grad_logits = matrix_map(chunk.grad_logits);
+  const ChunkRows all{count, 0, static_cast<int>(rows)};
+  if (grad_weight != nullptr) {
+    const OfMatrix<GradWeightEpilogue<Bf16, false, sm90::kTileN>> epilogue{
+        {all,
+         static_cast<int>(vocab),
+         static_cast<int>(hidden),
+         0,
+         none,
+         elements(chunk.input),
+         chunk.input.stride(0),
+         grad_weight,
+         scale_exponents,
+         sm90::kPanel * hidden / sm90::kTileN,
+         chunk.first,
+         chunk.last,
+         nullptr,
+         0,
+         rows * hidden * 2 > kInputBytesInL2 ? kGroupM : static_cast<int>(hidden / sm90::kTileN),
+         {}}};
+    launch_gemm({{grad_logits, grad_logits}, matrix_map(chunk.input)}, epilogue, chunk.device, chunk.stream);
+  }
+  if (grad_input != nullptr) {
+    const OfMatrix<GradInputEpilogue<Bf16, false, sm90::kTileN>> epilogue{
+        {{all, static_cast<int>(vocab), static_cast<int>(hidden), 0, static_cast<int>(chunk.k_splits), scale,
+          none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial}}};
+    launch_gemm({{grad_logits, grad_logits}, matrix_map(chunk.weight)}, epilogue, chunk.device, chunk.stream);
+    if (chunk.k_splits > 1) {
+      reduce_k_splits<Bf16><<<static_cast<unsigned>(rows), kRowThreads, 0, chunk.stream>>>(epilogue);
+      check_launch(kOp);
+    }
+  }
+}
 
 // The fields of LinearBackwardPlan, and the workspace of the first chunk and of the others. All zero if the
 // engine cannot take the problem.
@@ -24,12 +102,12 @@ PlanNumbers linear_backward_plan(const Tensor& input, const Tensor& weight, int6
   if (input.scalar_type() != ScalarType::BFloat16) return {};
   const DeviceGuard guard(input.get_device_index());
   const int64_t hidden = input.size(1), vocab = weight.size(0);
-  const std::optional<LinearBackwardPlan> plan = linear_ce::plan_linear_backward_on_device(
+  const std::optional<LinearBackwardPlan> plan = plan_linear_backward_on_device(
       {input.size(0), hidden, vocab, need_grad_input, need_grad_weight, true, memory_budget, 0, group_rows},
       aux_rows, aux_in_grad_weight, input.get_device_index());
   if (!plan) return {};
   const auto workspace_bytes = [&](int64_t rows, int64_t k_splits) {
-    return linear_ce::linear_backward_bytes(rows, hidden, vocab, k_splits);
+    return linear_backward_bytes(rows, hidden, vocab, k_splits);
   };
   return {plan->first_rows,
           plan->first_k_splits,
@@ -42,8 +120,8 @@ PlanNumbers linear_backward_plan(const Tensor& input, const Tensor& weight, int6
 }
 
 // Null for a result that is not needed.
-linear_ce::Bf16* written(const Tensor& tensor) {
-  return tensor.numel() > 0 ? static_cast<linear_ce::Bf16*>(tensor.mutable_data_ptr()) : nullptr;
+Bf16* written(const Tensor& tensor) {
+  return tensor.numel() > 0 ? static_cast<Bf16*>(tensor.mutable_data_ptr()) : nullptr;
 }
 
 // One chunk. grad_logits (rows, vocab), input and grad_input (rows, hidden). A result that is not needed is
@@ -55,11 +133,10 @@ void linear_backward(const Tensor& grad_logits, const Tensor& input, const Tenso
           ": TMA cannot read rows of grad_logits with stride ", grad_logits.stride(0),
           ", expected a multiple of 8");
   const OpGuard guard("linear_backward", input.get_device_index());
-  linear_ce::linear_backward({grad_logits, linear_ce::dense(input), linear_ce::dense(weight), k_splits, first,
-                              last, input.get_device_index(), current_stream(input)},
-                             written(grad_weight),
-                             static_cast<unsigned char*>(scale_exponents.mutable_data_ptr()),
-                             written(grad_input), workspace);
+  run_chunk({grad_logits, dense(input), dense(weight), k_splits, first, last, input.get_device_index(),
+             current_stream(input)},
+            written(grad_weight), static_cast<unsigned char*>(scale_exponents.mutable_data_ptr()),
+            written(grad_input), workspace);
 }
 
 }  // namespace
@@ -76,4 +153,4 @@ STABLE_TORCH_LIBRARY_IMPL(liger_sm90, CUDA, m) {
   m.impl("linear_backward", TORCH_BOX(&linear_backward));
 }
 
-}  // namespace liger
+}  // namespace liger::linear_ce

@@ -2,6 +2,7 @@
 
 #include "device/integers.h"
 #include "device/reduce.cuh"
+#include "device/vec.cuh"
 #include "host/torch.h"
 #include "linear_ce/call.h"
 
@@ -12,7 +13,8 @@ constexpr const char* kOp = FusedLinearCe::kOp;
 constexpr int kSumThreads = 256, kSumColumns = 256, kSplits = 64;
 
 // partial[split][column] = the sum of a split. grid: (ceil(columns / kSumColumns), kSplits).
-__global__ void __launch_bounds__(kSumThreads) sum_rows(const RowSums p) {
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads) sum_rows(const RowSums<T> p) {
   constexpr int kLanes = kSumColumns / 8, kRows = kSumThreads / kLanes;
   __shared__ float sums[kRows][kSumColumns];
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
@@ -27,7 +29,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows(const RowSums p) {
       const int64_t source = p.index != nullptr ? p.index[row] : row;
       const float amount = p.amount != nullptr ? p.amount[row] : 1.0f;
       const uint4 words = *reinterpret_cast<const uint4*>(p.matrix + source * p.stride + column);
-      add_scaled(sum, amount, words);
+      add_scaled<T>(sum, amount, words);
     }
   }
 #pragma unroll
@@ -51,18 +53,20 @@ __global__ void __launch_bounds__(kSumColumns) sum_splits(const float* partial, 
 }
 
 // One thread per element of padded.
-__global__ void __launch_bounds__(kSumThreads) widen_bias(const BiasTerms p) {
+template <typename T>
+__global__ void __launch_bounds__(kSumThreads) widen_bias(const BiasTerms<T> p) {
   const int64_t i = int64_t{blockIdx.x} * kSumThreads + threadIdx.x;
-  if (i < p.padded_size) p.padded[i] = i < p.vocab ? __bfloat162float(p.bias[i]) : 0.0f;
+  if (i < p.padded_size) p.padded[i] = i < p.vocab ? to_float(p.bias[i]) : 0.0f;
 }
 
 // One block, so that the order is fixed.
 constexpr int kBiasThreads = 1024;
-__global__ void __launch_bounds__(kBiasThreads) sum_bias(const BiasTerms p) {
+template <typename T>
+__global__ void __launch_bounds__(kBiasThreads) sum_bias(const BiasTerms<T> p) {
   __shared__ float scratch[32];
   float total = 0.0f;
   for (int64_t i = threadIdx.x; i < p.vocab; i += kBiasThreads) {
-    const float bias = __bfloat162float(p.bias[i]);
+    const float bias = to_float(p.bias[i]);
     total += p.class_weight != nullptr ? p.class_weight[i] * bias : bias;
   }
   total = block_reduce<Sum>(total, scratch);
@@ -75,7 +79,8 @@ int64_t row_sum_elements(int64_t columns) {
   return kSplits * round_up(columns, int64_t{kSumColumns});
 }
 
-void launch_row_sums(const RowSums& sums, cudaStream_t stream) {
+template <typename T>
+void launch_row_sums(const RowSums<T>& sums, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(ceil_div(sums.columns, int64_t{kSumColumns}));
   sum_rows<<<dim3(blocks, kSplits), kSumThreads, 0, stream>>>(sums);
   check_launch(kOp);
@@ -83,7 +88,8 @@ void launch_row_sums(const RowSums& sums, cudaStream_t stream) {
   check_launch(kOp);
 }
 
-void launch_bias_terms(const BiasTerms& terms, cudaStream_t stream) {
+template <typename T>
+void launch_bias_terms(const BiasTerms<T>& terms, cudaStream_t stream) {
   widen_bias<<<static_cast<unsigned>(ceil_div(terms.padded_size, int64_t{kSumThreads})), kSumThreads, 0,
                stream>>>(terms);
   check_launch(kOp);
@@ -91,5 +97,10 @@ void launch_bias_terms(const BiasTerms& terms, cudaStream_t stream) {
   sum_bias<<<1, kBiasThreads, 0, stream>>>(terms);
   check_launch(kOp);
 }
+
+template void launch_row_sums(const RowSums<__nv_bfloat16>&, cudaStream_t);
+template void launch_row_sums(const RowSums<__half>&, cudaStream_t);
+template void launch_bias_terms(const BiasTerms<__nv_bfloat16>&, cudaStream_t);
+template void launch_bias_terms(const BiasTerms<__half>&, cudaStream_t);
 
 }  // namespace liger::linear_ce

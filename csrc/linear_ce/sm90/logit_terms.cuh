@@ -6,10 +6,11 @@
 // sum of the weighted logits of a row, for its loss, is input[row] @ (class_weight @ weight).
 #pragma once
 
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "linear_ce/sm90/element.cuh"
 
 namespace liger::linear_ce {
 
@@ -41,20 +42,22 @@ struct RankOneTerm {
   }
 };
 
-// sum[i] += amount * element i of eight bf16 elements.
+// sum[i] += amount * element i of eight elements.
+template <typename T>
 __device__ __forceinline__ void add_scaled(float (&sum)[8], float amount, uint4 elements) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t word = (&elements.x)[i];
-    sum[2 * i] = fmaf(amount, __uint_as_float(word << 16), sum[2 * i]);
-    sum[2 * i + 1] = fmaf(amount, __uint_as_float(word & 0xffff0000u), sum[2 * i + 1]);
+    sum[2 * i] = fmaf(amount, low_of<T>(word), sum[2 * i]);
+    sum[2 * i + 1] = fmaf(amount, high_of<T>(word), sum[2 * i + 1]);
   }
 }
 
 // vector[column] = sum of amount[i] * matrix[index[i]][column] for i < rows, in a fixed order; zeros up to a
 // multiple of kTileN.
+template <typename T>
 struct RowSums {
-  const __nv_bfloat16* matrix;
+  const T* matrix;
   int64_t stride;
   int64_t rows;      // an upper bound with a count
   const int* count;  // null, or the number of rows + first, on the device
@@ -66,15 +69,18 @@ struct RowSums {
   float* vector;
 };
 int64_t row_sum_elements(int64_t columns);
-void launch_row_sums(const RowSums& sums, cudaStream_t stream);
+template <typename T>
+void launch_row_sums(const RowSums<T>& sums, cudaStream_t stream);
 
 // padded[i] = bias[i], and zeros from vocab on; *weighted_sum = class_weight @ bias, if it is not null.
+template <typename T>
 struct BiasTerms {
-  const __nv_bfloat16* bias;
+  const T* bias;
   const float* class_weight;  // null for ones
   int64_t vocab, padded_size;
   float *padded, *weighted_sum;
 };
-void launch_bias_terms(const BiasTerms& terms, cudaStream_t stream);
+template <typename T>
+void launch_bias_terms(const BiasTerms<T>& terms, cudaStream_t stream);
 
 }  // namespace liger::linear_ce

@@ -13,6 +13,7 @@
 #include "cross_entropy/cross_entropy.h"
 #include "linear_ce/sm90/chunk.h"
 #include "linear_ce/sm90/kept_rows.cuh"
+#include "linear_ce/sm90/row_metrics.cuh"
 
 namespace liger {
 namespace {
@@ -77,7 +78,8 @@ LinearCePlan plan_of(const linear_ce::Batch& batch, bool one_chunk, int64_t memo
                                 memory_budget,
                                 0,
                                 1,
-                                batch.with_metrics};
+                                batch.with_metrics,
+                                batch.with_squares};
   const std::optional<LinearCePlan> plan = one_chunk
                                                ? linear_ce::plan_one_chunk_on_device(problem, batch.device)
                                                : linear_ce::plan_on_device(problem, batch.device);
@@ -135,6 +137,18 @@ class ChunkOfCall {
                                         chunk_->panels(),
                                         kept_};
     linear_ce::keep_rows<<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
+    check_launch(kOp);
+  }
+
+  // After Chunk::exponentials(), before the gathered rows are scaled. class_sum: null without mean_logits.
+  void logit_metrics(const float* class_sum, float* log_sum_sq_probs, float* mean_logits) const {
+    const auto columns = static_cast<int>(ceil_div(batch_.vocab(), int64_t{sm90::kTileN}));
+    const float* const squares =
+        batch_.with_squares ? buffers_.metrics.entropy_sums + planned_.rows * columns : nullptr;
+    const float factor = batch_.inverse_temperature / static_cast<float>(batch_.vocab());
+    linear_ce::logit_metrics<<<blocks(), linear_ce::kRowMetricThreads, 0, batch_.stream>>>(
+        {rows(), index(), buffers_.tile_sums, squares, columns, buffers_.input,
+         static_cast<int>(batch_.hidden()), class_sum, factor, log_sum_sq_probs, mean_logits});
     check_launch(kOp);
   }
 
@@ -229,15 +243,32 @@ void check_row_gradient(const char* name, const Tensor& gradient, int64_t rows) 
           rows, ")");
 }
 
+// The sum of the rows of the weight, (hidden,) float32. The memory of the tensor has room for more.
+Tensor sum_of_classes(const linear_ce::Batch& batch) {
+  const int64_t length = round_up(batch.hidden(), int64_t{sm90::kTileN});
+  const Tensor memory =
+      empty({length + linear_ce::row_sum_elements(batch.hidden())}, ScalarType::Float, batch.input);
+  float* const sum = static_cast<float*>(memory.mutable_data_ptr());
+  linear_ce::launch_row_sums(linear_ce::RowSums<Bf16>{static_cast<const Bf16*>(batch.weight.const_data_ptr()),
+                                                      batch.weight.stride(0), batch.vocab(), nullptr, 0,
+                                                      nullptr, nullptr, batch.hidden(), sum + length, sum},
+                             batch.stream);
+  return memory;
+}
+
 using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const Tensor& target,
                                 int64_t ignore_index, double temperature, int64_t memory_budget,
-                                bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight) {
+                                bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight,
+                                const Tensor& log_sum_sq_probs, const Tensor& mean_logits) {
   const OpGuard guard("fused_linear_logprobs forward", input.get_device_index());
+  float* const squares_out = memory_of<float>(log_sum_sq_probs);
+  float* const means_out = memory_of<float>(mean_logits);
   IndexedRows call({input, weight, target, ignore_index, temperature, memory_budget}, keep,
-                   keep && need_grad_weight, return_entropy || return_argmax);
+                   keep && need_grad_weight, return_entropy || return_argmax || squares_out != nullptr);
   linear_ce::Batch& batch = call.batch();
+  batch.with_squares = squares_out != nullptr;
   LinearCePlan plan = plan_of(batch, keep, memory_budget);
   // The split-K is that of the input gradient.
   for (PlannedChunk& chunk : plan.chunks) chunk.k_splits = 1;
@@ -258,11 +289,15 @@ ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const
   const Tensor kept = empty({kept_elements}, ScalarType::BFloat16, input);
   const Tensor kept_rows = empty({keep ? rows : 0, kKeptNumbers}, ScalarType::Float, input);
   const Tensor workspace = workspace_of(batch, plan, false);
+  std::optional<Tensor> class_sum;
+  if (means_out != nullptr) class_sum = sum_of_classes(batch);
   for (size_t i = 0; i < plan.chunks.size(); ++i) {
     const ChunkOfCall work(batch, plan, i, nullptr, memory_of<unsigned char>(kept), nullptr,
                            memory_of<KeptRow>(kept_rows), false, workspace);
     work.chunk().exponentials();
     work.chunk().apply_rule(false);
+    if (squares_out != nullptr || means_out != nullptr)
+      work.logit_metrics(class_sum ? memory_of<float>(*class_sum) : nullptr, squares_out, means_out);
     if (!keep) continue;
     work.keep_rows();
     // Here, since the backward has no sums of tiles.
@@ -342,8 +377,9 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
   m.def("takes_logprobs(int rows, int hidden, int vocab, int device) -> bool");
   // kept and kept_rows: the exponentials and what the backward needs of each row; empty unless `keep`. Those of
-  // a forward without need_grad_weight serve no weight gradient.
-  m.def("logprobs_forward(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
+  // a forward without need_grad_weight serve no weight gradient. log_sum_sq_probs and mean_logits get the values of
+  // valid rows; empty if they are not needed.
+  m.def("logprobs_forward(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool return_entropy, bool return_argmax, bool keep, bool need_grad_weight, Tensor(a!) log_sum_sq_probs, Tensor(b!) mean_logits) -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor kept, Tensor kept_rows)");
   m.def("logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, Tensor kept, Tensor kept_rows, Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int memory_budget, bool need_grad_input, bool need_grad_weight) -> (Tensor grad_input, Tensor grad_weight)");
 }
 // clang-format on

@@ -34,8 +34,6 @@ constexpr int64_t kMostSplits = 24;
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
 // The relative gain in utilisation for which more splits pay, given the memory of their sums.
 constexpr double kLeastGain = 0.025;
-// The time of a tile of at most half the columns, in that of a whole one (estimated).
-constexpr double kNarrowTile = 0.55;
 
 // Estimated times, in rows of one GEMM at full utilisation.
 class CostModel {
@@ -50,20 +48,17 @@ class CostModel {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
     const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::column_tiles(p_.hidden);
-    const int64_t last = p_.hidden - (columns - 1) * kTileN;
-    // The mean time of a tile, and the useful part of all of them.
-    const double mean = (columns - (last <= kTileN / 2 ? 1.0 - kNarrowTile : 0.0)) / columns;
-    const double useful = static_cast<double>(rows) / (2 * kTileM) * p_.hidden / kTileN;
+    const double useful =
+        static_cast<double>(rows) / (2 * kTileM) * p_.hidden / sm90::tile_columns(p_.hidden);
     const double penalty = kSplitEpilogue + kSplitTraffic / static_cast<double>(p_.vocab);
     // Every split sums at least one block of kTileK classes.
     const int64_t most = std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK}));
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
       // Partial sums are an extra that small chunks alone can afford.
       if (8 * partial_bytes(rows, k_splits) > p_.memory_budget) break;
-      // The longest time of a cluster: whole tiles last.
       const int64_t jobs = row_pairs * columns * k_splits;
-      const double longest = static_cast<double>(ceil_div(jobs, p_.clusters) - 1) * mean + 1.0;
-      const double time = longest * p_.clusters / (useful * k_splits) + penalty * (k_splits - 1);
+      const double waves = static_cast<double>(ceil_div(jobs, p_.clusters));
+      const double time = waves * p_.clusters / (useful * k_splits) + penalty * (k_splits - 1);
       if (1.0 / time > best.utilisation * (1.0 + kLeastGain)) best = {k_splits, 1.0 / time};
     }
     return best;
@@ -104,7 +99,7 @@ int64_t granularity(const LinearCeProblem& p) {
   return p.group_rows == 1 ? int64_t{kTileM} : p.group_rows;
 }
 
-// One block-scale exponent, a byte, for kTileN elements of a row of the weight gradient.
+// One block-scale exponent, a byte, for the elements of a tile in a row of the weight gradient.
 int64_t scale_bytes(const LinearCeProblem& p, int64_t classes) {
   return p.need_grad_weight ? classes * sm90::column_tiles(p.hidden) : 0;
 }
@@ -119,12 +114,12 @@ struct Limits {
 
 Limits limits(const LinearCeProblem& p, int64_t panel_offset) {
   const int64_t panels = sm90::panels(p.vocab) + panel_offset;
-  // The sums of a row, one per tile, and the one-hot terms of rows and classes; with metrics as many sums
-  // again, and a key.
+  // The sums of a row, one per tile, and the one-hot terms of rows and classes; with metrics and with squares as
+  // many sums again, and a key.
   const int64_t sums = 4 * ceil_div(p.vocab, kTileN) + 8;
   Limits l{};
   l.rows_in_grad_weight = p.need_grad_weight ? p.hidden / kTileM * kTileM : 0;
-  l.row_bytes = panels * kPanel * 2 + (p.with_metrics ? 2 : 1) * sums;
+  l.row_bytes = panels * kPanel * 2 + (1 + p.with_metrics + p.with_squares) * sums;
   l.budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
   l.available = l.budget - panels * scale_bytes(p, kPanel);
   return l;

@@ -16,6 +16,7 @@ struct LinearCeProblem {
   int64_t clusters;           // two-block clusters that are active on the device at a time
   int64_t group_rows = 1;     // every chunk is a multiple of it
   bool with_metrics = false;  // entropies and argmax are requested
+  bool with_squares = false;  // and sums of squared exponentials
 };
 
 struct PlannedChunk {

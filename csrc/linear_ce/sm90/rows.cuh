@@ -1,15 +1,15 @@
 // Kernels on the rows of a chunk between its GEMMs.
 #pragma once
 
+#include "device/vec.cuh"
 #include "linear_ce/sm90/exponentials.cuh"
 #include "linear_ce/sm90/grad_input.cuh"
+#include "linear_ce/sm90/range_rows.cuh"
 
 namespace liger::linear_ce {
 
-inline constexpr int kRowThreads = 256;
-
 // For each class the first row of the chunk with that target. The epilogue of dW adds its one-hot term in
-// float32; the terms of further rows of the class go into their bf16 exponentials, which bounds the work of
+// float32; the terms of further rows of the class go into their exponentials, which bounds the work of
 // the epilogue however frequent a class is. Null without a weight gradient.
 struct FirstRowOfClass {
   unsigned long long* memory;  // (vocab) OneHot; initially all bits set
@@ -27,15 +27,16 @@ struct FirstRowOfClass {
 // Gathers the valid rows of the chunk and computes the logit of the target of each. Rows beyond the count
 // become zeros, so that 0 * x never is NaN. grid: rows of the chunk, rounded up to pairs of tiles; one row
 // per block.
+template <typename T>
 struct Gather {
   ChunkRows chunk;
   const int* index;  // of the valid rows of the chunk
   ce::Targets targets;
-  const __nv_bfloat16 *input, *weight;
+  const T *input, *weight;
   int64_t input_stride, weight_stride;
   int vocab, hidden;
   float inverse_temperature;
-  __nv_bfloat16* out;   // (chunk.rows, hidden)
+  T* out;               // (chunk.rows, hidden)
   float* target_logit;  // over the temperature, one per block
   int* overflow;
   FirstRowOfClass first_row;
@@ -44,9 +45,11 @@ struct Gather {
   // weighted logits of each row of the chunk.
   const float *class_sum, *bias_sum;
   float* weighted_sum;
+  RangeRows range;  // with kSmallRange
 };
 
-__global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) gather(const Gather<T> p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x, count = p.chunk();
   if (row % sm90::kTileM == 0 && threadIdx.x == 0) p.overflow[row / sm90::kTileM] = 0;
@@ -57,6 +60,10 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
     }
     // Its logits are those of zeros; with a bias they may be large, so the reference makes all exponentials 0.
     if (threadIdx.x == 0) p.target_logit[row] = p.transform.bias != nullptr ? INFINITY : 0.0f;
+    if constexpr (kSmallRange<T>) {
+      if (threadIdx.x == 0) p.range.reference[row] = p.target_logit[row];
+      if (threadIdx.x == 0 && row < p.chunk.rows) p.range.shift[row] = 0;
+    }
     return;
   }
   const int source = p.index[row];
@@ -64,19 +71,21 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
   const bool valid = target >= 0 && target < p.vocab;
   const uint4* const x = reinterpret_cast<const uint4*>(p.input + source * p.input_stride);
   const uint4* const w = reinterpret_cast<const uint4*>(p.weight + (valid ? target : 0) * p.weight_stride);
-  float sum = 0.0f, weighted_sum = 0.0f;
+  float sum = 0.0f, weighted_sum = 0.0f, largest = 0.0f;
   for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) {
     const uint4 a = x[i], b = w[i];
     out[i] = a;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const uint32_t u = (&a.x)[j], v = (&b.x)[j];
-      sum = fmaf(__uint_as_float(u << 16), __uint_as_float(v << 16), sum);
-      sum = fmaf(__uint_as_float(u & 0xffff0000u), __uint_as_float(v & 0xffff0000u), sum);
+      sum = fmaf(low_of<T>(u), low_of<T>(v), sum);
+      sum = fmaf(high_of<T>(u), high_of<T>(v), sum);
+      if constexpr (kSmallRange<T>)
+        largest = fmaxf(largest, fmaxf(fabsf(low_of<T>(u)), fabsf(high_of<T>(u))));
       if (p.class_sum != nullptr) {
         const float2 s = reinterpret_cast<const float2*>(p.class_sum + 8 * i)[j];
-        weighted_sum = fmaf(__uint_as_float(u << 16), s.x, weighted_sum);
-        weighted_sum = fmaf(__uint_as_float(u & 0xffff0000u), s.y, weighted_sum);
+        weighted_sum = fmaf(low_of<T>(u), s.x, weighted_sum);
+        weighted_sum = fmaf(high_of<T>(u), s.y, weighted_sum);
       }
     }
   }
@@ -85,9 +94,20 @@ __global__ void __launch_bounds__(kRowThreads) gather(const Gather p) {
     weighted_sum = block_reduce<Sum>(weighted_sum, scratch);
     if (threadIdx.x == 0) p.weighted_sum[row] = weighted_sum + (p.bias_sum != nullptr ? *p.bias_sum : 0.0f);
   }
+  float sample = 0.0f;
+  if constexpr (kSmallRange<T>) {
+    largest = block_reduce<Max>(largest, scratch);
+    sample = largest_sample<T>({p.weight, p.weight_stride, p.vocab, p.hidden}, x, p.transform,
+                               p.inverse_temperature, scratch);
+  }
   if (threadIdx.x == 0) {
     if (valid && p.transform.bias != nullptr) sum += p.transform.bias[target];
     p.target_logit[row] = valid ? p.transform.cap(sum) * p.inverse_temperature : 0.0f;
+    if constexpr (kSmallRange<T>) {
+      p.range.reference[row] = valid ? fmaxf(sample, p.target_logit[row]) : sample;
+      p.range.largest[row] = largest;
+      p.range.shift[row] = 0;
+    }
     if (valid) p.first_row.claim(target, source);
   }
 }
@@ -102,12 +122,20 @@ struct Recompute {
   float inverse_temperature;
   float* reference;  // over the temperature; not written for other tiles
   LogitTransform transform;
+  RangeRows range;  // with kSmallRange: the shifts are computed again
+  int panels;
 };
 
+template <typename T>
 __global__ void __launch_bounds__(kRowThreads) recompute_reference(const Recompute p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x;
   if (!p.overflow[row / sm90::kTileM]) return;
+  if constexpr (kSmallRange<T>) {
+    if (threadIdx.x == 0) p.range.shift[row] = 0;
+    for (int i = threadIdx.x; i < p.panels; i += kRowThreads)
+      p.range.panel_shifts[int64_t{row} * p.panels + i] = 0;
+  }
   if (row >= p.chunk()) {
     if (threadIdx.x == 0) p.reference[row] = p.transform.bias != nullptr ? INFINITY : 0.0f;
     return;
@@ -120,7 +148,8 @@ __global__ void __launch_bounds__(kRowThreads) recompute_reference(const Recompu
 }
 
 // Row sums -> loss, metrics, scale, one-hot term and coefficient of label smoothing; scales the gathered row
-// in place if the weight gradient needs it. grid: rows of the chunk.
+// in place if the weight gradient needs it (float16: scale_rows() does). grid: rows of the chunk.
+template <typename T>
 struct Rule {
   ce::Problem problem;  // of the whole batch, without logits
   ChunkRows chunk;
@@ -130,8 +159,8 @@ struct Rule {
   int columns;  // of sums
   const int* overflow;
   Panels exponentials;
-  bool gradient;         // false: results only
-  __nv_bfloat16* input;  // null without a weight gradient
+  bool gradient;  // false: results only
+  T* input;       // null without a weight gradient
   int hidden;
   float* scale;  // in: the reference of rows of tiles with overflow; out: the scale
   FirstRowOfClass first_row;
@@ -140,16 +169,19 @@ struct Rule {
   LogitTransform transform;
   const float* weighted_sum;  // of the rows of the chunk, with label smoothing
   float* smoothing;           // coefficients of the rows, with label smoothing
+  RangeRows range;            // with kSmallRange
 };
 
 // kExtras: with metrics or label smoothing.
-template <bool kExtras>
-__global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
+template <typename T, bool kExtras>
+__global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<T> p) {
   __shared__ float scratch[32];
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
   const float z_target = p.target_logit[row];
-  const float reference = p.overflow[row / sm90::kTileM] ? p.scale[row] : z_target;
+  float computed = z_target;
+  if constexpr (kSmallRange<T>) computed = p.range.reference[row];
+  const float reference = p.overflow[row / sm90::kTileM] ? p.scale[row] : computed;
   float sum = 0.0f;
   for (int i = threadIdx.x; i < p.columns; i += kRowThreads) sum += p.sums[int64_t{row} * p.columns + i];
   sum = block_reduce<Sum>(sum, scratch);
@@ -181,75 +213,52 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule p) {
       p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
   const ce::GradientCoefficients g =
       ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
+  // An exponential of 1 is stored as `one`.
+  float one = 1.0f, scale = g.coef_exp;
+  bool is_element = false;
+  if constexpr (kSmallRange<T>) {
+    if (r.target >= 0 && g.coef_target != 0.0f)
+      is_element = !p.first_row.is_first(r.index, r.target) ||
+                   is_mostly_target(ce::exp_from(z_target, stats.max), g.coef_target / g.coef_exp);
+    const int shift =
+        row_shift(p.range.shift[row], is_element ? g.coef_target / g.coef_exp : 0.0f, kOffset<T>);
+    if (shift > 0) {
+      shift_panels<T>(p.range, p.exponentials, p.problem.vocab, row, shift);
+      __syncthreads();
+    }
+    one = pow2(kOffset<T> - shift);
+    scale *= pow2(shift - kOffset<T>);
+  }
   if (threadIdx.x == 0) {
-    p.scale[row] = g.coef_exp;
+    p.scale[row] = scale;
+    if constexpr (kSmallRange<T>) {
+      if (p.input != nullptr)
+        atomicMax(p.range.largest_scaled, __float_as_uint(fabsf(scale) * p.range.largest[row]));
+    }
     if (p.smoothing != nullptr) p.smoothing[row] = g.coef_class;
     OneHot one_hot = {0.0f, -1};
     if (r.target >= 0 && g.coef_target != 0.0f) {
       const float derivative = p.transform.derivative(z_target);
-      if (p.first_row.is_first(r.index, r.target)) {
+      if (kSmallRange<T> ? !is_element : p.first_row.is_first(r.index, r.target)) {
         one_hot = {g.coef_target * derivative, r.target};
         p.first_row.set(r.target, one_hot.amount);
       } else {
         const float exact = ce::exp_from(z_target, stats.max);
-        *p.exponentials.at(row, r.target) =
-            __float2bfloat16_rn((exact - g.coef_target / g.coef_exp) * derivative);
+        *reinterpret_cast<T*>(p.exponentials.at(row, r.target)) =
+            from_float<T>((exact - g.coef_target / g.coef_exp) * derivative * one);
       }
     }
     p.one_hot[row] = one_hot;
   }
-  if (p.input == nullptr) return;
+  if (kSmallRange<T> || p.input == nullptr) return;
   uint4* const x = reinterpret_cast<uint4*>(p.input + int64_t{row} * p.hidden);
-  for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) {
-    uint4 v = x[i];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      uint32_t& word = (&v.x)[j];
-      const float2 f = {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
-      word = pack_bf16(f.x * g.coef_exp, f.y * g.coef_exp);
-    }
-    x[i] = v;
-  }
-}
-
-// Split-K reduction of a row of grad_input, with scale and one-hot term. grid: rows of the chunk.
-__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput p) {
-  const int row = blockIdx.x;
-  if (row >= p.chunk()) return;
-  const float factor = p.scale[row];
-  const OneHot one_hot = p.one_hot[row];
-  const uint2* const target =
-      reinterpret_cast<const uint2*>(p.weight + max(one_hot.index, 0) * p.weight_stride);
-  const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
-  const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
-  uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
-  for (int i = threadIdx.x; i < p.hidden / 4; i += kRowThreads) {
-    float4 sum = from[i];
-    for (int k_split = 1; k_split < p.k_splits; ++k_split) {
-      const float4 more = from[i + k_split * step];
-      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
-    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
-    if (p.smoothing.vector != nullptr) {
-      const float4 v = reinterpret_cast<const float4*>(p.smoothing.vector)[i];
-      const float amount = p.smoothing.amount_of(row);
-      sum.x = fmaf(-amount, v.x, sum.x), sum.y = fmaf(-amount, v.y, sum.y);
-      sum.z = fmaf(-amount, v.z, sum.z), sum.w = fmaf(-amount, v.w, sum.w);
-    }
-    if (one_hot.index >= 0) {
-      const uint2 w = target[i];
-      sum.x = fmaf(-one_hot.amount, __uint_as_float(w.x << 16), sum.x);
-      sum.y = fmaf(-one_hot.amount, __uint_as_float(w.x & 0xffff0000u), sum.y);
-      sum.z = fmaf(-one_hot.amount, __uint_as_float(w.y << 16), sum.z);
-      sum.w = fmaf(-one_hot.amount, __uint_as_float(w.y & 0xffff0000u), sum.w);
-    }
-    to[i] = make_uint2(pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
-  }
+  for (int i = threadIdx.x; i < p.hidden / 8; i += kRowThreads) x[i] = scaled_elements<T>(x[i], g.coef_exp);
 }
 
 // The gradient of the bias: sums over the rows of the chunk of what the gradients of input and weight are
 // products of. A block sums the columns of one panel, in a fixed order; a warp reads two rows at a time. grid:
 // panels.
+template <typename T>
 struct GradBias {
   ChunkRows chunk;
   Panels exponentials;
@@ -260,10 +269,11 @@ struct GradBias {
   const float* class_weight;  // null for ones
   bool first, last;           // chunk
   float* total;               // (vocab)
-  __nv_bfloat16* out;         // (vocab), written by the last chunk
+  T* out;                     // (vocab), written by the last chunk
 };
 
-__global__ void __launch_bounds__(kRowThreads) add_grad_bias(const GradBias p) {
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) add_grad_bias(const GradBias<T> p) {
   constexpr int kVectors = sm90::kPanel / 8, kRows = kRowThreads / kVectors;
   __shared__ float sums[kRows][sm90::kPanel];
   __shared__ float scratch[32];
@@ -274,7 +284,7 @@ __global__ void __launch_bounds__(kRowThreads) add_grad_bias(const GradBias p) {
   for (int row = group; row < rows; row += kRows) {
     const uint4 words = *reinterpret_cast<const uint4*>(p.exponentials.at(row, first_column + 8 * vector));
     const float scale = p.scale[row];
-    add_scaled(sum, scale, words);
+    add_scaled<T>(sum, scale, words);
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) sums[group][8 * vector + i] = sum[i];
@@ -294,7 +304,7 @@ __global__ void __launch_bounds__(kRowThreads) add_grad_bias(const GradBias p) {
   if (p.smoothing != nullptr)
     total -= coefficient * (p.class_weight != nullptr ? p.class_weight[column] : 1.0f);
   p.total[column] = total;
-  if (p.last) p.out[column] = __float2bfloat16_rn(total);
+  if (p.last) p.out[column] = from_float<T>(total);
 }
 
 }  // namespace liger::linear_ce

@@ -10,9 +10,20 @@ inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
 
-template <typename T>
-constexpr T column_tiles(T columns) {
-  return (columns + kTileN - 1) / kTileN;
+// The columns of a tile of a gradient: equal tiles, as few as with kTileN columns, and a width for which there is a
+// kernel. (A narrow last tile would take as many loads for less work, and its clusters would be ahead of the others that
+// read the same rows, which are then read from DRAM twice.)
+inline constexpr int kTileWidths[] = {192, 224, 240, kTileN};
+constexpr int tile_columns(int64_t hidden) {
+  const int64_t tiles = (hidden + kTileN - 1) / kTileN;
+  for (const int width : kTileWidths) {
+    if (tiles * width >= hidden) return width;
+  }
+  return kTileN;
+}
+constexpr int64_t column_tiles(int64_t hidden) {
+  const int width = tile_columns(hidden);
+  return (hidden + width - 1) / width;
 }
 template <typename T>
 constexpr T panels(T columns) {

@@ -102,6 +102,10 @@ RETURNS: dict[str, Any] = {
     f"return_{name}": FLAG
     for name in ("z_loss", "token_accuracy", "predicted_tokens", "logprobs", "entropy", "argmax")
 }
+# Flags that add a metric of fused_linear_logprobs.
+METRICS: dict[str, Any] = {"return_log_sum_sq_probs": FLAG, "return_mean_logits": FLAG}
+# The low-rank term of an lm_head.
+LORA: dict[str, Any] = {"lora_scale": FINITE}
 # Options of cross entropy, with and without the lm_head.
 CE_OPTIONS: dict[str, Any] = {
     **HEAD,

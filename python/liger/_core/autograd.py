@@ -190,6 +190,14 @@ def is_traced(*tensors):
     return is_compiling() or is_transformed() or not _TENSORS.issuperset(map(type, tensors))
 
 
+def at_positions(count, positions, grads, needed):
+    """What a backward returns: the gradients that are needed at their positions among ``count`` arguments."""
+    result = [None] * count
+    for position, grad, need in zip(positions, grads, needed, strict=True):
+        result[position] = grad if need else None
+    return tuple(result)
+
+
 def may_write_saved(ctx, *tensors):
     """Inside a backward: whether these saved tensors are freed after it, so that it may overwrite them.
 

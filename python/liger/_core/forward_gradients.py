@@ -7,6 +7,7 @@ the autograd formula of that op, because ``_core`` cannot import ``ops/rescale.p
 import torch
 
 from .autograd import (
+    at_positions,
     differentiable,
     differentiable_once,
     forbid_autograd,
@@ -48,9 +49,11 @@ def scaled_by_upstream(ctx, grads, grad_loss):
     return grads
 
 
-def gradients_in_forward(op, name, *, refused, row_weight, per_row):
-    """:func:`differentiable` for an op that returns a loss and, as its last three results, the gradients of ``input``,
-    ``weight`` and ``bias`` that its last three arguments (flags) request.
+def gradients_in_forward(
+    op, name, *, refused, row_weight, per_row, differentiated=("input", "weight", "bias")
+):
+    """:func:`differentiable` for an op that returns a loss and, as its last results, the gradients of the arguments
+    ``differentiated`` that as many last arguments (flags) request.
 
     Args:
         op: the op.
@@ -59,11 +62,13 @@ def gradients_in_forward(op, name, *, refused, row_weight, per_row):
         row_weight: name of the argument that multiplies the loss of each row.
         per_row: (name of an argument, its value for one loss per row, its value for the sum of rows). With one loss per
             row the backward computes the logits a second time, since each row has an upstream gradient of its own.
+        differentiated: names of the arguments with a gradient.
     """
     arguments = [argument.name for argument in op._schema.arguments]
+    of_gradients = slice(-len(differentiated), None)
     types = [str(argument.type) for argument in op._schema.arguments]
     tensors = next(i for i, kind in enumerate(types) if "Tensor" not in kind)
-    positions = tuple(map(arguments.index, ("input", "weight", "bias")))
+    positions = tuple(map(arguments.index, differentiated))
     refused = {argument: arguments.index(argument) for argument in refused}
     row_weight = arguments.index(row_weight)
     reduction, per_row_value, sum_value = per_row
@@ -76,13 +81,16 @@ def gradients_in_forward(op, name, *, refused, row_weight, per_row):
         # Direct calls, and graphs that were traced without grad mode, may not have requested a gradient that is needed:
         # then the backward computes it.
         ctx.recompute = inputs[reduction] == per_row_value or any(
-            needed and not computed for needed, computed in zip(needs_grad, inputs[-3:], strict=True)
+            needed and not computed for needed, computed in zip(needs_grad, inputs[of_gradients], strict=True)
         )
         if ctx.recompute:
-            ctx.options = inputs[tensors:-3]
+            ctx.options = inputs[tensors : -len(differentiated)]
             ctx.save_for_backward(*inputs[:tensors])
         else:
-            saved = [grad if needed else None for grad, needed in zip(output[-3:], needs_grad, strict=True)]
+            saved = [
+                grad if needed else None
+                for grad, needed in zip(output[of_gradients], needs_grad, strict=True)
+            ]
             ctx.save_for_backward(*saved)
         # The first saved gradient is marked as differentiable: see refuse_gradient_outputs.
         linked = None if ctx.recompute else next(grad for grad in saved if grad is not None)
@@ -95,11 +103,11 @@ def gradients_in_forward(op, name, *, refused, row_weight, per_row):
         for i in metrics:
             inputs[i] = False
         if inputs[reduction] != per_row_value:
-            return rescaled(op(*inputs, *needed)[-3:], grad_loss, needed)
+            return rescaled(op(*inputs, *needed)[of_gradients], grad_loss, needed)
         inputs[reduction] = sum_value
         weights = inputs[row_weight]
         inputs[row_weight] = grad_loss.contiguous() if weights is None else grad_loss * weights
-        return op(*inputs, *needed)[-3:]
+        return op(*inputs, *needed)[of_gradients]
 
     def rescaled(grads, factor, needed):
         return [rescale(g, factor) if need else None for g, need in zip(grads, needed, strict=True)]
@@ -107,17 +115,14 @@ def gradients_in_forward(op, name, *, refused, row_weight, per_row):
     @differentiable_once(name)
     def backward(ctx, grad_loss, *grad_others):
         refuse_gradient_outputs(name, grad_others)
-        result = [None] * len(arguments)
         if grad_loss is None:
-            return tuple(result)
+            return (None,) * len(arguments)
         needed = [ctx.needs_input_grad[i] for i in positions]
         if ctx.recompute:
             grads = recomputed(ctx, grad_loss, needed)
         else:
             saved = zip(ctx.saved_tensors, needed, strict=True)
             grads = scaled_by_upstream(ctx, [g if need else None for g, need in saved], grad_loss)
-        for position, grad, need in zip(positions, grads, needed, strict=True):
-            result[position] = grad if need else None
-        return tuple(result)
+        return at_positions(len(arguments), positions, grads, needed)
 
     return differentiable(op, setup, backward)

@@ -61,6 +61,17 @@ class LMHead(NamedTuple):
         )  # fmt: skip
         return RowStatistics(logprobs, entropies, predicted, lse)
 
+    def metrics(self, logits, target, log_sum_sq_probs, mean_logits):
+        """(log of the sum over classes of the squared probabilities, mean over classes of the logits) of a chunk of
+        logits, (rows,) each; None unless requested. 0 in ignored rows."""
+        stats = torch.ops.liger.cross_entropy_stats.default(
+            logits, target, None, 0, self.ignore_index, self._cap, mean_logits, log_sum_sq_probs
+        )
+        return (
+            stats[-1].log() - 2 * stats[1].log() if log_sum_sq_probs else None,
+            stats[3] / logits.shape[1] if mean_logits else None,
+        )
+
     def write_gradient(self, logits, target, rows, grad_logprob, grad_entropy=None, vocab_start=0):
         """Overwrites logits with the gradient of ``x @ weight.T + bias``.
 
@@ -247,52 +258,6 @@ def check_head(
         input, weight, target, bias, None, None, None, 0.0, softcap, "sum", accum_dtype, memory_budget, op,
         logits_dtype,
     )  # fmt: skip
-
-
-def row_chunks(rows, step, first=None):
-    """Slices of ``step`` rows; the first slice has ``first`` rows if that is given."""
-    begin, length = 0, first or step
-    while begin < rows:
-        end = min(begin + max(length, 1), rows)
-        yield slice(begin, end)
-        begin, length = end, step
-
-
-class ComputedRows:
-    """The rows of a batch that are computed: all, or with ``skip`` those that are not ignored. For their number the
-    host waits for the device, except under CUDA graph capture, where all rows are computed."""
-
-    def __init__(self, target, ignore_index, skip):
-        self.count, self._index = target.shape[0], None
-        if skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-            index = (target != ignore_index).nonzero().squeeze(1)
-            if index.numel() < self.count:
-                self.count, self._index = index.numel(), index
-
-    def at(self, chunk):
-        """What selects a slice of these rows in a tensor of all rows: the slice, or an index."""
-        return chunk if self._index is None else self._index[chunk]
-
-    def chunks(self, rows, memory):
-        """Of each chunk of so many of these rows: what selects them in a tensor of all rows, a slice or an index; and
-        their rows of the memory for logits."""
-        for chunk in row_chunks(self.count, rows):
-            yield self.at(chunk), memory[: chunk.stop - chunk.start]
-
-    def zero_others(self, gradients):
-        """Writes the gradients of the input in rows that are not computed."""
-        if self._index is not None:
-            gradients.input.zero_()
-
-    def add(self, gradients, at, x, dlogits, ignored):
-        """Adds the gradients of a chunk: rows ``at``, of which the input has x."""
-        if self._index is None:
-            gradients.add(x, dlogits, gradients.input[at], ignored)
-            return
-        # x is a copy, whose memory its gradient may use.
-        gradients.add(x, dlogits, x, ignored)
-        if gradients.needs_grad[0]:
-            gradients.input.index_copy_(0, at, x)
 
 
 def lm_head_gradients(x, weight, bias, needs_grad, exact, memory_budget):

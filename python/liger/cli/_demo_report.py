@@ -25,16 +25,19 @@ def headline(size, device):
     )
 
 
-def compare(runs, size):
-    """Agreement of the losses, and the ratios of speed and memory.
+def allowed_difference(plain, nudged):
+    """The largest difference between losses that agree: four times the effect of one rounding of every weight (the
+    "nudged" run), plus sixteen float32 roundings of the loss."""
+    rounding = max(abs(a - b) for a, b in zip(plain, nudged, strict=True))
+    return 4 * rounding + 16 * torch.finfo(torch.float32).eps * max(plain)
 
-    The losses agree if no step differs by more than four times the effect of one rounding of every weight (the
-    "nudged" run), plus sixteen float32 roundings of the loss.
-    """
+
+def compare(runs, size):
+    """Agreement of the losses, by :func:`allowed_difference` in every step, and the ratios of speed and memory."""
     plain, liger, nudged = (runs[kind]["losses"] for kind in ("unpatched", "liger", "nudged"))
     differences = [abs(a - b) for a, b in zip(plain, liger, strict=True)]
     rounding = max(abs(a - b) for a, b in zip(plain, nudged, strict=True))
-    allowed = 4 * rounding + 16 * torch.finfo(torch.float32).eps * max(plain)
+    allowed = allowed_difference(plain, nudged)
     speed = {kind: _tokens_per_second(run, size) for kind, run in runs.items()}
     return {
         "largest_difference": max(differences),

@@ -29,11 +29,13 @@ PHASES = {
     "optimizer": "optimizer",
 }
 POINTS = 600
+# Of a label at the time axis, as a share of the axis.
+LABEL_WIDTH = 0.04
 _MARK = "liger phase "
 
 
 class _CudaHistory:
-    """Events of the caching allocator. A mark is the number of allocations before it."""
+    """Events of the caching allocator. A mark is the number of allocations and of releases before it."""
 
     def __enter__(self):
         self._marks = []
@@ -51,15 +53,28 @@ class _CudaHistory:
         torch.cuda.memory._record_memory_history(None)
 
     def _count(self):
-        return torch.cuda.memory_stats()["allocation.all.allocated"]
+        stats = torch.cuda.memory_stats()
+        return stats["allocation.all.allocated"], stats["allocation.all.freed"]
 
     def mark(self, name):
-        self._marks.append((name, self._count() - self._first))
+        counts = (now - first for now, first in zip(self._count(), self._first, strict=True))
+        self._marks.append((name, *counts))
 
     def marks(self):
         """[(name, index of the first event after it)]"""
-        allocations = [index for index, event in enumerate(self.events) if event[0] > 0]
-        return [(n, allocations[i] if i < len(allocations) else len(self.events)) for n, i in self._marks]
+        return [(name, event_index(self.events, *counts)) for name, *counts in self._marks]
+
+
+def event_index(events, allocations, releases):
+    """The index of the event after so many allocations and releases.
+
+    A release whose memory another stream still uses completes later, so the index is between the last of these
+    allocations and the next one.
+    """
+    places = [index for index, event in enumerate(events) if event[0] > 0]
+    least = places[allocations - 1] + 1 if allocations else 0
+    most = places[allocations] if allocations < len(places) else len(events)
+    return min(max(allocations + releases, least), most)
 
 
 class _CpuHistory:
@@ -228,6 +243,18 @@ COLORS = {
 }  # fmt: skip
 
 
+def ticks(phases, width):
+    """{point: label} of [name, point] pairs; phases too close for labels of their own share that of the first."""
+    marks: dict[int, str] = {}
+    for name, point in phases:
+        first = max(marks, default=-width)
+        if point - first < LABEL_WIDTH * width:
+            marks[first] += f", {name}"
+        else:
+            marks[point] = name
+    return marks
+
+
 def figure(timelines, title):
     """A panel per name of ``{name: timeline}``, side by side with one scale."""
     from matplotlib.figure import Figure
@@ -254,8 +281,10 @@ def figure(timelines, title):
                 bottom = above
         panel.axhline(line["peak"] / unit, color="black", linewidth=0.8, linestyle=(0, (3, 2)))
         panel.set_title(f"{label}: {line['peak'] / unit:.2f} {name}", loc="left", fontsize=10)
-        marks = dict((point, phase) for phase, point in line["phases"])
-        panel.set_xticks(list(marks), list(marks.values()), rotation=60, fontsize=7, ha="right")
+        marks = ticks(line["phases"], len(bottom))
+        labels = {"rotation": 60, "rotation_mode": "anchor", "fontsize": 7, "ha": "right"}
+        panel.set_xticks(list(marks), list(marks.values()), **labels)
+        panel.set_xticks([point for _, point in line["phases"]], minor=True)
         panel.set_xlim(0, len(bottom))
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel(f"allocated, {name}")

@@ -11,11 +11,11 @@ With liger: the logits of one chunk, which their gradient overwrites; the float3
 is one; the gradients of the hidden states and of the weight. With a float32 sum, the logits of a chunk are freed before
 the weight gradient is allocated.
 
-GPUs of compute capability 9.0 use the sm_90a engine for bfloat16, at least 256 rows, and hidden sizes divisible by 64.
-It stores exponentials instead of logits. Its first chunk is larger than the others, because most of its exponentials
-use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block scales in a
-separate buffer. Its working memory is a copy of the rows of a chunk, sums per row, and float32 split-K partials of the
-input gradient, unless they fit into gradients that are not written yet.
+GPUs of compute capability 9.0 use the sm_90a engine for bfloat16 and float16, at least 256 rows, and hidden sizes
+divisible by 64. It stores exponentials instead of logits. Its first chunk is larger than the others, because most of
+its exponentials use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block
+scales in a separate buffer. Its working memory is a copy of the rows of a chunk, sums per row, shifts per row with
+float16, and float32 split-K partials of the input gradient, unless they fit into gradients that are not written yet.
 
 fused_linear_logprobs takes three GEMMs where this engine keeps the exponentials of all rows from the forward to the
 backward, because they fit the budget, and four elsewhere.
@@ -50,6 +50,10 @@ DTYPES = {
     "float32": torch.float32,
 }
 SM90 = (9, 0)
+# The dtypes of the sm_90a engine: plan_sm90() of csrc/linear_ce/sm90/fused_linear_ce.cu.
+SM90_DTYPES = (torch.bfloat16, torch.float16)
+# The part of the budget for the shifts of float16: kShiftShare there.
+SHIFT_SHARE = 257
 
 
 def add_arguments(parser):
@@ -138,9 +142,14 @@ def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
     }
 
 
-def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
+def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
     """The plan of the sm_90a engine in the same form, or None if the generic engine runs the batch."""
-    plan = plan_chunks_sm90(tokens, hidden, vocab, True, True, exact_accumulation, clusters=_clusters())
+    half = dtype == torch.float16
+    if half:
+        budget -= budget // SHIFT_SHARE
+    plan = plan_chunks_sm90(
+        tokens, hidden, vocab, True, True, exact_accumulation, budget, clusters=_clusters()
+    )
     if not plan.chunks:
         return None
     panels = math.ceil(vocab / 128) + plan.panel_offset
@@ -149,6 +158,8 @@ def _plan_sm90(tokens, hidden, vocab, exact_accumulation):
     for chunk in plan.chunks:
         is_first = chunk.first == 0
         need = 4 * chunk.rows * (math.ceil(vocab / 256) + 4)
+        if half:
+            need += chunk.rows * (math.ceil(vocab / 128) + 12)
         if is_first and plan.rows_in_grad_weight:
             need += 2 * chunk.rows * hidden
         if chunk.k_splits > 1:
@@ -189,8 +200,8 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     """
     budget = default_memory_budget()
     plan = None
-    if capability == SM90 and dtype == torch.bfloat16:
-        plan = _plan_sm90(tokens, hidden, vocab, exact_accumulation)
+    if capability == SM90 and dtype in SM90_DTYPES:
+        plan = _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget)
     plan = plan or _plan_generic(tokens, hidden, vocab, dtype.itemsize, exact_accumulation)
     logits = tokens * vocab * 3 * 4
     weight_gradient = vocab * hidden * dtype.itemsize

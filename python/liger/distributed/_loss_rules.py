@@ -7,12 +7,15 @@ they are redistributed to sharded tokens, which is exact and needs no more memor
 
 from torch.distributed.tensor import Partial, Shard
 
+from .._core.arguments import METRICS
 from .._core.cross_entropy_math import read_targets
 from .._core.dtypes import accumulate_dtype
 from .._core.placements import is_sharded, restrict_sharding, where_sharded
 
-_PER_ROW = ("predicted_tokens", "logprobs", "entropy", "lse", "grad_logits", "grad_input")
-_SUMS = ("grad_weight", "grad_bias")
+_PER_ROW = ("predicted_tokens", "logprobs", "entropy", "lse", "grad_logits", "grad_input", "grad_down")
+_SUMS = ("grad_weight", "grad_bias", "grad_lora_a", "grad_lora_b")
+# Arguments with a gradient that may be None.
+_OPTIONAL = ("bias", "lora_a", "down")
 # The flag that requests a result. Other results are always computed.
 _REQUEST_FLAG = {
     "z_loss": "return_z_loss",
@@ -24,6 +27,9 @@ _REQUEST_FLAG = {
     "grad_input": "need_grad_input",
     "grad_weight": "need_grad_weight",
     "grad_bias": "need_grad_bias",
+    "grad_lora_a": "need_grad_lora_a",
+    "grad_lora_b": "need_grad_lora_b",
+    "grad_down": "need_grad_down",
 }
 
 
@@ -40,10 +46,12 @@ def _forward(call):
     x = call[main]
     vocab = x.shape[-1] if main == "logits" else call["weight"].shape[0]
     tokens = _tokens_of(x)
-    call.redistribute(tokens, main, "target", "token_weight")
-    call.redistribute(call.replicated, "weight", "bias", "ce_weight", "denominator")
+    call.redistribute(tokens, main, "target", "token_weight", "down")
+    call.redistribute(call.replicated, "weight", "bias", "lora_a", "lora_b", "ce_weight", "denominator")
     options = dict(call.arguments)
-    options["need_grad_bias"] = options.get("need_grad_bias") and options["bias"] is not None
+    for name in _OPTIONAL:
+        if options.get(name) is None:
+            options[f"need_grad_{name}"] = False
     if not any(is_sharded(p) for p in tokens):
         return tuple(call.wrap(local, tokens) for local in call.run())
 
@@ -184,8 +192,8 @@ def _fused_linear_divergence(call):
 
 def _redistribute_head(call, *per_row):
     tokens, shape = _tokens_of(call["input"]), call["input"].shape
-    call.redistribute(tokens, "input", "target", *per_row)
-    call.redistribute(call.replicated, "weight", "bias")
+    call.redistribute(tokens, "input", "target", "down", *per_row)
+    call.redistribute(call.replicated, "weight", "bias", "lora_a", "lora_b")
     return tokens, shape
 
 
@@ -195,7 +203,8 @@ def _logprobs(call):
             f"fused_linear_logprobs: keep is '{call['keep']}', expected 'nothing' with DTensors"
         )
     tokens, (rows, _) = _redistribute_head(call)
-    requested = True, call["return_entropy"], call["return_argmax"], False, False
+    requested = [True, call["return_entropy"], call["return_argmax"], False, False]
+    requested += [call[flag] for flag in METRICS if flag in call.arguments]
     return tuple(
         call.wrap(local, tokens, (rows,)) if flag else call.placeholder(local)
         for local, flag in zip(call.run(), requested, strict=True)
@@ -216,6 +225,31 @@ def _logprobs_backward(call):
     )
 
 
+def _lora_logprobs(call):
+    tokens, (rows, _) = _redistribute_head(call)
+    requested = True, *(call[flag] for flag in ("return_entropy", "return_argmax", *METRICS))
+    return tuple(
+        call.wrap(local, tokens, (rows,)) if flag else call.placeholder(local)
+        for local, flag in zip(call.run(), requested, strict=True)
+    )
+
+
+def _lora_logprobs_backward(call):
+    tokens, (rows, _) = _redistribute_head(call, "grad_logprobs", "grad_entropy")
+    partial = where_sharded(tokens, Partial())
+
+    def wrapped(name, local):
+        argument = name.removeprefix("grad_")
+        if call[argument] is None or not call[f"need_{name}"]:
+            return call.placeholder(local)
+        if name in _PER_ROW:
+            return call.wrap(local, tokens, (rows, *local.shape[1:]))
+        return call.wrap(local, partial)
+
+    names = [result.name for result in call.op._schema.returns]
+    return tuple(wrapped(*result) for result in zip(names, call.run(), strict=True))
+
+
 def _add_grad_weight_(call):
     """Sums over tokens, added to an argument that cannot become partial: every rank computes all tokens."""
     call.redistribute(call.replicated, *call.distributed)
@@ -234,7 +268,11 @@ LOSS_RULES = {
     "divergence_ce_forward_": _divergence_ce_,
     "divergence_backward": _divergence_backward,
     "fused_linear_divergence_forward": _fused_linear_divergence,
+    "fused_linear_ce_lora_forward": _forward,
+    "fused_linear_logprobs_lora_forward": _lora_logprobs,
+    "fused_linear_logprobs_lora_backward": _lora_logprobs_backward,
     "fused_linear_logprobs_forward": _logprobs,
+    "fused_linear_logprobs_metrics_forward": _logprobs,
     "fused_linear_logprobs_backward": _logprobs_backward,
     "fused_linear_ce_add_grad_weight_": _add_grad_weight_,
     "fused_linear_logprobs_add_grad_weight_": _add_grad_weight_,

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .._core.autograd import differentiable, differentiable_once
+from .._core.autograd import at_positions, differentiable, differentiable_once
+from .._core.computed_rows import computed_rows
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import ComputedRows, LMHead, RowStatistics, check_head
+from .._core.lm_head import LMHead, RowStatistics, check_head
 from ._vocab_parallel_ops import Chunk, ChunkPlan, Float32Gradients, Gradients
 from ._vocab_shards import gather
 
@@ -24,8 +25,9 @@ _library = torch.library.Library("liger_distributed", "FRAGMENT")
 _LAYER = "Tensor input, Tensor weight, Tensor target, Tensor? bias, float temperature, int ignore_index, float? softcap"
 _PLAN = "int? memory_budget, ScalarType? logits_dtype, int vocab_start, int vocab_size, str group_name"
 _library.define(
-    f"fused_linear_logprobs_forward({_LAYER}, {_PLAN}, bool return_entropy, bool return_argmax)"
-    " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor lse)"
+    f"fused_linear_logprobs_forward({_LAYER}, {_PLAN}, bool return_entropy, bool return_argmax,"
+    " bool return_log_sum_sq_probs=False, bool return_mean_logits=False)"
+    " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits)"
 )
 # lse, entropy: results of the forward, of rows over all classes.
 _library.define(
@@ -33,6 +35,15 @@ _library.define(
     f" {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
     " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 )
+
+
+class _Requested(NamedTuple):
+    """The optional results."""
+
+    entropy: bool
+    argmax: bool
+    log_sum_sq_probs: bool
+    mean_logits: bool
 
 
 class _Shard(NamedTuple):
@@ -44,37 +55,47 @@ class _Shard(NamedTuple):
     entropy: torch.Tensor | None
     highest: torch.Tensor | None  # the largest logit
     argmax: torch.Tensor | None  # its class, an int32 with the bits of a float
+    log_sum_sq_probs: torch.Tensor | None
+    mean_logits: torch.Tensor | None  # of one process: its term of the mean over all classes
 
     @classmethod
-    def of(cls, head, logits, target, vocab_start, return_entropy, return_argmax):
+    def of(cls, head, logits, target, vocab_start, vocab_size, requested):
         """target: of the rows, counted from the first class of this process."""
         classes = logits.shape[1]
         present = (target >= 0) & (target < classes)
         ignored = target == _IGNORED
         # The op needs a class for the rows whose target another process has.
-        rows = head.statistics(logits, torch.where(present | ignored, target, 0), return_entropy, argmax=True)
+        rows = head.statistics(logits, torch.where(present | ignored, target, 0), requested.entropy, True)
         column = rows.argmax.clamp(min=0)
         highest = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(rows.lse.dtype)
         # Without a class that has probability here, the statistics are NaN.
         empty = highest == -torch.inf
         lse = torch.where(empty, -torch.inf, rows.lse)
         logprobs = torch.where(present & ~empty, rows.logprobs, -torch.inf)
-        entropy = torch.where(empty, 0.0, rows.entropy) if return_entropy else None
-        if not return_argmax:
-            return cls(lse, logprobs, entropy, None, None)
-        return cls(lse, logprobs, entropy, highest, _as_bits(column + vocab_start, lse.dtype))
+        entropy = torch.where(empty, 0.0, rows.entropy) if requested.entropy else None
+        highest, argmax = (
+            (highest, _as_bits(column + vocab_start, lse.dtype)) if requested.argmax else (None, None)
+        )
+        squares = means = None
+        if any(requested[2:]):
+            squares, means = head.metrics(logits, target, *requested[2:])
+        if squares is not None:
+            squares = torch.where(empty, -torch.inf, squares)
+        if means is not None:
+            means = means * (classes / vocab_size)
+        return cls(lse, logprobs, entropy, highest, argmax, squares, means)
 
     def stacked(self):
         return torch.stack([t for t in self if t is not None])
 
     @classmethod
-    def unstacked(cls, gathered, return_entropy, return_argmax):
+    def unstacked(cls, gathered, requested):
         parts = iter(gathered.unbind(1))
-        flags = (True, True, return_entropy, return_argmax, return_argmax)
+        flags = (True, True, requested.entropy, requested.argmax, *requested[1:])
         return cls(*(next(parts) if flag else None for flag in flags))
 
     def merged(self):
-        """:class:`RowStatistics` over all classes."""
+        """(:class:`RowStatistics`, log_sum_sq_probs, mean_logits) over all classes; empty unless requested."""
         reference = self.lse.amax(0)
         # A row of -inf: avoids inf - inf.
         finite = torch.where(reference == -torch.inf, 0.0, reference)
@@ -90,7 +111,13 @@ class _Shard(NamedTuple):
             classes = _as_classes(self.argmax)
             is_highest = (self.highest == self.highest.amax(0)) | self.highest.isnan()
             argmax = torch.where(is_highest, classes, torch.iinfo(torch.int64).max).amin(0)
-        return RowStatistics(logprobs, entropy, argmax, lse)
+        squares = means = lse.new_empty(0)
+        if self.log_sum_sq_probs is not None:
+            # Of the classes of a process the sum is its share squared times that of its softmax.
+            squares = (self.log_sum_sq_probs + 2 * log_share).logsumexp(0)
+        if self.mean_logits is not None:
+            means = self.mean_logits.sum(0)
+        return RowStatistics(logprobs, entropy, argmax, lse), squares, means
 
 
 def _as_bits(classes, dtype):
@@ -112,8 +139,9 @@ def _bytes_per_logit(logits_dtype):
 
 def _forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
-    vocab_size, group_name, return_entropy, return_argmax,
+    vocab_size, group_name, return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False,
 ):  # fmt: skip
+    requested = _Requested(return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits)
     check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     group = _resolve_process_group(group_name)
     head = LMHead(weight, bias, temperature, _IGNORED, softcap, logits_dtype is not None)
@@ -123,14 +151,14 @@ def _forward(
     # A target below the classes of a process must not look ignored.
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)
     # The values of ignored rows, which no process computes: all have the same targets.
-    computed = ComputedRows(target, ignore_index, skip=True)
+    computed = computed_rows(target, ignore_index, skip=True)
     logprobs, lse = input.new_zeros(rows, dtype=wide), input.new_zeros(rows, dtype=wide)
     entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
     argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
+    metrics = [input.new_zeros(rows if flag else 0, dtype=wide) for flag in requested[2:]]
 
     def finish(chunk):
-        every = _Shard.unstacked(chunk.wait(), return_entropy, return_argmax)
-        merged = every.merged()
+        merged, *of_chunk = _Shard.unstacked(chunk.wait(), requested).merged()
         left_out, y = ignored[chunk.rows], target[chunk.rows]
         # A target that is no class: only a CUDA tensor can have one.
         found = torch.where((y >= 0) & (y < vocab_size), merged.logprobs, torch.nan)
@@ -140,6 +168,9 @@ def _forward(
             entropy[chunk.rows] = merged.entropy.masked_fill_(left_out, 0.0)
         if return_argmax:
             argmax[chunk.rows] = merged.argmax.masked_fill_(left_out, -1)
+        for result, values in zip(metrics, of_chunk, strict=True):
+            if result.numel():
+                result[chunk.rows] = values.masked_fill_(left_out, 0.0)
 
     plan = ChunkPlan.of(
         input, group, vocab_size, False, None, memory_budget, computed.count, _bytes_per_logit(logits_dtype)
@@ -149,13 +180,13 @@ def _forward(
     for index, chunk in enumerate(map(computed.at, plan.slices)):
         logits = logits_of(index)
         head.write_logits(input[chunk], logits)
-        shard = _Shard.of(head, logits, local[chunk], vocab_start, return_entropy, return_argmax)
+        shard = _Shard.of(head, logits, local[chunk], vocab_start, vocab_size, requested)
         pending.append(Chunk(chunk, logits, *gather(shard.stacked(), group)))
         if len(pending) == plan.in_flight:
             finish(pending.popleft())
     while pending:
         finish(pending.popleft())
-    return logprobs, entropy, argmax, lse
+    return logprobs, entropy, argmax, lse, *metrics
 
 
 def _backward_kernel(
@@ -165,7 +196,7 @@ def _backward_kernel(
     check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     group = _resolve_process_group(group_name)
     head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
-    computed = ComputedRows(target, ignore_index, skip=True)
+    computed = computed_rows(target, ignore_index, skip=True)
     plan = ChunkPlan.of(
         input,
         group,
@@ -177,18 +208,17 @@ def _backward_kernel(
         _bytes_per_logit(logits_dtype),
     )
     kind = Gradients if logits_dtype is None else Float32Gradients
-    gradients = kind(input, weight, bias, group, plan.accumulator, needs_grad)
-    computed.zero_others(gradients)
+    gradients = kind(input, weight, bias, group, plan.accumulator, needs_grad, computed)
     spare = gradients.spare if logits_dtype is None else None
     logits_of = plan.new_logits(input, weight.shape[0], spare, logits_dtype)
     for index, chunk in enumerate(map(computed.at, plan.slices)):
-        logits, y = logits_of(index), target[chunk]
-        head.write_logits(input[chunk], logits)
+        logits, x, y = logits_of(index), input[chunk], target[chunk]
+        head.write_logits(x, logits)
         with_entropy = grad_entropy is not None
         statistics = RowStatistics(None, entropy[chunk] if with_entropy else None, None, lse[chunk])
         chunk_grad_entropy = grad_entropy[chunk] if with_entropy else None
         head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy, vocab_start)
-        gradients.add(chunk, logits, y == ignore_index)
+        gradients.add(chunk, logits, x)
     return gradients.finish()
 
 
@@ -202,12 +232,14 @@ _library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExpl
 @register_fake("liger_distributed::fused_linear_logprobs_forward")
 def _(input, *arguments):
     (rows, _hidden), wide = input.shape, accumulate_dtype(input.dtype)
-    return_entropy, return_argmax = arguments[-2:]
+    # Behind the 11 other arguments; the last two have defaults.
+    return_entropy, return_argmax, *metrics = (*arguments, False, False)[11:15]
     return (
         input.new_empty((rows,), dtype=wide),
         input.new_empty((rows if return_entropy else 0,), dtype=wide),
         input.new_empty((rows if return_argmax else 0,), dtype=torch.int64),
         input.new_empty((rows,), dtype=wide),
+        *(input.new_empty((rows if flag else 0,), dtype=wide) for flag in metrics),
     )
 
 
@@ -225,19 +257,18 @@ def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *options, with_entropy, _ = inputs
-    _logprobs, entropy, argmax, lse = output
+    input, weight, target, bias, *options, with_entropy, _, _, _ = inputs
+    _logprobs, entropy, argmax, lse, *metrics = output
     ctx.save_for_backward(input, weight, target, bias, lse, entropy)
-    ctx.options = options
-    ctx.mark_non_differentiable(argmax, lse, *(() if with_entropy else (entropy,)))
+    ctx.options, ctx.arguments = options, len(inputs)
+    ctx.mark_non_differentiable(argmax, lse, *metrics, *(() if with_entropy else (entropy,)))
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once(LOGPROBS)
 def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    result = [None] * 14
     if grad_logprobs is None and grad_entropy is None:
-        return tuple(result)
+        return (None,) * ctx.arguments
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(grad_entropy)
     input, weight, target, bias, lse, entropy = ctx.saved_tensors
@@ -247,9 +278,7 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
         grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options[:3], lse, entropy, *ctx.options[3:],
         *needed,
     )  # fmt: skip
-    for position, grad, need in zip(positions, grads, needed, strict=True):
-        result[position] = grad if need else None
-    return tuple(result)
+    return at_positions(ctx.arguments, positions, grads, needed)
 
 
 logprobs_op = differentiable(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from .._core.autograd import differentiable, differentiable_once
+from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, Metrics
 from .._core.cross_entropy_results import fake_results
 from .._core.dtypes import accumulate_dtype
@@ -58,10 +59,11 @@ def metrics_of(return_z_loss, return_logprobs):
 class Chunk(NamedTuple):
     """A chunk of rows whose statistics are being exchanged."""
 
-    rows: slice | torch.Tensor
+    rows: slice | torch.Tensor  # what selects them in a tensor of all rows
     logits: torch.Tensor
     gathered: torch.Tensor
     work: object
+    x: torch.Tensor | None = None  # the rows of the input; None: no gradient needs them
 
     def wait(self):
         if self.work is not None:
@@ -73,11 +75,12 @@ class Gradients:
     """The gradients of a call, chunk by chunk. The gradient of input is a sum over processes: an asynchronous float32
     all-reduce that overlaps with the next chunk, then rounded once."""
 
-    def __init__(self, input, weight, bias, group, accumulator, needs_grad):
+    def __init__(self, input, weight, bias, group, accumulator, needs_grad, computed):
         need_input, need_weight, need_bias = needs_grad
-        self.source, self.weight_shard, self.group = input, weight, group
+        self.weight_shard, self.group, self.computed = weight, group, computed
         self.alone = dist.get_world_size(group) == 1
         self.input = input.new_empty(input.shape if need_input else 0)
+        computed.clear(self.input)
         self.weight = weight.new_empty(weight.shape if need_weight else 0)
         self.sum = torch.empty_like(self.weight, dtype=torch.float32) if accumulator else self.weight
         wide = accumulate_dtype(input.dtype)
@@ -90,45 +93,40 @@ class Gradients:
         """The memory of the weight gradient if its sum is a separate buffer, else None."""
         return None if self.sum is self.weight else self.weight
 
-    def add(self, rows, dlogits, ignored):
-        """``rows``: a slice of all rows, or an index of rows of which none is ignored."""
+    def add(self, at, dlogits, x):
+        """Adds the gradients of a chunk. ``at``: what selects its rows in a tensor of all rows; ``x``: its rows of the
+        input, which may be overwritten if they are a copy."""
         need_input, need_weight, need_bias = self.needs_grad
-        in_place = isinstance(rows, slice)
+        memory = self.computed.memory(self.input, at, x) if need_input else None
         if need_input and not self.alone:
-            self._reduce_input(rows, dlogits)
+            self._reduce_input(at, dlogits)
         if need_weight:
             # The copy uses the memory of the gradient of these rows, which is written later.
-            copy = self.input[rows] if need_input and in_place else None
-            x = without_ignored(self.source[rows], ignored if in_place else None, copy)
-            self._product(dlogits.t(), x, self.sum, add=self.chunks_added > 0)
+            valid = without_ignored(x, self.computed.ignored(at), memory)
+            self._product(dlogits.t(), valid, self.sum, add=self.chunks_added > 0)
         if need_bias:
             self.bias += dlogits.sum(0, dtype=self.bias.dtype)
         if need_input and self.alone:
-            grad = self.input[rows]  # of an index: a copy
-            self._product(dlogits, self.weight_shard, grad)
-            if not in_place:
-                self.input.index_copy_(0, rows, grad)
+            self._product(dlogits, self.weight_shard, memory)
+            self.computed.from_memory(self.input, at, memory)
         self.chunks_added += 1
 
     def _product(self, a, b, out, add=False):
         product(a, b, out, add)
 
-    def _reduce_input(self, rows, dlogits):
+    def _reduce_input(self, at, dlogits):
         shape = dlogits.shape[0], self.input.shape[1]
         partial = self.input.new_empty(shape, dtype=accumulate_dtype(self.input.dtype))
         self._product(dlogits, self.weight_shard, partial)
         work = dist.all_reduce(partial, group=self.group, async_op=True)
         self._wait_for_reduction()
-        self.reducing = rows, partial, work
+        self.reducing = at, partial, work
 
     def _wait_for_reduction(self):
         if self.reducing is not None:
-            rows, total, work = self.reducing
+            at, total, work = self.reducing
             work.wait()
-            if isinstance(rows, slice):
-                self.input[rows] = total
-            else:
-                self.input.index_copy_(0, rows, total.to(self.input.dtype))
+            self.computed.write(self.input, at, total)
             self.reducing = None
 
     def finish(self):
@@ -160,13 +158,13 @@ class Float32Gradients(Gradients):
     float16 they would underflow, so there, and with a float32 weight, the products are those of float32 numbers.
     """
 
-    def __init__(self, input, weight, bias, group, accumulator, needs_grad):
+    def __init__(self, input, weight, bias, group, accumulator, needs_grad, computed):
         self.narrow = input.dtype == weight.dtype == torch.bfloat16
         separate = accumulator if self.narrow else weight.dtype != torch.float32
-        super().__init__(input, weight, bias, group, separate, needs_grad)
+        super().__init__(input, weight, bias, group, separate, needs_grad, computed)
 
-    def add(self, rows, dlogits, ignored):
-        super().add(rows, dlogits.to(torch.bfloat16) if self.narrow else dlogits, ignored)
+    def add(self, at, dlogits, x):
+        super().add(at, dlogits.to(torch.bfloat16) if self.narrow else dlogits, x)
 
     def _product(self, a, b, out, add=False):
         if self.narrow:
@@ -215,8 +213,9 @@ class ChunkPlan(NamedTuple):
         spare: a tensor whose memory is used instead if it is large enough. dtype: None: that of the input.
         """
         dtype = dtype or input.dtype
-        # Rows of logits start at multiples of 16 bytes.
-        per_16_bytes = 16 // dtype.itemsize
+        # Rows of logits start at multiples of 16 bytes, for tensor cores. Not on a CPU: its 16-bit GEMMs may read the
+        # memory between rows, and NaN there.
+        per_16_bytes = 16 // dtype.itemsize if input.is_cuda else 1
         stride = -(-classes // per_16_bytes) * per_16_bytes
         size = max((s.stop - s.start for s in self.slices), default=0) * stride
         in_spare = spare is not None and self.in_flight * size <= spare.numel()
@@ -242,22 +241,27 @@ def _fused_forward(input, weight, target, bias, *rest):
     classes = weight.shape[0]
     metrics = metrics_of(return_z_loss, return_logprobs)
     whole_rows = Rows(FUSED, input.dtype, classes, target, options, vocab_start, vocab_size, metrics)
-    plan = ChunkPlan.of(input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget)
+    # After the launches of Rows, which run while the host learns the number of rows.
+    computed = computed_rows(target, options.ignore_index, skip=True)
+    whole_rows.clear_others(computed)
+    plan = ChunkPlan.of(
+        input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget, computed.count
+    )
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad)
+    gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad, computed)
     logits_of = plan.new_logits(input, classes, gradients.spare)
 
     def finish(chunk):
         coefficients = whole_rows.fill(chunk.rows, chunk.wait())
         if any(gradients.needs_grad):
             whole_rows.write_gradient(chunk.rows, chunk.logits, coefficients)
-            gradients.add(chunk.rows, chunk.logits, target[chunk.rows] == options.ignore_index)
+            gradients.add(chunk.rows, chunk.logits, chunk.x)
 
     pending = deque()
-    for index, chunk in enumerate(plan.slices):
-        logits = logits_of(index)
-        write_linear(input[chunk], weight, bias, logits)
-        pending.append(Chunk(chunk, logits, *gather(whole_rows.stats(chunk, logits), group)))
+    for index, rows in enumerate(map(computed.at, plan.slices)):
+        logits, x = logits_of(index), input[rows]
+        write_linear(x, weight, bias, logits)
+        pending.append(Chunk(rows, logits, *gather(whole_rows.stats(rows, logits), group), x))
         if len(pending) == plan.in_flight:
             finish(pending.popleft())
     while pending:

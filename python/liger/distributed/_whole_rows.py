@@ -53,6 +53,11 @@ class Rows:
         self.shard_weight = None if ce_weight is None else ce_weight[vocab_start : vocab_start + classes]
         self.options = (vocab_start, options.ignore_index, options.softcap)
 
+    def clear_others(self, computed):
+        """Writes the results of rows that are not computed: those of ignored rows."""
+        for values in (self.results.loss, self.results.z_loss, self.results.logprobs):
+            computed.clear(values)
+
     def stats(self, rows, logits):
         return cross_entropy_stats(
             logits, self.target[rows], self.shard_weight, *self.options, self.smoothing

@@ -110,7 +110,9 @@ def vocab_parallel_fused_linear_ce(
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
             ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
         ce_weight: (V,), for the whole vocabulary, on every process.
-        token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction: as in
+        ignore_index: as in :func:`liger.cross_entropy`. Ignored rows are not computed, so the host waits for the number
+            of the others.
+        token_weight, denominator, label_smoothing, lse_square_scale, softcap, reduction: as in
             :func:`liger.cross_entropy`. With ``"none"`` the backward computes the logits a second time.
         accum_dtype, memory_budget: as in :func:`liger.fused_linear_ce`, for the logits of this process.
         return_z_loss, return_logprobs: also return this metric, computed in the same pass.

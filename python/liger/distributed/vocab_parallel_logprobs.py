@@ -14,6 +14,7 @@ from .._core.arguments import (
     ANYTHING,
     HEAD,
     INTEGER,
+    METRICS,
     RETURNS,
     LayerNames,
     arguments,
@@ -24,12 +25,12 @@ from .._core.arguments import (
 from .._core.autocast import autocast_operands
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
-from ..ops.fused_linear_logprobs import LogProbs
+from ..ops.fused_linear_logprobs import LogProbMetrics, LogProbs
 from ._vocab_parallel_logprobs_op import LOGPROBS, logprobs_op
 from ._vocab_shards import find_shard, local_shard, replicated_tensor
 
 _NAMES = LayerNames("hidden", "weight", "targets")
-_checked = arguments(**HEAD, **RETURNS, group=ANYTHING, vocab_start=INTEGER, vocab_size=INTEGER)
+_checked = arguments(**HEAD, **RETURNS, **METRICS, group=ANYTHING, vocab_start=INTEGER, vocab_size=INTEGER)
 
 
 # Any: with a flag that is a bool variable the result may also be the log-probabilities alone.
@@ -50,6 +51,8 @@ def vocab_parallel_fused_linear_logprobs(
     vocab_start: int | None = ...,
     vocab_size: int | None = ...,
     logits_dtype: torch.dtype | None = ...,
+    return_log_sum_sq_probs: Literal[False] = ...,
+    return_mean_logits: Literal[False] = ...,
 ) -> torch.Tensor: ...
 @overload
 def vocab_parallel_fused_linear_logprobs(
@@ -68,7 +71,29 @@ def vocab_parallel_fused_linear_logprobs(
     vocab_start: int | None = ...,
     vocab_size: int | None = ...,
     logits_dtype: torch.dtype | None = ...,
+    return_log_sum_sq_probs: Literal[False] = ...,
+    return_mean_logits: Literal[False] = ...,
 ) -> LogProbs | Any: ...
+@overload
+def vocab_parallel_fused_linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    memory_budget: int | None = ...,
+    return_entropy: bool = ...,
+    return_argmax: bool = ...,
+    *,
+    group: dist.ProcessGroup | None = ...,
+    vocab_start: int | None = ...,
+    vocab_size: int | None = ...,
+    logits_dtype: torch.dtype | None = ...,
+    return_log_sum_sq_probs: bool = ...,
+    return_mean_logits: bool = ...,
+) -> LogProbMetrics | Any: ...
 @_checked
 def vocab_parallel_fused_linear_logprobs(
     hidden: torch.Tensor,
@@ -86,12 +111,15 @@ def vocab_parallel_fused_linear_logprobs(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     logits_dtype: torch.dtype | None = None,
-) -> torch.Tensor | LogProbs:
+    return_log_sum_sq_probs: bool = False,
+    return_mean_logits: bool = False,
+) -> torch.Tensor | LogProbs | LogProbMetrics:
     """:func:`liger.fused_linear_logprobs` of a weight whose rows, the classes, are sharded over the processes of a
     group.
 
     Every process calls it with the same hidden states, targets and options, and with its own shard of the weight.
-    Logits are not exchanged, only two numbers per row, one more with the entropy and two more with the argmax.
+    Logits are not exchanged, only two numbers per row, one more with the entropy and with each metric, and two more
+    with the argmax.
 
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), the same on every process. A
@@ -109,11 +137,12 @@ def vocab_parallel_fused_linear_logprobs(
             ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
         logits_dtype: as in :func:`liger.fused_linear_logprobs`: ``torch.float32`` for logits as exact as those of
             float32 arithmetic, also with weights in float32. Autocast casts nothing then.
+        return_log_sum_sq_probs, return_mean_logits: as in :func:`liger.fused_linear_logprobs`, over all V classes.
 
     Returns:
-        As :func:`liger.fused_linear_logprobs`: the log-probabilities, or a :class:`LogProbs`, with the same bits on
-        every process. Every process gets the complete gradient of hidden, and the gradients of its own shards of weight
-        and bias.
+        As :func:`liger.fused_linear_logprobs`: the log-probabilities, a :class:`LogProbs` or a
+        :class:`LogProbMetrics`, with the same bits on every process. Every process gets the complete gradient of
+        hidden, and the gradients of its own shards of weight and bias.
 
     Raises:
         TypeError: an argument of another type.
@@ -138,15 +167,13 @@ def vocab_parallel_fused_linear_logprobs(
     rows, flat, _, tokens = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
     check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(LOGPROBS, _NAMES.target, targets, shards.vocab, ignore_index)
-    logprobs, entropy, argmax, _ = logprobs_op(
+    requested = return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits
+    logprobs, entropy, argmax, _, *metrics = logprobs_op(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, logits_dtype, *shards,
-        return_entropy, return_argmax,
+        *requested,
     )  # fmt: skip
-    logprobs = tokens.restore(logprobs)
-    if not (return_entropy or return_argmax):
-        return logprobs
-    return LogProbs(
-        logprobs,
-        tokens.restore(entropy) if return_entropy else None,
-        tokens.restore(argmax) if return_argmax else None,
-    )
+    optional = zip((entropy, argmax, *metrics), requested, strict=True)
+    results = tokens.restore(logprobs), *(tokens.restore(t) if flag else None for t, flag in optional)
+    if any(requested[2:]):
+        return LogProbMetrics(*results)
+    return LogProbs(*results[:3]) if any(requested) else results[0]

@@ -212,7 +212,7 @@ class FusedLinearLoss(nn.Module):
             raise ValueError(f"{batch.op}: ref_input was given without ref_weight")
         self.check_reference(batch, weight, ref_input, ref_weight)
         with torch.no_grad():
-            logprobs, _, _ = logprobs_of_layer(
+            logprobs, *_ = logprobs_of_layer(
                 batch.op, _REFERENCE, ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature,
                 self.ignore_index, self.softcap, self.memory_budget, logits_dtype=self.logits_dtype,
             )  # fmt: skip

@@ -10,10 +10,11 @@ import torch
 
 from .._core.arguments import check_classes, dtype_name
 from .._core.autograd import forbid_autograd
+from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, make_rule
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.lm_head import ComputedRows, LMHead, LMHeadGradients, check_head, planned_rows
+from .._core.lm_head import LMHead, LMHeadGradients, check_head, planned_rows
 from .._core.lm_head_float32 import Float32LMHeadGradients, float32_chunk_rows
 from .._core.matmul import write_linear
 from ..backend import register_portable
@@ -63,7 +64,7 @@ def fused_linear_ce_add_grad_weight_(
     chunk_rows, chunks = planned_rows(input, weight, False, True, memory_budget)
     gradients = LMHeadGradients(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
     memory = gradients.new_logits(chunk_rows)
-    computed = ComputedRows(target, ignore_index, skip=True)
+    computed = computed_rows(target, ignore_index, skip=True)
     for at, logits in computed.chunks(chunk_rows, memory):
         x, y = input[at], target[at]
         write_linear(x, weight, bias, logits)
@@ -71,7 +72,7 @@ def fused_linear_ce_add_grad_weight_(
             logits, y, ce_weight, upstream[at].contiguous(), used_denominator, ignore_index, label_smoothing,
             lse_square_scale, softcap, "sum", *(False,) * 5,
         )  # fmt: skip
-        gradients.add(x, logits, None, y == ignore_index)
+        gradients.add(x, logits, None, computed.ignored(at))
 
 
 def fused_linear_logprobs_add_grad_weight_(
@@ -92,14 +93,14 @@ def fused_linear_logprobs_add_grad_weight_(
         chunk_rows, chunks = float32_chunk_rows(input, weight, True, memory_budget)
     gradients = make(input, weight, bias, _WEIGHT_ONLY, chunks, True, grad_weight)
     memory = gradients.new_logits(chunk_rows)
-    computed = ComputedRows(target, ignore_index, skip=True)
+    computed = computed_rows(target, ignore_index, skip=True)
     for at, logits in computed.chunks(chunk_rows, memory):
         x, y = input[at], target[at]
         head.write_logits(x, logits)
         statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
         chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
         head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        gradients.add(x, logits, None, y == ignore_index)
+        gradients.add(x, logits, None, computed.ignored(at))
 
 
 register_portable(

@@ -44,25 +44,30 @@ def _columns(target, vocab_start, classes):
 
 
 def cross_entropy_stats_torch(
-    logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum
+    logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum, return_square_sum=False
 ):
     _check("cross_entropy_stats", logits, target, ce_weight, softcap)
     rows, classes = logits.shape
     wide = accumulate_dtype(logits.dtype)
     column, present = _columns(target, vocab_start, classes)
-    stats = logits.new_empty((4 if return_class_sum else 3, rows), dtype=wide)
+    stats = logits.new_empty((3 + return_class_sum + return_square_sum, rows), dtype=wide)
     for block in row_blocks(logits):
         z = _capped(logits[block], softcap)
         high = z.amax(-1)
         stats[0, block] = high
         # A row of -inf: avoids inf - inf.
         reference = torch.where(high == -torch.inf, 0.0, high)
-        stats[1, block] = (z - reference.unsqueeze(1)).exp_().sum(-1)
+        exponentials = (z - reference.unsqueeze(1)).exp_()
+        stats[1, block] = exponentials.sum(-1)
+        if return_square_sum:
+            stats[-1, block] = exponentials.square_().sum(-1)
         stats[2, block] = torch.where(present[block], z.gather(1, column[block]).squeeze(1), 0.0)
         if return_class_sum:
             stats[3, block] = (z if ce_weight is None else z * ce_weight.to(wide)).sum(-1)
     ignored_stats = stats.new_zeros(stats.shape[0], 1)
     ignored_stats[1] = 1.0
+    if return_square_sum:
+        ignored_stats[-1] = 1.0
     return torch.where(target == ignore_index, ignored_stats, stats)
 
 
@@ -124,9 +129,11 @@ register_family(
 
 
 @register_fake("liger::cross_entropy_stats")
-def _(logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum):
+def _(
+    logits, target, ce_weight, vocab_start, ignore_index, softcap, return_class_sum, return_square_sum=False
+):
     return logits.new_empty(
-        (4 if return_class_sum else 3, logits.shape[0]), dtype=accumulate_dtype(logits.dtype)
+        (3 + return_class_sum + return_square_sum, logits.shape[0]), dtype=accumulate_dtype(logits.dtype)
     )
 
 
@@ -144,7 +151,9 @@ def _(logits, *rest):
 
 
 def _setup(ctx, inputs, output):
-    logits, target, ce_weight, *ctx.options, ctx.class_sum = inputs
+    logits, target, ce_weight, *ctx.options, ctx.class_sum, square_sum = inputs
+    if square_sum:
+        ctx.mark_non_differentiable(output)
     ctx.save_for_backward(logits, target, ce_weight, output)
 
 
@@ -155,7 +164,7 @@ def _backward(ctx, grad_stats):
     grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
         logits, target, stats[0], grad_stats[1], -grad_stats[2], coef_class, ce_weight, *ctx.options, None
     )
-    return grad_logits, *(None,) * 6
+    return grad_logits, *(None,) * 7
 
 
 cross_entropy_stats = differentiable(torch.ops.liger.cross_entropy_stats.default, _setup, _backward)

@@ -12,12 +12,12 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .._core.arguments import CE_OPTIONS, FLAG, arguments
+from .._core.arguments import CE_OPTIONS, FLAG, LORA, arguments
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
-from .._core.dtensor import align_tokens
+from .._core.dtensor import align_tokens, is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import gradients_in_forward
@@ -28,6 +28,7 @@ from .._core.row_blocks import row_blocks
 from .._core.types import Reduction, Scalar
 from ..backend import register_family
 from .add_grad_weight import ce_adding_grad_weight
+from .fused_linear_lora import check_lora, lora_ce
 
 # --- torch backend ----------------------------------------------------------------------------------------------
 
@@ -168,9 +169,34 @@ fused_linear_ce_forward = differentiable_ce(
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
+# In float16 the gradients of a mean over thousands of rows are subnormal numbers of a few bits, and the backward
+# multiplies by a loss scale too late. So the forward computes those of a loss that is larger by up to this factor.
+_MOST_FLOAT16_FACTOR = 64.0
+
+
+def _float16_factor(rows, weight, target, bias, options):
+    """(divisor of the loss, factor by which it is too small), 0-d tensors; None if the gradients are computed as they
+    are. A divisor of 1 or more is no smaller than 1 then, so that no gradient overflows that is far from it now."""
+    if rows.dtype != torch.float16 or options.reduction == "none" or is_dtensor(rows):
+        return None
+    if not any(wants_grad(rows, weight, bias)):
+        return None
+    divisor = options.denominator
+    if divisor is None:
+        if options.reduction == "sum" or options.ce_weight is not None or weight.dim() != 2:
+            return None
+        divisor = ((target != options.ignore_index) & (target >= 0) & (target < weight.shape[0])).sum()
+    elif divisor.dtype == torch.bool:
+        return None
+    divisor = divisor.float()
+    factor = torch.where(divisor > 1, divisor.clamp(max=_MOST_FLOAT16_FACTOR), 1.0)
+    return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
+
+
 def _run(
-    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False
-):
+    input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False,
+    lora=None,
+):  # fmt: skip
     parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
     if parameter is not None:
         weight = weight.detach()
@@ -180,10 +206,24 @@ def _run(
         "fused_linear_ce", "input", input, target, token_weight
     )
     flat_options = (options.ce_weight, flat_weight, *options[2:])
-    results = fused_linear_ce_forward(
-        rows, weight, flat_target, bias, *flat_options, accum_dtype, memory_budget,
-        *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
-    )  # fmt: skip
+    float16 = _float16_factor(rows, weight, flat_target, bias, options)
+    used = flat_options if float16 is None else (*flat_options[:2], float16[0], *flat_options[3:])
+    if lora is not None:
+        *factors, scale = lora
+        results = lora_ce(
+            rows, weight, flat_target, bias, (*factors, None), scale, CEOptions(*used), accum_dtype, memory_budget,
+            metrics,
+        )  # fmt: skip
+    else:
+        results = fused_linear_ce_forward(
+            rows, weight, flat_target, bias, *used, accum_dtype, memory_budget,
+            *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
+        )  # fmt: skip
+    if float16 is not None:
+        loss, z_loss, *others = results
+        results = loss / float16[1], z_loss / float16[1], *others
+    if lora is not None:
+        return output_like(tokens, options.reduction, metrics, results)
     if parameter is not None:
         # A plain tuple: at a graph break torch.compile of torch 2.11 loses fields of a named tuple.
         loss = ce_adding_grad_weight(
@@ -229,6 +269,9 @@ def fused_linear_ce(
     return_logprobs: Literal[False] = ...,
     return_entropy: Literal[False] = ...,
     accumulate_grad_weight: bool = ...,
+    lora_a: torch.Tensor | None = ...,
+    lora_b: torch.Tensor | None = ...,
+    lora_scale: float = ...,
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_ce(
@@ -253,8 +296,11 @@ def fused_linear_ce(
     return_logprobs: bool = ...,
     return_entropy: bool = ...,
     accumulate_grad_weight: bool = ...,
+    lora_a: torch.Tensor | None = ...,
+    lora_b: torch.Tensor | None = ...,
+    lora_scale: float = ...,
 ) -> CrossEntropyOutput | Any: ...
-@arguments(**CE_OPTIONS, accumulate_grad_weight=FLAG)
+@arguments(**CE_OPTIONS, **LORA, accumulate_grad_weight=FLAG)
 def fused_linear_ce(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -277,6 +323,9 @@ def fused_linear_ce(
     return_logprobs: bool = False,
     return_entropy: bool = False,
     accumulate_grad_weight: bool = False,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    lora_scale: float = 1.0,
 ) -> torch.Tensor | CrossEntropyOutput:
     """``cross_entropy(input @ weight.T + bias, target)`` without materialising all logits.
 
@@ -298,12 +347,17 @@ def fused_linear_ce(
         accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
             attribute, to ``weight.grad``, in float32 and without a temporary of its size. It computes the logits a
             second time. docs/main_grad.md has the conditions.
+        lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the logits get
+            ``lora_scale * (input @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype of input. No tensor
+            of the size of the weight is allocated, and ignored rows are left out of all products, for whose number the
+            host waits. Not with accumulate_grad_weight.
+        lora_scale: finite.
 
     Under autocast input, weight and bias are cast as ``torch.nn.functional.linear`` casts them.
 
     Returns:
-        As :func:`liger.cross_entropy`. Only the loss is differentiable, with respect to input, weight and bias. The
-        GEMM of a gradient that is not needed is skipped.
+        As :func:`liger.cross_entropy`. Only the loss is differentiable, with respect to input, weight, bias and the
+        factors. The GEMM of a gradient that is not needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
@@ -321,6 +375,22 @@ def fused_linear_ce(
         ce_weight, token_weight, denominator_tensor(denominator, input), ignore_index, label_smoothing,
         lse_square_scale, softcap, reduction,
     )  # fmt: skip
+    lora = None
+    if lora_a is not None or lora_b is not None:
+        lora = lora_a, lora_b, lora_scale
+        check_lora(
+            "fused_linear_ce", ("input", "weight"), input, weight, lora_a, lora_b,
+            accumulate_grad_weight=(accumulate_grad_weight, (False,)),
+        )  # fmt: skip
     return _run(
-        input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight
+        input,
+        weight,
+        target,
+        bias,
+        options,
+        accum_dtype,
+        memory_budget,
+        metrics,
+        accumulate_grad_weight,
+        lora,
     )

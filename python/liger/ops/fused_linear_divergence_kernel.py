@@ -8,10 +8,11 @@ the gradient is rounded to 16 bits once.
 
 import torch
 
+from .._core.computed_rows import row_chunks
 from .._core.cross_entropy_math import check_targets
 from .._core.dtypes import accumulate_dtype
 from .._core.environment import targets_checked
-from .._core.lm_head import LMHeadGradients, Sm90LMHeadGradients, row_chunks
+from .._core.lm_head import LMHeadGradients, Sm90LMHeadGradients
 from .._core.lm_head_fp16 import ScaledLMHeadGradients, scale_of
 from .._core.matmul import write_linear, write_wide_linear
 from ..backend import register_portable

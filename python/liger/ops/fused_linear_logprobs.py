@@ -13,6 +13,8 @@ import torch
 from .._core.arguments import (
     FLAG,
     HEAD,
+    LORA,
+    METRICS,
     RETURNS,
     LayerNames,
     arguments,
@@ -21,7 +23,7 @@ from .._core.arguments import (
     check_logits_dtype,
 )
 from .._core.autocast import autocast_operands
-from .._core.autograd import differentiable, differentiable_once, wants_grad
+from .._core.autograd import at_positions, differentiable, differentiable_once, wants_grad
 from .._core.dtensor import align_tokens
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
@@ -30,6 +32,7 @@ from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from . import fused_linear_logprobs_kernel  # noqa: F401  registers the kernels
 from .add_grad_weight import logprobs_adding_grad_weight
+from .fused_linear_lora import check_lora, lora_logprobs
 
 _OP = "fused_linear_logprobs"
 _NAMES = LayerNames("hidden", "weight", "targets")
@@ -49,6 +52,24 @@ class LogProbs(NamedTuple):
     argmax: torch.Tensor | None
 
 
+class LogProbMetrics(NamedTuple):
+    """The results of :func:`fused_linear_logprobs` with ``return_log_sum_sq_probs`` or ``return_mean_logits``.
+
+    Attributes:
+        logprobs, entropy, argmax: as in :class:`LogProbs`.
+        log_sum_sq_probs: ``log(sum(p ** 2))`` over the classes' probabilities p, the negative Renyi entropy of order 2,
+            dtype of logprobs, without gradient; 0 in ignored rows.
+        mean_logits: the mean over classes of the logits after softcap and temperature, dtype of logprobs, without
+            gradient; 0 in ignored rows.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    argmax: torch.Tensor | None
+    log_sum_sq_probs: torch.Tensor | None
+    mean_logits: torch.Tensor | None
+
+
 # --- fakes --------------------------------------------------------------------------------------------------------
 
 
@@ -65,6 +86,20 @@ def _(
         input.new_empty((rows,) if return_argmax else (0,), dtype=torch.int64),
         *new_kept(keep, input, weight, wide, return_entropy, logits_dtype),
     )
+
+
+@register_fake("liger::fused_linear_logprobs_metrics_forward")
+def _(
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+    keep=NOTHING, need_grad_weight=False, logits_dtype=None, return_log_sum_sq_probs=False, return_mean_logits=False,
+):  # fmt: skip
+    results = torch.ops.liger.fused_linear_logprobs_forward.default(
+        input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
+        return_argmax, keep, need_grad_weight, logits_dtype,
+    )  # fmt: skip
+    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
+    requested = return_log_sum_sq_probs, return_mean_logits
+    return *results, *(input.new_empty((rows,) if flag else (0,), dtype=wide) for flag in requested)
 
 
 @register_fake("liger::fused_linear_logprobs_backward")
@@ -86,8 +121,9 @@ def _(
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *options, ctx.with_entropy, _, ctx.keep, _, ctx.logits_dtype = inputs
-    kept = (None, None) if ctx.keep == NOTHING else output[3:]
+    input, weight, target, bias, *options, ctx.with_entropy, _, ctx.keep, _, ctx.logits_dtype = inputs[:13]
+    kept = (None, None) if ctx.keep == NOTHING else output[3:5]
+    ctx.arguments = len(inputs)
     ctx.save_for_backward(input, weight, target, bias, *kept)
     *ctx.options, ctx.memory_budget = options
     ctx.mark_non_differentiable(*(output[2:] if ctx.with_entropy else output[1:]))
@@ -96,9 +132,8 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(_OP)
 def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
-    result = [None] * 13
     if grad_logprobs is None and grad_entropy is None:
-        return tuple(result)
+        return (None,) * ctx.arguments
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(grad_entropy)
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
@@ -108,12 +143,11 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
         grad_logprobs, grad_entropy, *tensors, *ctx.options, None, ctx.memory_budget, *needed, ctx.keep, kept,
         kept_rows, ctx.logits_dtype,
     )  # fmt: skip
-    for position, grad, need in zip(positions, grads, needed, strict=True):
-        result[position] = grad if need else None
-    return tuple(result)
+    return at_positions(ctx.arguments, positions, grads, needed)
 
 
 _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.default, _setup, _backward)
+_metrics_op = differentiable(torch.ops.liger.fused_linear_logprobs_metrics_forward.default, _setup, _backward)
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
@@ -122,9 +156,10 @@ _forward_op = differentiable(torch.ops.liger.fused_linear_logprobs_forward.defau
 def logprobs_of_layer(
     op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy=False,
     return_argmax=False, recompute=None, logits_dtype=None, accumulate_grad_weight=False,
+    return_log_sum_sq_probs=False, return_mean_logits=False, lora=None,
 ):  # fmt: skip
-    """(log-probabilities, entropies, most probable classes) as in :func:`fused_linear_logprobs`, with the argument
-    names of another function in messages."""
+    """The fields of :class:`LogProbMetrics` as in :func:`fused_linear_logprobs`, with the argument names of another
+    function in messages."""
     check_budget_variable(memory_budget)
     check_logits_dtype(op, names.input, hidden, logits_dtype)
     parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
@@ -136,22 +171,32 @@ def logprobs_of_layer(
     rows, flat, _, tokens = flatten_rows(op, names.input, hidden, targets, None, names.target)
     check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
+    requested = (True, return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits)
+    if lora is not None:
+        *factors, scale = lora
+        results = lora_logprobs(
+            rows, weight, flat, bias, (*factors, None), scale, float(temperature), ignore_index, softcap,
+            memory_budget, return_entropy, return_argmax, logits_dtype, *requested[3:],
+        )  # fmt: skip
+        return tuple(tokens.restore(t) if flag else None for t, flag in zip(results, requested, strict=True))
     needs_grad = wants_grad(rows, weight, bias)
     keep = NOTHING
     if any(needs_grad):
         keep = choose(rows, weight, bias, softcap, memory_budget, recompute, logits_dtype is not None)
-    results = _forward_op(
+    metrics = requested[3:]
+    op_with_results, flags = (_metrics_op, metrics) if any(metrics) else (_forward_op, ())
+    results = op_with_results(
         rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax, keep, needs_grad[1], logits_dtype,
+        return_argmax, keep, needs_grad[1], logits_dtype, *flags,
     )  # fmt: skip
+    results = *results[:3], *(results[5:] or (None, None))
     if parameter is not None:
         logprobs, *others = logprobs_adding_grad_weight(
             op, names.weight, parameter, results[: 1 + return_entropy], rows, flat, bias, float(temperature),
             ignore_index, softcap, memory_budget, logits_dtype,
         )  # fmt: skip
-        results = logprobs, *(others or results[1:2]), results[2]
-    requested = (True, return_entropy, return_argmax)
-    return tuple(tokens.restore(t) if flag else None for t, flag in zip(results[:3], requested, strict=True))
+        results = logprobs, *(others or results[1:2]), *results[2:]
+    return tuple(tokens.restore(t) if flag else None for t, flag in zip(results, requested, strict=True))
 
 
 # Any: with a flag that is a bool variable the result may also be the log-probabilities alone.
@@ -171,6 +216,11 @@ def fused_linear_logprobs(
     *,
     logits_dtype: torch.dtype | None = ...,
     accumulate_grad_weight: bool = ...,
+    return_log_sum_sq_probs: Literal[False] = ...,
+    return_mean_logits: Literal[False] = ...,
+    lora_a: torch.Tensor | None = ...,
+    lora_b: torch.Tensor | None = ...,
+    lora_scale: float = ...,
 ) -> torch.Tensor: ...
 @overload
 def fused_linear_logprobs(
@@ -188,8 +238,35 @@ def fused_linear_logprobs(
     *,
     logits_dtype: torch.dtype | None = ...,
     accumulate_grad_weight: bool = ...,
+    return_log_sum_sq_probs: Literal[False] = ...,
+    return_mean_logits: Literal[False] = ...,
+    lora_a: torch.Tensor | None = ...,
+    lora_b: torch.Tensor | None = ...,
+    lora_scale: float = ...,
 ) -> LogProbs | Any: ...
-@arguments(**HEAD, **RETURNS, recompute=FLAG, accumulate_grad_weight=FLAG)
+@overload
+def fused_linear_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = ...,
+    temperature: float = ...,
+    ignore_index: int = ...,
+    softcap: float | None = ...,
+    memory_budget: int | None = ...,
+    return_entropy: bool = ...,
+    return_argmax: bool = ...,
+    recompute: bool | None = ...,
+    *,
+    logits_dtype: torch.dtype | None = ...,
+    accumulate_grad_weight: bool = ...,
+    return_log_sum_sq_probs: bool = ...,
+    return_mean_logits: bool = ...,
+    lora_a: torch.Tensor | None = ...,
+    lora_b: torch.Tensor | None = ...,
+    lora_scale: float = ...,
+) -> LogProbMetrics | Any: ...
+@arguments(**HEAD, **RETURNS, **METRICS, **LORA, recompute=FLAG, accumulate_grad_weight=FLAG)
 def fused_linear_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -205,7 +282,12 @@ def fused_linear_logprobs(
     *,
     logits_dtype: torch.dtype | None = None,
     accumulate_grad_weight: bool = False,
-) -> torch.Tensor | LogProbs:
+    return_log_sum_sq_probs: bool = False,
+    return_mean_logits: bool = False,
+    lora_a: torch.Tensor | None = None,
+    lora_b: torch.Tensor | None = None,
+    lora_scale: float = 1.0,
+) -> torch.Tensor | LogProbs | LogProbMetrics:
     """Log-probabilities of targets under ``softmax((hidden @ weight.T + bias) / temperature)``.
 
     The forward is one GEMM. On GPUs of compute capability 9.0 it keeps the exponentials of all logits for the backward
@@ -234,6 +316,15 @@ def fused_linear_logprobs(
         accumulate_grad_weight: the backward adds the gradient of the weight to ``weight.main_grad`` or, without that
             attribute, to ``weight.grad``, in float32 and without a temporary of its size. It computes the logits for
             this gradient again, whatever the forward keeps. docs/main_grad.md has the conditions.
+        return_log_sum_sq_probs: also return the log of the sum over classes of the squared probabilities,
+            ``logsumexp(2 * z) - 2 * logsumexp(z)`` of the logits z after softcap and temperature, without gradient.
+        return_mean_logits: also return the mean over classes of these logits, without gradient.
+        lora_a, lora_b: (r, H) and (V, r), the factors of a low-rank term (LoRA), of any floating dtype: the logits get
+            ``lora_scale * (hidden @ lora_a.T) @ lora_b.T`` added, from factors rounded to the dtype of hidden, or with
+            logits_dtype not rounded. No tensor of the size of the weight is allocated, and ignored rows are left out
+            of all products, for whose number the host waits. The backward computes the logits again. Not with
+            accumulate_grad_weight and recompute=False.
+        lora_scale: finite.
 
     Kept exponentials are freed with the graph. The backward does not change them, so it may run again with
     ``retain_graph=True``. A gradient of the entropies takes one more pass over them, in chunks of at most 512 MiB.
@@ -243,8 +334,8 @@ def fused_linear_logprobs(
 
     Returns:
         The log-probabilities, (...), float32 (float64 for float64 inputs); with ``return_entropy`` or ``return_argmax``
-        a :class:`LogProbs`. Differentiable in hidden, weight and bias. The GEMM of a gradient that is not needed is
-        skipped.
+        a :class:`LogProbs`, with ``return_log_sum_sq_probs`` or ``return_mean_logits`` a :class:`LogProbMetrics`.
+        Differentiable in hidden, weight, bias and the factors. The GEMM of a gradient that is not needed is skipped.
 
     Raises:
         TypeError: an argument of another type.
@@ -253,8 +344,18 @@ def fused_linear_logprobs(
 
     Source: the chunked lm_head of Hsu et al., "Liger Kernel", arXiv 2410.10989, without its loss.
     """
-    logprobs, entropy, argmax = logprobs_of_layer(
+    lora = None
+    if lora_a is not None or lora_b is not None:
+        lora = lora_a, lora_b, lora_scale
+        check_lora(
+            _OP, _NAMES[:2], hidden, weight, lora_a, lora_b,
+            accumulate_grad_weight=(accumulate_grad_weight, (False,)), recompute=(recompute, (None, True)),
+        )  # fmt: skip
+    results = logprobs_of_layer(
         _OP, _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
-        return_argmax, recompute, logits_dtype, accumulate_grad_weight,
+        return_argmax, recompute, logits_dtype, accumulate_grad_weight, return_log_sum_sq_probs, return_mean_logits,
+        lora,
     )  # fmt: skip
-    return LogProbs(logprobs, entropy, argmax) if return_entropy or return_argmax else logprobs
+    if return_log_sum_sq_probs or return_mean_logits:
+        return LogProbMetrics(*results)
+    return LogProbs(*results[:3]) if return_entropy or return_argmax else results[0]

@@ -8,6 +8,7 @@ on no engine of fused_linear_ce.
 import torch
 
 from .._core.arguments import check_classes
+from .._core.computed_rows import computed_rows
 from .._core.dtypes import accumulate_dtype
 from .._core.kept_logits import (
     EXPONENTIALS,
@@ -21,7 +22,6 @@ from .._core.kept_logits import (
     new_kept,
 )
 from .._core.lm_head import (
-    ComputedRows,
     LMHead,
     LMHeadGradients,
     RowStatistics,
@@ -40,27 +40,51 @@ def fused_linear_logprobs_forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
     keep=NOTHING, need_grad_weight=False, logits_dtype=None,
 ):  # fmt: skip
+    return _forward(
+        input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
+        return_argmax, keep, need_grad_weight, logits_dtype, False, False,
+    )[:5]  # fmt: skip
+
+
+def fused_linear_logprobs_metrics_forward(
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+    keep=NOTHING, need_grad_weight=False, logits_dtype=None, return_log_sum_sq_probs=False, return_mean_logits=False,
+):  # fmt: skip
+    return _forward(
+        input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
+        return_argmax, keep, need_grad_weight, logits_dtype, return_log_sum_sq_probs, return_mean_logits,
+    )  # fmt: skip
+
+
+def _forward(
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax,
+    keep, need_grad_weight, logits_dtype, return_log_sum_sq_probs, return_mean_logits,
+):  # fmt: skip
     check_head(_OP, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     check_classes(_OP, "targets", target, weight.shape[0], ignore_index)
     check_keep(_OP, keep)
     nothing, float32 = keep == NOTHING, logits_dtype is not None
     check_engine(_OP, keep, input, weight, bias, softcap, float32)
     rows, wide = input.shape[0], accumulate_dtype(input.dtype)
-    if nothing and temperature == 1.0 and not float32:
+    metrics = return_log_sum_sq_probs, return_mean_logits
+    # The results of ignored rows, which may be skipped.
+    log_sum_sq_probs, mean_logits = (input.new_zeros(rows if wanted else 0, dtype=wide) for wanted in metrics)
+    if nothing and temperature == 1.0 and not float32 and not any(metrics):
         # The engines of fused_linear_ce, which leave out ignored rows.
         results = fused_linear_ce_forward(
             input, weight, target, bias, None, None, None, ignore_index, 0.0, 0.0, softcap, "none", None,
             memory_budget, False, False, return_argmax, True, return_entropy, False, False, False,
         )  # fmt: skip
-        return results[4], results[5], results[3], *new_kept(NOTHING, input, weight, wide, False, None)
+        kept = new_kept(NOTHING, input, weight, wide, False, None)
+        return results[4], results[5], results[3], *kept, log_sum_sq_probs, mean_logits
     if keep == EXPONENTIALS or (nothing and engine_takes(input, weight, bias, softcap, float32)):
         results = torch.ops.liger_sm90.logprobs_forward.default(
             input, weight, target, ignore_index, temperature, budget_or_default(memory_budget), return_entropy,
-            return_argmax, keep == EXPONENTIALS, need_grad_weight,
+            return_argmax, keep == EXPONENTIALS, need_grad_weight, log_sum_sq_probs, mean_logits,
         )  # fmt: skip
-        return (*results[:3], *new_kept(NOTHING, input, weight, wide, False, None)) if nothing else results
+        kept = new_kept(NOTHING, input, weight, wide, False, None) if nothing else results[3:]
+        return *results[:3], *kept, log_sum_sq_probs, mean_logits
     head = LMHead(weight, bias, temperature, ignore_index, softcap, float32)
-    # The results of ignored rows, which may be skipped.
     logprobs = input.new_zeros(rows, dtype=wide)
     entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
     argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
@@ -68,7 +92,7 @@ def fused_linear_logprobs_forward(
     if keep == LOGITS:
         # Columns that align the rows for a GEMM: no value of a tensor that autograd saves depends on chance.
         kept[:, weight.shape[0] :] = 0
-    computed = ComputedRows(target, ignore_index, skip=float32 and nothing)
+    computed = computed_rows(target, ignore_index, skip=float32 and nothing)
     if keep == LOGITS:
         chunk_rows, memory = rows, kept[:, : weight.shape[0]]
     elif float32:
@@ -85,11 +109,17 @@ def fused_linear_logprobs_forward(
             entropy[at] = statistics.entropy
         if return_argmax:
             argmax[at] = statistics.argmax
+        if any(metrics):
+            for result, values in zip(
+                (log_sum_sq_probs, mean_logits), head.metrics(logits, target[at], *metrics), strict=True
+            ):
+                if values is not None:
+                    result[at] = values
         if keep == LOGITS:
             kept_rows[0] = statistics.lse
             if return_entropy:
                 kept_rows[1] = statistics.entropy
-    return logprobs, entropy, argmax, kept, kept_rows
+    return logprobs, entropy, argmax, kept, kept_rows, log_sum_sq_probs, mean_logits
 
 
 def fused_linear_logprobs_backward(
@@ -130,8 +160,8 @@ def fused_linear_logprobs_backward(
     else:
         gradients, chunk_rows = lm_head_gradients(input, weight, bias, needs_grad, exact, budget)
     memory = gradients.new_logits(chunk_rows)
-    computed = ComputedRows(target, ignore_index, skip=float32)
-    computed.zero_others(gradients)
+    computed = computed_rows(target, ignore_index, skip=float32)
+    computed.clear(gradients.input)
     for at, logits in computed.chunks(chunk_rows, memory):
         x, y = input[at], target[at]
         if keep == LOGITS:
@@ -143,13 +173,14 @@ def fused_linear_logprobs_backward(
             statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
         chunk_grad_entropy = None if grad_entropy is None else grad_entropy[at]
         head.write_gradient(logits, y, statistics, grad_logprobs[at], chunk_grad_entropy)
-        computed.add(gradients, at, x, logits, y == ignore_index)
+        computed.add(gradients, at, x, logits)
     return gradients.finish()
 
 
 register_portable(
     {
         "fused_linear_logprobs_forward": fused_linear_logprobs_forward,
+        "fused_linear_logprobs_metrics_forward": fused_linear_logprobs_metrics_forward,
         "fused_linear_logprobs_backward": fused_linear_logprobs_backward,
     }
 )

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 
 from .._core.arguments import FLAG, POSITIVE, TEXT, arguments
 from .._core.autocast import autocast_operands
-from .._core.autograd import differentiable, differentiable_once, may_write_saved, wants_grad
+from .._core.autograd import at_positions, differentiable, differentiable_once, may_write_saved, wants_grad
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.grouped_mm import multiply_group_columns, multiply_groups, sum_groups
@@ -210,9 +210,9 @@ def _setup(ctx, inputs, output):
 
 @differentiable_once(OP)
 def _backward(ctx, grad_y, _grad_kept):
-    result = [None] * len(ctx.needs_input_grad)
+    arguments = len(ctx.needs_input_grad)
     if grad_y is None:
-        return tuple(result)
+        return (None,) * arguments
     differentiable_inputs = [i for i in range(_TENSORS) if i != _INDEX]
     needed = [ctx.needs_input_grad[i] for i in differentiable_inputs]
     saved = ctx.saved_tensors
@@ -224,9 +224,7 @@ def _backward(ctx, grad_y, _grad_kept):
         grads = _gradients(kept, grad_y, *saved, *ctx.options, *needed)
     else:
         grads = torch.ops.liger.grouped_experts_backward.default(grad_y, *saved, *ctx.options, *needed)
-    for i, grad, need in zip(differentiable_inputs, grads, needed, strict=True):
-        result[i] = grad if need else None
-    return tuple(result)
+    return at_positions(arguments, differentiable_inputs, grads, needed)
 
 
 _forward_op = differentiable(torch.ops.liger.grouped_experts_forward.default, _setup, _backward)

@@ -17,6 +17,7 @@ from .swiglu import swiglu, swiglu_packed
 # Name of a GELU activation -> ``approximate`` of torch.nn.functional.gelu.
 _APPROXIMATIONS = {name: approximate for approximate, name in GELU_NAMES.items()}
 _TRITON_MODULE = "liger.triton_kernels.expert_gate"
+_TRITON_SUM = "liger.triton_kernels.expert_sum"
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "gpt_oss")
 
 
@@ -77,8 +78,11 @@ class Routing:
     def combine(self, rows, top_k_weights=None):
         """The weighted sum over the K slots of each token, (T, N), in the accumulation dtype and rounded once.
 
-        The order of each sum is fixed. The kernel skips the pad, so values of rows without an expert have no effect.
+        The order of each sum is fixed. The kernels skip the pad, so values of rows without an expert have no effect.
         """
+        kernels = triton_module_beside("swiglu", _TRITON_SUM, rows)
+        if kernels is not None and kernels.takes(top_k_weights):
+            return kernels.expert_sum(rows, self.inverse, top_k_weights)
         table, index, weights = rows, self.inverse, top_k_weights
         pad = len(rows) - 1
         if weights is not None:

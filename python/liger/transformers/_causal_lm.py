@@ -18,7 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from . import _trials
 from ._heads import heads_of, needs_logits
-from ._loss import LOSS_KEYWORDS, CausalLMRecipe, HeadCall, LossCall
+from ._loss import CausalLMRecipe
+from ._loss_call import LOSS_KEYWORDS, HeadCall, LossCall
 
 logger = logging.getLogger("liger.transformers")
 

@@ -3,201 +3,34 @@
 The forward of a model calls ``self.lm_head(hidden)`` and then ``self.loss_function(logits=..., labels=...)``. A patched
 model stores the labels of the call in a thread-local variable. The head reads them there and returns the loss instead
 of logits, and the loss function passes it through. So the weight is read inside the call of the head, where the hooks
-of FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a quantised or a sharded weight) returns logits, and
-the loss function computes the loss from them.
+of FSDP2 and ZeRO-3 have gathered it. A head that is not patched (a quantised weight, for example) returns logits, and
+the loss function computes the loss from them. A head that is sharded by tensor parallelism is in _sharded_head.py.
 """
 
 import functools
 import inspect
-import logging
-import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from .._core.dtensor import is_dtensor
 from ..ops.cross_entropy import cross_entropy
-from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import give_class, patched_class, recipe_of
 from ._heads import heads_of, needs_logits
 from ._lora_head import is_lora_linear, low_rank_parts, supports
-from ._low_rank import low_rank_ce
-from ._reuse import can_share, lookup, lookup_adding_gradient
-
-logger = logging.getLogger("liger.transformers")
-
-
-class _Active(threading.local):
-    """The innermost call of a patched model in this thread whose head computes the loss; None if there is none."""
-
-    def __init__(self):
-        # threading.local calls this in every thread. torch.compile treats a class attribute as a constant.
-        self.call = None
-
-
-_active = _Active()
-
-
-class LossCall:
-    """One forward of a model: the inputs of the head's loss besides the hidden states, and then the loss.
-
-    Args:
-        owner: the model.
-        heads: the linear layers, one of which the model calls as its head.
-        labels, keywords: arguments of the call.
-        recipe: the :class:`CausalLMRecipe` of the model.
-    """
-
-    def __init__(self, owner, heads, labels, keywords, recipe):
-        self.owner, self.heads, self.labels, self.keywords = owner, heads, labels, keywords
-        self.recipe, self.loss, self.logits = recipe, None, None
-        # (a tied weight, the output of the embedding's autograd node that replaces it)
-        self.shared = (None, None)
-
-    def lookup(self, embedding, ids):
-        """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
-        tied = any(isinstance(head, nn.Linear) and can_share(embedding, head) for head in self.heads)
-        if self.recipe.accumulate_grad_weight:
-            if tied:
-                return lookup_adding_gradient(embedding, ids)
-            self._refuse_gradient_beside_the_sum(embedding)
-            return None
-        if self.shared[0] is not None or not tied:
-            return None
-        rows, weight = lookup(embedding, ids)
-        self.shared = embedding.weight, weight
-        return rows
-
-    def check_embedding(self):
-        """Raises RuntimeError if the model's embedding shares the weight of a head and cannot add to its sum, because
-        its class has a forward of its own (Gemma 3 scales the rows): it was not patched, so it does not call lookup."""
-        if self.recipe.accumulate_grad_weight:
-            embedding = self.owner.get_input_embeddings()
-            if isinstance(embedding, nn.Embedding) and recipe_of(embedding) is None:
-                self._refuse_gradient_beside_the_sum(embedding)
-
-    def _refuse_gradient_beside_the_sum(self, embedding):
-        weight = embedding.weight
-        tied = any(getattr(head, "weight", None) is weight for head in self.heads)
-        if tied and weight.requires_grad and torch.is_grad_enabled() and hasattr(weight, "main_grad"):
-            raise RuntimeError(
-                "liger: accumulate_grad_weight with an embedding that is tied to the head and has hooks, a forward of "
-                "its own, or max_norm, sparse or scale_grad_by_freq: autograd would add its gradient to weight.grad, "
-                "expected it in weight.main_grad"
-            )
-
-    @staticmethod
-    def reaches(head):
-        """Whether the active call has this head and no loss yet."""
-        call = _active.call
-        return call is not None and call.loss is None and any(own is head for own in call.heads)
-
-    @staticmethod
-    def at_head(head, hidden, weight, bias, low_rank=None):
-        """The loss, if the active call has this head and no loss yet; else None, and the head returns logits.
-
-        ``low_rank``: (down, up), two matrices that add ``down @ up.T`` to the logits.
-        """
-        # A tensor-parallel weight is a DTensor; this rank has only a shard of it.
-        if not LossCall.reaches(head) or is_dtensor(weight):
-            return None
-        return _active.call._compute(hidden, weight, bias, low_rank)
-
-    def _compute(self, hidden, weight, bias, low_rank):
-        if self.shared[0] is weight:
-            weight = self.shared[1]
-        target, options = _target_and_options(hidden, self.labels, self.recipe.shift, **self.keywords)
-        options["softcap"] = self.recipe.softcap
-        rows, scale, classes = hidden.reshape(-1, hidden.shape[-1]), self.recipe.scale, self.recipe.classes
-        if classes is not None:
-            weight, bias = weight[:classes], None if bias is None else bias[:classes]
-            low_rank = None if low_rank is None else (low_rank[0], low_rank[1][:classes])
-        if scale != 1:
-            # The op has no scale: the hidden states are the smallest operand that can have it.
-            rows, bias = rows * scale, None if bias is None else bias * scale
-        if low_rank is None:
-            accumulate = self.recipe.accumulate_grad_weight
-            self.loss = fused_linear_ce(
-                rows, weight, target, bias, **options, accumulate_grad_weight=accumulate
-            )
-        else:
-            down, up = low_rank
-            down = down.reshape(-1, down.shape[-1])
-            self.loss = low_rank_ce(
-                rows, weight, down * scale if scale != 1 else down, up, target, bias, **options
-            )
-        return self.loss.reshape((1,) * hidden.dim()) if self.recipe.shaped else self.loss
-
-    def loss_of(self, logits, labels, keywords):
-        """The loss for the model's loss function. ``logits`` is the output of the head, perhaps transformed.
-
-        Raises:
-            RuntimeError: other labels or arguments than those of the model, for which the head computed the loss.
-        """
-        self.logits = logits
-        moved = labels is not None and labels.device != self.labels.device
-        names = LOSS_KEYWORDS if self.recipe.shift else LOSS_KEYWORDS[:2]
-        same = all((keywords.get(name) is None) == (self.keywords.get(name) is None) for name in names)
-        if not same or not (labels is self.labels or moved):
-            raise RuntimeError(
-                f"liger: {type(self.owner).__name__} calls its loss function with other labels or arguments than it "
-                "was called with, for which the lm_head has computed the loss: pass skip_logits=False, or patch "
-                "with fused_linear_cross_entropy=False"
-            )
-        # The output of the head's call, not self.loss: hooks on the head may have wrapped it, to gather the weight
-        # before the backward.
-        output = logits if not logits.dim() else logits.reshape(())
-        if self.recipe.softcap is None and self.recipe.scale == 1 and output.dtype == self.loss.dtype:
-            return output
-        # A transformed loss is wrong, and one that a mixed-precision policy has cast (output_dtype of FSDP2) is
-        # rounded. The sum with factor 0 keeps its graph node; the clamp, because a cast to float16 may be infinite.
-        return self.loss + 0.0 * output.clamp(-1.0, 1.0)
-
-
-class HeadCall:
-    """Context manager: ``call``, a :class:`LossCall` or None, is the active one."""
-
-    def __init__(self, call):
-        self.call = call
-
-    def __enter__(self):
-        self.before, _active.call = _active.call, self.call
-
-    def __exit__(self, *_):
-        _active.call = self.before
-
-
-# Keywords of a model that transformers' ForCausalLMLoss reads.
-LOSS_KEYWORDS = ("num_items_in_batch", "ignore_index", "shift_labels")
-
-
-def _target_and_options(
-    rows, labels, shift, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **ignored
-):
-    """(flat target, options of the loss) from the keywords that transformers' ForCausalLMLoss reads.
-
-    ``shift`` False: those of ForMaskedLMLoss, whose labels are those of the same position.
-    """
-    if not shift:
-        shift_labels = labels
-    elif shift_labels is None:
-        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if isinstance(num_items_in_batch, torch.Tensor):
-        num_items_in_batch = num_items_in_batch.to(rows.device)
-    options = {"denominator": num_items_in_batch, "ignore_index": ignore_index}
-    return shift_labels.reshape(-1).to(rows.device), options
+from ._loss_call import HeadCall, LossCall, active, target_and_options, warn_about_head
+from ._sharded_head import KIND, is_tensor_parallel, tensor_parallel_forward, why_from_logits
 
 
 def loss_from_logits(logits, labels, vocab_size=None, *, shift=True, **keywords):
     """Replaces ForCausalLMLoss and has its arguments. ``logits`` is the output of the head, perhaps transformed."""
-    call = _active.call
-    if call is not None and call.loss is not None and logits.numel() == 1:
+    call = active.call
+    if call is not None and call.has_loss_in(logits):
         return call.loss_of(logits, labels, keywords)
     if call is not None:
         call.logits = logits
-    target, options = _target_and_options(logits, labels, shift, **keywords)
+    target, options = target_and_options(logits, labels, shift, **keywords)
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), target, **options)
 
 
@@ -213,9 +46,44 @@ class HeadRecipe:
     def members(self, original):
         def forward(self, input):
             loss = LossCall.at_head(self, input, self.weight, self.bias)
-            return original.forward(self, input) if loss is None else loss
+            if loss is None:
+                return original.forward(self, input)
+            return LossCall.output_of_head(loss, input)
 
         return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def compute_loss_first(head):
+    """Replaces the forward that transformers gave a head for tensor parallelism: in an active call it is the loss.
+
+    That forward calls the layer with local shards where gradients are disabled, so the loss must come before it.
+    """
+    replaced = tensor_parallel_forward(head)
+    if replaced is None:
+        return
+
+    @functools.wraps(replaced)
+    def forward(*args, **kwargs):
+        if not LossCall.reaches(head):
+            return replaced(*args, **kwargs)
+        loss = LossCall.at_head(head, *args, **kwargs, weight=head.weight, bias=head.bias)
+        if loss is not None:
+            return loss
+        with HeadCall(None):
+            return replaced(*args, **kwargs)
+
+    # For accelerate: see _fused_forward. __module__ would make it look like the forward that it replaces.
+    del forward.__wrapped__
+    forward.__module__ = __name__
+    forward.liger_replaced = replaced
+    head.forward = forward
+
+
+def restore_forward(module):
+    """Undoes :func:`compute_loss_first`."""
+    replaced = getattr(module.__dict__.get("forward"), "liger_replaced", None)
+    if replaced is not None:
+        module.forward = replaced
 
 
 @dataclass(frozen=True)
@@ -244,7 +112,7 @@ class EmbeddingRecipe:
 
     def members(self, original):
         def forward(self, input):
-            rows = None if _active.call is None else _active.call.lookup(self, input)
+            rows = None if active.call is None else active.call.lookup(self, input)
             return original.forward(self, input) if rows is None else rows
 
         return {"forward": functools.wraps(original.forward)(forward)}
@@ -292,7 +160,16 @@ class CausalLMRecipe:
         reason = needs_logits(head)
         if reason is None and not self.follows_head and any(recipe_of(m) is None for m in heads_of(head)):
             return "its head was replaced: the loss is computed from full logits until liger.patch is called again"
+        if reason is None and is_tensor_parallel(head):
+            reason = why_from_logits(head, head.weight, head.bias, self, gathered=False)
         return reason
+
+    def kind_in(self, model):
+        """The kind in a model that is patched now: its head may shard its classes."""
+        sharded = (
+            self.fused and isinstance(head := self.head_of(model), nn.Linear) and is_tensor_parallel(head)
+        )
+        return KIND if sharded else self.kind
 
     @property
     def loss_function(self):
@@ -332,6 +209,8 @@ def _patched_heads(head, recipe):
         for module in heads:
             if recipe_of(module) is None:
                 give_class(module, patched_class(type(module), head_recipe(module)))
+            # transformers may have sharded the head since.
+            compute_loss_first(module)
     return [module for module in heads if recipe_of(module) is not None]
 
 
@@ -357,14 +236,14 @@ def _fused_forward(original, recipe):
             head = recipe.head_of(self)
             heads = _patched_heads(head, recipe)
             if not heads and not torch.compiler.is_compiling():
-                _warn_about_head(recipe.unused_because(self))
+                warn_about_head(recipe.unused_because(self))
             call = LossCall(
                 self, heads, labels, {n: kwargs[n] for n in recipe.keywords if n in kwargs}, recipe
             )
             call.check_embedding()
-        elif labels is None and _active.call is not None and _active.call.owner is not self:
+        elif labels is None and active.call is not None and active.call.owner is not self:
             # This model is part of another one, which computes the loss.
-            call = _active.call
+            call = active.call
         with HeadCall(call):
             output = original.forward(self, *args, **kwargs)
         return _without_logits(output, call) if skip else output
@@ -373,11 +252,6 @@ def _fused_forward(original, recipe):
     forward.__signature__ = inspect.signature(original.forward)
     del forward.__wrapped__
     return forward
-
-
-@functools.cache
-def _warn_about_head(reason):
-    logger.warning("liger: a model was patched, but now %s", reason)
 
 
 def _without_logits(output, call):

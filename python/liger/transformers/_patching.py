@@ -25,7 +25,7 @@ from . import (
 )
 from ._classes import give_class, instance_forward, patched_class, recipe_of, restore_class
 from ._heads import heads_of
-from ._loss import EmbeddingRecipe, head_recipe, sharing_embeddings
+from ._loss import EmbeddingRecipe, compute_loss_first, head_recipe, restore_forward, sharing_embeddings
 from ._options import Options, check_names
 from ._recompute import RecomputeRecipe
 from ._report import LEFT, PatchReport, covered_parts, function_of, override_reason, patch_report
@@ -119,6 +119,7 @@ def unpatch(model: _Model) -> _Model:
 def _restore(model):
     for module in model.modules():
         restore_class(module)
+        restore_forward(module)
         module.__dict__.pop(LEFT, None)
 
 
@@ -202,4 +203,6 @@ def _apply_recipe(module, recipe):
             # A model within another one may have the same head.
             if recipe_of(part) is None:
                 give_class(part, patched_class(type(part), part_recipe))
+        for head in heads:
+            compute_loss_first(head)
     give_class(module, patched_class(type(module), recipe))

@@ -34,6 +34,7 @@ PARTS = {
     "gelu": "GELU",
     "cross_entropy": "loss",
     "fused_linear_cross_entropy": "lm_head and loss",
+    "vocab_parallel_fused_linear_cross_entropy": "vocabulary-parallel lm_head and loss",
     "trainer_loss": "lm_head and loss of the trainer",
 }
 EXPERTS, GATED_NORM, ONE_KERNEL = "experts", "gated RMS norm", "GELU of torch"
@@ -52,7 +53,8 @@ class PatchReport:
         replaced: module name -> ``"rope"``, ``"rms_norm"``, ``"rms_norm_gated"``, ``"layer_norm"``,
             ``"fused_add_rms_norm"``, ``"qk_norm_rope"`` (an attention, whose norms have entries of their own),
             ``"swiglu"``, ``"geglu"``, ``"tiled_mlp"``, ``"experts"``, ``"relu_squared"``, ``"gelu"``,
-            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, or ``"trainer_loss"`` for a model whose lm_head was
+            ``"cross_entropy"``, ``"fused_linear_cross_entropy"``, ``"vocab_parallel_fused_linear_cross_entropy"`` if
+            tensor parallelism shards the classes of the lm_head, or ``"trainer_loss"`` for a model whose lm_head was
             replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
         not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.
@@ -169,6 +171,7 @@ def _state(module):
         return None, override_reason(forward)
     if hasattr(recipe, "unused_because"):
         unused = recipe.unused_because(module)
+        kind = recipe.kind_in(module) if hasattr(recipe, "kind_in") else kind
         return (kind, None) if unused is None else (None, unused)
     return kind, reason
 

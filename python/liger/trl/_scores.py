@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from .._core.computed_rows import row_chunks
 from .._core.dtypes import accumulate_dtype
-from .._core.lm_head import row_chunks
 from .._core.memory_budget import default_memory_budget
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 
@@ -67,11 +67,15 @@ def score(hidden, weight, bias, target, transform, names):
     result = fused_linear_logprobs(
         hidden, weight, target, bias, transform.temperature, -100, transform.softcap,
         return_entropy="entropy" in names, return_argmax="is_top1" in names, logits_dtype=transform.logits_dtype,
+        return_log_sum_sq_probs="log_sum_sq_probs" in names,
     )  # fmt: skip
-    logprobs, entropy, argmax = result if isinstance(result, tuple) else (result, None, None)
-    return with_logit_statistics(
-        Scores(None, logprobs, entropy, top1(argmax, target)), hidden, weight, bias, target, transform, names
-    )
+    if isinstance(result, torch.Tensor):
+        scores = Scores(None, result)
+    else:
+        squares = getattr(result, "log_sum_sq_probs", None)
+        is_top1 = top1(result.argmax, target)
+        scores = Scores(None, result.logprobs, result.entropy, is_top1, log_sum_sq_probs=squares)
+    return with_logit_statistics(scores, hidden, weight, bias, target, transform, names)
 
 
 def top1(argmax, target):
@@ -81,14 +85,15 @@ def top1(argmax, target):
 
 @torch.no_grad()
 def with_logit_statistics(scores, hidden, weight, bias, target, transform, names):
-    """Adds ``mean_logits`` and ``log_sum_sq_probs`` to the scores, where ``names`` has them.
+    """Adds ``mean_logits`` and ``log_sum_sq_probs`` to the scores, where ``names`` has them and the scores do not.
 
     The mean of the logits is the product with the mean of the rows of the weight. With a softcap it is not. Then, and
-    for the sum of squares, the logits are computed again, a chunk at a time.
+    for the sum of squares, the logits are computed again, a chunk at a time. Trainers log the mean of ignored tokens,
+    too, which :func:`liger.fused_linear_logprobs` does not return.
     """
     wide, rows = accumulate_dtype(hidden.dtype), hidden.flatten(0, -2)
     functions = {}
-    if "log_sum_sq_probs" in names:
+    if "log_sum_sq_probs" in names and scores.log_sum_sq_probs is None:
         functions["log_sum_sq_probs"] = lambda x: _log_sum_sq_probs(_logits(x, weight, bias, transform))
     if "mean_logits" in names and transform.softcap is not None:
         functions["mean_logits"] = lambda x: _logits(x, weight, bias, transform).mean(-1)

@@ -85,6 +85,34 @@ for _name, _make, _options in (
     )
 
 
+def _with_lora(make, name="input"):
+    """The same with the factors of a low-rank term."""
+
+    def make_with_factors(device, dtype):
+        made = make(device, dtype)
+        hidden = made[name].shape[-1]
+        factors = {"lora_a": normal(device, dtype, 3, hidden), "lora_b": normal(device, dtype, VOCAB, 3)}
+        return made | factors | {"lora_scale": 0.7}
+
+    return make_with_factors
+
+
+for _name, _make, _options in (
+    (" lora", _head, {}),
+    (" lora options", biased_head, _CE_OPTIONS | _CHUNKS),
+    (" lora none", _head, {"reduction": "none"}),
+):
+    add(
+        f"fused_linear_ce{_name}",
+        liger.fused_linear_ce,
+        with_options(_with_lora(_make), **_options),
+        f"input weight lora_a lora_b{' bias' if _make is biased_head else ''}",
+        public="fused_linear_ce",
+        ignored=ignored_rows("input", "token_weight"),
+        loss=True,
+    )
+
+
 def _logprobs(device, dtype):
     made = biased_head(device, dtype)
     return {
@@ -113,6 +141,17 @@ for _name, _options in {
         ignored=lambda given: {"hidden": given["targets"] == IGNORED},
         loss=True,
     )
+
+
+add(
+    "fused_linear_logprobs lora",
+    lambda **given: tuple(liger.fused_linear_logprobs(**given))[:2],
+    with_options(_with_lora(_logprobs, "hidden"), temperature=0.7, return_entropy=True, **_CHUNKS),
+    "hidden weight bias lora_a lora_b",
+    public="fused_linear_logprobs",
+    ignored=lambda given: {"hidden": given["targets"] == IGNORED},
+    loss=True,
+)
 
 
 def _pair(device, dtype):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import _loss, _patching
+from .. import _loss_call, _patching
 from .checks import CHECKS
 from .comparison import Differs, NotRun, patched_copy, step
 from .inputs import ERRORS, batch_for
@@ -15,19 +15,19 @@ from .models import NotBuilt, build
 
 def fused_loss(patched: nn.Module) -> bool:
     """Whether a step of the model computes its loss in the head."""
-    calls, before, batch = [], _loss.fused_linear_ce, batch_for(patched)
+    calls, before, batch = [], _loss_call.fused_linear_ce, batch_for(patched)
 
     def counted(*args, **kwargs):
         calls.append(1)
         return before(*args, **kwargs)
 
-    _loss.fused_linear_ce = counted
+    _loss_call.fused_linear_ce = counted
     try:
         step(patched, batch)
     except (NotRun, *ERRORS):
         return False
     finally:
-        _loss.fused_linear_ce = before
+        _loss_call.fused_linear_ce = before
     return len(calls) == 1
 
 

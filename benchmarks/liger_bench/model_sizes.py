@@ -1,0 +1,88 @@
+"""The models and shapes of ``bench_model``."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of transformers, ``family`` as in its module, and how its steps are measured."""
+
+    name: str
+    config: dict
+    shapes: tuple[tuple[int, int], ...]  # (batch, sequence)
+    dtype: torch.dtype
+    warm_up: int  # steps of each contestant before a shape is measured
+    rounds: int
+    burst: int  # consecutive steps between two synchronisations
+    checkpointing: bool = True
+    family: str = "llama"
+
+
+FULL = Size(
+    "Llama-3.2-1B",
+    {
+        "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0, "max_position_embeddings": 131072,
+    },
+    shapes=((4, 1024), (32, 1024), (4, 8192)),
+    dtype=torch.bfloat16,
+    warm_up=2,
+    rounds=5,
+    burst=2,
+)  # fmt: skip
+FULL_8B = replace(
+    FULL,
+    name="Llama-3-8B",
+    config={
+        **FULL.config, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+        "tie_word_embeddings": False, "max_position_embeddings": 8192,
+    },
+    shapes=((32, 512),),
+    burst=1,
+)  # fmt: skip
+QWEN3_1_7B = replace(
+    FULL,
+    name="Qwen3-1.7B",
+    family="qwen3",
+    config={
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0, "max_position_embeddings": 40960,
+    },
+    shapes=((4, 1024), (16, 1024)),
+)  # fmt: skip
+QWEN3_4B = replace(
+    QWEN3_1_7B,
+    name="Qwen3-4B",
+    config={
+        **QWEN3_1_7B.config, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+)  # fmt: skip
+SELF_TEST = Size(
+    "a tiny Llama",
+    {
+        "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    },
+    shapes=((2, 16), (1, 32)),
+    dtype=torch.float32,
+    warm_up=1,
+    rounds=2,
+    burst=1,
+)  # fmt: skip
+
+# Values of --size.
+SIZES = {"1b": FULL, "8b": FULL_8B, "qwen3-1.7b": QWEN3_1_7B, "qwen3-4b": QWEN3_4B}
+
+
+def size_of(name, self_test=False, checkpointing=True):
+    """The Size of this name; with ``self_test`` its tiny stand-in of the same family."""
+    full = SIZES[name]
+    if not self_test:
+        return replace(full, checkpointing=checkpointing)
+    tiny = "a tiny Llama" if full.family == "llama" else f"a tiny {full.family.capitalize()}"
+    return replace(SELF_TEST, name=tiny, family=full.family, checkpointing=checkpointing)

@@ -1,0 +1,101 @@
+"""Which rows of a batch an lm_head computes: all, or those that are not ignored.
+
+Both kinds have one interface, so :func:`computed_rows` alone asks which it is. ``at`` selects the rows of a chunk in a
+tensor of all rows: a slice of all, or an index of valid rows. ``tensor[at]`` is a view of the one and a copy of the
+other, and so the two differ in where a gradient of the hidden states is written.
+"""
+
+import torch
+
+
+def row_chunks(rows, step, first=None):
+    """Slices of ``step`` rows; the first slice has ``first`` rows if that is given."""
+    begin, length = 0, first or step
+    while begin < rows:
+        end = min(begin + max(length, 1), rows)
+        yield slice(begin, end)
+        begin, length = end, step
+
+
+class AllRows:
+    """All rows are computed. ``any_ignored``: False if it is known that no row is ignored."""
+
+    def __init__(self, target, ignore_index, any_ignored=True):
+        self.count = target.shape[0]
+        self._target, self._ignore_index, self._any_ignored = target, ignore_index, any_ignored
+
+    def at(self, chunk):
+        """What selects a slice of the computed rows in a tensor of all rows."""
+        return chunk
+
+    def chunks(self, rows, memory):
+        """Of each chunk of so many of these rows: what selects them, and their rows of the memory for logits."""
+        for chunk in row_chunks(self.count, rows):
+            yield self.at(chunk), memory[: chunk.stop - chunk.start]
+
+    def ignored(self, at):
+        """(rows of the chunk,) mask of ignored rows; None: no row is ignored."""
+        return self._target[at] == self._ignore_index if self._any_ignored else None
+
+    def clear(self, gradient):
+        """Writes zeros to the rows of a gradient that are not computed."""
+
+    def memory(self, gradient, at, x):
+        """Memory for the gradient of a chunk of which the input has the rows x."""
+        return gradient[at]
+
+    def from_memory(self, gradient, at, memory):
+        """Moves what was written to :meth:`memory` to its rows of the gradient."""
+
+    def write(self, gradient, at, values):
+        """Rounds values to the rows of a gradient."""
+        gradient[at] = values
+
+    def add(self, gradients, at, x, dlogits, add_to_grad_x=None):
+        """Adds the gradients of a chunk, of which the input has the rows x, to :class:`LMHeadGradients`.
+        ``add_to_grad_x(grad_x)`` may add another term to the gradient of x."""
+        memory = self.memory(gradients.input, at, x)
+        gradients.add(x, dlogits, memory, self.ignored(at))
+        if add_to_grad_x is not None:
+            add_to_grad_x(memory)
+        if gradients.needs_grad[0]:
+            self.from_memory(gradients.input, at, memory)
+
+
+class ValidRows(AllRows):
+    """The rows with these indices are computed, of which no row is ignored."""
+
+    def __init__(self, index):
+        self.count, self._index = index.numel(), index
+
+    def at(self, chunk):
+        return self._index[chunk]
+
+    def ignored(self, at):
+        return None
+
+    def clear(self, gradient):
+        gradient.zero_()
+
+    def memory(self, gradient, at, x):
+        return x  # a copy, which its gradient may overwrite
+
+    def from_memory(self, gradient, at, memory):
+        gradient.index_copy_(0, at, memory)
+
+    def write(self, gradient, at, values):
+        gradient.index_copy_(0, at, values.to(gradient.dtype))
+
+
+def computed_rows(target, ignore_index, skip):
+    """:class:`AllRows`, or with ``skip`` :class:`ValidRows` if some row is ignored.
+
+    With ``skip`` the host waits for the device to count the rows, except under CUDA graph capture, where all rows are
+    computed. So the caller first launches and allocates what does not depend on the number.
+    """
+    if skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        index = (target != ignore_index).nonzero().squeeze(1)
+        if index.numel() < target.shape[0]:
+            return ValidRows(index)
+        return AllRows(target, ignore_index, any_ignored=False)
+    return AllRows(target, ignore_index)
