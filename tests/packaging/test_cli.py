@@ -65,7 +65,7 @@ def test_info_names_what_serves_an_op_without_a_gpu(capsys):
 
 def test_info_says_how_the_libraries_were_built(capsys):
     build = build_info()
-    assert build.keys() == {"version", "torch", "cuda", "cuda_archs", "compiler"}
+    assert build.keys() == {"version", "torch", "cuda", "cuda_archs", "compiler", "experimental"}
     assert re.fullmatch(r"2\.\d+\..+", build["torch"]) and build["compiler"]
     assert bool(build["cuda"]) == bool(build["cuda_archs"])
     assert bool(build["cuda"]) == (load._library("liger_cuda") is not None)
