@@ -128,7 +128,8 @@ def build_wheel(source, name, epoch, network, **settings):
         shutil.rmtree(folder, ignore_errors=True)
     call(
         *(*network, sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"),
-        *("--no-cache-dir", "-C", f"build-dir={WORK / f'{name}-build'}", "-w", WORK / name, source),
+        *("--no-cache-dir", "-C", f"build-dir={WORK / f'{name}-build'}"),
+        *("-C", "cmake.define.LIGER_MANYLINUX_2_28=ON", "-w", WORK / name, source),
         SOURCE_DATE_EPOCH=epoch,
         CCACHE_RECACHE="1",
         SCCACHE_RECACHE="1",
@@ -139,10 +140,11 @@ def build_wheel(source, name, epoch, network, **settings):
 
 
 def repair(wheel, folder, epoch):
-    """The wheel with the tag of the oldest platform that has the versions of the system's symbols it uses."""
+    """The wheel tagged with the platform of a release; an error if it needs newer symbols of the system."""
     shutil.rmtree(folder, ignore_errors=True)
     excluded = [part for name in wheels.EXCLUDED for part in ("--exclude", name)]
-    call("auditwheel", "repair", *excluded, "-w", folder, wheel, SOURCE_DATE_EPOCH=epoch)
+    how = ("--plat", wheels.PLATFORM, "--only-plat", *excluded)
+    call("auditwheel", "repair", *how, "-w", folder, wheel, SOURCE_DATE_EPOCH=epoch)
     (path,) = folder.glob("*.whl")
     return path
 
@@ -193,7 +195,8 @@ def check_wheel(report, kind, source, version, epoch, network, options):
             wheels.require_identical(built, build_wheel(source, f"{kind}-2", epoch, network, **settings))
     with report.step(f"{kind}: auditwheel") as detail:
         wheel = repair(built, options.output / kind, epoch)
-        detail(f"  {wheel.name}, for {wheels.require_tag(wheel)}")
+        wheels.require_tag(wheel)
+        detail(f"  {wheel.name}")
     if wheel is None:
         return None
     with report.step(f"{kind}: twine check"):

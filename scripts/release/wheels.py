@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import platform
 import re
 import zipfile
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 OLDEST_TORCH = (2, 10)
 # In megabytes: of the wheel as it is downloaded, and of libliger_cuda.so as it is installed.
 BUDGET = 60
+PLATFORM = f"manylinux_2_28_{platform.machine()}"
 EXCLUDED = ("libtorch.so", "libtorch_cpu.so")
 
 
@@ -35,16 +37,14 @@ def require_identical(one, other):
 
 
 def require_tag(wheel):
-    """One wheel for every Python of a manylinux platform; the platform."""
-    match = re.fullmatch(r"liger_ops-[^-]+-py3-none-(manylinux_\d+_\d+_\w+)\.whl", Path(wheel).name)
-    if match is None:
-        raise Failure(f"{Path(wheel).name} is not tagged py3-none-manylinux")
+    """One wheel for every Python, of :data:`PLATFORM`."""
+    if re.fullmatch(rf"liger_ops-[^-]+-py3-none-{PLATFORM}\.whl", Path(wheel).name) is None:
+        raise Failure(f"{Path(wheel).name} is not tagged py3-none-{PLATFORM}")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/WHEEL")]
         tags = re.findall(r"^Tag: (.+)$", archive.read(name).decode(), re.M)
-    if tags != [f"py3-none-{match[1]}"]:
+    if tags != [f"py3-none-{PLATFORM}"]:
         raise Failure(f"{Path(wheel).name} has the tags {tags} inside")
-    return match[1]
 
 
 def require_bill_of_materials(wheel, version, cuda):
