@@ -3,16 +3,18 @@
 # find_package(Torch) is avoided on purpose: it fails on a CUDA torch without nvcc, overrides the architecture list and
 # links every CUDA library. The stable ABI needs the headers and two libraries.
 
-find_package(Python REQUIRED COMPONENTS Interpreter)
-execute_process(
-  COMMAND ${Python_EXECUTABLE} -c "import importlib.util as u, pathlib as p; s = u.find_spec('torch'); d = p.Path(s.origin).parent if s else None; v = d and {k.strip(): e.strip().strip(chr(39)) for k, _, e in (l.partition('=') for l in (d / 'version.py').read_text().splitlines())}; print(str(d) + ';' + [e for k, e in v.items() if k.startswith('__version__')][0] if d else '')"
-  OUTPUT_VARIABLE torch_found OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-if(NOT torch_found)
-  message(FATAL_ERROR "liger: torch is not installed for ${Python_EXECUTABLE}. Install torch >= 2.10, or build with "
-                      "isolation (pip install .), which fetches one.")
+if(NOT LIGER_TORCH_DIR)  # that of another platform, when cross-compiling
+  find_package(Python REQUIRED COMPONENTS Interpreter)
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -c "import importlib.util as u, pathlib as p; s = u.find_spec('torch'); print(p.Path(s.origin).parent if s else '')"
+    OUTPUT_VARIABLE LIGER_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  if(NOT LIGER_TORCH_DIR)
+    message(FATAL_ERROR "liger: torch is not installed for ${Python_EXECUTABLE}. Install torch >= 2.10, or build with "
+                        "isolation (pip install .), which fetches one.")
+  endif()
 endif()
-list(GET torch_found 0 LIGER_TORCH_DIR)
-list(GET torch_found 1 LIGER_TORCH_VERSION)
+file(STRINGS ${LIGER_TORCH_DIR}/version.py version_line REGEX "^__version__[^=]*=")
+string(REGEX REPLACE ".*= *['\"](.+)['\"].*" "\\1" LIGER_TORCH_VERSION "${version_line}")
 if(LIGER_TORCH_VERSION VERSION_LESS 2.10)
   message(FATAL_ERROR "liger: torch ${LIGER_TORCH_VERSION} at ${LIGER_TORCH_DIR} is too old: 2.10 is the oldest supported.")
 endif()
