@@ -1,4 +1,4 @@
-"""Metrics of float16 log-probabilities on compute capability 9.0, the exponentials that they keep, memory and graphs."""
+"""Float16 log-probabilities on compute capability 9.0: metrics, the exponentials that they keep, memory, graphs."""
 
 import math
 

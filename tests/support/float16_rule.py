@@ -12,7 +12,7 @@ OFFSET, LARGEST_SUM_EXPONENT, MOST_SHIFT = 2, 15, 120
 SAMPLES, TILE, PANEL = 16, 256, 128
 MAX_ROW_SUM = 2.0**60
 # Of a probability near 1, in the bound of largest_beside_target().
-BOUND_ERROR = 2.0**-10
+BOUND_ERROR = 2.0**-6
 
 
 def half(x):

@@ -103,9 +103,9 @@ struct EntropyTerm {
 // An upper bound of |u * p + w * p * (log p + H)| for the classes other than the target, from its log-probability:
 // their probabilities are at most 1 - exp(logprob). |p * (log p + H)| is largest at that end, or at e^(-1 - H).
 __device__ __forceinline__ float largest_beside_target(float u, float w, const KeptRow& kept) {
-  // Of a probability near 1, since the logit of the target is summed in another order.
-  constexpr float kError = 0x1p-10f;
-  const float most = fminf(kError - expm1f(kept.logprob), 1.0f);
+  // Of a probability near 1: the logit of the target is summed in another order, so it is off by 1e-5 of the largest.
+  constexpr float kError = 0x1p-6f;
+  const float most = fminf(kError - fminf(expm1f(kept.logprob), 0.0f), 1.0f);
   const float end = most * fabsf(logf(most) + kept.entropy), turn = expf(-1.0f - kept.entropy);
   return fabsf(u) * most + fabsf(w) * (most > turn ? fmaxf(end, turn) : end);
 }
