@@ -37,11 +37,11 @@ def error(actual, expected):
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-def errors(x, weight, target, upstream=None):
+def errors(x, weight, target, upstream=None, chunk_rows=CHUNK, temperature=1.0, of_entropy=None):
     """(errors of both gradients, the emulation); the exact results are not those of the rounded gradients."""
     upstream = torch.ones(len(x), dtype=torch.float64) if upstream is None else upstream
-    result = gradients(x, weight, target, upstream, CHUNK)
-    grad_input, grad_weight, log_sum = exact_gradients(x, weight, target, upstream)
+    result = gradients(x, weight, target, upstream, chunk_rows, temperature, of_entropy)
+    grad_input, grad_weight, log_sum = exact_gradients(x, weight, target, upstream, temperature, of_entropy)
     torch.testing.assert_close(result.log_sum, log_sum, rtol=1e-12, atol=1e-12)
     assert result.largest < LARGEST
     return error(result.grad_input, grad_input), error(result.grad_weight, grad_weight), result
@@ -132,6 +132,7 @@ def test_the_constants_are_those_of_the_kernels():
     assert constant("tile.h", r"kTileN = (\d+)") == float16_rule.TILE
     assert constant("tile.h", r"kPanel = (\d+)") == float16_rule.PANEL
     assert 2.0 ** constant("exponentials.cuh", r"kMaxRowSum = 0x1p(\d+)f") == float16_rule.MAX_ROW_SUM
+    assert 2.0 ** constant("kept_rows.cuh", r"kError = 0x1p(-\d+)f") == float16_rule.BOUND_ERROR
 
 
 @pytest.mark.parametrize("chunks", [6, 24])
@@ -143,3 +144,105 @@ def test_sums_over_chunks(chunks):
     grad_input, grad_weight, _ = exact_gradients(x, weight, target, ones)
     assert error(result.grad_input, grad_input) < 1.2 * ONE_ROUNDING
     assert ONE_ROUNDING < error(result.grad_weight, grad_weight) < (1 + chunks / 2) ** 0.5 * ONE_ROUNDING
+
+
+# --- log-probabilities whose gradients arrive after the forward, and entropies --------------------------------------
+
+# All rows in one chunk, as exponentials are kept; or computed again, in two.
+KEPT = pytest.mark.parametrize("chunk_rows", [ROWS, CHUNK], ids=["kept", "again"])
+# Upstream gradients of log-probabilities and of entropies, times normal numbers.
+UPSTREAM = pytest.mark.parametrize("logprobs, entropy", [(1.0, 1.0), (1.0, 0.01), (0.0, 1.0)])
+
+
+def normal(factor):
+    return factor * torch.randn(ROWS, dtype=torch.float64)
+
+
+@KEPT
+@pytest.mark.parametrize("temperature", [0.5, 0.7, 1.0, 2.0])
+def test_temperatures(temperature, chunk_rows):
+    """A temperature is another standard deviation of the logits."""
+    *of_gradients, result = errors(*layer(targets="zipf"), normal(1.0), chunk_rows, temperature)
+    assert max(of_gradients) < 1.8 * ONE_ROUNDING
+    assert result.shifted < (0.8 if temperature < 1 else 0.2)
+
+
+@KEPT
+@UPSTREAM
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"std": 0.5},
+        {"std": 1.0},
+        {},
+        {"std": 5.0},
+        {"std": 40.0},
+        {"targets": "zipf"},
+        {"targets": "largest"},
+        {"targets": "smallest", "std": 5.0},
+    ],
+    ids=str,
+)
+def test_gradients_of_entropies(chosen, logprobs, entropy, chunk_rows):
+    """Three roundings: of the exponentials, whose logarithm has that error too, of the second matrix, and of the scaled
+    rows. Entropies near their maximum have a gradient that is a small difference, so its error is larger."""
+    x, weight, target = layer(**chosen)
+    *of_gradients, result = errors(
+        x, weight, target, normal(logprobs), chunk_rows, of_entropy=normal(entropy)
+    )
+    assert max(of_gradients) < (3.5 if logprobs == 0 else 2.0) * ONE_ROUNDING
+    assert result.largest < 2.0**15
+
+
+@KEPT
+@UPSTREAM
+@pytest.mark.parametrize("nats", [1.0, 3.0, 5.0, 7.0])
+def test_gradients_of_entropies_of_confident_rows(nats, logprobs, entropy, chunk_rows):
+    """Up to a probability of 0.998, where both gradients are small differences."""
+    x, weight, target = layer(1.0, "zipf", confidence=nats)
+    *of_gradients, result = errors(
+        x, weight, target, normal(logprobs), chunk_rows, of_entropy=normal(entropy)
+    )
+    assert max(of_gradients) < 2.2 * ONE_ROUNDING
+    assert result.largest < 2.0**15 and result.shifted == 0
+
+
+@pytest.mark.parametrize("nats", [0.0, 7.0], ids=["random targets", "confident"])
+@pytest.mark.parametrize("factor", [1 / 8192, 65536 / 8192, 1e-5])
+def test_upstream_gradients_of_entropies(factor, nats):
+    """One rounding of the exact gradient is what remains, as without entropies."""
+    x, weight, target = layer(1.0, "zipf", confidence=nats)
+    upstream = normal(factor), normal(factor)
+    expected = exact_gradients(x, weight, target, upstream[0], 1.0, upstream[1])[:2]
+    actual = errors(x, weight, target, upstream[0], ROWS, 1.0, upstream[1])
+    for own, exact in zip(actual, expected, strict=False):
+        assert own < error(exact.half(), exact) + 1.2 * ONE_ROUNDING
+
+
+def test_the_second_matrix_would_leave_the_range_without_its_power_of_two():
+    x, weight, target = layer(5.0)
+    upstream = normal(1.0), normal(1.0)
+    without = gradients(x, weight, target, upstream[0], ROWS, 1.0, upstream[1], with_unit=False)
+    assert without.largest > LARGEST
+    assert errors(x, weight, target, upstream[0], ROWS, 1.0, upstream[1])[-1].largest < 2.0**15
+    # Nor would small elements remain, of a confident row with a small upstream gradient.
+    x, weight, target = layer(1.0, "zipf", confidence=7.0)
+    upstream = normal(1e-3), normal(1e-3)
+    expected = exact_gradients(x, weight, target, upstream[0], 1.0, upstream[1])[1]
+    without = gradients(x, weight, target, upstream[0], ROWS, 1.0, upstream[1], with_unit=False)
+    with_unit = errors(x, weight, target, upstream[0], ROWS, 1.0, upstream[1])[1]
+    assert error(without.grad_weight, expected) > 2 * with_unit
+
+
+def test_the_bound_of_the_second_matrix():
+    """It is one for every probability beside the target, and at most 2^8 times the largest, but for BOUND_ERROR."""
+    target = torch.rand(2000, dtype=torch.float64)
+    rest = torch.rand(2000, 64, dtype=torch.float64) ** 8
+    p = torch.cat([target[:, None], rest / rest.sum(1, keepdim=True) * (1 - target)[:, None]], 1)
+    log = p.clamp_min(1e-300).log()
+    entropy = -(p * log).sum(1)
+    for u, w in ((1.0, 1.0), (1.0, -1.0), (0.0, 1.0), (1.0, 0.0), (-1.0, 0.01)):
+        u, w = torch.full_like(target, u), torch.full_like(target, w)
+        elements = (u[:, None] * p + w[:, None] * p * (log + entropy[:, None])).abs()[:, 1:].amax(1)
+        bound = float16_rule.largest_beside_target(u, w, target.log(), entropy)
+        assert (elements <= bound).all() and (bound < 2**8 * elements + 8 * float16_rule.BOUND_ERROR).all()

@@ -45,7 +45,7 @@ ALL_SHAPES = {
     "bf16 allowed": SUMS_BF16,
     "parts of chunks": PARTS_OF_CHUNKS,
     "partial": PARTIAL_SUMS,
-    **{name: SHAPES[name] for name in SHAPES if name.startswith(("in the weight", "partial, "))},
+    **{name: SHAPES[name] for name in SHAPES if name.startswith(("in the weight", "partial, ", "hidden "))},
 }
 
 

@@ -5,6 +5,9 @@ import random
 import pytest
 import torch
 
+from liger._core.build_info import build_info
+from liger._core.sm90_plan import HIDDEN_UNIT
+
 MIB = 1 << 20
 TILE = PANEL = 128  # rows; columns
 
@@ -25,7 +28,7 @@ def random_problems_sm90(count):
     for _ in range(count):
         rows = draw.choice([256, 257, 300, 1000, 8192, 16384, draw.randint(256, 40000)])
         partial = draw.random() < 0.4
-        hidden = 64 * draw.randint(1, 96) if partial else 256 * draw.randint(1, 24)
+        hidden = HIDDEN_UNIT * draw.randint(1, 6144 // HIDDEN_UNIT) if partial else 256 * draw.randint(1, 24)
         vocab = PANEL * draw.choice([1, 2, 3, 9, 33, 250, 1002, draw.randint(1, 1200)])
         if partial:
             vocab = max(vocab - draw.randint(0, PANEL), 1)
@@ -130,7 +133,9 @@ def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
         return bool(plan_sm90(*fits[:position], size, *fits[position + 1 :])[0])
 
     assert not any(takes(0, rows) for rows in (0, 1, 255))
-    assert not any(takes(1, hidden) for hidden in (0, 32, 1000, 1100))
+    assert not any(takes(1, hidden) for hidden in (0, 8, 1000, 1100))
+    experimental = build_info()["experimental"] == "1"
+    assert all(takes(1, hidden) is experimental for hidden in (16, 32, 80, 1008, 1040, 2896))
     assert all(takes(1, hidden) for hidden in (64, 640, 896, 1152, 2880))
     assert not takes(2, 0) and all(takes(2, vocab) for vocab in (1, 64, 32003, 50257))
 

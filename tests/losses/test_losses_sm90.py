@@ -7,7 +7,7 @@ import torch
 from cases import poison_memory
 from cuda_graphs import no_synchronisation
 from losses_cases import leaf
-from sm90_engine import assert_observed
+from sm90_engine import EXPERIMENTAL, assert_observed
 from test_losses_op import EVERY, call
 from tile_mass_cases import assert_counts, put_slopes
 
@@ -34,6 +34,9 @@ PAIRS = {
     "partial tiles": (10, 77, 320, 1409, 1100 << 10),
     "partial tiles, wider": (8, 203, 576, 2050, 3 * MIB),
 }
+if EXPERIMENTAL:
+    # The last k-block is partial, too.
+    PAIRS |= {"hidden 272": (10, 77, 272, 1409, 1100 << 10), "hidden 592": (8, 203, 592, 2050, 3 * MIB)}
 
 
 @pytest.fixture
@@ -51,9 +54,9 @@ def plans(monkeypatch):
     return seen
 
 
-def make(sequences=8, ignored=True, spread=1.0):
-    hidden = (torch.randn(sequences, LENGTH, HIDDEN, device="cuda") * spread).bfloat16()
-    weight = (torch.randn(VOCAB, HIDDEN, device="cuda") / HIDDEN**0.5).bfloat16()
+def make(sequences=8, ignored=True, spread=1.0, dtype=torch.bfloat16):
+    hidden = (torch.randn(sequences, LENGTH, HIDDEN, device="cuda") * spread).to(dtype)
+    weight = (torch.randn(VOCAB, HIDDEN, device="cuda") / HIDDEN**0.5).to(dtype)
     target = torch.randint(VOCAB, (sequences, LENGTH), device="cuda")
     if ignored:
         target[:, -17:] = target[1, 30:] = target[:, 3] = -100
@@ -170,7 +173,7 @@ def test_where_the_engine_is_not_used(sm90, plans):
     hidden, weight, target = make()
     for changed in ({"softcap": 30.0}, {"memory_budget": 2 * 64 * VOCAB}):
         run(module_of("dpo", **changed), hidden, weight, target)
-    run(module_of("dpo"), hidden.half(), weight.half(), target)
+    run(module_of("dpo"), hidden.float(), weight.float(), target)
     run(module_of("dpo"), hidden[:2], weight, target[:2])
     # An entropy that is differentiated.
     with_bonus = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1, observe=lambda tokens: None)
@@ -178,10 +181,16 @@ def test_where_the_engine_is_not_used(sm90, plans):
     assert plans == [None] * 5
 
 
-def make_pairs(sequences, length, hidden_size, vocab, skipped=()):
+def test_float16_by_the_build_option(sm90, plans):
+    hidden, weight, target = make(dtype=torch.float16)
+    run(module_of("dpo"), hidden, weight, target)
+    assert [plan is not None for plan in plans] == [EXPERIMENTAL]
+
+
+def make_pairs(sequences, length, hidden_size, vocab, skipped=(), dtype=torch.bfloat16):
     """A quarter of the tokens does not count, nor does any of the skipped sequences."""
-    hidden = torch.randn(sequences, length, hidden_size, device="cuda").bfloat16()
-    weight = (torch.randn(vocab, hidden_size, device="cuda") / hidden_size**0.5).bfloat16()
+    hidden = torch.randn(sequences, length, hidden_size, device="cuda").to(dtype)
+    weight = (torch.randn(vocab, hidden_size, device="cuda") / hidden_size**0.5).to(dtype)
     target = torch.randint(vocab, (sequences, length), device="cuda")
     target[torch.rand(target.shape, device="cuda") < 0.25] = -100
     target[list(skipped)] = -100

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import liger
 from liger._core import kept_logits, lm_head
-from liger._core.sm90_plan import plan_chunks_sm90
+from liger._core.build_info import build_info
+from liger._core.sm90_plan import HIDDEN_UNIT, plan_chunks_sm90
 
 MIB = 1 << 20
 
@@ -221,13 +222,20 @@ def test_exponentials_where_they_fit_the_budget(engine, monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [{"bias": 1}, {"softcap": 30.0}, {"dtype": torch.float16}, {"rows": 255}, {"hidden": 1000}],
+    [{"bias": 1}, {"softcap": 30.0}, {"dtype": torch.float32}, {"rows": 255}, {"hidden": 1000}],
     ids=str,
 )
 def test_logits_where_the_engine_does_not_take_the_call(engine, case):
     case = {"rows": 1024, "hidden": 1024, "vocab": 1024, **case}
     assert choice(**case) == "nothing"
     assert choice(**case, recompute=False) == "logits"
+
+
+def test_float16_and_hidden_sizes_by_the_build_option(engine):
+    experimental = build_info()["experimental"] == "1"
+    assert choice(1024, 1024, 1024, dtype=torch.float16) == ("exponentials" if experimental else "nothing")
+    assert choice(1024, 1040, 1024) == ("exponentials" if experimental else "nothing")
+    assert choice(1024, 1024, 1024) == "exponentials"
 
 
 @pytest.mark.parametrize(("chosen", "present"), [(True, False), (False, True)])
@@ -242,7 +250,7 @@ def test_the_engine_takes_what_is_chosen():
     draw = random.Random(0)
     for _ in range(500):
         rows, hidden, vocab = draw.randint(1, 40000), draw.randint(1, 8192), draw.randint(1, 300000)
-        hidden = draw.choice([hidden, 64 * (hidden // 64 + 1)])
+        hidden = draw.choice([hidden, HIDDEN_UNIT * (hidden // HIDDEN_UNIT + 1)])
         if kept_logits.sizes_for_engine(rows, hidden):
             assert plan_chunks_sm90(rows, hidden, vocab, True, True, True).chunks
 

@@ -11,6 +11,8 @@ import torch
 OFFSET, LARGEST_SUM_EXPONENT, MOST_SHIFT = 2, 15, 120
 SAMPLES, TILE, PANEL = 16, 256, 128
 MAX_ROW_SUM = 2.0**60
+# Of a probability near 1, in the bound of largest_beside_target().
+BOUND_ERROR = 2.0**-6
 
 
 def half(x):
@@ -92,14 +94,53 @@ def block_scaled(sums):
     return torch.cat(parts, 1)
 
 
-def gradients(x, weight, target, upstream, chunk_rows):
-    """The gradients of ``sum(upstream * loss per row)``.
+def unit_exponent(largest):
+    """The exponent of the power of two that makes this number 2^14 to 2^15."""
+    return (LARGEST_SUM_EXPONENT - 1 - exponent(largest)).clamp(-113, 100)
+
+
+def largest_beside_target(u, w, logprob, entropy):
+    """A bound of ``|u * p + w * p * (log p + entropy)|`` for the probabilities of the classes beside the target."""
+    most = (BOUND_ERROR - logprob.expm1()).clamp_max(1.0)
+    end, turn = most * (most.log() + entropy).abs(), (-1 - entropy).exp()
+    return u.abs() * most + w.abs() * torch.where(most > turn, torch.maximum(end, turn), end)
+
+
+def entropy_gradient(stored, sums, z, target, is_element, u, w, with_unit=True):
+    """The second matrix, with a gradient of entropies: from the exponentials as they are stored, and their sums.
+
+    Returns:
+        the matrix, the power of two per row by which it is multiplied, and its largest number before rounding.
+    """
+    logp = z.log_softmax(1)
+    entropy = -(logp.exp() * logp).sum(1)
+    logprob = logp.gather(1, target[:, None]).squeeze(1)
+    at_target = sums * (logprob.exp() * (u + w * (entropy + logprob)) - is_element * u)
+    largest = torch.maximum(largest_beside_target(u, w, logprob, entropy) * sums, at_target.abs())
+    unit = 2.0 ** unit_exponent(largest) if with_unit else torch.ones_like(sums)
+    constant, slope = u + w * (entropy - sums.log()), w
+    positive = stored.clamp_min(0)  # the element of a target with its one-hot term is replaced
+    matrix = positive * (constant[:, None] + slope[:, None] * positive.clamp_min(2.0**-126).log())
+    matrix.scatter_(1, target[:, None], at_target[:, None])
+    matrix *= unit[:, None]
+    return half(matrix), unit, matrix.abs().max()
+
+
+def gradients(
+    x, weight, target, upstream, chunk_rows, temperature=1.0, entropy_upstream=None, with_unit=True
+):  # fmt: skip
+    """The gradients of ``sum(upstream * loss per row - entropy_upstream * entropy per row)``.
+
+    With all rows in one chunk they are those of exponentials that are kept from the forward.
 
     Args:
         x, weight: (rows, hidden), (classes, hidden), float16.
         target: (rows,) classes.
         upstream: (rows,), float64.
         chunk_rows: rows of a chunk.
+        temperature: by which logits are divided.
+        entropy_upstream: (rows,), float64; None without a gradient of entropies.
+        with_unit: False: what the second matrix would be without a power of two per row.
 
     Returns:
         :class:`Result`.
@@ -110,16 +151,23 @@ def gradients(x, weight, target, upstream, chunk_rows):
     log_sum, shifted, largest = x.new_empty(rows), 0, 0.0
     for start in range(0, rows, chunk_rows):
         here = slice(start, min(start + chunk_rows, rows))
-        a, y, u = x[here], target[here], upstream[here]
+        a, y, u = x[here], target[here], upstream[here] / temperature
         index = torch.arange(len(y))
         first_row = torch.full((weight.shape[0],), len(y)).scatter_reduce(0, y, index, "amin")
         is_element = first_row[y] != index
-        stored, reference, sums, one, is_element, passed, most = exponentials(a @ weight.T, y, is_element)
+        z = a @ weight.T / temperature
+        stored, reference, sums, one, is_element, passed, most = exponentials(z, y, is_element)
         log_sum[here] = reference + sums.log()
         shifted += int(passed.sum())
         scale = u / sums / one
+        if entropy_upstream is not None:
+            w = entropy_upstream[here] / temperature
+            stored, row_unit, of_matrix = entropy_gradient(
+                stored, sums * one, z, y, is_element, u, w, with_unit
+            )
+            scale, most = 1 / (sums * one) / row_unit, max(most, of_matrix)
         most_scaled = (scale.abs() * a.abs().amax(1)).max()
-        unit = 2.0 ** (LARGEST_SUM_EXPONENT - 1 - exponent(most_scaled)).clamp(-113, 100)
+        unit = 2.0 ** unit_exponent(most_scaled)
         scaled = a * (scale * unit)[:, None]
         largest = max(largest, float(most), float(scaled.abs().max()))
         one_hot = torch.where(is_element, 0.0, u)[:, None]
@@ -133,9 +181,14 @@ def gradients(x, weight, target, upstream, chunk_rows):
     )
 
 
-def exact_gradients(x, weight, target, upstream):
+def exact_gradients(x, weight, target, upstream, temperature=1.0, entropy_upstream=None):
     """The same in float64."""
     x, weight = x.double(), weight.double()
-    z = x @ weight.T
-    d = (z.softmax(1) - torch.nn.functional.one_hot(target, weight.shape[0])) * upstream[:, None]
+    z = x @ weight.T / temperature
+    logp = z.log_softmax(1)
+    d = (logp.exp() - torch.nn.functional.one_hot(target, weight.shape[0])) * upstream[:, None]
+    if entropy_upstream is not None:
+        entropy = -(logp.exp() * logp).sum(1, keepdim=True)
+        d += entropy_upstream[:, None] * logp.exp() * (logp + entropy)
+    d /= temperature
     return d @ weight, d.T @ x, z.logsumexp(1)

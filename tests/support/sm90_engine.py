@@ -11,6 +11,7 @@ from cross_entropy_reference import random_layer, reference
 from torch.nn.functional import linear
 
 import liger
+from liger._core.build_info import build_info
 
 MIB = 1 << 20
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -19,8 +20,11 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
 # The last one for float16, beyond one rounding of the exact gradient, which is larger where elements are below 2^-14.
 GRADIENT_FLOAT16 = 4e-4
-# kShiftShare of csrc/linear_ce/sm90/fused_linear_ce.cu.
+# kShiftShare of csrc/linear_ce/sm90/chunk.h.
 SHIFT_SHARE = 257
+# Kernels of the build option LIGER_EXPERIMENTAL.
+EXPERIMENTAL = build_info()["experimental"] == "1"
+NEEDS_EXPERIMENTAL = pytest.mark.skipif(not EXPERIMENTAL, reason="built without LIGER_EXPERIMENTAL")
 OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
 
 
@@ -94,6 +98,20 @@ SHAPES = {
     "partial, few columns": Shape(1000, 64, 3000, MIB),
     "partial, few classes": Shape(700, 128, 37),
 }
+# Hidden sizes that are no multiple of 64: the last k-block is partial, and the last tile of columns.
+HIDDEN_SIZES = {
+    "hidden 16": Shape(300, 16, 1000),
+    "hidden 48, sums": Shape(1000, 48, 3000, MIB),
+    "hidden 80": Shape(700, 80, 2049),
+    "hidden 176, parts": Shape(256, 176, 16384),
+    "hidden 208, beside it": Shape(900, 208, 4223),
+    "hidden 336, sums": Shape(1900, 336, 1153, MIB),
+    "hidden 528, in the weight gradient": Shape(500, 528, 2048),
+    "hidden 784, sums": Shape(3000, 784, 8250, 8 * MIB),
+    "hidden 1040, bf16 allowed": Shape(5000, 1040, 2047, 8 * MIB, BFLOAT16),
+}
+if EXPERIMENTAL:
+    SHAPES |= HIDDEN_SIZES
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------

@@ -228,7 +228,7 @@ void Chunk::exponentials() const {
         // A kernel with the transform handles partial tiles too, as one of float16 with metrics does.
         constexpr bool kPartialTiles =
             partial_tiles.value || transform.value || (float16.value && metrics.value);
-        if constexpr (metrics.value && !transform.value && !float16.value) {
+        if constexpr (metrics.value && !transform.value && (!float16.value || kFloat16Logprobs)) {
           if (batch_.with_squares) return logits_gemm<T, true, kPartialTiles, false, true>();
         }
         logits_gemm<T, metrics.value, kPartialTiles, transform.value>();

@@ -42,7 +42,8 @@ struct Batch {
   int device;
   cudaStream_t stream;
   LogitTerms terms{};
-  // Sums of squared exponentials are requested; not with a transform of the logits, nor with float16.
+  // Sums of squared exponentials are requested; not with a transform of the logits, and with float16 only where
+  // kFloat16Logprobs.
   bool with_squares = false;
 
   bool is_float16() const { return input.scalar_type() == ScalarType::Half; }
@@ -56,6 +57,13 @@ struct Batch {
   // One-hot terms per class.
   bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
 };
+
+// Of the memory budget, what is left beside the shifts of float16: a byte for each row of a panel of 256 bytes.
+inline constexpr int64_t kShiftShare = 257;
+inline int64_t budget_beside_shifts(const Tensor& input, int64_t memory_budget) {
+  return input.scalar_type() == ScalarType::Half ? memory_budget - memory_budget / kShiftShare
+                                                 : memory_budget;
+}
 
 // The buffers of one chunk, except its exponentials.
 struct ChunkBuffers {

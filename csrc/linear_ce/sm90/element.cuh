@@ -14,6 +14,10 @@ namespace liger::linear_ce {
 template <typename T>
 inline constexpr bool kSmallRange = std::is_same_v<T, __half>;
 
+// Log-probabilities whose gradients arrive after the forward, in float16: fused_linear_logprobs with exponentials of its
+// own, and the losses of liger.losses. Not tested on a GPU yet.
+inline constexpr bool kFloat16Logprobs = LIGER_EXPERIMENTAL;
+
 // Exponentials are stored times 2^kOffset, so that smaller ones are preserved: from 2^-25 / 2^kOffset on. With a
 // smaller offset fewer rows reach the upper end.
 template <typename T>
@@ -62,6 +66,18 @@ __device__ __forceinline__ uint4 scaled_elements(uint4 v, float factor) {
   return v;
 }
 
+// The largest absolute value of eight elements.
+template <typename T>
+__device__ __forceinline__ float largest_of(uint4 v) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t word = (&v.x)[j];
+    largest = fmaxf(largest, fmaxf(fabsf(low_of<T>(word)), fabsf(high_of<T>(word))));
+  }
+  return largest;
+}
+
 // 2^(biased_exponent - 127), for biased exponents from 1 to 254.
 __device__ __forceinline__ float power_of_two(int biased_exponent) {
   return __uint_as_float(static_cast<uint32_t>(biased_exponent) << 23);
@@ -85,10 +101,10 @@ struct RangeRows {
   uint32_t* largest_scaled;     // bits of the largest absolute value in all rows times their scales
 };
 
-// The exponent of the power of two by which scaled rows of the input are multiplied, so that the largest element of a
-// chunk is between 2^14 and 2^15. 0 if there is an infinity or NaN.
-__device__ __forceinline__ int scaled_input_exponent(uint32_t largest_scaled) {
-  const int exponent = exponent_of(__uint_as_float(largest_scaled));
+// The exponent of the power of two by which numbers are multiplied before they are rounded to float16, so that the
+// largest absolute value is between 2^14 and 2^15. 0 if that is an infinity or NaN.
+__device__ __forceinline__ int unit_exponent(float largest) {
+  const int exponent = exponent_of(largest);
   return exponent > 127 ? 0 : min(14 - exponent, 100);
 }
 

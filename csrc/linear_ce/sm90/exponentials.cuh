@@ -158,7 +158,7 @@ struct ExpEpilogue {
       __syncwarp();
       if (lane == 0) sm90::bulk_store(rows + half * panel, smem.memory, 16 * sm90::kPanel * 2);
     }
-    if constexpr (kOffset<T> != 0) remove_offset(sum, entropy_sum);
+    if constexpr (kOffset<T> != 0) remove_offset(sum, entropy_sum, square_sum);
     write_tile_results<Sum>(tile_sums, sum, tile, row, lane);
     if constexpr (kMetrics) {
       write_tile_results<Sum>(metrics.entropy_sums, entropy_sum, tile, row, lane);
@@ -200,11 +200,13 @@ struct ExpEpilogue {
     }
   }
   // The sums of a lane for exponentials and exponents without kOffset.
-  static __device__ __forceinline__ void remove_offset(float (&sum)[2], float (&entropy_sum)[2]) {
+  static __device__ __forceinline__ void remove_offset(float (&sum)[2], float (&entropy_sum)[2],
+                                                       float (&square_sum)[2]) {
     constexpr float kFactor = 1.0f / (1 << kOffset<T>);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if constexpr (kMetrics) entropy_sum[h] = fmaf(-kOffset<T>, sum[h], entropy_sum[h]) * kFactor;
+      if constexpr (kSquares) square_sum[h] *= kFactor * kFactor;
       sum[h] *= kFactor;
     }
   }

@@ -8,8 +8,6 @@ namespace {
 using linear_ce::Bf16;
 
 constexpr float kMostSmoothing = 0.5f;
-// Of the memory budget, what float16 needs for shifts: a byte for each row of a panel of 256 bytes.
-constexpr int64_t kShiftShare = 257;
 
 ce::Problem problem_of(const FusedLinearCe& call) {
   ce::Problem problem = call.options.problem;
@@ -98,8 +96,8 @@ std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
                            ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMostSmoothing);
   const bool half = call.input.scalar_type() == ScalarType::Half;
   if (unsupported || (call.input.scalar_type() != ScalarType::BFloat16 && !half)) return std::nullopt;
-  int64_t budget = call.memory_budget - 4 * TermElements(call).total();
-  if (half) budget -= budget / kShiftShare;
+  const int64_t budget =
+      linear_ce::budget_beside_shifts(call.input, call.memory_budget - 4 * TermElements(call).total());
   return linear_ce::plan_on_device({call.input.size(0), call.input.size(1), call.weight.size(0),
                                     call.need_grad_input, call.need_grad_weight, call.exact_accumulation,
                                     budget, 0, 1, (extras & (ce::kArgmax | ce::kEntropy)) != 0},

@@ -17,7 +17,7 @@ namespace liger::linear_ce {
 // accumulators 8s to 8s + 7 of all lanes, so that accesses are coalesced.
 // The last chunk rounds to bf16 and writes row-major.
 //
-// float16: the rows of the input were multiplied by the scale and by 2^scaled_input_exponent(), whose inverse
+// float16: the rows of the input were multiplied by the scale and by 2^unit_exponent(), whose inverse
 // store() applies.
 template <typename T, bool kPartialTiles, int kTileColumns>
 struct GradWeightEpilogue {
@@ -102,7 +102,7 @@ struct GradWeightEpilogue {
     if (tile.m0 + row >= vocab) return;
     const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
     if constexpr (kSmallRange<T>) {
-      const float unit = pow2(-scaled_input_exponent(*largest_scaled));
+      const float unit = pow2(-unit_exponent(__uint_as_float(*largest_scaled)));
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) sums[i] *= unit;
     }

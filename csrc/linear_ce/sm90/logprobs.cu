@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <type_traits>
 
 #include "cross_entropy/cross_entropy.h"
 #include "linear_ce/sm90/chunk.h"
@@ -23,6 +24,15 @@ using linear_ce::KeptRow;
 
 constexpr const char* kOp = "fused_linear_logprobs";
 constexpr int64_t kKeptNumbers = sizeof(KeptRow) / sizeof(float);
+
+// Calls f with a std::type_identity of the elements of a batch, whose dtype IndexedRows has checked.
+template <typename F>
+void with_elements(const linear_ce::Batch& batch, const F& f) {
+  if constexpr (linear_ce::kFloat16Logprobs) {
+    if (batch.is_float16()) return f(std::type_identity<__half>{});
+  }
+  f(std::type_identity<Bf16>{});
+}
 
 // The arguments of forward and backward.
 struct Call {
@@ -48,6 +58,11 @@ class IndexedRows {
                call.input.get_device_index(),
                current_stream(call.input)},
         index_memory_(empty({linear_ce::row_index_bytes(batch_.rows())}, ScalarType::Byte, call.input)) {
+    require(call.input.scalar_type() == ScalarType::BFloat16 ||
+                (linear_ce::kFloat16Logprobs && batch_.is_float16()),
+            kOp, ": the engine of compute capability 9.0 does not take input of dtype ",
+            dtype_name(call.input.scalar_type()), ", expected bfloat16",
+            linear_ce::kFloat16Logprobs ? " or float16" : "");
     ce::Problem& problem = batch_.problem;
     problem.rows = batch_.rows();
     problem.vocab = static_cast<int>(batch_.vocab());
@@ -75,7 +90,7 @@ LinearCePlan plan_of(const linear_ce::Batch& batch, bool one_chunk, int64_t memo
                                 batch.need_grad_input,
                                 batch.need_grad_weight,
                                 true,
-                                memory_budget,
+                                linear_ce::budget_beside_shifts(batch.input, memory_budget),
                                 0,
                                 1,
                                 batch.with_metrics,
@@ -135,9 +150,12 @@ class ChunkOfCall {
                                         batch_.with_metrics ? buffers_.metrics.entropy_sums : nullptr,
                                         batch_.need_grad_weight ? class_one_hot_ : nullptr,
                                         chunk_->panels(),
-                                        kept_};
-    linear_ce::keep_rows<<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
-    check_launch(kOp);
+                                        kept_,
+                                        buffers_.range};
+    with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
+      linear_ce::keep_rows<T><<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
+      check_launch(kOp);
+    });
   }
 
   // After Chunk::exponentials(), before the gathered rows are scaled. class_sum: null without mean_logits.
@@ -146,10 +164,12 @@ class ChunkOfCall {
     const float* const squares =
         batch_.with_squares ? buffers_.metrics.entropy_sums + planned_.rows * columns : nullptr;
     const float factor = batch_.inverse_temperature / static_cast<float>(batch_.vocab());
-    linear_ce::logit_metrics<<<blocks(), linear_ce::kRowMetricThreads, 0, batch_.stream>>>(
-        {rows(), index(), buffers_.tile_sums, squares, columns, buffers_.input,
-         static_cast<int>(batch_.hidden()), class_sum, factor, log_sum_sq_probs, mean_logits});
-    check_launch(kOp);
+    with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
+      linear_ce::logit_metrics<T><<<blocks(), linear_ce::kRowMetricThreads, 0, batch_.stream>>>(
+          {rows(), index(), buffers_.tile_sums, squares, columns, linear_ce::elements_of<T>(buffers_.input),
+           static_cast<int>(batch_.hidden()), class_sum, factor, log_sum_sq_probs, mean_logits});
+      check_launch(kOp);
+    });
   }
 
   // The weight gradient has no one-hot terms in this chunk yet: for kept exponentials, whose first rows of
@@ -161,24 +181,40 @@ class ChunkOfCall {
   }
 
   void row_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy) const {
-    const linear_ce::RowGradients arguments{rows(),
-                                            index(),
-                                            batch_.problem.targets,
-                                            batch_.problem.vocab,
-                                            kept_,
-                                            static_cast<const float*>(grad_logprobs.const_data_ptr()),
-                                            static_cast<const float*>(data(grad_entropy)),
-                                            batch_.inverse_temperature,
-                                            static_cast<const Bf16*>(batch_.input.const_data_ptr()),
-                                            batch_.input.stride(0),
-                                            static_cast<int>(batch_.hidden()),
-                                            batch_.need_grad_weight ? buffers_.input : nullptr,
-                                            buffers_.scale,
-                                            buffers_.one_hot,
-                                            batch_.need_grad_weight ? class_one_hot_ : nullptr,
-                                            entropy_terms_};
-    linear_ce::row_gradients<<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
-    check_launch(kOp);
+    with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
+      const linear_ce::RowGradients<T> arguments{
+          rows(),
+          index(),
+          batch_.problem.targets,
+          batch_.problem.vocab,
+          kept_,
+          static_cast<const float*>(grad_logprobs.const_data_ptr()),
+          static_cast<const float*>(data(grad_entropy)),
+          batch_.inverse_temperature,
+          static_cast<const T*>(batch_.input.const_data_ptr()),
+          batch_.input.stride(0),
+          static_cast<int>(batch_.hidden()),
+          batch_.need_grad_weight ? linear_ce::elements_of<T>(buffers_.input) : nullptr,
+          buffers_.scale,
+          buffers_.one_hot,
+          batch_.need_grad_weight ? class_one_hot_ : nullptr,
+          entropy_terms_,
+          buffers_.range};
+      // Kept exponentials come without the memset of Chunk::exponentials().
+      if constexpr (linear_ce::kSmallRange<T>) {
+        check_cuda(cudaMemsetAsync(arguments.range.largest_scaled, 0, sizeof(*arguments.range.largest_scaled),
+                                   batch_.stream),
+                   kOp);
+      }
+      linear_ce::row_gradients<T><<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
+      check_launch(kOp);
+      if constexpr (linear_ce::kSmallRange<T>) {
+        if (arguments.out == nullptr) return;
+        linear_ce::scale_rows<T><<<blocks(), linear_ce::kRowThreads, 0, batch_.stream>>>(
+            rows(), arguments.out, arguments.hidden, buffers_.scale, arguments.range.largest_scaled);
+        check_launch(kOp);
+      }
+    });
   }
 
   // from: the exponentials of the batch, or of this chunk with `first` 0.
@@ -187,13 +223,15 @@ class ChunkOfCall {
     const linear_ce::EntropyGradient arguments{
         rows(), from, static_cast<int>(first), chunk_->panels(), static_cast<int>(tiles), entropy_terms_};
     const auto grid = static_cast<unsigned>(tiles * batch_.panels());
-    linear_ce::entropy_gradient<<<grid, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
-    check_launch(kOp);
     const auto row_blocks =
         static_cast<unsigned>(ceil_div(planned_.rows, int64_t{linear_ce::kKeptRowThreads}));
-    linear_ce::put_targets<<<row_blocks, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(
-        rows(), index(), batch_.problem.targets, batch_.problem.vocab, chunk_->panels(), entropy_terms_);
-    check_launch(kOp);
+    with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
+      linear_ce::entropy_gradient<T><<<grid, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
+      check_launch(kOp);
+      linear_ce::put_targets<T><<<row_blocks, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(
+          rows(), index(), batch_.problem.targets, batch_.problem.vocab, chunk_->panels(), entropy_terms_);
+      check_launch(kOp);
+    });
   }
 
  private:
@@ -249,10 +287,12 @@ Tensor sum_of_classes(const linear_ce::Batch& batch) {
   const Tensor memory =
       empty({length + linear_ce::row_sum_elements(batch.hidden())}, ScalarType::Float, batch.input);
   float* const sum = static_cast<float*>(memory.mutable_data_ptr());
-  linear_ce::launch_row_sums(linear_ce::RowSums<Bf16>{static_cast<const Bf16*>(batch.weight.const_data_ptr()),
-                                                      batch.weight.stride(0), batch.vocab(), nullptr, 0,
-                                                      nullptr, nullptr, batch.hidden(), sum + length, sum},
-                             batch.stream);
+  with_elements(batch, [&]<typename T>(std::type_identity<T>) {
+    linear_ce::launch_row_sums(
+        linear_ce::RowSums<T>{static_cast<const T*>(batch.weight.const_data_ptr()), batch.weight.stride(0),
+                              batch.vocab(), nullptr, 0, nullptr, nullptr, batch.hidden(), sum + length, sum},
+        batch.stream);
+  });
   return memory;
 }
 
@@ -286,7 +326,7 @@ ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const
   call.index();
 
   const int64_t kept_elements = keep ? batch.panels() * plan.workspace_panel_bytes / 2 : 0;
-  const Tensor kept = empty({kept_elements}, ScalarType::BFloat16, input);
+  const Tensor kept = empty({kept_elements}, input.scalar_type(), input);
   const Tensor kept_rows = empty({keep ? rows : 0, kKeptNumbers}, ScalarType::Float, input);
   const Tensor workspace = workspace_of(batch, plan, false);
   std::optional<Tensor> class_sum;
@@ -315,7 +355,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
   const OpGuard guard("fused_linear_logprobs backward", input.get_device_index());
   const bool keeps = kept.numel() > 0, with_entropy = grad_entropy.has_value();
   if (!need_grad_input && !need_grad_weight)
-    return {no_tensor(ScalarType::BFloat16, input), no_tensor(ScalarType::BFloat16, input)};
+    return {no_tensor(input.scalar_type(), input), no_tensor(input.scalar_type(), input)};
   IndexedRows call({input, weight, target, ignore_index, temperature, memory_budget}, need_grad_input,
                    need_grad_weight, with_entropy && !keeps);
   linear_ce::Batch& batch = call.batch();
@@ -333,7 +373,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
   const bool one_chunk = keeps && !with_entropy;
   const LinearCePlan plan = plan_of(batch, one_chunk, memory_budget);
   const auto matrix = [&](bool needed, int64_t length) {
-    return empty({needed ? length : 0, hidden}, ScalarType::BFloat16, input);
+    return empty({needed ? length : 0, hidden}, input.scalar_type(), input);
   };
   Tensor grad_input = matrix(need_grad_input, rows);
   Tensor grad_weight = matrix(need_grad_weight, (batch.panels() + plan.panel_offset) * sm90::kPanel);
@@ -366,7 +406,7 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
     linear_ce::scatter_rows(batch, batch.row_index.position, rows, memory_of<Bf16>(grad_input));
   }
   const auto result = [&](Tensor& gradient, bool needed, int64_t length) {
-    return needed ? torch::stable::narrow(gradient, 0, 0, length) : no_tensor(ScalarType::BFloat16, input);
+    return needed ? torch::stable::narrow(gradient, 0, 0, length) : no_tensor(input.scalar_type(), input);
   };
   return {result(grad_input, need_grad_input, rows), result(grad_weight, need_grad_weight, vocab)};
 }

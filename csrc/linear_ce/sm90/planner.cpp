@@ -10,6 +10,7 @@
 namespace liger {
 namespace {
 
+using sm90::kHiddenUnit;
 using sm90::kPanel;
 using sm90::kTileK;
 using sm90::kTileM;
@@ -91,7 +92,7 @@ class CostModel {
 };
 
 bool supported(const LinearCeProblem& p) {
-  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kTileK == 0;
+  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kHiddenUnit == 0;
 }
 
 // Chunks are multiples of this: of a tile, or of a group.

@@ -42,8 +42,8 @@ struct LinearCePlan {
   static LinearCePlan decode(const std::vector<int64_t>& numbers);
 };
 
-// nullopt if the generic engine has to take over, or is faster: hidden sizes that are not a multiple of 64, few rows,
-// groups that exceed the budget.
+// nullopt if the generic engine has to take over, or is faster: hidden sizes that are not a multiple of kHiddenUnit,
+// few rows, groups that exceed the budget.
 std::optional<LinearCePlan> plan_sm90(const LinearCeProblem& problem);
 
 // Whether the engine takes these sizes in one chunk.

@@ -52,7 +52,7 @@ __device__ __forceinline__ float largest_sample(const Classes<T>& p, const uint4
   return block_reduce<Max>(largest, scratch);
 }
 
-// Shifts the panels of a row that are shifted by less than `shift`.
+// Shifts the panels of a row that are shifted by less than `shift`. A barrier has to follow.
 template <typename T>
 __device__ __forceinline__ void shift_panels(const RangeRows& range, const Panels& exponentials, int vocab,
                                              int row, int shift) {
@@ -83,14 +83,15 @@ __device__ __forceinline__ bool is_mostly_target(float exponential, float one_ho
   return exponential > 0.5f * one_hot;
 }
 
-// float16, after apply_rule(): scales the gathered rows for the weight gradient. grid: rows of the chunk.
+// float16, after apply_rule() or row_gradients(): scales the gathered rows for the weight gradient. grid: rows of the
+// chunk.
 template <typename T>
 __global__ void __launch_bounds__(kRowThreads)
     scale_rows(const ChunkRows chunk, T* input, int hidden, const float* scale,
                const uint32_t* largest_scaled) {
   const int row = blockIdx.x;
   if (row >= chunk()) return;
-  const float unit = pow2(scaled_input_exponent(*largest_scaled));
+  const float unit = pow2(unit_exponent(__uint_as_float(*largest_scaled)));
   const float factor = scale[row] * unit;
   uint4* const x = reinterpret_cast<uint4*>(input + int64_t{row} * hidden);
   for (int i = threadIdx.x; i < hidden / 8; i += kRowThreads) x[i] = scaled_elements<T>(x[i], factor);

@@ -13,12 +13,13 @@ namespace liger::linear_ce {
 inline constexpr int kRowMetricThreads = 256;
 
 // A result that is not requested is null, and so is what it follows from.
+template <typename T>
 struct LogitMetrics {
   ChunkRows chunk;
   const int* index;  // of the valid rows of the chunk
   const float *sums, *square_sums;
-  int columns;                 // of both
-  const __nv_bfloat16* input;  // (chunk.rows, hidden): the gathered rows
+  int columns;     // of both
+  const T* input;  // (chunk.rows, hidden): the gathered rows
   int hidden;
   const float* class_sum;                 // (hidden): the sum of the rows of the weight
   float factor;                           // 1 / (classes * temperature)
@@ -26,7 +27,8 @@ struct LogitMetrics {
 };
 
 // grid: rows of the chunk.
-__global__ void __launch_bounds__(kRowMetricThreads) logit_metrics(const LogitMetrics p) {
+template <typename T>
+__global__ void __launch_bounds__(kRowMetricThreads) logit_metrics(const LogitMetrics<T> p) {
   __shared__ float scratch[32];
   // The sum over a tile is at most kMaxRowSum^2 = 2^120, that over all tiles may overflow. It is at least 1, so
   // that no term that counts underflows.
@@ -54,8 +56,8 @@ __global__ void __launch_bounds__(kRowMetricThreads) logit_metrics(const LogitMe
     for (int j = 0; j < 4; ++j) {
       const uint32_t word = (&words.x)[j];
       const float2 s = reinterpret_cast<const float2*>(p.class_sum + 8 * i)[j];
-      dot = fmaf(low_of<__nv_bfloat16>(word), s.x, dot);
-      dot = fmaf(high_of<__nv_bfloat16>(word), s.y, dot);
+      dot = fmaf(low_of<T>(word), s.x, dot);
+      dot = fmaf(high_of<T>(word), s.y, dot);
     }
   }
   dot = block_reduce<Sum>(dot, scratch);

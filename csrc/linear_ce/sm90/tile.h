@@ -7,6 +7,10 @@ namespace liger::sm90 {
 
 // Rows and columns of the result per block, and the depth of a pipeline stage.
 inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
+// The hidden size is a multiple of it. TMA fills the rest of the last k-block with zeros, and epilogues write segments of
+// 16 columns; sizes that are not multiples of kTileK have not been tested on a GPU yet.
+inline constexpr int kHiddenUnit = LIGER_EXPERIMENTAL ? 16 : kTileK;
+static_assert(kTileK % kHiddenUnit == 0 && kHiddenUnit % 16 == 0);
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
 

@@ -1,7 +1,7 @@
 """What the forward of fused_linear_logprobs keeps for its backward, so that the logits are computed once.
 
 ``"nothing"``: the backward computes the logits again, four GEMMs in all. ``"exponentials"``: those of all rows, as the
-wgmma engine of compute capability 9.0 writes them, in bfloat16. ``"logits"``: those of all rows, in the dtype of the
+wgmma engine of compute capability 9.0 writes them, in 16 bits. ``"logits"``: those of all rows, in the dtype of the
 hidden states or in float32 as ``logits_dtype`` says, on any device and with every option. Both save one GEMM.
 """
 
@@ -10,11 +10,12 @@ import torch
 from ..backend import FAMILIES
 from .arguments import described, dtype_name
 from .dtensor import is_dtensor
+from .sm90_plan import HIDDEN_UNIT, LOGPROBS_DTYPES
 
 NOTHING, LOGITS, EXPONENTIALS = "nothing", "logits", "exponentials"
-# kPanel, kTileM and kTileK of csrc/linear_ce/sm90/tile.h, kFewestRows of planner.cpp.
+# kPanel and kTileM of csrc/linear_ce/sm90/tile.h, kFewestRows of planner.cpp.
 _PANEL = _TILE_ROWS = 128
-_TILE_K, _FEWEST_ROWS = 64, 256
+_FEWEST_ROWS = 256
 # Numbers that the wgmma engine keeps of each row: KeptRow of csrc/linear_ce/sm90/kept_rows.cuh.
 _NUMBERS_OF_A_ROW = 4
 
@@ -44,7 +45,7 @@ def _device_has_engine(device_index):
     """Whether the wgmma engine can run on this device."""
     if not hasattr(torch.ops.liger_sm90, "takes_logprobs"):
         return False
-    return torch.ops.liger_sm90.takes_logprobs.default(_FEWEST_ROWS, _TILE_K, _PANEL, device_index)
+    return torch.ops.liger_sm90.takes_logprobs.default(_FEWEST_ROWS, HIDDEN_UNIT, _PANEL, device_index)
 
 
 @constant_in_compiled_code
@@ -59,13 +60,18 @@ def budget_or_default(memory_budget):
 
 def sizes_for_engine(rows, hidden):
     """Whether the wgmma engine takes these sizes, with any number of classes."""
-    return rows >= _FEWEST_ROWS and hidden % _TILE_K == 0
+    return rows >= _FEWEST_ROWS and hidden % HIDDEN_UNIT == 0
 
 
 def engine_can(input, weight, bias, softcap, float32_logits=False):
     """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a logit, but
     the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
-    if float32_logits or not input.is_cuda or input.dtype != torch.bfloat16 or weight.dtype != input.dtype:
+    if (
+        float32_logits
+        or not input.is_cuda
+        or input.dtype not in LOGPROBS_DTYPES
+        or weight.dtype != input.dtype
+    ):
         return False
     if bias is not None or softcap is not None:
         return False
@@ -103,10 +109,11 @@ def check_keep(op, keep):
 def check_engine(op, keep, input, weight, bias, softcap, float32_logits=False):
     """Raises RuntimeError for exponentials where the engine cannot run."""
     if keep == EXPONENTIALS and not engine_can(input, weight, bias, softcap, float32_logits):
+        dtypes = " or ".join(map(dtype_name, LOGPROBS_DTYPES))
         raise RuntimeError(
             f"{op}: keep is '{EXPONENTIALS}', expected '{NOTHING}' or '{LOGITS}': the wgmma engine needs a GPU of "
-            f"compute capability 9.0, hidden states and weight in bfloat16, no bias, no softcap, no "
-            f"logits_dtype, at least {_FEWEST_ROWS} rows and a hidden size divisible by {_TILE_K}"
+            f"compute capability 9.0, hidden states and weight in {dtypes}, no bias, no softcap, no "
+            f"logits_dtype, at least {_FEWEST_ROWS} rows and a hidden size divisible by {HIDDEN_UNIT}"
         )
 
 

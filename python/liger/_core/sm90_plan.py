@@ -4,6 +4,15 @@ from typing import NamedTuple
 
 import torch
 
+from .build_info import build_info
+
+# What the engine takes where the build option LIGER_EXPERIMENTAL is set, and elsewhere: kHiddenUnit of
+# csrc/linear_ce/sm90/tile.h, by which hidden sizes are divisible, and the dtypes of log-probabilities whose gradients
+# arrive after the forward, kFloat16Logprobs of element.cuh.
+_EXPERIMENTAL = build_info()["experimental"] == "1"
+HIDDEN_UNIT = 16 if _EXPERIMENTAL else 64
+LOGPROBS_DTYPES = (torch.bfloat16, torch.float16) if _EXPERIMENTAL else (torch.bfloat16,)
+
 
 class PlannedChunk(NamedTuple):
     """A chunk of rows, and the split-K of its input gradient."""

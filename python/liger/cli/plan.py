@@ -37,7 +37,7 @@ import liger
 
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
-from .._core.sm90_plan import plan_chunks_sm90
+from .._core.sm90_plan import LOGPROBS_DTYPES, plan_chunks_sm90
 from . import _plan_model
 from ._format import human_bytes, table
 
@@ -52,7 +52,7 @@ DTYPES = {
 SM90 = (9, 0)
 # The dtypes of the sm_90a engine: plan_sm90() of csrc/linear_ce/sm90/fused_linear_ce.cu.
 SM90_DTYPES = (torch.bfloat16, torch.float16)
-# The part of the budget for the shifts of float16: kShiftShare there.
+# The part of the budget for the shifts of float16: kShiftShare of csrc/linear_ce/sm90/chunk.h.
 SHIFT_SHARE = 257
 
 
@@ -210,7 +210,7 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     # The generic engine allocates the final gradient after its last chunk of logits.
     sequential = plan["engine"] == "generic" and plan["accumulator"] > 0
     together = (max if sequential else sum)((plan["logits_liger"], weight_gradient))
-    can_keep = capability == SM90 and dtype == torch.bfloat16 and sizes_for_engine(tokens, hidden)
+    can_keep = capability == SM90 and dtype in LOGPROBS_DTYPES and sizes_for_engine(tokens, hidden)
     exponentials = exponentials_bytes(tokens, vocab)
     keeps = can_keep and exponentials <= budget
     return {

@@ -165,8 +165,8 @@ class PortableChunks:
 
 
 class Sm90Chunks:
-    """The chunk loop on the wgmma engine of compute capability 9.0: bfloat16, without bias, softcap and gradient of
-    entropies.
+    """The chunk loop on the wgmma engine of compute capability 9.0: LOGPROBS_DTYPES of :mod:`liger._core.sm90_plan`,
+    without bias, softcap and gradient of entropies.
 
     Rows are gathered by index. If a chunk has two ranges of rows, ``grad_input`` is stored in the order of chunks until
     :meth:`finish` permutes it: a GEMM needs contiguous rows, and no other memory is available for them.
