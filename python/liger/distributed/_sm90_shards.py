@@ -114,103 +114,137 @@ class Results(NamedTuple):
     logprobs: torch.Tensor
 
 
-class _SumOverRanks:
-    """The input gradient: one float32 buffer, in which the processes add the gradients of one chunk at a time.
+class Call:
+    """A call on one process: its memory, and its steps between which the processes communicate.
 
-    ``gradient``: None if it is not needed; then the buffer has no elements.
+    :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for each chunk of the plan
+    in turn, then :meth:`results`.
+
+    Attributes:
+        target_logit: float32, of the gathered rows; :meth:`begin` writes those of the classes of this process. All
+            processes then need the sum.
     """
 
-    def __init__(self, gradient, like, group, rows):
-        self._gradient, self._group = gradient, group
-        self._memory = like.new_empty((0 if gradient is None else rows, like.shape[1]), dtype=torch.float32)
-        self._pending = None
+    def __init__(self, input, weight, target, options, shards, rank, plan: LinearCePlan, metrics, needs_grad):
+        self._steps = steps()
+        self._need_input, self._need_weight, _ = needs_grad
+        self.options, self._shards, self._rank, self._plan, self._metrics = (
+            options, VocabShards(*shards), rank, plan, metrics,
+        )  # fmt: skip
+        input, weight = self._steps.dense(input), self._steps.dense(weight)
+        self._operands, self._target = (input, weight), target.contiguous()
+        (rows, hidden), self._classes = input.shape, weight.shape[0]
+        numbers = plan.encode()
+        state_bytes, workspace_bytes = self._steps.memory(
+            input, weight, numbers, self._need_input, self._need_weight
+        )
+        panels = -(-self._classes // _PANEL) + plan.panel_offset
+        panel_bytes = panels * plan.workspace_panel_bytes if self._need_input or self._need_weight else 0
+        self.target_logit = self._floats(_round_up(rows, _PAIR_OF_TILES))
+        # The gathered rows; those of a chunk become their gradient when all its GEMMs have read them.
+        self.rows = input.new_empty(rows, hidden)
+        self._grad_weight = input.new_empty((panels * _PANEL, hidden) if self._need_weight else 0)
+        requested = metrics.z_loss, metrics.logprobs
+        self._results = Results(
+            self._floats(rows), *(self._floats(rows if flag else 0) for flag in requested)
+        )
+        self._denominator = self._floats()
+        self._ce_weight, self._token_weight = (
+            None if w is None else w.to(torch.float32).contiguous()
+            for w in (options.ce_weight, options.token_weight)
+        )
+        self._state = self._bytes(state_bytes)
+        memory = self._state, self.target_logit, self.rows, self._grad_weight
+        workspaces = self._bytes(panel_bytes), self._bytes(workspace_bytes)
+        self._before = *self._operands, options.softcap, self._need_input, numbers
+        self._after = *memory, *workspaces
 
-    def of(self, chunk):
-        """The part of the buffer for the rows of a chunk, after the sum of the chunk before has been rounded."""
-        self.round()
-        return self._memory[: chunk.rows]
+    def _floats(self, *shape):
+        return self._operands[0].new_empty(shape, dtype=torch.float32)
 
-    def start(self, chunk):
-        """Begins to add the gradients of the chunk."""
-        part, work = self._memory[: chunk.rows], None
-        if self._gradient is not None and dist.get_world_size(self._group) > 1:
-            work = dist.all_reduce(part, group=self._group, async_op=True)
-        self._pending = chunk, part, work
+    def _bytes(self, size):
+        return self._operands[0].new_empty(size, dtype=torch.uint8)
 
-    def round(self):
-        """Rounds the sum of the chunk that was started last to its rows of the gradient."""
-        if self._gradient is not None and self._pending is not None:
-            chunk, part, work = self._pending
+    def new_sum(self):
+        """Memory for the input gradients of any chunk in float32; without elements if they are not needed."""
+        most = max(chunk.rows for chunk in self._plan.chunks) if self._need_input else 0
+        return self._floats(most, self.rows.shape[1])
+
+    def begin(self):
+        options = self.options
+        self._steps.begin(
+            *self._operands, self._target, self._ce_weight, options.denominator, options.ignore_index,
+            options.softcap, options.reduction == "mean", self._shards.start, self._shards.vocab, self._state,
+            self.target_logit, self.rows, self._denominator, *self._results,
+        )  # fmt: skip
+
+    def exponentials(self, index):
+        """(references, sums of exponentials) of the rows of a chunk, (2, rows)."""
+        sums = self._floats(2, self._plan.chunks[index].rows)
+        self._steps.exponentials(*self._before, index, *self._after, sums)
+        return sums
+
+    def apply_rule(self, index, gathered, grad_input):
+        """Losses and metrics of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this process.
+
+        ``gathered``: (processes, 2, rows), those of :meth:`exponentials` of all processes.
+        """
+        options = self.options
+        self._steps.rule(
+            self._target, self._ce_weight, self._token_weight, self._denominator, options.ignore_index,
+            options.lse_square_scale, self._shards.vocab, gathered, self._rank, *self._before, index, *self._after,
+            grad_input, *self._results,
+        )  # fmt: skip
+
+    def add_grad_weight(self, index):
+        if self._need_weight:
+            self._steps.grad_weight(*self._before, index, *self._after)
+
+    def results(self):
+        """Those of ``liger_distributed::fused_linear_ce_forward``. ``rows`` has the sums of input gradients then."""
+        if self._need_input:
+            self._steps.finish(self._state, self.rows)
+        loss, z_loss, logprobs = self._results
+        if self.options.reduction != "none":
+            loss = loss.sum() / self._denominator
+            z_loss = z_loss.sum() / self._denominator if self._metrics.z_loss else z_loss
+        empty = self.rows.new_empty
+        return (
+            loss, z_loss, self._floats(0), self._target.new_empty(0, dtype=torch.int64), logprobs, self._floats(0),
+            self.rows if self._need_input else empty(0),
+            self._grad_weight[: self._classes] if self._need_weight else empty(0), empty(0),
+        )  # fmt: skip
+
+
+def run(input, weight, target, options, shards, group, plan, metrics, needs_grad):
+    """The results of ``liger_distributed::fused_linear_ce_forward`` by a plan of :func:`plan_of`."""
+    alone = dist.get_world_size(group) == 1
+    rank = dist.get_rank(group)
+    call = Call(input, weight, target, options, shards, rank, plan, metrics, needs_grad)
+    call.begin()
+    if not alone:
+        dist.all_reduce(call.target_logit, group=group)
+    # One buffer: the sum of a chunk has been added up long before the next one begins.
+    memory, adding = call.new_sum(), None
+
+    def round_sum():
+        if adding is not None:
+            chunk, part, work = adding
             if work is not None:
                 work.wait()
-            self._gradient[chunk.first : chunk.first + chunk.rows].copy_(part)
-            self._pending = None
+            call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
 
-
-def run(input, weight, target, options, shards, group, plan: LinearCePlan, metrics, needs_grad):
-    """The results of ``liger_distributed::fused_linear_ce_forward`` by a plan of :func:`plan_of`."""
-    call = steps()
-    need_input, need_weight, _ = needs_grad
-    shards = VocabShards(*shards)
-    input, weight, target = call.dense(input), call.dense(weight), target.contiguous()
-    (rows, hidden), classes = input.shape, weight.shape[0]
-    numbers, most_rows = plan.encode(), max(chunk.rows for chunk in plan.chunks)
-
-    def floats(*shape):
-        return input.new_empty(shape, dtype=torch.float32)
-
-    def buffer(size):
-        return input.new_empty(size, dtype=torch.uint8)
-
-    state_bytes, workspace_bytes = call.memory(input, weight, numbers, need_input, need_weight)
-    panels = -(-classes // _PANEL) + plan.panel_offset
-    panel_bytes = panels * plan.workspace_panel_bytes if need_input or need_weight else 0
-    state, target_logit = buffer(state_bytes), floats(_round_up(rows, _PAIR_OF_TILES))
-    # The gathered rows; those of a chunk become their gradient when all its GEMMs have read them.
-    gathered_rows = input.new_empty(rows, hidden)
-    grad_weight = input.new_empty((panels * _PANEL, hidden) if need_weight else 0)
-    results = Results(
-        floats(rows), *(floats(rows if flag else 0) for flag in (metrics.z_loss, metrics.logprobs))
-    )
-    denominator = floats()
-    ce_weight, token_weight = (
-        None if w is None else w.to(torch.float32).contiguous()
-        for w in (options.ce_weight, options.token_weight)
-    )
-    call.begin(
-        input, weight, target, ce_weight, options.denominator, options.ignore_index, options.softcap,
-        options.reduction == "mean", shards.start, shards.vocab, state, target_logit, gathered_rows, denominator,
-        *results,
-    )  # fmt: skip
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(target_logit, group=group)
-    rule = (
-        target, ce_weight, token_weight, denominator, options.ignore_index, options.lse_square_scale, shards.vocab,
-    )  # fmt: skip
-    memory = (
-        state, target_logit, gathered_rows, grad_weight, buffer(panel_bytes), buffer(workspace_bytes),
-    )  # fmt: skip
-    grad_input = _SumOverRanks(gathered_rows if need_input else None, input, group, most_rows)
     for index, chunk in enumerate(plan.chunks):
-        step = input, weight, options.softcap, need_input, numbers, index, *memory
-        sums = floats(2, chunk.rows)
-        call.exponentials(*step, sums)
-        gathered, work = gather(sums, group)
+        gathered, work = gather(call.exponentials(index), group)
         if work is not None:
             work.wait()
-        call.rule(*rule, gathered, dist.get_rank(group), *step, grad_input.of(chunk), *results)
-        grad_input.start(chunk)
-        if need_weight:
-            call.grad_weight(*step)
-    grad_input.round()
-    if need_input:
-        call.finish(state, gathered_rows)
-    empty = input.new_empty(0)
-    loss, z_loss = results.loss, results.z_loss
-    if options.reduction != "none":
-        loss = loss.sum() / denominator
-        z_loss = z_loss.sum() / denominator if metrics.z_loss else z_loss
-    return (
-        loss, z_loss, floats(0), target.new_empty(0, dtype=torch.int64), results.logprobs, floats(0),
-        gathered_rows if need_input else empty, grad_weight[:classes] if need_weight else empty, empty.clone(),
-    )  # fmt: skip
+        round_sum()
+        part = memory[: chunk.rows]
+        call.apply_rule(index, gathered, part)
+        if part.numel():
+            # While the GEMM of the weight gradient runs.
+            work = None if alone else dist.all_reduce(part, group=group, async_op=True)
+            adding = chunk, part, work
+        call.add_grad_weight(index)
+    round_sum()
+    return call.results()
