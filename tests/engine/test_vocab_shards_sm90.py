@@ -45,7 +45,9 @@ def shards(sm90):
     return sm90
 
 
-def check(shape, bounds, x, weight, target, trained=(True, True), tolerance=GRADIENT, **chosen):
+def check(
+    shape, bounds, x, weight, target, trained=(True, True), tolerance=GRADIENT, loss_tolerance=LOSS, **chosen
+):
     """Results and gradients against float64. Rows of ignored targets may hold NaN."""
     if x.is_cuda:
         poison_memory()
@@ -55,7 +57,7 @@ def check(shape, bounds, x, weight, target, trained=(True, True), tolerance=GRAD
     chosen.setdefault("reduction", "mean")
     values, grads = exact(clean, weight, target, trained, **chosen)
     for name in ("loss", "z_loss"):
-        assert_close_to_exact(getattr(found, name), values[name].detach(), LOSS, name)
+        assert_close_to_exact(getattr(found, name), values[name].detach(), loss_tolerance, name)
     assert_close_to_exact(found.logprobs, values["logprobs"].detach(), ROWS, "logprobs")
     assert not found.logprobs[ignored].any()
     gradients = [g for g, want in zip(found[3:], trained, strict=True) if want]
@@ -137,7 +139,9 @@ def test_rows_that_overflow(shards, ranks, scale):
     weight[: shape.vocab // 2] /= 16
     target[target >= 0] %= 1000
     bounds = even_bounds(shape.vocab, ranks)
-    check(shape, bounds, (scale * x.float()).to(x.dtype), weight, target, tolerance=2 * GRADIENT)
+    scaled = (scale * x.float()).to(x.dtype)
+    # As exact as such rows are on one device.
+    check(shape, bounds, scaled, weight, target, tolerance=4e-3, loss_tolerance=2e-5)
 
 
 @gpu

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // What gather() does beside its copies, for rows that were gathered before: no tile has an overflow, and each class
 // has its first row.
-__global__ void __launch_bounds__(kRowThreads)
+static __global__ void __launch_bounds__(kRowThreads)
     claim_first_rows(const ChunkRows chunk, const int* index, const int32_t* local, FirstRowOfClass first_row,
                      int* overflow, int tiles) {
   const int row = blockIdx.x * kRowThreads + threadIdx.x;
@@ -51,7 +51,7 @@ struct ShardSums {
   float* out;               // (2, chunk.rows)
 };
 
-__global__ void __launch_bounds__(kRowThreads) write_shard_sums(const ShardSums p) {
+static __global__ void __launch_bounds__(kRowThreads) write_shard_sums(const ShardSums p) {
   const int row = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= p.chunk.rows) return;
   float reference = 0.0f, sum = 0.0f;
