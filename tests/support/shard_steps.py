@@ -1,7 +1,8 @@
 """The compiled steps of vocab_parallel_fused_linear_ce on the engine of compute capability 9.0, in torch.
 
-They have the arguments and the rules of csrc/linear_ce/sm90/shards.cu, of which they round nothing: references of rows,
-tiles that overflow, first rows of classes, and exponentials that are moved to another reference.
+They have the arguments and the rules of csrc/linear_ce/sm90/shards.cu: references of rows, tiles that overflow, first
+rows of classes, and exponentials that are moved to another reference. Exponentials and scaled rows are rounded to the
+dtype of the operands.
 """
 
 import math
@@ -96,7 +97,7 @@ class ReferenceSteps:
         self.derivative = torch.ones_like(z) if softcap is None else 1 - (z / softcap) ** 2
         sums.zero_()
         sums[0, : z.shape[0]], sums[1, : z.shape[0]] = reference, self.exp.sum(1)
-        self.exp *= self.derivative
+        self.exp = (self.exp * self.derivative).to(weight.dtype)
 
     def rule(
         self, target, ce_weight, token_weight, used_denominator, ignore_index, lse_square_scale, vocab_size, sums,
@@ -132,7 +133,7 @@ class ReferenceSteps:
         factor = torch.exp(own - largest)
         moved = (own_total != 0) & (largest - own > MOST_DISTANCE)
         type(self).moved += int(moved.sum())
-        self.exp[moved] *= factor[moved, None]
+        self.exp[moved] = (self.exp[moved].float() * factor[moved, None]).to(weight.dtype)
         stays = (own_total != 0) & ~moved
         coef_exp = torch.where(stays, coef_exp * factor, coef_exp)
         reference = torch.where(stays, own, largest)
@@ -154,7 +155,7 @@ class ReferenceSteps:
             assert grad_input_sum.shape == (chunk.stop - chunk.start, input.shape[1])
             columns = self.local[source].clamp(min=0)
             grad_input_sum.fill_(math.nan)  # rows beyond the valid ones are not written
-            grad_input_sum[:count] = coef_exp[:, None] * (self.exp @ weight.float())
+            grad_input_sum[:count] = coef_exp[:, None] * (self.exp.float() @ weight.float())
             one_hot = self.amount != 0
             grad_input_sum[:count][one_hot] -= (self.amount[:, None] * weight[columns].float())[one_hot]
         rows[valid] = (rows[valid].float() * coef_exp[:, None]).to(rows.dtype)
@@ -166,7 +167,7 @@ class ReferenceSteps:
         _, valid = self._chunk(plan, index)
         if self.grad_sum is None:
             self.grad_sum = torch.zeros(weight.shape, dtype=torch.float32)
-        self.grad_sum += self.exp.t() @ rows[valid].float()
+        self.grad_sum += self.exp.float().t() @ rows[valid].float()
         for column, (row, amount) in self.first.items():
             self.grad_sum[column] -= amount * input[row].float()
         assert grad_weight.shape[0] >= weight.shape[0] and grad_weight.shape[0] % PANEL == 0
