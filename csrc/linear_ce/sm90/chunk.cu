@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <climits>
-#include <iterator>
 #include <type_traits>
 
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/gemm_launch.cuh"
 #include "linear_ce/sm90/grad_weight.cuh"
 #include "linear_ce/sm90/rows.cuh"
+#include "linear_ce/sm90/step.h"
 #include "linear_ce/sm90/tile_mass.cuh"
 
 namespace liger::linear_ce {
@@ -23,40 +23,10 @@ __global__ void __launch_bounds__(valid_rows::kRowThreads)
   if (row < problem.rows && position[row] < 0) ce::write_ignored(problem, row);
 }
 
-int64_t padded(const PlannedChunk& chunk) {
-  return round_up(chunk.rows, int64_t{sm90::kCluster} * sm90::kTileM);
-}
-int64_t sums_per_row(const Batch& batch) {
-  return ceil_div(batch.vocab(), sm90::kTileN);
-}
-
 // Of GradWeightEpilogue.
 FastDivide last_vectors(int64_t hidden) {
   const int64_t last = hidden - (sm90::column_tiles(hidden) - 1) * sm90::tile_columns(hidden);
   return FastDivide(static_cast<uint32_t>(last / 8));
-}
-
-// Calls f with each flag as a compile-time constant.
-template <typename F>
-void with_flags(const F& f) {
-  f();
-}
-template <typename F, typename... Flags>
-void with_flags(const F& f, bool flag, Flags... flags) {
-  const auto with = [&](auto constant) {
-    with_flags([&](auto... others) { f(constant, others...); }, flags...);
-  };
-  flag ? with(std::true_type{}) : with(std::false_type{});
-}
-
-// Calls f with tile_columns(hidden) as a compile-time constant.
-template <size_t kAt = 0, typename F>
-void with_tile_columns(int64_t hidden, const F& f) {
-  constexpr int kColumns = sm90::kTileWidths[kAt];
-  if constexpr (kAt + 1 < std::size(sm90::kTileWidths)) {
-    if (sm90::tile_columns(hidden) != kColumns) return with_tile_columns<kAt + 1>(hidden, f);
-  }
-  f(std::integral_constant<int, kColumns>{});
 }
 
 // True if kernels for sm_90a are loaded on the device, it can run them, and LIGER_WGMMA does not forbid it.
@@ -70,17 +40,21 @@ bool runs_on(LinearCeProblem& problem, int device) {
   return true;
 }
 
+int64_t padded(const PlannedChunk& chunk) {
+  return padded_rows(chunk.rows);
+}
+
 // Calls visit(pointer, count) for every buffer of a chunk: the one list for their size and for their
 // allocation.
 template <typename Visit>
 void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& chunk, bool separate_rows,
                      const Visit& visit) {
-  const int64_t padded_rows = padded(chunk), sums = chunk.rows * sums_per_row(batch);
+  const int64_t rows = padded(chunk), sums = chunk.rows * sums_per_row(batch);
   if (separate_rows) visit(b.input, chunk.rows * batch.hidden());
-  visit(b.target_logit, padded_rows);
-  visit(b.scale, padded_rows);
+  visit(b.target_logit, rows);
+  visit(b.scale, rows);
   visit(b.tile_sums, sums);
-  visit(b.overflow, padded_rows / sm90::kTileM);
+  visit(b.overflow, rows / sm90::kTileM);
   visit(b.one_hot, chunk.rows);
   if (chunk.k_splits > 1) visit(b.partial, chunk.k_splits * chunk.rows * batch.hidden());
   if (batch.with_metrics) {
@@ -92,7 +66,7 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
     visit(b.smoothing, chunk.rows);
   }
   if (batch.is_float16()) {
-    visit(b.range.reference, padded_rows);
+    visit(b.range.reference, rows);
     visit(b.range.largest, chunk.rows);
     visit(b.range.shift, chunk.rows);
     visit(b.range.panel_shifts, chunk.rows * batch.panels());
@@ -151,6 +125,11 @@ void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf1
 std::optional<LinearCePlan> plan_on_device(LinearCeProblem problem, int device) {
   if (!runs_on(problem, device)) return std::nullopt;
   return plan_sm90(problem);
+}
+
+int64_t clusters_on_device(int device) {
+  LinearCeProblem problem{};
+  return runs_on(problem, device) ? problem.clusters : 0;
 }
 
 bool takes_on_device(LinearCeProblem problem, int device) {
@@ -215,13 +194,24 @@ FirstRowOfClass Chunk::first_row_of_class() const {
                                       : nullptr};
 }
 
+void Chunk::clear_class_one_hot() const {
+  if (!batch_.need_class_one_hot()) return;
+  check_cuda(cudaMemsetAsync(grad_weight_.class_one_hot, 0xff, class_one_hot_bytes(batch_), batch_.stream),
+             kOp);
+}
+
 void Chunk::exponentials() const {
   const NvtxRange range("exponentials");
-  if (batch_.need_class_one_hot()) {
-    check_cuda(cudaMemsetAsync(grad_weight_.class_one_hot, 0xff, class_one_hot_bytes(batch_), batch_.stream),
-               kOp);
-  }
+  clear_class_one_hot();
+  gather();
+  exponentials_of_gathered();
+}
+
+void Chunk::gather() const {
   batch_.is_float16() ? gather_rows<__half>() : gather_rows<Bf16>();
+}
+
+void Chunk::exponentials_of_gathered() const {
   with_flags(
       [&](auto float16, auto metrics, auto partial_tiles, auto transform) {
         using T = std::conditional_t<float16.value, __half, Bf16>;
@@ -264,7 +254,7 @@ void Chunk::gather_rows() const {
                                batch_.stream),
                kOp);
   }
-  gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(rows_of_chunk);
+  linear_ce::gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(rows_of_chunk);
   check_launch(kOp);
 }
 
@@ -317,27 +307,34 @@ void Chunk::apply_rule(bool gradient) const {
 }
 
 template <typename T>
-void Chunk::apply_rule_of(bool gradient) const {
+Rule<T> Chunk::rule(bool gradient) const {
   const bool metrics = batch_.problem.entropy != nullptr || batch_.problem.predicted != nullptr;
-  const Rule<T> rule{batch_.problem,
-                     rows(),
-                     batch_.row_index.index + chunk_.first,
-                     buffers_.target_logit,
-                     buffers_.tile_sums,
-                     static_cast<int>(sums_per_row(batch_)),
-                     buffers_.overflow,
-                     panels_,
-                     gradient && batch_.need_gradient(),
-                     batch_.need_grad_weight ? elements_of<T>(buffers_.input) : nullptr,
-                     static_cast<int>(batch_.hidden()),
-                     buffers_.scale,
-                     first_row_of_class(),
-                     buffers_.one_hot,
-                     metrics ? buffers_.metrics : RowMetrics{},
-                     batch_.terms.transform,
-                     buffers_.weighted_sum,
-                     buffers_.smoothing,
-                     buffers_.range};
+  return {batch_.problem,
+          rows(),
+          batch_.row_index.index + chunk_.first,
+          buffers_.target_logit,
+          buffers_.tile_sums,
+          static_cast<int>(sums_per_row(batch_)),
+          buffers_.overflow,
+          panels_,
+          gradient && batch_.need_gradient(),
+          batch_.need_grad_weight ? elements_of<T>(buffers_.input) : nullptr,
+          static_cast<int>(batch_.hidden()),
+          buffers_.scale,
+          first_row_of_class(),
+          buffers_.one_hot,
+          metrics ? buffers_.metrics : RowMetrics{},
+          batch_.terms.transform,
+          buffers_.weighted_sum,
+          buffers_.smoothing,
+          buffers_.range};
+}
+template Rule<Bf16> Chunk::rule(bool gradient) const;
+
+template <typename T>
+void Chunk::apply_rule_of(bool gradient) const {
+  const Rule<T> rule = this->rule<T>(gradient);
+  const bool metrics = rule.metrics.best_keys != nullptr;
   const auto blocks = static_cast<unsigned>(chunk_.rows);
   const auto kernel =
       metrics || batch_.terms.smoothing() ? linear_ce::apply_rule<T, true> : linear_ce::apply_rule<T, false>;
@@ -363,16 +360,26 @@ void Chunk::count_tile_mass() const {
 void Chunk::gradients() const {
   const NvtxRange range("gradients");
   if (batch_.need_grad_bias()) batch_.is_float16() ? add_to_grad_bias<__half>() : add_to_grad_bias<Bf16>();
-  with_flags(
-      [&](auto float16, auto partial_tiles) {
-        using T = std::conditional_t<float16.value, __half, Bf16>;
-        if constexpr (partial_tiles.value) {
-          with_tile_columns(batch_.hidden(), [&](auto columns) { gradients_of<T, true, columns.value>(); });
-        } else {
-          gradients_of<T, false, sm90::kTileN>();
-        }
-      },
-      batch_.is_float16(), batch_.has_partial_tiles());
+  with_gradient_kernels([&](auto element, auto partial_tiles, auto columns) {
+    using T = typename decltype(element)::type;
+    gradients_of<T, partial_tiles.value, columns.value>();
+  });
+}
+
+void Chunk::grad_weight() const {
+  const NvtxRange range("grad_weight");
+  with_gradient_kernels([&](auto element, auto partial_tiles, auto columns) {
+    using T = typename decltype(element)::type;
+    grad_weight_gemm<T, partial_tiles.value, columns.value>();
+  });
+}
+
+template <typename F>
+void Chunk::with_gradient_kernels(const F& f) const {
+  with_gradient_tiles(batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
+    batch_.is_float16() ? f(std::type_identity<__half>{}, partial_tiles, columns)
+                        : f(std::type_identity<Bf16>{}, partial_tiles, columns);
+  });
 }
 
 template <typename T, bool kPartialTiles, int kTileColumns>
@@ -382,15 +389,27 @@ void Chunk::gradients_of() const {
   if (!separate_rows_) grad_input_gemm<T, kPartialTiles, kTileColumns>();
 }
 
+template <typename T>
+GradInput<T> Chunk::grad_input_of() const {
+  return {rows(),
+          static_cast<int>(batch_.vocab()),
+          static_cast<int>(batch_.hidden()),
+          panels_.rows_in_first,
+          static_cast<int>(chunk_.k_splits),
+          buffers_.scale,
+          buffers_.one_hot,
+          static_cast<const T*>(batch_.weight.const_data_ptr()),
+          batch_.weight.stride(0),
+          elements_of<T>(grad_input_),
+          buffers_.partial,
+          RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}};
+}
+template GradInput<Bf16> Chunk::grad_input_of() const;
+
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_input_gemm() const {
   if (!batch_.need_grad_input) return;
-  const GradInputEpilogue<T, kPartialTiles, kTileColumns> epilogue{
-      {rows(), static_cast<int>(batch_.vocab()), static_cast<int>(batch_.hidden()), panels_.rows_in_first,
-       static_cast<int>(chunk_.k_splits), buffers_.scale, buffers_.one_hot,
-       static_cast<const T*>(batch_.weight.const_data_ptr()), batch_.weight.stride(0),
-       elements_of<T>(grad_input_), buffers_.partial,
-       RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}}};
+  const GradInputEpilogue<T, kPartialTiles, kTileColumns> epilogue{grad_input_of<T>()};
   launch_gemm(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
   if (chunk_.k_splits > 1) {
     reduce_k_splits<T><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(epilogue);

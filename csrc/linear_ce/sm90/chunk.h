@@ -98,6 +98,18 @@ inline int64_t class_one_hot_bytes(const Batch& batch) {
 int64_t panel_workspace_bytes(const Batch& batch, const LinearCePlan& plan);
 
 struct FirstRowOfClass;
+template <typename T>
+struct Rule;
+template <typename T>
+struct GradInput;
+
+// Rows of GEMM 1, in pairs of tiles.
+inline int64_t padded_rows(int64_t rows) {
+  return round_up(rows, int64_t{sm90::kCluster} * sm90::kTileM);
+}
+inline int64_t sums_per_row(const Batch& batch) {
+  return ceil_div(batch.vocab(), sm90::kTileN);
+}
 
 class Chunk {
  public:
@@ -112,22 +124,40 @@ class Chunk {
 
   // Gathers the rows, then computes exponentials and their sums.
   void exponentials() const;
+  // Its two parts, without the one-hot terms of classes.
+  void gather() const;
+  void exponentials_of_gathered() const;
   // Computes the results that the problem has pointers for. With `gradient` also the scales of the rows, and
   // scales the gathered rows for the weight gradient; so it is called that way once.
   void apply_rule(bool gradient) const;
   // The GEMMs of the input and the weight gradient.
   void gradients() const;
+  // The second one alone.
+  void grad_weight() const;
   // Adds the tiles of the chunk to the counter of liger.debug.tile_mass, if that is on. After exponentials(), for
   // rows whose gradient is computed.
   void count_tile_mass() const;
   // Where the exponentials are.
   const Panels& panels() const { return panels_; }
 
- private:
+ protected:
   ChunkRows rows() const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
   FirstRowOfClass first_row_of_class() const;
-  // T: the type of the elements.
+  void clear_class_one_hot() const;
+  // The parameters of kernels. T: the type of the elements.
+  template <typename T>
+  Rule<T> rule(bool gradient) const;
+  template <typename T>
+  GradInput<T> grad_input_of() const;
+
+  const Batch& batch_;
+  const LinearCePlan& plan_;
+  const PlannedChunk chunk_;
+  const ChunkBuffers buffers_;
+  const GradWeightBuffers grad_weight_;
+
+ private:
   template <typename T>
   void gather_rows() const;
   template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false>
@@ -142,12 +172,10 @@ class Chunk {
   void grad_weight_gemm() const;
   template <typename T>
   void add_to_grad_bias() const;
+  // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns).
+  template <typename F>
+  void with_gradient_kernels(const F& f) const;
 
-  const Batch& batch_;
-  const LinearCePlan& plan_;
-  const PlannedChunk chunk_;
-  const ChunkBuffers buffers_;
-  const GradWeightBuffers grad_weight_;
   Bf16* const grad_input_;  // of the chunk
   const bool is_first_, is_last_, in_grad_weight_, separate_rows_;
   Panels panels_;
@@ -168,6 +196,8 @@ inline int64_t row_index_bytes(int64_t rows) {
 // Moves the compacted gradients of valid rows to their rows, in place; ignored rows become zeros.
 void scatter_rows(const Batch& batch, const int32_t* position, int64_t rows, Bf16* grad_input);
 
+// Clusters of two blocks that the engine runs at a time on this device; 0 if it cannot run.
+int64_t clusters_on_device(int device);
 // Whether the engine takes these sizes in one chunk on this device.
 bool takes_on_device(LinearCeProblem problem, int device);
 // The plans for this device; nullopt if the engine cannot run on it or takes other sizes.

@@ -61,42 +61,52 @@ struct GradInputEpilogue : GradInput<T> {
       if (k_splits > 1) {
         float* const at =
             partial + (int64_t{tile.k_split} * chunk.rows + r) * hidden + tile.n0 + lane % 4 * 2;
-#pragma unroll
-        for (int j = 0; j < kColumns / 8; ++j) {
-          if (valid && width.has(8 * j)) {
-            *reinterpret_cast<float2*>(at + 8 * j) =
-                make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
-          }
-        }
+        write_float_row(sums, h, at, valid, width);
         continue;
       }
-      const float factor = valid ? scale[r] : 0.0f;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
-      const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
-      if (target.index >= 0)
-        subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane, width);
-      if (smoothing.vector != nullptr && valid)
-        subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
+      scale_row(sums, h, r, valid, tile, lane, width);
     }
     if (k_splits > 1) return;
     const int first = tile.m0 + row;
     write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane, width);
   }
+
+ protected:
+  using Width = TileWidth<kPartialTiles, kTileColumns>;
+
+  // The columns of this lane of row h in float32, if it is valid.
+  static __device__ __forceinline__ void write_float_row(const float (&sums)[sm90::kSums], int h, float* at,
+                                                         bool valid, const Width& width) {
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) {
+      if (valid && width.has(8 * j)) {
+        *reinterpret_cast<float2*>(at + 8 * j) = make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+      }
+    }
+  }
+  // Sums of row h, which is row r of the chunk -> its gradient.
+  __device__ __forceinline__ void scale_row(float (&sums)[sm90::kSums], int h, int r, bool valid,
+                                            const Tile& tile, int lane, const Width& width) const {
+    const float factor = valid ? scale[r] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < kColumns / 8; ++j) sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
+    const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
+    if (target.index >= 0)
+      subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane, width);
+    if (smoothing.vector != nullptr && valid)
+      subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
+  }
 };
 
-// Split-K reduction of a row of grad_input, with scale and one-hot term. grid: rows of the chunk.
-template <typename T>
-__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput<T> p) {
-  const int row = blockIdx.x;
-  if (row >= p.chunk()) return;
+// Split-K reduction of a row of grad_input, with scale and one-hot term: write(i, elements 4i to 4i + 3).
+template <typename T, typename Write>
+__device__ __forceinline__ void reduce_k_splits_of_row(const GradInput<T>& p, int row, const Write& write) {
   const float factor = p.scale[row];
   const OneHot one_hot = p.one_hot[row];
   const uint2* const target =
       reinterpret_cast<const uint2*>(p.weight + max(one_hot.index, 0) * p.weight_stride);
   const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
   const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
-  uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
   for (int i = threadIdx.x; i < p.hidden / 4; i += kRowThreads) {
     float4 sum = from[i];
     for (int k_split = 1; k_split < p.k_splits; ++k_split) {
@@ -117,8 +127,19 @@ __global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput<T
       sum.z = fmaf(-one_hot.amount, low_of<T>(w.y), sum.z);
       sum.w = fmaf(-one_hot.amount, high_of<T>(w.y), sum.w);
     }
-    to[i] = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
+    write(i, sum);
   }
+}
+
+// grid: rows of the chunk.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput<T> p) {
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
+  reduce_k_splits_of_row(p, row, [&](int i, float4 sum) {
+    to[i] = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
+  });
 }
 
 }  // namespace liger::linear_ce

@@ -151,6 +151,8 @@ __global__ void __launch_bounds__(kRowThreads) recompute_reference(const Recompu
 // in place if the weight gradient needs it (float16: scale_rows() does). grid: rows of the chunk.
 template <typename T>
 struct Rule {
+  using Element = T;
+  static constexpr bool kShard = false;
   ce::Problem problem;  // of the whole batch, without logits
   ChunkRows chunk;
   const int* index;
@@ -172,9 +174,11 @@ struct Rule {
   RangeRows range;            // with kSmallRange
 };
 
-// kExtras: with metrics or label smoothing.
-template <typename T, bool kExtras>
-__global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<T> p) {
+// Of is the type of the elements, or ShardOf<it> (shard_rows.cuh). kExtras: with metrics or label smoothing.
+template <typename Of, bool kExtras>
+__global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<Of> p) {
+  using T = typename Rule<Of>::Element;
+  constexpr bool kShard = Rule<Of>::kShard;  // the sums of all ranks replace those of the tiles
   __shared__ float scratch[32];
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
@@ -198,6 +202,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<T> p) {
     }
     if (p.weighted_sum != nullptr) stats.weighted_sum = p.weighted_sum[row];
   }
+  if constexpr (kShard) p.merge(row, stats);
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
   if (p.problem.token_weight != nullptr) r.token_weight = p.problem.token_weight[r.index];
   const int64_t target = p.problem.targets[r.index];
@@ -211,8 +216,9 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<T> p) {
 
   const float upstream =
       p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
-  const ce::GradientCoefficients g =
+  ce::GradientCoefficients g =
       ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
+  if constexpr (kShard) p.restrict_to_shard(row, r, stats, g);
   // An exponential of 1 is stored as `one`.
   float one = 1.0f, scale = g.coef_exp;
   bool is_element = false;

@@ -20,8 +20,9 @@ from .._core.float32_matmul import float32_product
 from .._core.loss_rows import refuse_gradients
 from .._core.matmul import product, without_ignored, write_linear
 from ..ops.fused_linear_ce import differentiable_ce
+from . import _sm90_shards
 from ._vocab_shards import gather
-from ._whole_rows import Rows
+from ._whole_rows import Rows, check_class_weights
 
 FUSED, PLAIN = "vocab_parallel_fused_linear_ce", "vocab_parallel_cross_entropy"
 # From so many rows on the GEMMs of a chunk run at full speed: kFullSpeedRows of csrc/linear_ce/planner.h.
@@ -240,6 +241,14 @@ def _fused_forward(input, weight, target, bias, *rest):
     group = _resolve_process_group(group_name)
     classes = weight.shape[0]
     metrics = metrics_of(return_z_loss, return_logprobs)
+    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
+    sm90_plan = _sm90_shards.plan_of(
+        input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget
+    )
+    if sm90_plan is not None:
+        check_class_weights(FUSED, options.ce_weight, target, vocab_size)
+        shards = vocab_start, vocab_size, group_name
+        return _sm90_shards.run(input, weight, target, options, shards, group, sm90_plan, metrics, needs_grad)
     whole_rows = Rows(FUSED, input.dtype, classes, target, options, vocab_start, vocab_size, metrics)
     # After the launches of Rows, which run while the host learns the number of rows.
     computed = computed_rows(target, options.ignore_index, skip=True)
@@ -247,7 +256,6 @@ def _fused_forward(input, weight, target, bias, *rest):
     plan = ChunkPlan.of(
         input, group, vocab_size, need_grad_weight, accum_dtype, memory_budget, computed.count
     )
-    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     gradients = Gradients(input, weight, bias, group, plan.accumulator, needs_grad, computed)
     logits_of = plan.new_logits(input, classes, gradients.spare)
 

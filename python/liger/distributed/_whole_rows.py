@@ -43,7 +43,7 @@ class Rows:
         self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics
     ):  # fmt: skip
         ce_weight = options.ce_weight
-        _check_class_weights(op, ce_weight, target, vocab_size)
+        check_class_weights(op, ce_weight, target, vocab_size)
         self.rule = make_rule(op, dtype, vocab_size, target, options)
         self.results = RowResults(self.rule, metrics)
         self.denominator = self.rule.denominator(options.denominator, options.reduction)
@@ -94,7 +94,8 @@ class Rows:
         return self.results.reduced(self.denominator, self.reduction)
 
 
-def _check_class_weights(op, ce_weight, target, vocab):
+def check_class_weights(op, ce_weight, target, vocab):
+    """Raises RuntimeError for weights that are not those of the whole vocabulary, on the device of the target."""
     if ce_weight is None:
         return
     if ce_weight.shape != (vocab,):

@@ -1,0 +1,165 @@
+// Kernels on the rows of a chunk where the classes are sharded over devices (shards.cu). A rank has the weight of some
+// classes, its shard; every rank has the same rows.
+//
+// A rank computes exponentials relative to a reference of its own: the logit of the target, which all ranks know, or
+// after an overflow of a tile the largest logit of its shard. The ranks exchange (reference, sum) of each row and add
+// the sums, relative to the largest reference, in the order of ranks, so all have the same bits.
+#pragma once
+
+#include "linear_ce/sm90/grad_input.cuh"
+#include "linear_ce/sm90/rows.cuh"
+
+namespace liger::linear_ce {
+
+// An exponential is stored relative to a reference that is at most this far, in nats, below that of the whole row.
+// Beyond it apply_rule() rescales them: the scale of a row that has its one-hot term as an element divides by the
+// distance's exponential, and their product must stay in the range of bf16.
+inline constexpr float kMostDistance = 40.0f;
+
+// The targets of a shard: its class, or -1 if the target is a class of another rank, out of range or ignored.
+template <typename Index>
+__global__ void __launch_bounds__(kRowThreads)
+    local_targets(const Index* targets, int64_t ignore_index, int64_t start, int classes, int64_t rows,
+                  int32_t* local) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowThreads + threadIdx.x;
+  if (row >= rows) return;
+  const int64_t target = targets[row], column = target - start;
+  const bool owned = target != ignore_index && column >= 0 && column < classes;
+  local[row] = owned ? static_cast<int32_t>(column) : -1;
+}
+
+// What gather() does beside its copies, for rows that were gathered before: no tile has an overflow, and each class
+// has its first row.
+static __global__ void __launch_bounds__(kRowThreads)
+    claim_first_rows(const ChunkRows chunk, const int* index, const int32_t* local, FirstRowOfClass first_row,
+                     int* overflow, int tiles) {
+  const int row = blockIdx.x * kRowThreads + threadIdx.x;
+  if (row < tiles) overflow[row] = 0;
+  if (row >= chunk()) return;
+  const int source = index[row];
+  if (local[source] >= 0) first_row.claim(local[source], source);
+}
+
+// (references, sums) of the rows of a chunk on this rank. Rows beyond the count have zeros. grid: a warp per row.
+struct ShardSums {
+  ChunkRows chunk;
+  const float* target_logit;
+  const float* sums;
+  int columns;  // of sums
+  const int* overflow;
+  const float* recomputed;  // references of rows of tiles with overflow
+  float* out;               // (2, chunk.rows)
+};
+
+static __global__ void __launch_bounds__(kRowThreads) write_shard_sums(const ShardSums p) {
+  const int row = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= p.chunk.rows) return;
+  float reference = 0.0f, sum = 0.0f;
+  if (row < p.chunk()) {
+    reference = p.overflow[row / sm90::kTileM] ? p.recomputed[row] : p.target_logit[row];
+    for (int i = lane; i < p.columns; i += 32) sum += p.sums[int64_t{row} * p.columns + i];
+    sum = warp_reduce<Sum>(sum);
+  }
+  if (lane == 0) p.out[row] = reference, p.out[p.chunk.rows + row] = sum;
+}
+
+// Those of all ranks, (ranks, 2, rows).
+struct RankSums {
+  const float* memory;
+  int ranks, rank, rows;  // rank: this one
+  __device__ __forceinline__ float reference(int of, int row) const {
+    return memory[int64_t{2 * of} * rows + row];
+  }
+  __device__ __forceinline__ float sum(int of, int row) const {
+    return memory[int64_t{2 * of + 1} * rows + row];
+  }
+};
+
+template <typename T>
+struct ShardOf {};
+
+// apply_rule() for a shard: the problem is that of all classes; weight, exponentials and one-hot terms are those of
+// the shard.
+template <typename T>
+struct Rule<ShardOf<T>> : Rule<T> {
+  static constexpr bool kShard = true;
+  static_assert(!kSmallRange<T>, "the shifts of float16 are relative to sums of one rank");
+  RankSums ranks;
+  const int32_t* local;  // the targets of the shard, of the rows of the batch
+  int panels;            // of the exponentials
+
+  // The statistics of a row of all classes.
+  template <typename Stats>
+  __device__ __forceinline__ void merge(int row, Stats& stats) const {
+    float reference = -INFINITY;
+    // A rank without a class of finite logit has the reference 0, which may be far above the others.
+    for (int i = 0; i < ranks.ranks; ++i) {
+      if (ranks.sum(i, row) != 0.0f) reference = fmaxf(reference, ranks.reference(i, row));
+    }
+    stats.max = ce::reference_of(reference);
+    stats.sum = 0.0f;
+    for (int i = 0; i < ranks.ranks; ++i) {
+      const float sum = ranks.sum(i, row);
+      if (sum != 0.0f) stats.sum = fmaf(sum, ce::exp_from(ranks.reference(i, row), stats.max), stats.sum);
+    }
+  }
+
+  // What belongs to the row of all classes -> what belongs to its exponentials on this rank.
+  template <typename Stats>
+  __device__ __forceinline__ void restrict_to_shard(int row, ce::Row& r, Stats& stats,
+                                                    ce::GradientCoefficients& g) const {
+    if (r.target >= 0) r.target = local[r.index];
+    if (ranks.sum(ranks.rank, row) == 0.0f) return;  // all exponentials are 0
+    const float reference = ranks.reference(ranks.rank, row), factor = ce::exp_from(reference, stats.max);
+    if (stats.max - reference > kMostDistance) {
+      rescale_row(row, factor);
+      __syncthreads();
+      return;
+    }
+    g.coef_exp *= factor;
+    stats.max = reference;
+  }
+
+  __device__ __forceinline__ void rescale_row(int row, float factor) const {
+    constexpr int kVectors = sm90::kPanel / 8;
+    for (int i = threadIdx.x; i < panels * kVectors; i += kRowThreads) {
+      uint4* const vectors =
+          reinterpret_cast<uint4*>(this->exponentials.row_at(row, i / kVectors * sm90::kPanel));
+      vectors[i % kVectors] = scaled_elements<T>(vectors[i % kVectors], factor);
+    }
+  }
+};
+
+// The input gradient of a shard in float32: ranks add theirs before it is rounded.
+template <typename T, bool kPartialTiles, int kTileColumns>
+struct FloatGradInputEpilogue : GradInputEpilogue<T, kPartialTiles, kTileColumns> {
+  using Base = GradInputEpilogue<T, kPartialTiles, kTileColumns>;
+  using typename Base::Operands;
+  float* sum;  // (chunk.rows, hidden)
+
+  __device__ __forceinline__ void store(float (&sums)[sm90::kSums], Operands, const Tile& tile, int row,
+                                        int lane, const sm90::EpilogueSmem&) const {
+    const int count = this->chunk();
+    const typename Base::Width width(tile, this->hidden);
+    const bool split = this->k_splits > 1;
+    float* const to = split ? this->partial + int64_t{tile.k_split} * this->chunk.rows * this->hidden : sum;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = tile.m0 + row + lane / 4 + 8 * h;
+      const bool valid = r < count;
+      if (!split) this->scale_row(sums, h, r, valid, tile, lane, width);
+      Base::write_float_row(sums, h, to + int64_t{r} * this->hidden + tile.n0 + lane % 4 * 2, valid, width);
+    }
+  }
+};
+
+// grid: rows of the chunk.
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) reduce_k_splits_to_float(const GradInput<T> p, float* sum) {
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  float4* const to = reinterpret_cast<float4*>(sum + int64_t{row} * p.hidden);
+  reduce_k_splits_of_row(p, row, [&](int i, float4 value) { to[i] = value; });
+}
+
+}  // namespace liger::linear_ce

@@ -1,0 +1,250 @@
+"""vocab_parallel_fused_linear_ce on the wgmma engine of compute capability 9.0: compiled steps, and communication.
+
+A chunk of rows takes three compiled steps (csrc/linear_ce/sm90/shards.cu): exponentials of the logits with their sums,
+the row rule with the input gradient of the shard in float32, and the weight gradient. Before the first chunk the
+processes add the logits of the targets, which are the references of the exponentials. Between the first two steps they
+gather the sums; while the third one runs they add the input gradients. The host never waits for the device, except
+in the first call of a group.
+
+Selected by the build option LIGER_EXPERIMENTAL; without it nothing here runs.
+"""
+
+import os
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .._core.build_info import build_info
+from .._core.sm90_plan import LinearCePlan, plan_chunks_sm90
+from ..backend import FAMILIES
+from ._vocab_shards import VocabShards, gather
+
+# kPanel, and kTileM times kCluster, of csrc/linear_ce/sm90/tile.h.
+_PANEL, _PAIR_OF_TILES = 128, 256
+
+
+def _round_up(size, multiple):
+    return -(-size // multiple) * multiple
+
+
+class CompiledSteps:
+    """The steps as ops: ``dense``, ``memory``, ``begin``, ``exponentials``, ``rule``, ``grad_weight``, ``finish``.
+
+    Tests replace :data:`steps` by an implementation in torch.
+    """
+
+    def __getattr__(self, name):
+        return getattr(torch.ops.liger_sm90, name if name == "dense" else f"shard_{name}").default
+
+    @staticmethod
+    def are_built():
+        """Whether this build has them: the same on all processes, as builds are."""
+        return build_info()["experimental"] == "1" and hasattr(torch.ops.liger_sm90, "shard_begin")
+
+    @staticmethod
+    def take(input):
+        """Whether these hidden states may be for them: what does not depend on the machine of a process."""
+        return input.is_cuda and input.dtype == torch.bfloat16
+
+    @staticmethod
+    def clusters(input):
+        """Clusters of two blocks that the engine runs at a time on this device; 0: it does not run."""
+        if FAMILIES["fused_linear_ce"].choice != "cuda":
+            return 0
+        return torch.ops.liger_sm90.shard_clusters.default(input)
+
+
+# The class whose instance makes the steps of a call.
+steps = CompiledSteps
+
+# {process group: {(device, LIGER_WGMMA): clusters}}
+_agreed: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
+
+
+def _agreed_clusters(input, group):
+    """The least number of clusters of the devices of a group, on each of its processes; 0: some device cannot.
+
+    Plans depend on it, and processes with different plans would wait for each other for ever. The first call of a
+    group communicates and waits for the device, so under CUDA graph capture it returns 0.
+    """
+    known = _agreed.setdefault(group, {})
+    key = input.device, os.environ.get("LIGER_WGMMA")
+    if key not in known:
+        if input.is_cuda and torch.cuda.is_current_stream_capturing():
+            return 0
+        least = torch.tensor(steps.clusters(input), device=input.device)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(least, dist.ReduceOp.MIN, group)
+        known[key] = int(least)
+    return known[key]
+
+
+def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget):
+    """The :class:`LinearCePlan` of a call, or None if the GEMMs of torch compute it.
+
+    The same on all processes: it depends on arguments that are equal everywhere, on the build, and on a number that
+    the group has agreed on. In particular it does not depend on the number of classes of this process.
+    """
+    if not (steps.are_built() and steps.take(input)) or weight.dtype != input.dtype:
+        return None
+    if bias is not None or options.label_smoothing != 0.0 or input.shape[0] == 0:
+        return None
+    clusters = _agreed_clusters(input, group)
+    if clusters == 0:
+        return None
+    rank_classes = -(-vocab_size // dist.get_world_size(group))
+    plan = plan_chunks_sm90(
+        *input.shape,
+        rank_classes,
+        *needs_grad[:2],
+        accum_dtype in (None, torch.float32),
+        memory_budget,
+        clusters,
+    )
+    return plan if plan.chunks else None
+
+
+class Results(NamedTuple):
+    """Per row, float32; a metric that was not requested has no elements."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor
+    logprobs: torch.Tensor
+
+
+class Call:
+    """A call on one process: its memory, and its steps between which the processes communicate.
+
+    :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for each chunk of the plan
+    in turn, then :meth:`results`.
+
+    Attributes:
+        target_logit: float32, of the gathered rows; :meth:`begin` writes those of the classes of this process. All
+            processes then need the sum.
+    """
+
+    def __init__(self, input, weight, target, options, shards, rank, plan: LinearCePlan, metrics, needs_grad):
+        self._steps = steps()
+        self._need_input, self._need_weight, _ = needs_grad
+        self.options, self._shards, self._rank, self._plan, self._metrics = (
+            options, VocabShards(*shards), rank, plan, metrics,
+        )  # fmt: skip
+        input, weight = self._steps.dense(input), self._steps.dense(weight)
+        self._operands, self._target = (input, weight), target.contiguous()
+        (rows, hidden), self._classes = input.shape, weight.shape[0]
+        numbers = plan.encode()
+        state_bytes, workspace_bytes = self._steps.memory(
+            input, weight, numbers, self._need_input, self._need_weight
+        )
+        panels = -(-self._classes // _PANEL) + plan.panel_offset
+        panel_bytes = panels * plan.workspace_panel_bytes if self._need_input or self._need_weight else 0
+        self.target_logit = self._floats(_round_up(rows, _PAIR_OF_TILES))
+        # The gathered rows; those of a chunk become their gradient when all its GEMMs have read them.
+        self.rows = input.new_empty(rows, hidden)
+        self._grad_weight = input.new_empty((panels * _PANEL, hidden) if self._need_weight else 0)
+        requested = metrics.z_loss, metrics.logprobs
+        self._results = Results(
+            self._floats(rows), *(self._floats(rows if flag else 0) for flag in requested)
+        )
+        self._denominator = self._floats()
+        self._ce_weight, self._token_weight = (
+            None if w is None else w.to(torch.float32).contiguous()
+            for w in (options.ce_weight, options.token_weight)
+        )
+        self._state = self._bytes(state_bytes)
+        memory = self._state, self.target_logit, self.rows, self._grad_weight
+        workspaces = self._bytes(panel_bytes), self._bytes(workspace_bytes)
+        self._before = *self._operands, options.softcap, self._need_input, numbers
+        self._after = *memory, *workspaces
+
+    def _floats(self, *shape):
+        return self._operands[0].new_empty(shape, dtype=torch.float32)
+
+    def _bytes(self, size):
+        return self._operands[0].new_empty(size, dtype=torch.uint8)
+
+    def new_sum(self):
+        """Memory for the input gradients of any chunk in float32; without elements if they are not needed."""
+        most = max(chunk.rows for chunk in self._plan.chunks) if self._need_input else 0
+        return self._floats(most, self.rows.shape[1])
+
+    def begin(self):
+        options = self.options
+        self._steps.begin(
+            *self._operands, self._target, self._ce_weight, options.denominator, options.ignore_index,
+            options.softcap, options.reduction == "mean", self._shards.start, self._shards.vocab, self._state,
+            self.target_logit, self.rows, self._denominator, *self._results,
+        )  # fmt: skip
+
+    def exponentials(self, index):
+        """(references, sums of exponentials) of the rows of a chunk, (2, rows)."""
+        sums = self._floats(2, self._plan.chunks[index].rows)
+        self._steps.exponentials(*self._before, index, *self._after, sums)
+        return sums
+
+    def apply_rule(self, index, gathered, grad_input):
+        """Losses and metrics of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this process.
+
+        ``gathered``: (processes, 2, rows), those of :meth:`exponentials` of all processes.
+        """
+        options = self.options
+        self._steps.rule(
+            self._target, self._ce_weight, self._token_weight, self._denominator, options.ignore_index,
+            options.lse_square_scale, self._shards.vocab, gathered, self._rank, *self._before, index, *self._after,
+            grad_input, *self._results,
+        )  # fmt: skip
+
+    def add_grad_weight(self, index):
+        if self._need_weight:
+            self._steps.grad_weight(*self._before, index, *self._after)
+
+    def results(self):
+        """Those of ``liger_distributed::fused_linear_ce_forward``. ``rows`` has the sums of input gradients then."""
+        if self._need_input:
+            self._steps.finish(self._state, self.rows)
+        loss, z_loss, logprobs = self._results
+        if self.options.reduction != "none":
+            loss = loss.sum() / self._denominator
+            z_loss = z_loss.sum() / self._denominator if self._metrics.z_loss else z_loss
+        empty = self.rows.new_empty
+        return (
+            loss, z_loss, self._floats(0), self._target.new_empty(0, dtype=torch.int64), logprobs, self._floats(0),
+            self.rows if self._need_input else empty(0),
+            self._grad_weight[: self._classes] if self._need_weight else empty(0), empty(0),
+        )  # fmt: skip
+
+
+def run(input, weight, target, options, shards, group, plan, metrics, needs_grad):
+    """The results of ``liger_distributed::fused_linear_ce_forward`` by a plan of :func:`plan_of`."""
+    alone = dist.get_world_size(group) == 1
+    rank = dist.get_rank(group)
+    call = Call(input, weight, target, options, shards, rank, plan, metrics, needs_grad)
+    call.begin()
+    if not alone:
+        dist.all_reduce(call.target_logit, group=group)
+    # One buffer: the sum of a chunk has been added up long before the next one begins.
+    memory, adding = call.new_sum(), None
+
+    def round_sum():
+        if adding is not None:
+            chunk, part, work = adding
+            if work is not None:
+                work.wait()
+            call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
+
+    for index, chunk in enumerate(plan.chunks):
+        gathered, work = gather(call.exponentials(index), group)
+        if work is not None:
+            work.wait()
+        round_sum()
+        part = memory[: chunk.rows]
+        call.apply_rule(index, gathered, part)
+        if part.numel():
+            # While the GEMM of the weight gradient runs.
+            work = None if alone else dist.all_reduce(part, group=group, async_op=True)
+            adding = chunk, part, work
+        call.add_grad_weight(index)
+    round_sum()
+    return call.results()

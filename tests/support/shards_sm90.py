@@ -1,0 +1,71 @@
+"""The steps of vocab_parallel_fused_linear_ce on one device, which computes the shards of all ranks in turn."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from sm90_engine import clusters
+
+from liger._core.cross_entropy_math import CEOptions, Metrics
+from liger._core.sm90_plan import plan_chunks_sm90
+from liger.distributed import _sm90_shards
+
+
+class Results(NamedTuple):
+    """Of all ranks: those of the rows from the first one, after a comparison; gradients of all classes."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor
+    logprobs: torch.Tensor
+    grad_input: torch.Tensor
+    grad_weight: torch.Tensor
+
+
+def plan_of(shape, ranks, trained=(True, True)):
+    """The plan of a :class:`sm90_engine.Shape`, which the engine is asserted to take."""
+    classes = -(-shape.vocab // ranks)
+    exact = shape.accum_dtype in (None, torch.float32)
+    plan = plan_chunks_sm90(shape.rows, shape.hidden, classes, *trained, exact, shape.budget, clusters())
+    assert plan.chunks, f"the GEMMs of torch would run: {shape}"
+    return plan
+
+
+def even_bounds(vocab, ranks):
+    return [min(rank * -(-vocab // ranks), vocab) for rank in range(ranks + 1)]
+
+
+def run_ranks(shape, bounds, x, weight, target, trained=(True, True), compare=True, **chosen):
+    """The :class:`Results` of the shards ``weight[bounds[i] : bounds[i + 1]]``. Collectives are sums and copies.
+
+    ``compare``: asserts that all ranks have the same bits, which waits for the device.
+    """
+    plan = plan_of(shape, len(bounds) - 1, trained)
+    options, metrics = CEOptions(**chosen), Metrics(z_loss=True, logprobs=True)
+    calls = []
+    for rank, (start, stop) in enumerate(pairwise(bounds)):
+        shards = start, weight.shape[0], "simulated"
+        part = weight[start:stop].clone()
+        calls.append(
+            _sm90_shards.Call(x, part, target, options, shards, rank, plan, metrics, (*trained, False))
+        )
+        calls[-1].begin()
+    logits = torch.stack([call.target_logit for call in calls]).sum(0)
+    for call in calls:
+        call.target_logit.copy_(logits)
+    sums = [call.new_sum() for call in calls]
+    for index, chunk in enumerate(plan.chunks):
+        gathered = torch.stack([call.exponentials(index) for call in calls])
+        parts = [memory[: chunk.rows] for memory in sums]
+        for call, part in zip(calls, parts, strict=True):
+            call.apply_rule(index, gathered, part)
+            call.add_grad_weight(index)
+        if trained[0]:
+            for call in calls:
+                call.rows[chunk.first : chunk.first + chunk.rows].copy_(sum(parts))
+    found = [call.results() for call in calls]
+    for others in found[1:] if compare else ():
+        for i in (0, 1, 4, 6):
+            assert torch.equal(others[i].nan_to_num(7.0), found[0][i].nan_to_num(7.0)), f"ranks differ in {i}"
+    loss, z_loss, logprobs, grad_input = (found[0][i] for i in (0, 1, 4, 6))
+    grad_weight = torch.cat([each[7] for each in found]) if trained[1] else found[0][7]
+    return Results(loss, z_loss, logprobs, grad_input, grad_weight)
