@@ -7,6 +7,14 @@ namespace liger::sm90 {
 
 // Rows and columns of the result per block, and the depth of a pipeline stage.
 inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
+// Columns of a tile of overlapped_gemm_kernel, of which a thread has two sets of accumulators.
+inline constexpr int kOverlappedColumns = 192;
+// Whether the logits of bfloat16 are computed by that kernel.
+inline constexpr bool kOverlappedLogits = LIGER_EXPERIMENTAL;
+// Classes per tile of the logits, for which there is one sum per row.
+constexpr int logits_columns(bool is_float16) {
+  return kOverlappedLogits && !is_float16 ? kOverlappedColumns : kTileN;
+}
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
 
