@@ -39,7 +39,8 @@ struct OverlappedExpEpilogue
     if (phase != Phase::kMaxima) return false;
     float logits[sm90::kSums];
 #pragma unroll
-    for (int first = 0; first < kColumns; first += kPieceColumns) copy_logits(z, logits, first, p.tile, lane);
+    for (int first = 0; first < kColumns; first += kPieceColumns)
+      copy_logits<kPartialTiles>(z, logits, first, p.tile, lane);
     Base::write_maxima(logits, p.tile, row, lane);
     return true;
   }
@@ -58,8 +59,16 @@ struct OverlappedExpEpilogue
     // Without partial panels a box is inside of the vocabulary or beyond it.
     if (kPartialTiles || tile.n0 + kFirst - kInBox < vocab) {
       float e[sm90::kSums];
-      copy_logits(z, e, kFirst, tile, lane);
-      Base::exponentials(e, kFirst, kPieceColumns, p.from, tile, lane, sums);
+      const auto compute = [&](auto partial) __attribute__((always_inline)) {
+        copy_logits<partial.value>(z, e, kFirst, tile, lane);
+        Base::exponentials(e, kFirst, kPieceColumns, p.from, tile, lane, sums);
+      };
+      if constexpr (kMetrics && kPartialTiles && !kTransform) {
+        // Without the branch, pieces are one block of instructions, which the compiler mixes until it spills.
+        tile.n0 + kFirst + kPieceColumns <= vocab ? compute(std::false_type{}) : compute(std::true_type{});
+      } else {
+        compute(std::bool_constant<kPartialTiles>{});
+      }
       if (write) {
         if constexpr (kBeginsBox) wait_for_store(lane);
         // Vectors of 16 bytes of a row are swizzled: vector v of row r is v ^ r % 8.
@@ -69,6 +78,7 @@ struct OverlappedExpEpilogue
         if constexpr (kEndsBox) store_box(tile, tile.n0 + kFirst - kInBox, row, lane, smem, maps);
       }
     }
+    finish_sums(p);
     if constexpr (kPiece == kPieces - 1) {
       if constexpr (kPartialTiles) {
         if (write) clear_rest_of_panel(tile, row, lane, smem, maps);
@@ -80,6 +90,7 @@ struct OverlappedExpEpilogue
  private:
   // The logits of a piece, with bias, -inf beyond the vocabulary. A copy, and without branches: the compiler would
   // serialise the wgmmas of the other accumulators if these changed, also at a join of branches.
+  template <bool kPartial>
   __device__ __forceinline__ void copy_logits(const float (&z)[sm90::kSums], float (&logits)[sm90::kSums],
                                               int first, const Tile& tile, int lane) const {
     const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
@@ -94,8 +105,18 @@ struct OverlappedExpEpilogue
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = kTransform ? z[4 * j + i] + (i % 2 ? b.y : b.x) : z[4 * j + i];
-        logits[4 * j + i] = !kPartialTiles || 8 * j + i % 2 < left ? x : -INFINITY;
+        logits[4 * j + i] = !kPartial || 8 * j + i % 2 < left ? x : -INFINITY;
       }
+    }
+  }
+  // Keeps the compiler from moving additions to later pieces, for which it would spill their operands.
+  static __device__ __forceinline__ void finish_sums(Pending& p) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      asm volatile("" : "+f"(p.sum[h]));
+      if constexpr (kMetrics)
+        asm volatile("" : "+f"(p.entropy_sum[h]), "+f"(p.best[h]), "+r"(p.best_column[h]));
+      if constexpr (kSquares) asm volatile("" : "+f"(p.square_sum[h]));
     }
   }
   // Until the box before has been read from shared memory.
