@@ -254,7 +254,7 @@ struct Kernels {
     const CUtensorMap first = panels(0, in_first);
     Overlapped e{};
     set(e, r, phase);
-    launch(sm90::overlapped_gemm_kernel<Overlapped>, sm90::kOverlappedSharedBytes,
+    launch(sm90::gemm_kernel_overlapped<Overlapped>, sm90::kOverlappedSharedBytes,
            sm90::OverlappedMaps{{{x, x}, matrix_map(in.w, p.vocab, p.hidden, sm90::kOverlappedBoxRows)},
                                 {first, in_first < p.rows ? panels(1, p.rows - in_first) : first}},
            e);

@@ -2,6 +2,8 @@
 // buffers: fused_linear_ce, the losses (losses.cu), or linear_backward. README.md draws the memory map.
 #pragma once
 
+#include <array>
+
 #include "host/torch.h"
 #include "linear_ce/sm90/exponentials.cuh"
 #include "linear_ce/sm90/planner.h"
@@ -51,6 +53,8 @@ struct Batch {
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
   bool has_partial_tiles() const { return sm90::has_partial_tiles(hidden(), vocab()); }
+  // Tiles of the logits GEMM.
+  int64_t sums_per_row() const { return ceil_div(vocab(), sm90::logits_columns(is_float16())); }
   bool need_grad_bias() const { return terms.grad_bias != nullptr; }
   bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
   // One-hot terms per class.
@@ -117,6 +121,7 @@ class Chunk {
 
  private:
   ChunkRows rows() const;
+  std::array<CUtensorMap, 2> panel_maps(int box_rows) const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
   FirstRowOfClass first_row_of_class() const;
   // T: the type of the elements.

@@ -1,4 +1,4 @@
-// The epilogue of the logits GEMM in pieces, for overlapped_gemm_kernel: bfloat16 only.
+// The epilogue of the logits GEMM in pieces, for gemm_kernel_overlapped: bfloat16 only.
 #pragma once
 
 #include "linear_ce/sm90/exponentials.cuh"
@@ -148,5 +148,11 @@ struct OverlappedExpEpilogue
     store_box(tile, end, row, lane, smem, maps);
   }
 };
+
+// The epilogue of the logits GEMM.
+template <bool kOverlapped, typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares>
+using LogitsEpilogue =
+    std::conditional_t<kOverlapped, OverlappedExpEpilogue<kMetrics, kPartialTiles, kTransform, kSquares>,
+                       ExpEpilogue<T, kMetrics, kPartialTiles, kTransform, kSquares>>;
 
 }  // namespace liger::linear_ce

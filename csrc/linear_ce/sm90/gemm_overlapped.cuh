@@ -45,7 +45,7 @@ struct OverlappedMaps {
 //       each once, in ascending order; the last one ends the epilogue
 template <class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1)
-    overlapped_gemm_kernel(const __grid_constant__ OverlappedMaps maps,
+    gemm_kernel_overlapped(const __grid_constant__ OverlappedMaps maps,
                            const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared_memory[];

@@ -7,7 +7,7 @@ namespace liger::sm90 {
 
 // Rows and columns of the result per block, and the depth of a pipeline stage.
 inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
-// Columns of a tile of overlapped_gemm_kernel, of which a thread has two sets of accumulators.
+// Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators.
 inline constexpr int kOverlappedColumns = 192;
 // Whether the logits of bfloat16 are computed by that kernel.
 inline constexpr bool kOverlappedLogits = LIGER_EXPERIMENTAL;
