@@ -1,5 +1,5 @@
-"""Tiles of 192 classes, as the logits GEMM of a build with LIGER_EXPERIMENTAL has them: where they end within a panel of
-128 classes, and mainloops that are too short for an epilogue. Without the option the sizes are only unusual."""
+"""Tiles of 192 classes, as the logits GEMM of a build with LIGER_EXPERIMENTAL has them: where they end within a panel
+of 128 classes, and mainloops that are too short for an epilogue. Without the option the sizes are only unusual."""
 
 import pytest
 import torch
@@ -93,7 +93,9 @@ def test_bias_and_softcap(sm90, vocab, softcap):
 def test_the_same_bits_twice(sm90, hidden):
     shape = Shape(1300, hidden, TILE * 21 + 8)
     layer = shape.layer(sm90)
-    assert_same_bits([[[output.loss, output.logprobs], grads] for output, grads in (run(shape, *layer) for _ in range(2))])
+    assert_same_bits(
+        [[[output.loss, output.logprobs], grads] for output, grads in (run(shape, *layer) for _ in range(2))]
+    )
 
 
 @pytest.mark.parametrize("ignored", [0.4, 0.9, 1.0])

@@ -185,8 +185,8 @@ def tile_mass_of_logits(
     """The same counts from logits, in float64, on any device: the reference of :func:`tile_mass`.
 
     A tile has 128 consecutive rows, of those whose target is not ``ignore_index``, and 256 consecutive classes (192 in
-    a build with ``LIGER_EXPERIMENTAL``); the last ones may have fewer. The sm_90a engine cuts its rows so, because its chunks begin at multiples of 128 rows
-    (except for losses over pairs or groups).
+    a build with ``LIGER_EXPERIMENTAL``); the last ones may have fewer. The sm_90a engine cuts its rows so, because its
+    chunks begin at multiples of 128 rows (except for losses over pairs or groups).
 
     Args:
         logits: (..., V), after a softcap and a temperature.
