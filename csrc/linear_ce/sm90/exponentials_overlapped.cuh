@@ -63,8 +63,8 @@ struct OverlappedExpEpilogue
         copy_logits<partial.value>(z, e, kFirst, tile, lane);
         Base::exponentials(e, kFirst, kPieceColumns, p.from, tile, lane, sums);
       };
-      if constexpr (kMetrics && kPartialTiles && !kTransform) {
-        // Without the branch, pieces are one block of instructions, which the compiler mixes until it spills.
+      if constexpr (kPartialTiles && !kTransform) {
+        // Without this branch, pieces are one block of instructions, which the compiler mixes until it spills.
         tile.n0 + kFirst + kPieceColumns <= vocab ? compute(std::false_type{}) : compute(std::true_type{});
       } else {
         compute(std::bool_constant<kPartialTiles>{});

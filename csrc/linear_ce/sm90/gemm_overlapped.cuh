@@ -90,6 +90,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     typename Epilogue::Pending pending;
     bool is_pending = false;
     int t = cluster;
+    Tile next{};
+    if (t < tiles) next = epilogue.tile(t, rank);
     // The mainloop of the next tile, with the epilogue of the tile before; false if there is no next tile.
     const auto step = [&](float (&sums)[kSums], float (&before)[kSums]) __attribute__((always_inline)) {
       const auto pieces_of = [&](auto first) __attribute__((always_inline)) {
@@ -106,9 +108,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           (f(std::integral_constant<int, s * kPiecesPerKBlock>{}), ...);
         }(std::make_integer_sequence<int, kSteps>{});
       };
-      const bool has_tile = t < tiles;
-      Tile tile{};
-      if (has_tile) tile = epilogue.tile(t, rank);
+      const Tile tile = next;
       int previous = -1;
       forget<Epilogue::kColumns>(sums);
       // Adds a k-block while the warp runs `meanwhile`.
@@ -123,11 +123,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       };
       const auto add_k_blocks = [&](int count) __attribute__((always_inline)) {
         for (int i = 0; i < count; ++i) add_k_block([] {});
+        // During the last k-block, so that the next mainloop follows without a gap.
+        t += clusters;
+        if (t < tiles) next = epilogue.tile(t, rank);
+        asm volatile("" : "+r"(next.m0), "+r"(next.n0));
         wgmma_wait<0>();
         pin<Epilogue::kColumns>(sums);
       };
       // Two whole mainloops: where branches join while wgmmas run, the compiler would serialise them.
-      if (is_pending && tile.k_blocks >= kSteps) {
+      const bool has_tile = t < tiles;
+      if (is_pending && has_tile && tile.k_blocks >= kSteps) {
         each_step([&](auto first) __attribute__((always_inline)) {
           add_k_block([&]() __attribute__((always_inline)) { pieces_of(first); });
         });
@@ -141,7 +146,6 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if (previous >= 0) release(previous);
       if (is_pending) is_pending = !epilogue.ends_at_once(sums, pending, own_row, lane);
-      t += clusters;
       return true;
     };
     float even[kSums], odd[kSums];
