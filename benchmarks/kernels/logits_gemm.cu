@@ -401,8 +401,9 @@ bool run(const Problem& p, bool timed) {
 
 int main() {
   bool good = true;
-  std::printf("pieces per k-block %d, stages %d, metrics %d, softcap %g\n", sm90::kPiecesPerKBlock,
-              sm90::kOverlappedStages, METRICS, SOFTCAP);
+  std::printf("pieces per k-block %d, stages %d, metrics %d, softcap %g\n",
+              OverlappedExpEpilogue<METRICS, true, kTransform>::kPiecesPerKBlock, sm90::kOverlappedStages,
+              METRICS, SOFTCAP);
   int cases = 0;
   for (const int hidden : {64, 128, 192, 256, 320, 384, 640, 1024}) {
     for (const int tiles : {1, 2, 20, 21, 300}) {

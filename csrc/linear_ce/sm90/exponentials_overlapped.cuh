@@ -16,6 +16,9 @@ struct OverlappedExpEpilogue
   using Base::kColumns, Base::chunk, Base::vocab, Base::out, Base::write, Base::overflow, Base::phase,
       Base::transform;
   static constexpr int kPieceColumns = 16, kPieces = kColumns / kPieceColumns;
+  // A k-block takes 768 clocks, the exponentials of a piece 128 of the special function unit, with a softcap 384; twice,
+  // of two warps.
+  static constexpr int kPiecesPerKBlock = kTransform ? 1 : LIGER_OVERLAPPED_PIECES;
   struct Pending {
     Tile tile;
     float from[2], sum[2], entropy_sum[2], square_sum[2], best[2];

@@ -20,7 +20,6 @@
 namespace liger::sm90 {
 
 inline constexpr int kOverlappedStages = LIGER_OVERLAPPED_STAGES;
-inline constexpr int kPiecesPerKBlock = LIGER_OVERLAPPED_PIECES;
 inline constexpr int kOverlappedBoxRows = kOverlappedColumns / kCluster;  // of B
 using NarrowStage = Stage<kOverlappedColumns, kOverlappedBoxRows>;
 // A box of the epilogue's result, of one warp: 16 rows of kBox columns.
@@ -35,7 +34,7 @@ struct OverlappedMaps {
 };
 
 // An Epilogue is as that of gemm_kernel, without prefetch(), load() and store() but with
-//   static constexpr int kPieces               of a tile
+//   static constexpr int kPieces, kPiecesPerKBlock    of a tile, and while a k-block is computed
 //   struct Pending                             what a tile needs beside its accumulators until its epilogue has ended
 //   bool begin(Pending&, Tile, int row, int lane) const
 //       during the mainloop of the tile; false: nothing is done with its accumulators
@@ -73,6 +72,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     // K-blocks with pieces. Fewer run after an epilogue instead.
+    constexpr int kPiecesPerKBlock = Epilogue::kPiecesPerKBlock;
     constexpr int kSteps = (Epilogue::kPieces + kPiecesPerKBlock - 1) / kPiecesPerKBlock;
     const int group = warpgroup - 1;
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
