@@ -11,13 +11,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from liger import cli
-from liger.debug import TileMassCounts, tile_mass_of_logits
+from liger.debug import TileMassCounts, _tile_mass, tile_mass_of_logits
 from liger_bench import bench_tiles, tiles_report
 
 # Sizes that the engine takes.
 TINY = dataclasses.replace(bench_tiles.SELF_TEST, hidden=64, batch=4, steps=3)
 # 2 x 95 targets, 1024 classes.
-TILES = 2 * 4
+COLUMNS = -(-1024 // _tile_mass.TILE_CLASSES)
+TILES = 2 * COLUMNS
 
 
 def test_self_test(tmp_path, capsys):
@@ -49,10 +50,10 @@ def test_the_counts_are_those_of_the_logits_before_the_step():
     trainee = bench_tiles.Trainee(TINY, "cpu")
     with torch.no_grad():
         trainee.model.lm_head.weight.mul_(30)
-    tokens = torch.arange(4 * 96).view(4, 96) % 200
+    tokens = torch.arange(4 * 96).view(4, 96) % 190  # all in the first tile
     logits = trainee.model(input_ids=tokens).logits.detach()
     expected = tile_mass_of_logits(logits[:, :-1], tokens[:, 1:])
-    assert expected.tiles == 3 * 4 and expected.tiles_without_target == 3 * 3
+    assert expected.tiles == 3 * COLUMNS and expected.tiles_without_target == 3 * (COLUMNS - 1)
     assert expected.below_without_target[0] > 0
     weight = trainee.model.lm_head.weight.detach().clone()
     loss, counts = trainee.counted_by_the_reference(tokens)

@@ -10,9 +10,16 @@ import torch
 from tile_mass_cases import sloped_layer
 
 import liger
+from liger._core.build_info import build_info
 from liger.debug import TileMassCounts, _tile_mass, tile_mass, tile_mass_of_logits
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90"
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_256_classes(monkeypatch):
+    """In every build, as the numbers in these tests."""
+    monkeypatch.setattr(_tile_mass, "TILE_CLASSES", 256)
 
 
 def counted_one_by_one(logits, target, ignore_index=-100):
@@ -131,9 +138,14 @@ def test_the_bound_of_the_documents():
 
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="not a checkout")
-def test_numbers_are_those_of_the_kernel():
+def test_numbers_are_those_of_the_kernel(monkeypatch):
     tile = (SOURCES / "tile.h").read_text()
-    assert f"kTileM = {_tile_mass.TILE_ROWS}, kTileN = {_tile_mass.TILE_CLASSES}" in tile
+    monkeypatch.undo()
+    assert f"kTileM = {_tile_mass.TILE_ROWS}, kTileN = 256" in tile
+    experimental = build_info()["experimental"] == "1"
+    if experimental:
+        assert f"kOverlappedColumns = {_tile_mass.TILE_CLASSES};" in tile
+    assert experimental or _tile_mass.TILE_CLASSES == 256
     header = (SOURCES / "tile_mass.cuh").read_text()
     (listed,) = re.findall(r"kTileMassThresholds\[\] = \{(.*?)\}", header)
     assert tuple(float.fromhex(t.strip().rstrip("f")) for t in listed.split(",")) == _tile_mass.THRESHOLDS

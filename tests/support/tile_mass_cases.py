@@ -4,20 +4,21 @@ comparison of the engine's counts with those in float64."""
 import torch
 from cross_entropy_reference import random_layer
 
-from liger.debug import tile_mass_of_logits
+from liger.debug import _tile_mass, tile_mass_of_logits
 
 # log(2^-26): beyond the last threshold.
 RANGE = 18.0
 
 
 def put_slopes(x, weight):
-    """Lowers the logits of each group of 256 classes by another amount up to RANGE, in place, in random order: that of
-    the result, the ranks of the groups."""
-    tiles = -(-weight.shape[0] // 256)
+    """Lowers the logits of the classes of each tile by another amount up to RANGE, in place, in random order: that of
+    the result, the ranks of the tiles."""
+    classes = _tile_mass.TILE_CLASSES
+    tiles = -(-weight.shape[0] // classes)
     ranks = torch.randperm(tiles, device=x.device)
     lowered = torch.linspace(0, RANGE, tiles, device=x.device)[ranks]
     x[..., 0] = 1
-    weight[:, 0] = -lowered.repeat_interleave(256)[: weight.shape[0]].to(weight.dtype)
+    weight[:, 0] = -lowered.repeat_interleave(classes)[: weight.shape[0]].to(weight.dtype)
     return ranks
 
 
@@ -25,7 +26,7 @@ def sloped_layer(rows, hidden, vocab, device, ignored=0.25, dtype=torch.bfloat16
     """input, weight and target; the first classes of every second tile, by their masses, are targets."""
     x, weight, _, _ = random_layer(rows, hidden, vocab, device)
     x, weight = x.to(dtype), weight.to(dtype)
-    chosen = (put_slopes(x, weight) % 2 == 0).nonzero().squeeze(1) * 256
+    chosen = (put_slopes(x, weight) % 2 == 0).nonzero().squeeze(1) * _tile_mass.TILE_CLASSES
     target = chosen[torch.randint(len(chosen), (rows,), device=device)]
     target[torch.randperm(rows, device=device)[: round(ignored * rows)]] = -100
     return x, weight, target

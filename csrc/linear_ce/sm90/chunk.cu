@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "linear_ce/planner.h"
+#include "linear_ce/sm90/exponentials_overlapped.cuh"
 #include "linear_ce/sm90/gemm_launch.cuh"
 #include "linear_ce/sm90/grad_weight.cuh"
 #include "linear_ce/sm90/rows.cuh"
@@ -49,7 +50,7 @@ int64_t padded(const PlannedChunk& chunk) {
 template <typename Visit>
 void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& chunk, bool separate_rows,
                      const Visit& visit) {
-  const int64_t rows = padded(chunk), sums = chunk.rows * sums_per_row(batch);
+  const int64_t rows = padded(chunk), sums = chunk.rows * batch.sums_per_row();
   if (separate_rows) visit(b.input, chunk.rows * batch.hidden());
   visit(b.target_logit, rows);
   visit(b.scale, rows);
@@ -178,15 +179,20 @@ ChunkRows Chunk::rows() const {
   return {batch_.row_index.count, static_cast<int>(chunk_.first), static_cast<int>(chunk_.rows)};
 }
 
-sm90::Maps Chunk::maps_of(const CUtensorMap& b) const {
+std::array<CUtensorMap, 2> Chunk::panel_maps(int box_rows) const {
   const int64_t in_first = std::min<int64_t>(chunk_.rows, panels_.rows_in_first);
   const auto map = [&](int place, int64_t rows) {
     // No swizzle mode: the panels are stored swizzled.
     return map_of(panels_.memory[place], sm90::kPanel, rows, batch_.panels(), sm90::kPanel,
-                  panels_.stride[place], CU_TENSOR_MAP_SWIZZLE_NONE);
+                  panels_.stride[place], CU_TENSOR_MAP_SWIZZLE_NONE, box_rows);
   };
   const CUtensorMap first = map(0, in_first);
-  return {{first, in_first < chunk_.rows ? map(1, chunk_.rows - in_first) : first}, b};
+  return {first, in_first < chunk_.rows ? map(1, chunk_.rows - in_first) : first};
+}
+
+sm90::Maps Chunk::maps_of(const CUtensorMap& b) const {
+  const std::array<CUtensorMap, 2> panels = panel_maps(sm90::kBox);
+  return {{panels[0], panels[1]}, b};
 }
 
 FirstRowOfClass Chunk::first_row_of_class() const {
@@ -267,28 +273,38 @@ void Chunk::logits_gemm() const {
                kOp);
   }
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
-  const sm90::Maps maps{{input, input}, matrix_map(batch_.weight)};
-  ExpEpilogue<T, kMetrics, kPartialTiles, kTransform, kSquares> epilogue{
-      rows(),
-      vocab,
-      hidden,
-      kLog2e * batch_.inverse_temperature,
-      kSmallRange<T> ? buffers_.range.reference : buffers_.target_logit,
-      buffers_.tile_sums,
-      panels_,
-      batch_.need_gradient(),
-      buffers_.overflow,
-      Phase::kAll,
-      buffers_.metrics,
-      batch_.terms.transform,
-      buffers_.range};
+  constexpr bool kOverlapped = sm90::kOverlappedLogits && std::is_same_v<T, Bf16>;
+  using Epilogue = LogitsEpilogue<kOverlapped, T, kMetrics, kPartialTiles, kTransform, kSquares>;
+  typename GemmOf<Epilogue>::Maps maps;
+  if constexpr (kOverlapped) {
+    maps.operands = {{input, input}, matrix_map(batch_.weight, sm90::kOverlappedBoxRows)};
+    // Without gradients there are no panels, and nothing is stored.
+    const auto panels = batch_.need_gradient() ? panel_maps(sm90::kResultBoxRows) : std::array{input, input};
+    std::copy(panels.begin(), panels.end(), maps.results);
+  } else {
+    maps = {{input, input}, matrix_map(batch_.weight)};
+  }
+  Epilogue epilogue;
+  epilogue.chunk = rows();
+  epilogue.vocab = vocab;
+  epilogue.hidden = hidden;
+  epilogue.factor = kLog2e * batch_.inverse_temperature;
+  epilogue.reference = kSmallRange<T> ? buffers_.range.reference : buffers_.target_logit;
+  epilogue.tile_sums = buffers_.tile_sums;
+  epilogue.out = panels_;
+  epilogue.write = batch_.need_gradient();
+  epilogue.overflow = buffers_.overflow;
+  epilogue.phase = Phase::kAll;
+  epilogue.metrics = buffers_.metrics;
+  epilogue.transform = batch_.terms.transform;
+  epilogue.range = buffers_.range;
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
   epilogue.phase = Phase::kMaxima;
   launch_gemm(maps, epilogue, batch_.device, batch_.stream);
   const Recompute overflow{rows(),
                            buffers_.overflow,
                            buffers_.tile_sums,
-                           static_cast<int>(sums_per_row(batch_)),
+                           static_cast<int>(batch_.sums_per_row()),
                            batch_.inverse_temperature,
                            buffers_.scale,
                            batch_.terms.transform,
@@ -314,7 +330,7 @@ Rule<T> Chunk::rule(bool gradient) const {
           batch_.row_index.index + chunk_.first,
           buffers_.target_logit,
           buffers_.tile_sums,
-          static_cast<int>(sums_per_row(batch_)),
+          static_cast<int>(batch_.sums_per_row()),
           buffers_.overflow,
           panels_,
           gradient && batch_.need_gradient(),
@@ -351,10 +367,10 @@ void Chunk::apply_rule_of(bool gradient) const {
 void Chunk::count_tile_mass() const {
   TileMassCounts* const counts = tile_mass_counts(batch_.device);
   if (counts == nullptr) return;
-  const int columns = static_cast<int>(sums_per_row(batch_));
+  const int columns = static_cast<int>(batch_.sums_per_row());
   launch_count_tile_mass({rows(), batch_.row_index.index + chunk_.first, batch_.problem.targets,
                           static_cast<int>(batch_.vocab()), buffers_.tile_sums, columns, counts},
-                         batch_.stream);
+                         sm90::logits_columns(batch_.is_float16()), batch_.stream);
 }
 
 void Chunk::gradients() const {

@@ -2,6 +2,8 @@
 // buffers: fused_linear_ce, the losses (losses.cu), or linear_backward. README.md draws the memory map.
 #pragma once
 
+#include <array>
+
 #include "host/torch.h"
 #include "linear_ce/sm90/exponentials.cuh"
 #include "linear_ce/sm90/planner.h"
@@ -52,6 +54,8 @@ struct Batch {
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
   bool has_partial_tiles() const { return sm90::has_partial_tiles(hidden(), vocab()); }
+  // Tiles of the logits GEMM.
+  int64_t sums_per_row() const { return ceil_div(vocab(), sm90::logits_columns(is_float16())); }
   bool need_grad_bias() const { return terms.grad_bias != nullptr; }
   bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
   // One-hot terms per class.
@@ -107,9 +111,6 @@ struct GradInput;
 inline int64_t padded_rows(int64_t rows) {
   return round_up(rows, int64_t{sm90::kCluster} * sm90::kTileM);
 }
-inline int64_t sums_per_row(const Batch& batch) {
-  return ceil_div(batch.vocab(), sm90::kTileN);
-}
 
 class Chunk {
  public:
@@ -142,6 +143,7 @@ class Chunk {
 
  protected:
   ChunkRows rows() const;
+  std::array<CUtensorMap, 2> panel_maps(int box_rows) const;
   sm90::Maps maps_of(const CUtensorMap& b) const;
   FirstRowOfClass first_row_of_class() const;
   void clear_class_one_hot() const;

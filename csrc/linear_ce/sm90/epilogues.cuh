@@ -66,6 +66,14 @@ struct ChunkRows {
   __device__ __forceinline__ int operator()() const { return max(0, min(rows, *count - first)); }
 };
 
+// Rounds 16 columns of a warp's accumulators, from sums[j] on, to T and writes them by stmatrix; row: as for
+// store_matrices().
+template <typename T>
+__device__ __forceinline__ void stage_vectors(const float (&sums)[sm90::kSums], int j, void* row) {
+  sm90::store_matrices(row, pack_pair<T>(sums[j], sums[j + 1]), pack_pair<T>(sums[j + 2], sums[j + 3]),
+                       pack_pair<T>(sums[j + 4], sums[j + 5]), pack_pair<T>(sums[j + 6], sums[j + 7]));
+}
+
 // Rounds half of a warp's accumulators (16 rows of 128 columns, a panel) to T and writes them, swizzled, to the
 // shared memory of the warp.
 template <typename T>
@@ -77,11 +85,9 @@ __device__ __forceinline__ void stage_half(const float (&sums)[sm90::kSums], int
   constexpr int kVectors = sm90::kPanel / 8;
 #pragma unroll
   for (int v = 0; v < kVectors; v += 2) {
-    const int j = 4 * (half * kVectors + v);
-    sm90::store_matrices(
-        reinterpret_cast<T*>(smem.memory) + row * sm90::kPanel + Panels::swizzle(row, (v + odd) * 8),
-        pack_pair<T>(sums[j], sums[j + 1]), pack_pair<T>(sums[j + 2], sums[j + 3]),
-        pack_pair<T>(sums[j + 4], sums[j + 5]), pack_pair<T>(sums[j + 6], sums[j + 7]));
+    stage_vectors<T>(
+        sums, 4 * (half * kVectors + v),
+        reinterpret_cast<T*>(smem.memory) + row * sm90::kPanel + Panels::swizzle(row, (v + odd) * 8));
   }
 }
 

@@ -39,9 +39,17 @@ __device__ __forceinline__ int column_of_key(unsigned long long key) {
   return static_cast<int>(~static_cast<uint32_t>(key));
 }
 
+// Where a lane accumulates the sums of its two rows of a tile.
+struct LaneSums {
+  float (&sum)[2], (&entropy)[2], (&squares)[2];
+  float (&best)[2];       // the largest logit
+  int (&best_column)[2];  // relative to the first column of this lane
+};
+
 // kTransform: with a bias or a softcap. The softcap multiplies an exponential by its derivative after it was
 // added to the sum. kSquares, with kMetrics: also sums of squares. Below kMaxRowSum one of a tile is finite.
-template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false>
+template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false,
+          int kTileColumns = sm90::kTileN>
 struct ExpEpilogue {
   static_assert(kMetrics || !kSquares, "sums of squares are behind those of the entropy");
   using Element = T;
@@ -49,7 +57,7 @@ struct ExpEpilogue {
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
   static constexpr bool kAMn = false, kBMn = false, kPanels = false;
-  static constexpr int kColumns = sm90::kTileN;
+  static constexpr int kColumns = kTileColumns;
   static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
   ChunkRows chunk;
   int vocab, hidden;
@@ -64,7 +72,7 @@ struct ExpEpilogue {
   LogitTransform transform;  // with kTransform
   RangeRows range;           // with kSmallRange
 
-  __device__ __forceinline__ int columns() const { return ceil_div(vocab, sm90::kTileN); }
+  __device__ __forceinline__ int columns() const { return ceil_div(vocab, kColumns); }
   __device__ __forceinline__ int row_pairs() const {
     return ceil_div(chunk(), sm90::kCluster * sm90::kTileM);
   }
@@ -78,7 +86,7 @@ struct ExpEpilogue {
   }
   __device__ __forceinline__ Tile tile(int t, int rank) const {
     const TileIndex at = swizzled_tile(t, row_pairs(), columns());
-    return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * sm90::kTileN, 0,
+    return {(at.across * sm90::kCluster + rank) * sm90::kTileM, at.along * kColumns, 0,
             ceil_div(hidden, sm90::kTileK), 0};
   }
 
@@ -87,70 +95,28 @@ struct ExpEpilogue {
     if (tile.m0 >= chunk()) return;
     if (phase != Phase::kAll && !overflow[tile.m0 / sm90::kTileM]) return;
     if constexpr (kTransform) {
-      if (transform.bias != nullptr) add_bias(z, tile, lane);
+      if (transform.bias != nullptr) add_bias(z, 0, kColumns, tile, lane);
     }
-    if (phase == Phase::kMaxima) {
-      float max[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-      for (int i = 0; i < sm90::kSums; ++i) {
-        const int column = tile.n0 + i / 4 * 8 + (kPartialTiles ? lane % 4 * 2 + i % 2 : 0);
-        const bool inside = column < vocab;
-        if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
-      }
-      write_tile_results<Max>(tile_sums, max, tile, row, lane);
-      return;
-    }
+    if (phase == Phase::kMaxima) return write_maxima(z, tile, row, lane);
     float from[2], sum[2] = {0.0f, 0.0f}, entropy_sum[2] = {0.0f, 0.0f};
     float square_sum[2] = {0.0f, 0.0f}, best[2] = {-INFINITY, -INFINITY};
-    int best_column[2] = {0, 0};  // relative to the first column of this lane
+    int best_column[2] = {0, 0};
+    LaneSums sums{sum, entropy_sum, square_sum, best, best_column};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int r = tile.m0 + row + lane / 4 + 8 * h;
-      // With a bias a row of zeros may have large logits; all its exponentials become 0.
-      from[h] = (r < chunk.rows ? reference[r] : kTransform ? INFINITY : 0.0f) * kLog2e;
+      from[h] = reference_of(tile.m0 + row + lane / 4 + 8 * h) * kLog2e;
       if constexpr (kOffset<T> != 0) from[h] -= kOffset<T>;
     }
     __nv_bfloat16* const rows = write ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
     const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
-    constexpr int kVectors = sm90::kPanel / 8;
-    const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
 #pragma unroll
-    for (int half = 0; half < sm90::kTileN / sm90::kPanel; ++half) {
-      if (tile.n0 + half * sm90::kPanel >= vocab) break;
-      if constexpr (kPartialTiles) exclude_beyond(vocab - tile.n0, z, half, lane);
-      const auto exponentials = [&](auto capped) __attribute__((always_inline)) {
-#pragma unroll
-        for (int j = half * kVectors; j < (half + 1) * kVectors; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float& x = z[4 * j + i];
-            const int h = i / 2;
-            if constexpr (kMetrics) {
-              if (x > best[h]) best[h] = x, best_column[h] = 8 * j + i % 2;
-            }
-            float y, derivative;
-            if constexpr (capped.value) {
-              y = 8 * j + i % 2 < left ? capped_exponent(x, from[h], derivative) : -INFINITY;
-            } else {
-              y = fmaf(x, factor, -from[h]);
-            }
-            x = exp2_fast(y);
-            sum[h] += x;
-            if constexpr (kSquares) square_sum[h] = fmaf(x, x, square_sum[h]);
-            // A logit of -inf, of an excluded column or by the bias, has no entropy.
-            if constexpr (kMetrics)
-              entropy_sum[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, entropy_sum[h]);
-            if constexpr (capped.value) x *= derivative;
-          }
-        }
-      };
-      if constexpr (kTransform) {
-        transform.softcap != 0.0f ? exponentials(std::true_type{}) : exponentials(std::false_type{});
-      } else {
-        exponentials(std::false_type{});
-      }
+    for (int half = 0; half < kColumns / sm90::kPanel; ++half) {
+      const int first = half * sm90::kPanel;
+      if (tile.n0 + first >= vocab) break;
+      if constexpr (kPartialTiles) exclude_beyond(vocab - tile.n0, z, first, sm90::kPanel, lane);
+      exponentials(z, first, sm90::kPanel, from, tile, lane, sums);
       if (!write) continue;
-      if constexpr (kSmallRange<T>) shift_down(z, half, sum, tile, row, lane);
+      if constexpr (kSmallRange<T>) shift_down(z, half, sums.sum, tile, row, lane);
       if (lane == 0) sm90::bulk_store_wait_read();
       __syncwarp();
       stage_half<T>(z, half, lane, smem);
@@ -158,18 +124,97 @@ struct ExpEpilogue {
       __syncwarp();
       if (lane == 0) sm90::bulk_store(rows + half * panel, smem.memory, 16 * sm90::kPanel * 2);
     }
-    if constexpr (kOffset<T> != 0) remove_offset(sum, entropy_sum, square_sum);
-    write_tile_results<Sum>(tile_sums, sum, tile, row, lane);
-    if constexpr (kMetrics) {
-      write_tile_results<Sum>(metrics.entropy_sums, entropy_sum, tile, row, lane);
-      if constexpr (kSquares) {
-        write_tile_results<Sum>(metrics.entropy_sums + int64_t{chunk.rows} * columns(), square_sum, tile, row,
-                                lane);
-      }
-      update_best_keys(best, best_column, tile, row, lane);
+    write_sums(sums, tile, row, lane);
+  }
+
+ protected:
+  __device__ __forceinline__ float reference_of(int row) const {
+    // With a bias a row of zeros may have large logits; all its exponentials become 0.
+    return row < chunk.rows ? reference[row] : kTransform ? INFINITY : 0.0f;
+  }
+  __device__ __forceinline__ void write_maxima(const float (&z)[sm90::kSums], const Tile& tile, int row,
+                                               int lane) const {
+    float max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      const int column = tile.n0 + i / 4 * 8 + (kPartialTiles ? lane % 4 * 2 + i % 2 : 0);
+      const bool inside = column < vocab;
+      if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
     }
-    const bool too_large = !(sum[0] < kMaxRowSum) || !(sum[1] < kMaxRowSum);
+    write_tile_results<Max>(tile_sums, max, tile, row, lane);
+  }
+  // Logits of that many columns of the tile -> exponentials. from: references of the rows of this lane, as exponents
+  // to base 2.
+  __device__ __forceinline__ void exponentials(float (&z)[sm90::kSums], int first, int count,
+                                               const float (&from)[2], const Tile& tile, int lane,
+                                               const LaneSums& sums) const {
+    const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
+    const auto each = [&](auto capped) __attribute__((always_inline)) {
+#pragma unroll
+      for (int j = first / 8; j < (first + count) / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& x = z[4 * j + i];
+          const int h = i / 2;
+          if constexpr (kMetrics) {
+            if (x > sums.best[h]) sums.best[h] = x, sums.best_column[h] = 8 * j + i % 2;
+          }
+          float y, derivative;
+          if constexpr (capped.value) {
+            y = 8 * j + i % 2 < left ? capped_exponent(x, from[h], derivative) : -INFINITY;
+          } else {
+            y = fmaf(x, factor, -from[h]);
+          }
+          x = exp2_fast(y);
+          sums.sum[h] += x;
+          if constexpr (kSquares) sums.squares[h] = fmaf(x, x, sums.squares[h]);
+          // A logit of -inf, of an excluded column or by the bias, has no entropy.
+          if constexpr (kMetrics)
+            sums.entropy[h] = fmaf(x, kPartialTiles ? fmaxf(y, -FLT_MAX) : y, sums.entropy[h]);
+          if constexpr (capped.value) x *= derivative;
+        }
+      }
+    };
+    if constexpr (kTransform) {
+      transform.softcap != 0.0f ? each(std::true_type{}) : each(std::false_type{});
+    } else {
+      each(std::false_type{});
+    }
+  }
+  // The results of a tile, and whether it overflowed.
+  __device__ __forceinline__ void write_sums(const LaneSums& sums, const Tile& tile, int row,
+                                             int lane) const {
+    if constexpr (kOffset<T> != 0) remove_offset(sums);
+    write_tile_results<Sum>(tile_sums, sums.sum, tile, row, lane);
+    if constexpr (kMetrics) {
+      write_tile_results<Sum>(metrics.entropy_sums, sums.entropy, tile, row, lane);
+      if constexpr (kSquares) {
+        write_tile_results<Sum>(metrics.entropy_sums + int64_t{chunk.rows} * columns(), sums.squares, tile,
+                                row, lane);
+      }
+      update_best_keys(sums.best, sums.best_column, tile, row, lane);
+    }
+    const bool too_large = !(sums.sum[0] < kMaxRowSum) || !(sums.sum[1] < kMaxRowSum);
     if (phase == Phase::kAll && too_large) overflow[tile.m0 / sm90::kTileM] = 1;
+  }
+  // The logits of columns from `left` on become -inf, of `count` columns of the tile.
+  static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int first,
+                                                        int count, int lane) {
+    if (left >= first + count) return;
+#pragma unroll
+    for (int i = first / 2; i < (first + count) / 2; ++i) {
+      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) z[i] = -INFINITY;
+    }
+  }
+  __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], int first, int count, const Tile& tile,
+                                           int lane) const {
+    const float2* const pairs = reinterpret_cast<const float2*>(transform.bias + tile.n0) + lane % 4;
+#pragma unroll
+    for (int j = first / 8; j < (first + count) / 8; ++j) {
+      const float2 b = __ldg(pairs + 4 * j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
+    }
   }
 
  private:
@@ -200,23 +245,13 @@ struct ExpEpilogue {
     }
   }
   // The sums of a lane for exponentials and exponents without kOffset.
-  static __device__ __forceinline__ void remove_offset(float (&sum)[2], float (&entropy_sum)[2],
-                                                       float (&square_sum)[2]) {
+  static __device__ __forceinline__ void remove_offset(const LaneSums& sums) {
     constexpr float kFactor = 1.0f / (1 << kOffset<T>);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if constexpr (kMetrics) entropy_sum[h] = fmaf(-kOffset<T>, sum[h], entropy_sum[h]) * kFactor;
-      if constexpr (kSquares) square_sum[h] *= kFactor * kFactor;
-      sum[h] *= kFactor;
-    }
-  }
-  __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], const Tile& tile, int lane) const {
-    const float2* const pairs = reinterpret_cast<const float2*>(transform.bias + tile.n0) + lane % 4;
-#pragma unroll
-    for (int j = 0; j < sm90::kTileN / 8; ++j) {
-      const float2 b = __ldg(pairs + 4 * j);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
+      if constexpr (kMetrics) sums.entropy[h] = fmaf(-kOffset<T>, sums.sum[h], sums.entropy[h]) * kFactor;
+      if constexpr (kSquares) sums.squares[h] *= kFactor * kFactor;
+      sums.sum[h] *= kFactor;
     }
   }
   // The exponent of a logit after the softcap, and the derivative of the softcap: with u = z / softcap and
@@ -225,16 +260,6 @@ struct ExpEpilogue {
     const float r = reciprocal_fast(1.0f + exp2_fast(z * (2.0f * kLog2e / transform.softcap)));
     derivative = fmaf(-4.0f * r, r, 4.0f * r);
     return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
-  }
-  // The logits of columns from `left` on become -inf, if panel `half` of the tile has any.
-  static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int half,
-                                                        int lane) {
-    if (left >= (half + 1) * sm90::kPanel) return;
-    constexpr int kPerPanel = sm90::kSums * sm90::kPanel / sm90::kTileN;
-#pragma unroll
-    for (int i = half * kPerPanel; i < (half + 1) * kPerPanel; ++i) {
-      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) z[i] = -INFINITY;
-    }
   }
   // Reduces over the four lanes that share a row; all of them get the result.
   template <class Reduction>
@@ -245,7 +270,7 @@ struct ExpEpilogue {
       value[h] = warp_reduce<Reduction, 4>(value[h]);
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (lane % 4 == 0 && r < chunk.rows)
-        out_results[static_cast<int64_t>(r) * columns() + tile.n0 / sm90::kTileN] = value[h];
+        out_results[static_cast<int64_t>(r) * columns() + tile.n0 / kColumns] = value[h];
     }
   }
   __device__ __forceinline__ void update_best_keys(const float (&best)[2], const int (&column)[2],

@@ -24,11 +24,32 @@ struct EpilogueSmem {
   unsigned char* memory;
 };
 
+// A stage of the ring: kTileK of the summed dimension, of the rows of A and of kColumns rows of B. Each block of a
+// cluster loads as many boxes of kBoxRows rows of B, for both.
+template <int kColumns, int kBoxRows>
+struct Stage {
+  static constexpr int kBoxRowsB = kBoxRows;
+  static constexpr int kBoxBytesB = kBoxRows * kBox * 2;
+  static constexpr int kBoxesPerBlock = kColumns / kBoxRows / kCluster;
+  static constexpr int kBytes = kBoxesA * kBoxBytes + kColumns * kBox * 2;
+  static_assert(kBoxesPerBlock * kCluster * kBoxRows == kColumns);
+
+  static __device__ __forceinline__ unsigned char* box_a(unsigned char* ring, int stage, int i) {
+    return ring + stage * kBytes + i * kBoxBytes;
+  }
+  static __device__ __forceinline__ unsigned char* box_b(unsigned char* ring, int stage, int i) {
+    return box_a(ring, stage, kBoxesA) + i * kBoxBytesB;
+  }
+};
+using WideStage = Stage<kTileN, kBox>;
+static_assert(WideStage::kBytes == kStageBytes);
+
+template <int kCount>
 struct Ring {
   int stage = 0;
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (++stage == kCount) stage = 0, phase ^= 1;
   }
 };
 
@@ -37,6 +58,78 @@ struct Ring {
 struct Maps {
   CUtensorMap a[2], b;
 };
+
+// Boxes need an alignment of 1024 bytes, as the 128-byte swizzle requires.
+__device__ __forceinline__ unsigned char* aligned_ring(unsigned char* shared_memory) {
+  return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared_memory) + 1023) &
+                                          ~uintptr_t{1023});
+}
+
+// By one thread, before a barrier of the cluster.
+template <int kCount>
+__device__ __forceinline__ void init_ring(const Maps& maps, uint64_t (&full)[kCount],
+                                          uint64_t (&empty)[kCount]) {
+  for (const CUtensorMap& map : maps.a) prefetch_map(&map);
+  prefetch_map(&maps.b);
+  for (int i = 0; i < kCount; ++i) {
+    barrier_init(&full[i], 1);
+    barrier_init(&empty[i], kCluster * kConsumers);
+  }
+  mbarrier_init_fence();
+}
+
+// The operands of a tile, by one thread.
+template <class Stage, int kCount, class Epilogue>
+__device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epilogue, const Tile& tile,
+                                          int rank, unsigned char* ring_memory, uint64_t (&full)[kCount],
+                                          uint64_t (&empty)[kCount], Ring<kCount>& ring) {
+  for (int i = 0; i < tile.k_blocks; ++i, ring.next()) {
+    mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
+    uint64_t* const arrived = &full[ring.stage];
+    mbarrier_arrive_expect(arrived, Stage::kBytes);
+    const int k = tile.k0 + i * kTileK;
+    const int row_a = Epilogue::kAMn ? k : tile.m0;  // of the memory of a
+    bool second = false;
+    if constexpr (Epilogue::kPanels) second = row_a >= epilogue.rows_in_first;
+    const CUtensorMap* const map_a = &maps.a[second];
+    int skipped = 0;
+    if constexpr (Epilogue::kPanels) skipped = second ? epilogue.rows_in_first : 0;
+#pragma unroll
+    for (int box = 0; box < kBoxesA; ++box) {
+      const int m = tile.m0 + box * kBox;
+      Corner at = Epilogue::kAMn ? Corner{m, k - skipped, 0} : Corner{k, m - skipped, 0};
+      if constexpr (Epilogue::kPanels) at = {at.column % kPanel, at.row, at.column / kPanel};
+      load_box(Stage::box_a(ring_memory, ring.stage, box), map_a, at, arrived, Epilogue::kHintA);
+    }
+#pragma unroll
+    for (int i = 0; i < Stage::kBoxesPerBlock; ++i) {
+      const int box = rank * Stage::kBoxesPerBlock + i, n = tile.n0 + box * Stage::kBoxRowsB;
+      load_box_to_cluster(Stage::box_b(ring_memory, ring.stage, box), &maps.b,
+                          Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Epilogue::kHintB);
+    }
+  }
+}
+
+#ifdef LIGER_SM90A
+// Issues the wgmmas of a k-block, of that stage. a, b: the low words of the descriptors of stage 0, to which constants
+// are added: between wgmmas few instructions keep the tensor cores busy. previous: the stage of the k-block before,
+// -1 if this is the first one of its tile.
+template <class Epilogue, class Stage>
+__device__ __forceinline__ void issue_k_block(float (&sums)[kSums], uint32_t a, uint32_t b, int ring_stage,
+                                              int previous) {
+  // Descriptor increments for 16 elements of K within a box: along its rows, or down 16 of them.
+  constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
+                kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
+  const uint32_t stage = ring_stage * (Stage::kBytes >> 4);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTileK / 16; ++k) {
+    wgmma<typename Epilogue::Element, Epilogue::kColumns, Epilogue::kAMn, Epilogue::kBMn>(
+        sums, a + stage + k * kStepA, b + stage + k * kStepB, k > 0 || previous >= 0);
+  }
+  wgmma_commit();
+}
+#endif
 
 // K-blocks of the mainloop that follow prefetch() and load().
 inline constexpr int kLateBlocks = 2;
@@ -63,23 +156,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ unsigned char shared_memory[];
   __shared__ alignas(8) uint64_t full[kStages], empty[kStages];
-  unsigned char* const ring_memory = reinterpret_cast<unsigned char*>(
-      (reinterpret_cast<uintptr_t>(shared_memory) + 1023) & ~uintptr_t{1023});
+  unsigned char* const ring_memory = aligned_ring(shared_memory);
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
-  const auto box_a = [&](int stage, int i) { return ring_memory + stage * kStageBytes + i * kBoxBytes; };
   unsigned char* const epilogue_smem = ring_memory + kStages * kStageBytes;
-  const auto box_b = [&](int stage, int i) { return box_a(stage, kBoxesA + i); };
 
-  if (threadIdx.x == 0) {
-    for (const CUtensorMap& map : maps.a) prefetch_map(&map);
-    prefetch_map(&maps.b);
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(&full[i], 1);
-      barrier_init(&empty[i], kCluster * kConsumers);
-    }
-    mbarrier_init_fence();
-  }
+  if (threadIdx.x == 0) init_ring(maps, full, empty);
   cluster_arrive();
   cluster_wait();
   const int tiles = epilogue.tiles();
@@ -87,49 +169,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0) {
-      Ring ring;
+      Ring<kStages> ring;
       for (int t = cluster; t < tiles; t += clusters) {
         const Tile tile = epilogue.tile(t, rank);
-        if (lane == 0) {
-          for (int i = 0; i < tile.k_blocks; ++i, ring.next()) {
-            mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
-            uint64_t* const arrived = &full[ring.stage];
-            mbarrier_arrive_expect(arrived, kStageBytes);
-            const int k = tile.k0 + i * kTileK;
-            const int row_a = Epilogue::kAMn ? k : tile.m0;  // of the memory of a
-            bool second = false;
-            if constexpr (Epilogue::kPanels) second = row_a >= epilogue.rows_in_first;
-            const CUtensorMap* const map_a = &maps.a[second];
-            int skipped = 0;
-            if constexpr (Epilogue::kPanels) skipped = second ? epilogue.rows_in_first : 0;
-#pragma unroll
-            for (int box = 0; box < kBoxesA; ++box) {
-              const int m = tile.m0 + box * kBox;
-              Corner at = Epilogue::kAMn ? Corner{m, k - skipped, 0} : Corner{k, m - skipped, 0};
-              if constexpr (Epilogue::kPanels) at = {at.column % kPanel, at.row, at.column / kPanel};
-              load_box(box_a(ring.stage, box), map_a, at, arrived, Epilogue::kHintA);
-            }
-#pragma unroll
-            for (int half = 0; half < kBoxesB / kCluster; ++half) {
-              const int box = rank * (kBoxesB / kCluster) + half, n = tile.n0 + box * kBox;
-              load_box_to_cluster(box_b(ring.stage, box), &maps.b,
-                                  Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived,
-                                  Epilogue::kHintB);
-            }
-          }
-        }
+        if (lane == 0) load_tile<WideStage>(maps, epilogue, tile, rank, ring_memory, full, empty, ring);
         __syncwarp();
       }
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warpgroup - 1;
-    // Descriptor increments for 16 elements of K within a box: along its rows, or down 16 of them.
-    constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
-                  kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
-    // Of stage 0. The loop below adds constants: between wgmmas of a k-block few instructions keep the tensor cores
-    // busy.
-    const uint32_t descriptor_a = descriptor_low(box_a(0, group)), descriptor_b = descriptor_low(box_b(0, 0));
+    // Of stage 0.
+    const uint32_t descriptor_a = descriptor_low(WideStage::box_a(ring_memory, 0, group)),
+                   descriptor_b = descriptor_low(WideStage::box_b(ring_memory, 0, 0));
     const uint32_t full_address = shared_address(full);
     const bool releases = threadIdx.x % 128 < kCluster;
     const uint32_t empty_address = cluster_address(empty, releases ? threadIdx.x % 128 : 0);
@@ -138,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
     const EpilogueSmem smem{epilogue_smem + own_warp * kEpilogueSmemBytes};
-    Ring ring;
+    Ring<kStages> ring;
     float sums[kSums];
     for (int t = cluster; t < tiles; t += clusters) {
       const Tile tile = epilogue.tile(t, rank);
@@ -146,15 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto add_k_blocks = [&](int count) {
         for (int i = 0; i < count; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-          const uint32_t stage = ring.stage * (kStageBytes >> 4);
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < kTileK / 16; ++k) {
-            wgmma<typename Epilogue::Element, Epilogue::kColumns, Epilogue::kAMn, Epilogue::kBMn>(
-                sums, descriptor_a + stage + k * kStepA, descriptor_b + stage + k * kStepB,
-                k > 0 || previous >= 0);
-          }
-          wgmma_commit();
+          issue_k_block<Epilogue, WideStage>(sums, descriptor_a, descriptor_b, ring.stage, previous);
           wgmma_wait<1>();
           if (previous >= 0) release(previous);
           previous = ring.stage;

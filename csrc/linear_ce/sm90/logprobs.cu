@@ -146,7 +146,7 @@ class ChunkOfCall {
                                         buffers_.overflow,
                                         buffers_.scale,
                                         buffers_.tile_sums,
-                                        static_cast<int>(ceil_div(batch_.vocab(), int64_t{sm90::kTileN})),
+                                        static_cast<int>(batch_.sums_per_row()),
                                         batch_.with_metrics ? buffers_.metrics.entropy_sums : nullptr,
                                         batch_.need_grad_weight ? class_one_hot_ : nullptr,
                                         chunk_->panels(),
@@ -160,7 +160,7 @@ class ChunkOfCall {
 
   // After Chunk::exponentials(), before the gathered rows are scaled. class_sum: null without mean_logits.
   void logit_metrics(const float* class_sum, float* log_sum_sq_probs, float* mean_logits) const {
-    const auto columns = static_cast<int>(ceil_div(batch_.vocab(), int64_t{sm90::kTileN}));
+    const auto columns = static_cast<int>(batch_.sums_per_row());
     const float* const squares =
         batch_.with_squares ? buffers_.metrics.entropy_sums + planned_.rows * columns : nullptr;
     const float factor = batch_.inverse_temperature / static_cast<float>(batch_.vocab());

@@ -93,6 +93,13 @@ __device__ __forceinline__ void bulk_store(void* destination, const void* source
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+// The same for a box of a tensor; what is out of bounds is not stored.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* source, Corner at) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(source)), "r"(at.column), "r"(at.row), "r"(at.panel)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
 // Wait until the bulk stores of this thread have read their source, or have completed.
 __device__ __forceinline__ void bulk_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
@@ -159,6 +166,12 @@ template <int kColumns>
 __device__ __forceinline__ void pin(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// Their values are not needed any more: the first wgmma of a tile ignores them, which the compiler does not know.
+template <int kColumns>
+__device__ __forceinline__ void forget(float (&d)[kSums]) {
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "=f"(d[i]));
 }
 // Sets them to 0. Only rare tiles need it: the asm statements keep the compiler from turning the branch into selections.
 template <int kColumns>

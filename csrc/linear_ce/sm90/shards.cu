@@ -85,7 +85,7 @@ class ShardChunk : public Chunk {
     const ShardSums found{rows(),
                           buffers_.target_logit,
                           buffers_.tile_sums,
-                          static_cast<int>(sums_per_row(batch_)),
+                          static_cast<int>(batch_.sums_per_row()),
                           buffers_.overflow,
                           buffers_.scale,
                           sums};

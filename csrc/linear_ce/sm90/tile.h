@@ -11,6 +11,14 @@ inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
 // 16 columns; sizes that are not multiples of kTileK have not been tested on a GPU yet.
 inline constexpr int kHiddenUnit = LIGER_EXPERIMENTAL ? 16 : kTileK;
 static_assert(kTileK % kHiddenUnit == 0 && kHiddenUnit % 16 == 0);
+// Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators.
+inline constexpr int kOverlappedColumns = 192;
+// Whether the logits of bfloat16 are computed by that kernel.
+inline constexpr bool kOverlappedLogits = LIGER_EXPERIMENTAL;
+// Classes per tile of the logits, for which there is one sum per row.
+constexpr int logits_columns(bool is_float16) {
+  return kOverlappedLogits && !is_float16 ? kOverlappedColumns : kTileN;
+}
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
 

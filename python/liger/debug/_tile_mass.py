@@ -17,15 +17,16 @@ from .._core import load
 from .._core.build_info import build_info
 from ..backend import FAMILIES
 
-# Rows and classes of a tile: csrc/linear_ce/sm90/tile.h. Thresholds: csrc/linear_ce/sm90/tile_mass.cuh.
-TILE_ROWS, TILE_CLASSES = 128, 256
+# Rows and classes of a tile: csrc/linear_ce/sm90/tile.h (kOverlappedLogits: of bfloat16). Thresholds:
+# csrc/linear_ce/sm90/tile_mass.cuh.
+TILE_ROWS, TILE_CLASSES = 128, 192 if build_info()["experimental"] == "1" else 256
 THRESHOLDS = (2.0**-12, 2.0**-16, 2.0**-20)
 _NUMBERS = 2 + 2 * len(THRESHOLDS)
 
 
 @dataclass(frozen=True)
 class TileMassCounts:
-    """Numbers of tiles of 128 rows x 256 classes.
+    """Numbers of tiles of 128 rows x 256 classes (192 in a build with ``LIGER_EXPERIMENTAL``).
 
     The mass of a row in a tile is the sum of its probabilities over the classes of the tile; a tile is below a
     threshold if the mass of each of its rows is.
@@ -183,9 +184,9 @@ def tile_mass_of_logits(
 ) -> TileMassCounts:
     """The same counts from logits, in float64, on any device: the reference of :func:`tile_mass`.
 
-    A tile has 128 consecutive rows, of those whose target is not ``ignore_index``, and 256 consecutive classes; the
-    last ones may have fewer. The sm_90a engine cuts its rows so, because its chunks begin at multiples of 128 rows
-    (except for losses over pairs or groups).
+    A tile has 128 consecutive rows, of those whose target is not ``ignore_index``, and 256 consecutive classes (192 in
+    a build with ``LIGER_EXPERIMENTAL``); the last ones may have fewer. The sm_90a engine cuts its rows so, because its
+    chunks begin at multiples of 128 rows (except for losses over pairs or groups).
 
     Args:
         logits: (..., V), after a softcap and a temperature.

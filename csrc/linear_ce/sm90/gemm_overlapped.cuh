@@ -1,0 +1,162 @@
+// The GEMM of gemm.cuh with two sets of accumulators: while wgmma accumulates a tile in one of them, the same warps
+// run the epilogue of the tile before on the other one, a few pieces per k-block (sm_90a only).
+//
+// Tiles of a block are 128 x 192, so a thread has 2 x 96 accumulators. Boxes of B have 96 rows, half of a tile: each
+// block of a cluster loads one and multicasts it.
+#pragma once
+
+#include <utility>
+
+#include "linear_ce/sm90/gemm.cuh"
+
+// For benchmarks/kernels/logits_gemm.cu, which compares others.
+#ifndef LIGER_OVERLAPPED_PIECES
+#define LIGER_OVERLAPPED_PIECES 2
+#endif
+#ifndef LIGER_OVERLAPPED_STAGES
+#define LIGER_OVERLAPPED_STAGES 5
+#endif
+
+namespace liger::sm90 {
+
+inline constexpr int kOverlappedStages = LIGER_OVERLAPPED_STAGES;
+inline constexpr int kOverlappedBoxRows = kOverlappedColumns / kCluster;  // of B
+using NarrowStage = Stage<kOverlappedColumns, kOverlappedBoxRows>;
+// A box of the epilogue's result, of one warp: 16 rows of kBox columns.
+inline constexpr int kResultBoxRows = 16, kResultBoxBytes = kResultBoxRows * kBox * 2;
+inline constexpr int kOverlappedSharedBytes =
+    kOverlappedStages * NarrowStage::kBytes + kWarps * kResultBoxBytes + 1024;
+
+struct OverlappedMaps {
+  Maps operands;
+  CUtensorMap results
+      [2];  // panels, in boxes of kResultBoxRows x kBox; rows from `rows_in_first` on are in the second
+};
+
+// An Epilogue is as that of gemm_kernel, without prefetch(), load() and store() but with
+//   static constexpr int kPieces, kPiecesPerKBlock    of a tile, and while a k-block is computed
+//   struct Pending                             what a tile needs beside its accumulators until its epilogue has ended
+//   bool begin(Pending&, Tile, int row, int lane) const
+//       during the mainloop of the tile; false: nothing is done with its accumulators
+//   bool ends_at_once(float (&sums)[kSums], const Pending&, int row, int lane) const
+//       after the mainloop; true: this was the epilogue, there are no pieces
+//   void piece<kPiece>(float (&sums)[kSums], Pending&, int row, int lane, EpilogueSmem, const CUtensorMap (&)[2]) const
+//       each once, in ascending order; the last one ends the epilogue
+template <class Epilogue>
+__global__ void __launch_bounds__(kThreads, 1)
+    gemm_kernel_overlapped(const __grid_constant__ OverlappedMaps maps,
+                           const __grid_constant__ Epilogue epilogue) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ unsigned char shared_memory[];
+  __shared__ alignas(8) uint64_t full[kOverlappedStages], empty[kOverlappedStages];
+  unsigned char* const ring_memory = aligned_ring(shared_memory);
+  unsigned char* const epilogue_smem = ring_memory + kOverlappedStages * NarrowStage::kBytes;
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+  if (threadIdx.x == 0) init_ring(maps.operands, full, empty);
+  cluster_arrive();
+  cluster_wait();
+  const int tiles = epilogue.tiles();
+
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (warp == 0) {
+      Ring<kOverlappedStages> ring;
+      for (int t = cluster; t < tiles; t += clusters) {
+        const Tile tile = epilogue.tile(t, rank);
+        if (lane == 0)
+          load_tile<NarrowStage>(maps.operands, epilogue, tile, rank, ring_memory, full, empty, ring);
+        __syncwarp();
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    // K-blocks with pieces. Fewer run after an epilogue instead.
+    constexpr int kPiecesPerKBlock = Epilogue::kPiecesPerKBlock;
+    constexpr int kSteps = (Epilogue::kPieces + kPiecesPerKBlock - 1) / kPiecesPerKBlock;
+    const int group = warpgroup - 1;
+    const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
+    const EpilogueSmem smem{epilogue_smem + own_warp * kResultBoxBytes};
+    // Of stage 0.
+    const uint32_t descriptor_a = descriptor_low(NarrowStage::box_a(ring_memory, 0, group)),
+                   descriptor_b = descriptor_low(NarrowStage::box_b(ring_memory, 0, 0));
+    const uint32_t full_address = shared_address(full);
+    const bool releases = threadIdx.x % 128 < kCluster;
+    const uint32_t empty_address = cluster_address(empty, releases ? threadIdx.x % 128 : 0);
+    const auto release = [&](int stage) {
+      if (releases) cluster_barrier_arrive(empty_address + stage * sizeof(uint64_t));
+    };
+    Ring<kOverlappedStages> ring;
+    typename Epilogue::Pending pending;
+    bool is_pending = false;
+    int t = cluster;
+    Tile next{};
+    if (t < tiles) next = epilogue.tile(t, rank);
+    // The mainloop of the next tile, with the epilogue of the tile before; false if there is no next tile.
+    const auto step = [&](float (&sums)[kSums], float (&before)[kSums]) __attribute__((always_inline)) {
+      const auto pieces_of = [&](auto first) __attribute__((always_inline)) {
+        [&]<int... i>(std::integer_sequence<int, i...>) {
+          const auto one = [&](auto piece) __attribute__((always_inline)) {
+            if constexpr (piece.value < Epilogue::kPieces)
+              epilogue.template piece<piece.value>(before, pending, own_row, lane, smem, maps.results);
+          };
+          (one(std::integral_constant<int, first.value + i>{}), ...);
+        }(std::make_integer_sequence<int, kPiecesPerKBlock>{});
+      };
+      const auto each_step = [&](const auto& f) __attribute__((always_inline)) {
+        [&]<int... s>(std::integer_sequence<int, s...>) {
+          (f(std::integral_constant<int, s * kPiecesPerKBlock>{}), ...);
+        }(std::make_integer_sequence<int, kSteps>{});
+      };
+      const Tile tile = next;
+      int previous = -1;
+      forget<Epilogue::kColumns>(sums);
+      // Adds a k-block while the warp runs `meanwhile`.
+      const auto add_k_block = [&](const auto& meanwhile) __attribute__((always_inline)) {
+        mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
+        issue_k_block<Epilogue, NarrowStage>(sums, descriptor_a, descriptor_b, ring.stage, previous);
+        meanwhile();
+        wgmma_wait<1>();
+        if (previous >= 0) release(previous);
+        previous = ring.stage;
+        ring.next();
+      };
+      const auto add_k_blocks = [&](int count) __attribute__((always_inline)) {
+        for (int i = 0; i < count; ++i) add_k_block([] {});
+        // During the last k-block, so that the next mainloop follows without a gap.
+        t += clusters;
+        if (t < tiles) next = epilogue.tile(t, rank);
+        asm volatile("" : "+r"(next.m0), "+r"(next.n0));
+        wgmma_wait<0>();
+        pin<Epilogue::kColumns>(sums);
+      };
+      // Two whole mainloops: where branches join while wgmmas run, the compiler would serialise them.
+      const bool has_tile = t < tiles;
+      if (is_pending && has_tile && tile.k_blocks >= kSteps) {
+        each_step([&](auto first) __attribute__((always_inline)) {
+          add_k_block([&]() __attribute__((always_inline)) { pieces_of(first); });
+        });
+        is_pending = epilogue.begin(pending, tile, own_row, lane);
+        add_k_blocks(tile.k_blocks - kSteps);
+      } else {
+        if (is_pending) each_step(pieces_of);
+        if (!has_tile) return false;
+        is_pending = epilogue.begin(pending, tile, own_row, lane);
+        add_k_blocks(tile.k_blocks);
+      }
+      if (previous >= 0) release(previous);
+      if (is_pending) is_pending = !epilogue.ends_at_once(sums, pending, own_row, lane);
+      return true;
+    };
+    float even[kSums], odd[kSums];
+    while (step(even, odd) && step(odd, even)) {
+    }
+    bulk_store_wait();
+  }
+  // A block must not exit while the other one may still arrive on its mbarriers.
+  cluster_arrive();
+  cluster_wait();
+#endif
+}
+
+}  // namespace liger::sm90
