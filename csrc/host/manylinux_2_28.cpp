@@ -9,7 +9,9 @@ template class std::basic_ostringstream<char>;
 template class std::basic_stringstream<char>;
 
 namespace std {
-void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+void __throw_bad_array_new_length() {
+  throw bad_array_new_length();
+}
 }  // namespace std
 
 // Of <sys/single_threaded.h>. False is always right: reference counts are atomic then.
