@@ -277,12 +277,15 @@ std::vector<double> over_tiles(const Problem& p, const float* values, int column
   }
   return result;
 }
-// The largest relative difference; infinite with NaN in one of them.
-double difference(const std::vector<double>& a, const std::vector<double>& b) {
+// The largest relative difference; NaN with NaN in one of them. scale: of sums whose terms have both signs, else no
+// elements.
+double difference(const std::vector<double>& a, const std::vector<double>& b,
+                  const std::vector<double>& scale = {}) {
   if (a.empty() || b.empty()) return std::numeric_limits<double>::infinity();
   double most = 0.0;
   for (size_t i = 0; i < a.size(); ++i) {
-    const double d = std::abs(a[i] - b[i]) / std::max(std::abs(a[i]), 1e-30);
+    const double d =
+        std::abs(a[i] - b[i]) / std::max({std::abs(a[i]), scale.empty() ? 0.0 : scale[i], 1e-30});
     most = d > most || std::isnan(d) ? d : most;
   }
   return most;
@@ -304,8 +307,9 @@ bool same(const Problem& p, const Results& a, const Results& b, Phase phase, con
                            over_tiles(p, b.tile_sums, b.columns, maximum));
   if (METRICS && !maximum) {
     const double entropies = difference(over_tiles(p, a.metrics.entropy_sums, a.columns, false),
-                                        over_tiles(p, b.metrics.entropy_sums, b.columns, false));
-    sums = std::max(sums, entropies / 100.0);  // terms of both signs
+                                        over_tiles(p, b.metrics.entropy_sums, b.columns, false),
+                                        over_tiles(p, a.tile_sums, a.columns, false));
+    if (!(entropies <= sums)) sums = entropies;  // NaN too
     std::vector<unsigned long long> keys[2] = {std::vector<unsigned long long>(p.rows),
                                                std::vector<unsigned long long>(p.rows)};
     for (int i = 0; i < 2; ++i)

@@ -161,7 +161,9 @@ struct ExpEpilogue {
           }
           float y, derivative;
           if constexpr (capped.value) {
-            y = 8 * j + i % 2 < left ? capped_exponent(x, from[h], derivative) : -INFINITY;
+            // The logit of an excluded column is -inf, where the derivative is 0.
+            y = capped_exponent(x, from[h], derivative);
+            if (8 * j + i % 2 >= left) y = -INFINITY;
           } else {
             y = fmaf(x, factor, -from[h]);
           }

@@ -34,7 +34,9 @@ inline const __nv_bfloat16* elements(const Tensor& matrix) {
   return static_cast<const __nv_bfloat16*>(matrix.const_data_ptr());
 }
 inline CUtensorMap matrix_map(const Tensor& matrix, int box_rows = sm90::kBox) {
-  return matrix_map(elements(matrix), matrix.size(0), matrix.size(1), matrix.stride(0), box_rows);
+  // A single row may have any stride, and TMA takes multiples of 16 bytes.
+  const int64_t stride = matrix.size(0) > 1 ? matrix.stride(0) : matrix.size(1);
+  return matrix_map(elements(matrix), matrix.size(0), matrix.size(1), stride, box_rows);
 }
 
 // The kernel of an epilogue, its shared memory, and the type of its TMA descriptors.

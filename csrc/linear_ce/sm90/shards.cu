@@ -6,7 +6,7 @@
 //   shard_exponentials  a chunk: exponentials, and (reference, sum) of each row
 //     all-gather        of those
 //   shard_rule          losses, scales, and the input gradient of the shard in float32
-//     all-reduce        of the input gradient, while the next step runs
+//     all-reduce        of the input gradient
 //   shard_grad_weight   adds to the weight gradient of the shard
 //   shard_finish        once: moves the input gradients of valid rows to their rows
 //

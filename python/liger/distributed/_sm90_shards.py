@@ -3,8 +3,8 @@
 A chunk of rows takes three compiled steps (csrc/linear_ce/sm90/shards.cu): exponentials of the logits with their sums,
 the row rule with the input gradient of the shard in float32, and the weight gradient. Before the first chunk the
 processes add the logits of the targets, which are the references of the exponentials. Between the first two steps they
-gather the sums; while the third one runs they add the input gradients. The host never waits for the device, except
-in the first call of a group.
+gather the sums, before the third one they add the input gradients. The host never waits for the device, except in the
+first call of a group.
 
 Selected by the build option LIGER_EXPERIMENTAL; without it nothing here runs.
 """
@@ -59,7 +59,7 @@ class CompiledSteps:
 # The class whose instance makes the steps of a call.
 steps = CompiledSteps
 
-# {process group: {(device, LIGER_WGMMA): clusters}}
+# {process group: {(device, LIGER_WGMMA, backend of the op): clusters}}
 _agreed: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
@@ -70,7 +70,7 @@ def _agreed_clusters(input, group):
     group communicates and waits for the device, so under CUDA graph capture it returns 0.
     """
     known = _agreed.setdefault(group, {})
-    key = input.device, os.environ.get("LIGER_WGMMA")
+    key = input.device, os.environ.get("LIGER_WGMMA"), FAMILIES["fused_linear_ce"].choice
     if key not in known:
         if input.is_cuda and torch.cuda.is_current_stream_capturing():
             return 0
@@ -224,27 +224,19 @@ def run(input, weight, target, options, shards, group, plan, metrics, needs_grad
     call.begin()
     if not alone:
         dist.all_reduce(call.target_logit, group=group)
-    # One buffer: the sum of a chunk has been added up long before the next one begins.
-    memory, adding = call.new_sum(), None
-
-    def round_sum():
-        if adding is not None:
-            chunk, part, work = adding
-            if work is not None:
-                work.wait()
-            call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
-
+    memory = call.new_sum()
     for index, chunk in enumerate(plan.chunks):
         gathered, work = gather(call.exponentials(index), group)
         if work is not None:
             work.wait()
-        round_sum()
         part = memory[: chunk.rows]
         call.apply_rule(index, gathered, part)
-        if part.numel():
-            # While the GEMM of the weight gradient runs.
-            work = None if alone else dist.all_reduce(part, group=group, async_op=True)
-            adding = chunk, part, work
+        # Not beside the GEMM of the weight gradient, whose blocks take whole SMs: where it is first on one device and
+        # the all-reduce on another, that one waits for a whole GEMM.
+        if part.numel() and not alone:
+            dist.all_reduce(part, group=group)
         call.add_grad_weight(index)
-    round_sum()
+        # That GEMM has read the gathered rows.
+        if part.numel():
+            call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
     return call.results()
