@@ -216,6 +216,19 @@ def test_the_smallest_logit_as_target(sm90, shape):
 
 
 @KINDS
+def test_weights_of_rows_that_underflow(sm90, shape):
+    """Weight over sum of exponentials is 0 in float32: a class that is the target of several such rows."""
+    x, weight, _ = shape.layer(sm90, scale=2.0)
+    logits = linear(x.double(), weight.double())
+    target = logits.argmin(-1)
+    small = torch.rand(shape.rows, device=sm90) < 0.3
+    token_weight = torch.where(small, 1e-37, 1.0)
+    small &= (logits.logsumexp(-1) - logits.min(-1).values) > 20
+    assert small.sum() > target[small].unique().numel()
+    check(shape, x, weight, target, token_weight=token_weight, reduction="sum")
+
+
+@KINDS
 def test_the_largest_logit_as_target(sm90, shape):
     """Probabilities close to 1: gradients are small differences."""
     x, weight, _ = shape.layer(sm90, scale=2.0)

@@ -111,6 +111,9 @@ def assert_gradients(actual, expected, ignored, trained, tolerance, dtype=BFLOAT
         assert error <= tolerance, f"gradient of {name}: error {error:.3g}, allowed {tolerance:.3g}"
         if name == "hidden":
             assert not a[ignored].any()
-            # No row has the gradient of another, however small it is.
-            rows = (a.double() - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-30)
-            assert rows[b.count_nonzero(-1) > 0].max() < 5e-2
+            # No row has the gradient of another, however small it is. In float16 small rows have an absolute error:
+            # elements below 2^-14, and small differences of rounded exponentials.
+            live, size = b.count_nonzero(-1) > 0, b.norm(dim=-1)
+            least = 1e-30 if dtype == BFLOAT16 else 3e-2 * size[live].median().item()
+            rows = (a.double() - b).norm(dim=-1) / size.clamp_min(least)
+            assert rows[live].max() < 5e-2

@@ -219,15 +219,17 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<Of> p) {
   ce::GradientCoefficients g =
       ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
   if constexpr (kShard) p.restrict_to_shard(row, r, stats, g);
+  // The one-hot term relative to the scale of the row; none if that is 0, by underflow or a z-loss.
+  const float relative_target = g.coef_exp != 0.0f ? g.coef_target / g.coef_exp : 0.0f;
   // An exponential of 1 is stored as `one`.
   float one = 1.0f, scale = g.coef_exp;
   bool is_element = false;
   if constexpr (kSmallRange<T>) {
     if (r.target >= 0 && g.coef_target != 0.0f)
-      is_element = !p.first_row.is_first(r.index, r.target) ||
-                   is_mostly_target(ce::exp_from(z_target, stats.max), g.coef_target / g.coef_exp);
-    const int shift =
-        row_shift(p.range.shift[row], is_element ? g.coef_target / g.coef_exp : 0.0f, kOffset<T>);
+      is_element =
+          !p.first_row.is_first(r.index, r.target) ||
+          (relative_target != 0.0f && is_mostly_target(ce::exp_from(z_target, stats.max), relative_target));
+    const int shift = row_shift(p.range.shift[row], is_element ? relative_target : 0.0f, kOffset<T>);
     if (shift > 0) {
       shift_panels<T>(p.range, p.exponentials, p.problem.vocab, row, shift);
       __syncthreads();
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<Of> p) {
       } else {
         const float exact = ce::exp_from(z_target, stats.max);
         *reinterpret_cast<T*>(p.exponentials.at(row, r.target)) =
-            from_float<T>((exact - g.coef_target / g.coef_exp) * derivative * one);
+            from_float<T>((exact - relative_target) * derivative * one);
       }
     }
     p.one_hot[row] = one_hot;
