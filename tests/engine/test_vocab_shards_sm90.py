@@ -12,7 +12,7 @@ from cuda_graphs import capture, no_synchronisation
 from processes import needs_gloo, on_processes
 from shard_steps import ReferenceSteps
 from shards_sm90 import even_bounds, plan_of, run_ranks
-from sm90_engine import GRADIENT, LOSS, MIB, ROWS, Shape, assert_close_to_exact, exact, uses_the_engine
+from sm90_engine import GRADIENT, LOSS, MIB, ROWS, Shape, assert_close_to_exact, exact
 from torch.nn.functional import linear
 
 import liger
