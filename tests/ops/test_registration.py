@@ -295,7 +295,9 @@ def test_every_cuda_source_is_built():
     if not (root / "csrc").is_dir():
         pytest.skip("not a checkout")
     lists = re.findall(
-        r"set\(LIGER_CUDA_(?:OPS|HELPERS)\n(.*?)\)", (root / "CMakeLists.txt").read_text(), re.S
+        r"(?:set\(|list\(APPEND )LIGER_CUDA_(?:OPS|HELPERS)\s(.*?)\)",
+        (root / "CMakeLists.txt").read_text(),
+        re.S,
     )
     listed = {f"{name}.cu" for names in lists for name in names.split()}
     sources = {path.relative_to(root / "csrc").as_posix() for path in (root / "csrc").rglob("*.cu")}
