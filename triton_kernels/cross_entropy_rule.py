@@ -73,9 +73,9 @@ def _accumulate(
     step = z - new_max[:, None, None]
     e = _exp(step)
     if ENTROPY:
-        entropy_sum = (entropy_sum + e_sum * (z_max - new_max)) * scale + _lane_sum(
-            tl.where(e > 0, e * step, 0.0)
-        )
+        # Where e_sum * scale underflows, e_sum * (z_max - new_max) may be -inf, and -inf * 0 is NaN.
+        shifted = (entropy_sum + e_sum * (z_max - new_max)) * scale
+        entropy_sum = tl.where(e_sum * scale == 0.0, 0.0, shifted) + _lane_sum(tl.where(e > 0, e * step, 0.0))
     e_sum = e_sum * scale + _lane_sum(e)
     if ARGMAX:
         # Compares logits before the softcap, which maps different large logits to one number.
@@ -96,7 +96,7 @@ def _accumulate(
 @triton.jit
 def _empty_stats(LANES: tl.constexpr):
     # Finite, so that z - z_max is -inf for z = -inf instead of NaN.
-    z_max = tl.full([LANES], -3.0e38, tl.float32)
+    z_max = tl.full([LANES], -3.4028234663852886e38, tl.float32)
     zeros = tl.zeros([LANES], tl.float32)
     best_z = tl.full([LANES], float("-inf"), tl.float32)
     return z_max, zeros, zeros, best_z, tl.zeros([LANES], tl.int32), zeros
@@ -121,7 +121,8 @@ def _merge_lanes(
     log_sum = tl.log(row_sum)
     entropy = 0.0
     if ENTROPY:
-        entropy = log_sum - tl.sum((entropy_sum + e_sum * (z_max - row_max)) * scale, 0) / row_sum
+        shifted = (entropy_sum + e_sum * (z_max - row_max)) * scale
+        entropy = log_sum - tl.sum(tl.where(e_sum * scale == 0.0, 0.0, shifted), 0) / row_sum
     best = 0
     if ARGMAX:
         best = tl.min(tl.where(best_z == tl.max(best_z, 0), best_col, n_cols), 0)

@@ -43,7 +43,8 @@ template <bool kExtras>
 __device__ __forceinline__ void rescale(Stats<kExtras>& s, float max) {
   const float scale = s.max == -INFINITY ? 1.0f : exp_from(s.max, max);
   if constexpr (kExtras)
-    s.entropy_sum = s.sum == 0.0f ? 0.0f : (s.entropy_sum + (s.max - max) * s.sum) * scale;
+    // Where sum * scale underflows, (s.max - max) * s.sum may be -inf, and -inf * 0 is NaN.
+    s.entropy_sum = s.sum * scale == 0.0f ? 0.0f : (s.entropy_sum + (s.max - max) * s.sum) * scale;
   s.sum *= scale;
   s.max = max;
 }

@@ -6,6 +6,8 @@
 // any value near the maximum serves.
 #pragma once
 
+#include <cfloat>
+
 #include "device/cluster.cuh"
 #include "divergence/divergence.cuh"
 
@@ -24,7 +26,8 @@ struct alignas(16) PairStats {
 #if __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ float reference(float max, float scale) {
-  return ce::reference_of(max) * scale;
+  // Finite for the most negative logits, too: with -inf their exponentials would be infinite.
+  return fmaxf(ce::reference_of(max) * scale, -FLT_MAX);
 }
 
 // Rescales the sums to maxima that are at least the current ones. If all logits so far were -inf, the sum is

@@ -21,7 +21,9 @@ struct Moments {
 __device__ __forceinline__ Moments shifted_moments(float shift, float sum, float squares,
                                                    float inverse_count) {
   const float delta = sum * inverse_count;
-  return {shift + delta, fmaxf(fmaf(-sum, delta, squares), 0.0f)};
+  const float centred = fmaf(-sum, delta, squares);
+  // Not fmaxf: it would replace the NaN of a row with infinities by 0.
+  return {shift + delta, centred < 0.0f ? 0.0f : centred};
 }
 
 template <typename T, int N>

@@ -118,7 +118,6 @@ std::tuple<Tensor, Tensor> qk_norm_rope(const Tensor& q, const Tensor& k, const 
   constexpr const char* op = "qk_norm_rope";
   check_qk_norm_rope(op, q, k, q_weight, k_weight, cos, sin, casting_mode, eps, offset);
   require_cuda_dtype(op, "q", q);
-  require_cuda_dtype(op, "cos", cos);
   const OpGuard guard(op, q.get_device_index());
   Tensor q_out = new_like(q), k_out = new_like(k);
   if (q.numel() == 0 && k.numel() == 0) return {q_out, k_out};
@@ -190,7 +189,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
   constexpr const char* op = "qk_norm_rope_backward";
   check_qk_norm_rope(op, q, k, q_weight, k_weight, cos, sin, casting_mode, eps, offset);
   require_cuda_dtype(op, "q", q);
-  require_cuda_dtype(op, "cos", cos);
   require_like(op, "grad_q_out", grad_q_out, "q", q);
   require_like(op, "grad_k_out", grad_k_out, "k", k);
   const bool need_weight[2] = {need_grad_q_weight && q_weight, need_grad_k_weight && k_weight};
@@ -251,8 +249,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> qk_norm_rope_backward(
     }
     if (call.vectorised) {
       dispatch_vectorised<T>(call, interleaved, [&](auto table, auto pairs, auto rounding) {
-        const auto kernel = qk_norm_rope_backward_kernel<T, typename decltype(table)::type, pairs.value,
-                                                         rounding.value != Rounding::kOutput>;
+        const auto kernel = qk_norm_rope_backward_kernel < T, typename decltype(table)::type, pairs.value,
+                   rounding.value == Rounding::kScaled || rounding.value == Rounding::kScaledHalf > ;
         allow_shared_memory(reinterpret_cast<const void*>(kernel), Carveout::kByDriver);
         kernel<<<blocks[0] + blocks[1], kQkThreads, kQkShared, stream>>>(p, plan);
       });

@@ -222,6 +222,32 @@ def test_minus_infinity_where_it_plays_no_role(device):
     assert ours.grad.isfinite().all() and not ours.grad[:, 10:].any()
 
 
+@pytest.mark.parametrize("mask", [-1e38, torch.finfo(torch.float32).min])
+def test_classes_masked_by_huge_negative_numbers(device, mask):
+    """More of them than a thread reads at first, and a row of nothing else."""
+    logits, target = random_logits(3, 20000, device)
+    target[:] = 3
+    logits[:, 4:9000] = mask
+    logits[2] = mask
+    ours = logits.clone().requires_grad_()
+    output = liger.cross_entropy(ours, target, reduction="none", return_entropy=True)
+    output.loss.sum().backward()
+    expected = reference(logits.double(), target, reduction="none")
+    torch.testing.assert_close(output.loss[:2].double(), expected["loss"][:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.entropy.double(), expected["entropy"], rtol=1e-5, atol=1e-6)
+    # The loss of the last row is small beside the rounding of its logits.
+    assert output.loss.isfinite().all() and ours.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("offset", [1e4, 1e6])
+def test_an_offset_of_all_logits(float64_device, offset):
+    logits, target = random_logits(4, 1000, float64_device)
+    logits = (logits * 8).round() / 8 + offset
+    loss = liger.cross_entropy(logits, target, reduction="none")
+    expected = reference(logits.double(), target, reduction="none")["loss"]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_loss_is_infinite_where_the_target_is_impossible(device):
     logits, target = random_logits(3, 21, device)
     target[:] = 3

@@ -136,6 +136,25 @@ def test_classes_that_the_teacher_rules_out(device, name):
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_classes_masked_by_the_most_negative_number(device, name):
+    """More of them than a thread reads at first."""
+    student, teacher = make(device, 2, 20000)
+    for logits in (student, teacher):
+        logits[:, 4:9000] = torch.finfo(logits.dtype).min
+    loss, grad = with_gradient(
+        lambda s: ours(name, s, teacher, reduction="none"), student, torch.ones(2, device=device)
+    )
+    rest = [torch.cat([logits[:, :4], logits[:, 9000:]], 1).double() for logits in (student, teacher)]
+    expected, expected_grad = with_gradient(
+        lambda s: plain(name, s, rest[1]), rest[0], torch.ones(2, device=device)
+    )
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    actual = torch.cat([grad[:, :4], grad[:, 9000:]], 1)
+    torch.testing.assert_close(actual.double(), expected_grad, rtol=1e-4, atol=1e-7)
+    assert not grad[:, 4:9000].any()
+
+
 def test_reverse_kl_of_a_class_that_the_teacher_rules_out_is_infinite(device):
     student, teacher = make(device, 1, 8)
     teacher[0, 3] = -torch.inf

@@ -91,8 +91,6 @@ def test_qk_norm_rope(device, shape, dtype, mode, interleaved):
 def test_tables(device, shape, table_dtype):
     """All shapes and dtypes of the tables."""
     cos, sin = (t.to(table_dtype) for t in tables(device, torch.float32, *shape))
-    if table_dtype == torch.float64 and liger.backend_report()["qk_norm_rope"]["backend"] == "cuda":
-        pytest.skip("the compiled kernels take no float64")
     check_op(
         lambda *t: liger.qk_norm_rope(*t, cos, sin),
         lambda *t: reference(*t, cos, sin, 1e-6, 0.0, "llama"),

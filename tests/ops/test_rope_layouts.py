@@ -138,6 +138,14 @@ def test_complex_rope(device, dtype, unsqueeze_dim, shape):
     )
 
 
+def test_complex_rope_backwards(device):
+    q, k = queries(device, torch.float32, 2)
+    freqs_cis = torch.polar(torch.ones(T, D // 2, device=device), torch.rand(T, D // 2, device=device))
+    turned = liger.complex_rope(*liger.complex_rope(q, k, freqs_cis), freqs_cis.conj())
+    for actual, expected in zip(turned, (q, k), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_complex_rope_bad_input(device):
     q, k = queries(device, torch.float32, 2)
     with pytest.raises(

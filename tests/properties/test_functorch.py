@@ -173,3 +173,10 @@ def test_compiled_transform(device):
     x, weight = torch.randn(4, 8, device=device), torch.randn(8, device=device)
     compiled = torch.compile(torch.func.grad(loss, argnums=(0, 1)), backend="aot_eager", fullgraph=True)
     _assert_close(compiled(x, weight), torch.func.grad(loss, argnums=(0, 1))(x, weight))
+
+
+@pytest.mark.parametrize("op", [liger.softmax, liger.swiglu_packed, liger.geglu_packed])
+def test_vmap_over_elements(op, device):
+    """The op would take the mapped dimension as its own."""
+    with pytest.raises(RuntimeError, match=r"x has shape \(\)|gate_up has shape \(\)"):
+        torch.vmap(op)(torch.randn(4, device=device))

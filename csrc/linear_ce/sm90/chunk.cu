@@ -37,6 +37,8 @@ bool runs_on(LinearCeProblem& problem, int device) {
       !wgmma_engine_allowed()) {
     return false;
   }
+  // The caller may have no tensor, and attributes of kernels are those of the current device.
+  const DeviceGuard guard(device);
   problem.clusters = resident_clusters<GradInputEpilogue<Bf16, false, sm90::kTileN>>(device);
   return true;
 }

@@ -185,8 +185,10 @@ class RowResults:
         largest = z.amax(-1)
         exp = torch.sub(z, largest.unsqueeze(1), out=self._memory[: z.shape[0]]).exp_()
         total_exp = exp.sum(-1)
-        lse = largest + total_exp.log()
-        logp = z.gather(1, rule.class_index[block].unsqueeze(1)).squeeze(1) - lse
+        log_total = total_exp.log()
+        lse = largest + log_total
+        # Not minus lse, which is rounded where logits are large.
+        logp = z.gather(1, rule.class_index[block].unsqueeze(1)).squeeze(1) - largest - log_total
         total = None
         if rule.label_smoothing != 0.0:
             cost = lse.unsqueeze(1) - z

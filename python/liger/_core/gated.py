@@ -21,7 +21,7 @@ from .dtypes import accumulate_dtype
 from .fakes import register_fake
 from .memory_format import laid_out_like
 from .types import Activation, Approximate
-from .vmap import to_front
+from .vmap import refuse_mapped_scalars, to_front
 
 # --- formulas -----------------------------------------------------------------------------------------------------
 
@@ -244,6 +244,8 @@ def _elementwise(op, tensors):
 
     def rule(info, in_dims, *args):
         mapped = [to_front(args[i], in_dims[i], info.batch_size) for i in range(tensors)]
+        if tensors == 1:
+            refuse_mapped_scalars(op._opname, op._schema.arguments[0].name, mapped[0])
         return op(*mapped, *args[tensors:]), 0
 
     return rule

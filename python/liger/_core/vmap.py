@@ -8,6 +8,12 @@ def to_front(tensor, dim, size):
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def refuse_mapped_scalars(op, name, tensor):
+    """Raises RuntimeError if the elements of a mapped tensor have no dimension: the op would take the mapped one."""
+    if tensor.dim() < 2:
+        raise RuntimeError(f"{op}: {name} has shape (), expected at least one dimension")
+
+
 def _loop(op):
     """A vmap rule that runs the op once per element of the mapped dimension."""
     written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]

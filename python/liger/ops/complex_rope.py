@@ -59,6 +59,6 @@ def complex_rope(
     check_heads("complex_rope", q, k, unsqueeze_dim)
     _check_table(q, q.shape[3 - unsqueeze_dim], freqs_cis)
     # (..., R/2, 2) real and imaginary parts; both elements of a pair use the same ones.
-    parts = torch.view_as_real(freqs_cis)
+    parts = torch.view_as_real(freqs_cis.resolve_conj())
     cos, sin = (parts[..., i].repeat_interleave(2, dim=-1) for i in (0, 1))
     return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, interleaved=True, inplace=inplace)

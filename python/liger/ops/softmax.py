@@ -8,7 +8,7 @@ from .._core.arguments import arguments
 from .._core.autograd import differentiable, differentiable_once
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.vmap import to_front
+from .._core.vmap import refuse_mapped_scalars, to_front
 from ..backend import register_family
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -63,7 +63,9 @@ _softmax = differentiable(torch.ops.liger.softmax.default, _setup, _backward)
 
 @torch.library.register_vmap("liger::softmax")
 def _(info, in_dims, x):
-    return torch.ops.liger.softmax(to_front(x, in_dims[0], info.batch_size)), 0
+    x = to_front(x, in_dims[0], info.batch_size)
+    refuse_mapped_scalars("softmax", "x", x)
+    return torch.ops.liger.softmax(x), 0
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
