@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops.divergence_torch import check_stats, entry_points
+from ..ops.divergence_torch import check_stats, entry_points, mixture_beta
 from .common import dense_vector, on_device_of, output_rows, require_dtype, rows_of, warps_for, write_back
 
 # BLOCK at most: columns of both rows per tile.
@@ -45,10 +45,10 @@ def _terms(s, t, max_s, log_sum_s, max_t, log_sum_t, inverse_temperature, beta, 
     # log(p / q): the difference of close logits is exact, that of rounded log-probabilities is not.
     d = ((t - s) - (max_t - max_s)) * inverse_temperature - (log_sum_t - log_sum_s)
     if KIND == 0:
-        value = tl.where(p > 0, p * d, 0.0)
+        value = tl.where(p == 0, 0.0, p * d)  # NaN stays
         slope = -p
     elif KIND == 1:
-        value = tl.where(q > 0, -q * d, 0.0)
+        value = tl.where(q == 0, 0.0, -q * d)
         slope = value + q
     elif KIND == 2:
         # Uses the ratio of the smaller to the larger probability: exact for p near q, and finite.
@@ -233,8 +233,8 @@ def _forward(op, out, student, teacher, target, row_weight, *options, per_row, c
         with on_device_of(student):
             forward_kernel[(n_rows,)](
                 *inputs, dense_vector(target), _expand_to_rows(row_weight, n_rows), loss, stats, written, out_stride,
-                n_rows, n_cols, ignore_index, float(cross_entropy), beta, 1.0 / temperature, _KINDS[divergence],
-                log_probs, **_block(n_cols),
+                n_rows, n_cols, ignore_index, float(cross_entropy), mixture_beta(beta), 1.0 / temperature,
+                _KINDS[divergence], log_probs, **_block(n_cols),
             )  # fmt: skip
         if out is not None:
             write_back(out, written)
@@ -256,7 +256,8 @@ def divergence_backward(grad_loss, student, teacher, target, stats, *options):
         with on_device_of(student):
             backward_kernel[(n_rows,)](
                 _expand_to_rows(grad_loss, n_rows), *inputs, dense_vector(target), stats.contiguous(), written,
-                out_stride, n_rows, n_cols, ignore_index, beta, 1.0 / temperature, _KINDS[divergence], **_block(n_cols),
+                out_stride, n_rows, n_cols, ignore_index, mixture_beta(beta), 1.0 / temperature, _KINDS[divergence],
+                **_block(n_cols),
             )  # fmt: skip
         write_back(grad_student, written)
     return grad_student

@@ -77,7 +77,8 @@ def expert_backward_kernel(
 def _arguments(gate, intermediate):
     """(alpha, limit, stride between columns of gate, offset of up, activation, whether it clamps, block of columns)"""
     clamped = gate.limit is not None
-    block = min(triton.next_power_of_2(max(intermediate, 16)), 1024)
+    # At least an element per thread: copies in other threads might be read after they are overwritten.
+    block = min(triton.next_power_of_2(max(intermediate, 128)), 1024)
     strides = (2, 1) if gate.is_interleaved else (1, intermediate)
     return gate.alpha, gate.limit if clamped else 0.0, *strides, gate.activation, clamped, block
 

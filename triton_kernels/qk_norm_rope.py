@@ -164,7 +164,8 @@ def qk_norm_rope_backward_kernel(
             y3 = _load_rest(grad_out_rows, grad_out_dim_stride, head_mask, half, rest, REST)
             squares += tl.sum(x3 * x3, 1)
             dot += tl.sum(y3 * w3 * x3, 1)
-        rstd = inverse_rms(squares, n_cols, eps, dtype, CASTING)[:, None]
+        # Heads that do not exist: without eps their factor would be infinite, and 0 * inf in the sums NaN.
+        rstd = tl.where(head_mask, inverse_rms(squares, n_cols, eps, dtype, CASTING)[:, None], 0.0)
         # From left to right: rstd^3 alone may overflow.
         shift = (dot / n_cols)[:, None] * rstd * rstd * rstd
         if partial_ptr is not None:

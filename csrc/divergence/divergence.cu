@@ -36,7 +36,8 @@ struct Call {
     problem.rows = student.tensor.size(0);
     problem.vocab = static_cast<int>(student.tensor.size(1));
     problem.targets = {data(target), target && target->scalar_type() == ScalarType::Int, ignore_index};
-    problem.beta = static_cast<float>(beta);
+    // 1 - beta must not round to 1: the logarithm of a mixture would be infinite.
+    problem.beta = std::clamp(static_cast<float>(beta), 0x1p-24f, 1.0f - 0x1p-24f);
     problem.inverse_temperature = static_cast<float>(1.0 / temperature);
     problem.exp2_scale = static_cast<float>(1.4426950408889634 / temperature);
     problem.log_probs = log_probs;

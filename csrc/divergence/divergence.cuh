@@ -24,14 +24,14 @@ struct Class {
 // log(q). A class of probability 0 adds 0, where 0 * d might be nan.
 struct ForwardKl {
   static __device__ __forceinline__ float value(const Class& c, float) {
-    return c.p > 0.0f ? c.p * c.d : 0.0f;
+    return c.p == 0.0f ? 0.0f : c.p * c.d;  // NaN stays
   }
   static __device__ __forceinline__ float slope(const Class& c, float) { return -c.p; }
 };
 
 struct ReverseKl {
   static __device__ __forceinline__ float value(const Class& c, float) {
-    return c.q > 0.0f ? -c.q * c.d : 0.0f;
+    return c.q == 0.0f ? 0.0f : -c.q * c.d;
   }
   static __device__ __forceinline__ float slope(const Class& c, float beta) { return value(c, beta) + c.q; }
 };

@@ -136,6 +136,25 @@ def test_classes_that_the_teacher_rules_out(device, name):
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("beta", [2.5e-10, 1e-7, 1 - 1e-7, 1 - 2.5e-10])
+def test_mixtures_of_nearly_one_distribution(device, beta):
+    student, teacher = (20 * logits for logits in make(device, 4, 300))
+    loss, grad = with_gradient(
+        lambda s: liger.jsd(s, teacher, beta=beta, reduction="none"), student, torch.ones(4, device=device)
+    )
+    assert ((loss >= 0) & (loss < 1e-4)).all() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", FORMS)
+def test_nan_stays(device, name, value):
+    """Of a student that has diverged."""
+    student, teacher = make(device, 3, 40)
+    student[0, 3] = value
+    loss = ours(name, student, teacher, reduction="none")
+    assert loss[0].isnan() and loss[1:].isfinite().all()
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_classes_masked_by_the_most_negative_number(device, name):
     """More of them than a thread reads at first."""

@@ -60,8 +60,17 @@ class ChunkArguments(NamedTuple):
 
 
 def make_chunks(args):
-    """The chunk loop of a call, or None if the logits of a single group exceed the budget."""
-    return Sm90Chunks.plan(args) or PortableChunks.plan(args)
+    """The chunk loop of a call, or None if the logits of a single group exceed the budget.
+
+    Gradients of float16 logits, which precede any loss scale, would underflow: those are computed in float32 and
+    rounded with a scale of their own.
+    """
+    chunks = Sm90Chunks.plan(args)
+    if chunks is None:
+        if args.input.dtype == torch.float16:
+            args = args._replace(head=args.head._replace(float32_logits=True))
+        chunks = PortableChunks.plan(args)
+    return chunks
 
 
 class PortableChunks:
@@ -180,7 +189,7 @@ class Sm90Chunks:
             return None
         if head.bias is not None or head.softcap is not None or args.use_entropy:
             return None
-        if head.weight.dtype != args.input.dtype:
+        if head.float32_logits or head.weight.dtype != args.input.dtype:
             return None
         numbers, separate_rows, workspace_bytes = torch.ops.liger_sm90.plan.default(
             args.input,

@@ -283,8 +283,9 @@ class FusedLinearDPOLoss(PreferenceLoss):
                 return sigmoid(-a) + sigmoid(b)
             case "apo_down":
                 return sigmoid(a) + sigmoid(-margin)
-        mix = sigmoid(margin / self.discopop_tau)
-        return sigmoid(-margin / self.discopop_tau) * -F.logsigmoid(margin) + mix * torch.exp(-margin)
+        # One exponential: that of -margin alone overflows where its weight is 0.
+        exponential = torch.exp(F.logsigmoid(margin / self.discopop_tau) - margin)
+        return sigmoid(-margin / self.discopop_tau) * -F.logsigmoid(margin) + exponential
 
 
 # --- without a reference model ------------------------------------------------------------------------------------

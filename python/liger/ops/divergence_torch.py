@@ -6,27 +6,38 @@ from .._core.dtypes import accumulate_dtype
 from .._core.row_blocks import row_blocks
 
 
-def _where_positive(weight, value):
+def mixture_beta(beta, dtype=torch.float32):
+    """The weight of a mixture, no nearer to 0 and 1 than a rounding of 1.
+
+    Where ``beta`` or ``1 - beta`` is rounded to 1, the mixture of a class that only one distribution has is 0, and its
+    logarithm infinite.
+    """
+    least = torch.finfo(dtype).eps / 2
+    return min(max(beta, least), 1.0 - least)
+
+
+def _weighted(weight, value):
     """``weight * value``; 0 where the weight is 0, even for an infinite value."""
-    return torch.where(weight > 0, weight * value, 0.0)
+    return torch.where(weight == 0, 0.0, weight * value)
 
 
 def _forward_kl(d, p, q, beta):
-    return _where_positive(p, d), -p
+    return _weighted(p, d), -p
 
 
 def _reverse_kl(d, p, q, beta):
-    value = _where_positive(q, -d)
+    value = _weighted(q, -d)
     return value, value + q
 
 
 def _jsd(d, p, q, beta):
+    beta = mixture_beta(beta, d.dtype)
     # log(max(p, q) / m) from the ratio of the smaller to the larger one: accurate for p near q, and finite.
     # Not torch.where with two numbers, whose result has the default dtype.
     smaller_weight = torch.full_like(d, beta).masked_fill_(d > 0, 1.0 - beta)
     log_larger = -torch.log1p(smaller_weight * torch.expm1(-d.abs()))
-    p_term = _where_positive(beta * p, torch.where(d > 0, log_larger, log_larger + d))
-    q_term = _where_positive((1.0 - beta) * q, torch.where(d > 0, log_larger - d, log_larger))
+    p_term = _weighted(beta * p, torch.where(d > 0, log_larger, log_larger + d))
+    q_term = _weighted((1.0 - beta) * q, torch.where(d > 0, log_larger - d, log_larger))
     return p_term + q_term, q_term
 
 

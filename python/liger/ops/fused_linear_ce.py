@@ -174,12 +174,13 @@ fused_linear_ce_forward = differentiable_ce(
 _MOST_FLOAT16_FACTOR = 64.0
 
 
-def _float16_factor(rows, weight, target, bias, options):
+def _float16_factor(rows, weight, target, bias, options, factors=()):
     """(divisor of the loss, factor by which it is too small), 0-d tensors; None if the gradients are computed as they
-    are. A divisor of 1 or more is no smaller than 1 then, so that no gradient overflows that is far from it now."""
+    are. A divisor of 1 or more is no smaller than 1 then, so that no gradient overflows that is far from it now.
+    ``factors``: those of a low-rank term of the weight."""
     if rows.dtype != torch.float16 or options.reduction == "none" or is_dtensor(rows):
         return None
-    if not any(wants_grad(rows, weight, bias)):
+    if not any(wants_grad(rows, weight, bias, *factors)):
         return None
     divisor = options.denominator
     if divisor is None:
@@ -189,7 +190,9 @@ def _float16_factor(rows, weight, target, bias, options):
     elif divisor.dtype == torch.bool:
         return None
     divisor = divisor.float()
-    factor = torch.where(divisor > 1, divisor.clamp(max=_MOST_FLOAT16_FACTOR), 1.0)
+    # The rows may be a micro-batch: a divisor beyond their number makes gradients smaller than a mean over them does.
+    most = _MOST_FLOAT16_FACTOR * (divisor / max(rows.shape[0], 1)).clamp(min=1.0)
+    factor = torch.where(divisor > 1, torch.minimum(divisor, most), 1.0)
     return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
 
 
@@ -206,7 +209,7 @@ def _run(
         "fused_linear_ce", "input", input, target, token_weight
     )
     flat_options = (options.ce_weight, flat_weight, *options[2:])
-    float16 = _float16_factor(rows, weight, flat_target, bias, options)
+    float16 = _float16_factor(rows, weight, flat_target, bias, options, () if lora is None else lora[:2])
     used = flat_options if float16 is None else (*flat_options[:2], float16[0], *flat_options[3:])
     if lora is not None:
         *factors, scale = lora
