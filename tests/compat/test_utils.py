@@ -123,3 +123,12 @@ def test_errors_name_the_argument():
         LigerFusedLinearDPOLoss()(w, x, t)
     with pytest.raises(ValueError, match="unknown loss_type 'x'"):
         LigerFusedLinearDPOLoss(loss_type="x", use_ref_model=False)(w, x, t)
+
+
+def test_temperature_of_16_bit_logits():
+    """Divided in float32: rounded once more, they would be other logits."""
+    from liger_kernel.ops.grpo_loss import fused_selective_log_softmax
+
+    logits, ids = (10 * torch.randn(2, 9, 500)).bfloat16(), torch.randint(500, (2, 8))
+    expected = (logits[:, :-1].double() / 0.9).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(fused_selective_log_softmax(logits, ids).double(), expected, rtol=0, atol=1e-4)

@@ -200,6 +200,16 @@ def test_the_auxiliary_loss_of_a_tuple():
     assert torch.equal(given[1], named.aux_loss) and len(given) == len(plain(**inputs, return_dict=False)) - 1
 
 
+def test_the_auxiliary_loss_beside_a_loss_function_of_the_caller():
+    plain = make("Mixtral", num_local_experts=4)
+    model = liger.patch(twin(plain))
+    for each in (plain, model):
+        each.config.output_router_logits = True
+        each.loss_function = lambda logits, *rest, **kwargs: logits.float().square().mean()
+    ours, theirs = (each.train()(**batch(), return_dict=False) for each in (model, plain))
+    torch.testing.assert_close(ours[1], theirs[1])
+
+
 def test_a_model_within_a_model():
     """The outer model has the head of the inner one, and computes the loss from its logits."""
 

@@ -297,3 +297,18 @@ def test_importing_liger_imports_no_transformers():
         "import sys, liger; assert 'transformers' not in sys.modules; liger.patch; liger.transformers.patch"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"tiled_mlp": True}], ids=str)
+@pytest.mark.parametrize(("model_type", "settings"), [("llama", {}), ("Mixtral", {"num_local_experts": 4})])
+def test_hooks_of_activations_are_called(model_type, settings, options):
+    """Of activations that an op contains; a hook may come after the patch."""
+    plain = make(model_type, **settings)
+    patched = liger.patch(twin(plain), **options)
+    unhooked = step(twin(plain), **batch())[0]["loss"]
+    for model in (plain, patched):
+        (module, *_) = [m for m in model.modules() if hasattr(m, "act_fn")]
+        module.act_fn.register_forward_hook(lambda module, args, output: 2 * output)
+    ours, theirs = step(patched, **batch()), step(plain, **batch())
+    assert not torch.equal(theirs[0]["loss"], unhooked)
+    assert_same_step(ours, theirs)

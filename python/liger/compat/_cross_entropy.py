@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.dtypes import accumulate_dtype
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
@@ -123,7 +124,11 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
         target = torch.where(mask[:, mask.shape[1] - length :] != 0, target, -100)
     # One sequence at a time: the scaled logits of the whole batch would need the memory of the logits again.
     rows = [
-        cross_entropy(scaled[:-1] if temperature == 1 else scaled[:-1] / temperature, ids, reduction="none")
+        cross_entropy(
+            scaled[:-1] if temperature == 1 else scaled[:-1].to(accumulate_dtype(scaled.dtype)) / temperature,
+            ids,
+            reduction="none",
+        )
         for scaled, ids in zip(logits, target, strict=True)
     ]
     return -torch.stack(rows).float() if rows else logits.new_zeros((0, length), dtype=torch.float32)

@@ -11,6 +11,7 @@ import copyreg
 import functools
 from types import MethodType
 
+from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_utils import PreTrainedModel
 
@@ -107,6 +108,18 @@ def overriding_forward(module):
     if forward is None or _is_of_class(module, "_original_forward"):
         return None
     return module.__dict__.get("_original_forward", forward)
+
+
+def is_hooked(activation):
+    """Whether an activation is a module with hooks, which an op that contains the activation would not call."""
+    return isinstance(activation, nn.Module) and any(
+        (
+            activation._forward_hooks,
+            activation._forward_pre_hooks,
+            activation._backward_hooks,
+            activation._backward_pre_hooks,
+        )
+    )
 
 
 def is_called_plainly(module):

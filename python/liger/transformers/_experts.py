@@ -19,6 +19,7 @@ from .._core.dtensor import is_dtensor
 from .._core.quantised import is_quantised
 from ..ops.grouped_experts import grouped_experts
 from . import _trials
+from ._classes import is_hooked
 
 logger = logging.getLogger("liger.transformers")
 
@@ -74,6 +75,7 @@ class ExpertsRecipe:
         dtypes = {p.dtype for p in parameters}
         return (
             device in ("cpu", "cuda", "meta")
+            and not is_hooked(getattr(module, "act_fn", None))
             and (dtypes == {hidden_states.dtype} or torch.is_autocast_enabled(device))
             and not any(map(is_quantised, parameters))
             and top_k_index.dim() == hidden_states.dim()

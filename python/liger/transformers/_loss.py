@@ -258,6 +258,12 @@ def _without_logits(output, call):
     if isinstance(output, tuple):
         # An auxiliary loss may precede the logits.
         given = None if call is None else call.logits
-        at = next((i for i, value in enumerate(output) if i > 0 and value is given), 1)
+
+        def is_logits(value):
+            if given is not None:
+                return value is given
+            return isinstance(value, torch.Tensor) and value.dim() > 1
+
+        at = next((i for i, value in enumerate(output) if i > 0 and is_logits(value)), 1)
         return (*output[:at], *output[at + 1 :])
     return type(output)(**{name: value for name, value in output.items() if name != "logits"})

@@ -18,7 +18,7 @@ from ..ops.geglu import geglu, geglu_packed
 from ..ops.swiglu import swiglu, swiglu_packed
 from ..ops.tiled_mlp import tiled_mlp
 from . import _recompute
-from ._classes import overrides_forward
+from ._classes import is_hooked, overrides_forward
 from ._gated_linear import SAME_VALUE_IN_BACKWARD, Form, applies, gated_linear
 from ._reuse import linear_over
 
@@ -34,6 +34,10 @@ _GATED = {
         for approximate, name in GELU_NAMES.items()
     },
 }
+
+
+# Names of the activation in gated MLPs.
+_ACTIVATION_NAMES = ("act_fn", "activation_fn")
 
 
 @functools.cache
@@ -90,7 +94,7 @@ class MLPRecipe:
         recipe = self
 
         def forward(self, *args, **kwargs):
-            if kwargs or len(args) != 1:
+            if kwargs or len(args) != 1 or is_hooked(getattr(self, recipe.act_name)):
                 return original.forward(self, *args, **kwargs)
             return recipe.run(self, args[0])
 
@@ -135,7 +139,8 @@ class TiledMLPRecipe:
             if kwargs or len(args) != 1 or is_dtensor(args[0]):
                 return original.forward(self, *args, **kwargs)
             projections = [getattr(self, name) for name in (*recipe.inputs, "down_proj")]
-            if all(map(_is_plain_linear, projections)):
+            activations = (getattr(self, name, None) for name in _ACTIVATION_NAMES)
+            if all(map(_is_plain_linear, projections)) and not any(map(is_hooked, activations)):
                 return recipe.run(self, args[0])
             function = functools.partial(original.forward, self)
             return tiled(function, args[0], num_shards=recipe._shards(args[0]))

@@ -43,8 +43,13 @@ class Transform(NamedTuple):
             raise ValueError(
                 f"liger.trl: the logits of {config.model_type} are scaled by {scale}, expected a positive number"
             )
-        softcap = getattr(config, "final_logit_softcapping", None)
+        softcaps = (getattr(config, name, None) for name in _SOFTCAPS)
+        softcap = next((c for c in softcaps if c is not None), None)
         return cls(temperature / scale, None if softcap is None else softcap / scale)
+
+
+# Where architectures store the softcap of their logits.
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def _logit_scale(config):
