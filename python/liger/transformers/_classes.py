@@ -112,25 +112,23 @@ def overriding_forward(module):
 
 def is_hooked(activation):
     """Whether an activation is a module with hooks, which an op that contains the activation would not call."""
-    return isinstance(activation, nn.Module) and any(
+    return isinstance(activation, nn.Module) and _has_hooks(activation)
+
+
+def _has_hooks(module):
+    return any(
         (
-            activation._forward_hooks,
-            activation._forward_pre_hooks,
-            activation._backward_hooks,
-            activation._backward_pre_hooks,
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
         )
     )
 
 
 def is_called_plainly(module):
     """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return not any(hooks) and not overrides_forward(module) and not _has_any_global_hook()
+    return not _has_hooks(module) and not overrides_forward(module) and not _has_any_global_hook()
 
 
 def _is_of_class(module, name):
