@@ -8,8 +8,6 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 
-option(LIGER_EXPERIMENTAL "Kernels that have not been measured yet" OFF)
-
 foreach(cache_name sccache ccache)
   find_program(LIGER_${cache_name} ${cache_name})
   if(LIGER_${cache_name} AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
@@ -21,7 +19,6 @@ endforeach()
 
 # Into the package folder; torch's libraries are found beside it in site-packages, or are loaded already.
 function(liger_install target)
-  target_compile_definitions(${target} PRIVATE LIGER_EXPERIMENTAL=$<BOOL:${LIGER_EXPERIMENTAL}>)
   target_include_directories(${target} PRIVATE ${CMAKE_CURRENT_SOURCE_DIR}/csrc)
   set_target_properties(${target} PROPERTIES
     INSTALL_RPATH "$ORIGIN/../torch/lib"

@@ -9,9 +9,8 @@ namespace {
 
 // "name=value", so that a field can be added without a new schema.
 std::vector<std::string> build_info() {
-  return {"version=" LIGER_VERSION,   "torch=" LIGER_TORCH_VERSION,
-          "cuda=" LIGER_CUDA_VERSION, "cuda_archs=" LIGER_CUDA_ARCHS,
-          "compiler=" __VERSION__,    std::string("experimental=") + (LIGER_EXPERIMENTAL ? "1" : "0")};
+  return {"version=" LIGER_VERSION, "torch=" LIGER_TORCH_VERSION, "cuda=" LIGER_CUDA_VERSION,
+          "cuda_archs=" LIGER_CUDA_ARCHS, "compiler=" __VERSION__};
 }
 
 }  // namespace

@@ -158,20 +158,26 @@ def sm90_sizes():
 
     import liger
 
-    x, weight = tensors(torch.bfloat16, (600, 256), (2048, 256))
-    target = classes(600, 2048)
-    run(liger.fused_linear_ce, x, weight, target=target)
-    run(liger.fused_linear_ce, x, weight, target=target, memory_budget=1 << 20)
-    for recompute in (False, True):
-        run(liger.fused_linear_logprobs, x, weight, targets=target, temperature=0.7, recompute=recompute)
+    # The second one has an epilogue behind the next mainloop, where the dtype is bfloat16, and a partial k-block.
+    for dtype, hidden, vocab in (
+        (torch.bfloat16, 256, 2048),
+        (torch.bfloat16, 784, 2120),
+        (torch.float16, 256, 2048),
+    ):
+        x, weight = tensors(dtype, (600, hidden), (vocab, hidden))
+        target = classes(600, vocab)
+        run(liger.fused_linear_ce, x, weight, target=target)
+        run(liger.fused_linear_ce, x, weight, target=target, memory_budget=1 << 20)
+        for recompute in (False, True):
+            run(liger.fused_linear_logprobs, x, weight, targets=target, temperature=0.7, recompute=recompute)
 
-        def with_entropy(x, weight, recompute=recompute):
-            found = liger.fused_linear_logprobs(
-                x, weight, target, memory_budget=1 << 20, return_entropy=True, recompute=recompute
-            )
-            return found[:2]
+            def with_entropy(x, weight, recompute=recompute, target=target):
+                found = liger.fused_linear_logprobs(
+                    x, weight, target, memory_budget=1 << 20, return_entropy=True, recompute=recompute
+                )
+                return found[:2]
 
-        run(with_entropy, x, weight)
+            run(with_entropy, x, weight)
 
 
 def sm90_terms():

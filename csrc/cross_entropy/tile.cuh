@@ -31,12 +31,14 @@ __device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t
   const bool ignored = y == p.targets.ignore_index;
 
   constexpr int kPerThread = kBackwardVectors * (kAligned ? 1 : kVec<T>);
-  const int begin = tile * kBackwardThreads * kPerThread + static_cast<int>(threadIdx.x);
+  // Unsigned: the last tile may end beyond 2^31.
+  const unsigned begin = tile * kBackwardThreads * kPerThread + threadIdx.x;
+  const unsigned vectors = aligned.vectors;
   Vec<T, N> raw[kPerThread];
 #pragma unroll
   for (int u = 0; u < kPerThread; ++u) {
-    const int v = begin + u * kBackwardThreads;
-    if (v < aligned.vectors && !ignored) raw[u] = load<T, N>(logits + aligned.head + v * N);
+    const unsigned v = begin + u * kBackwardThreads;
+    if (v < vectors && !ignored) raw[u] = load<T, N>(logits + aligned.head + static_cast<int>(v) * N);
   }
   GradientCoefficients g = {};
   if (!ignored) g = coefficients(index, logits, y);
@@ -45,9 +47,9 @@ __device__ __forceinline__ void write_tile(const Problem& p, void* out_, int64_t
   for (int i = 0; i < N; ++i) zeros.v[i] = from_float<T>(0.0f);
 #pragma unroll
   for (int u = 0; u < kPerThread; ++u) {
-    const int v = begin + u * kBackwardThreads;
-    if (v >= aligned.vectors) break;
-    const int column = aligned.head + v * N;
+    const unsigned v = begin + u * kBackwardThreads;
+    if (v >= vectors) break;
+    const int column = aligned.head + static_cast<int>(v) * N;
     store(out + column, ignored ? zeros : gradient<kExtras>(raw[u], column, p, g));
   }
   if (tile == 0 && threadIdx.x < aligned.edges()) {

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from planned_llama import FEWEST
+
 from liger_bench import bench_model, model_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -135,7 +137,7 @@ def test_a_process_of_its_own(tmp_path):
     assert bench_model.main([*arguments, "--only", name, "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["ranks"] == 1
-    assert row["providers"][name]["status"] == "ok" and "0 of 2" in row["providers"][name]["plan"]
+    assert row["providers"][name]["status"] == "ok" and f"{FEWEST} of 2" in row["providers"][name]["plan"]
     assert name in path.with_suffix(".md").read_text() and "FSDP2" not in path.with_suffix(".md").read_text()
 
 
@@ -152,7 +154,7 @@ def test_two_ranks(tmp_path):
     assert row["providers"][planned]["first_loss"] == pytest.approx(
         row["providers"][PLAIN]["first_loss"], rel=1e-5
     )
-    assert "0 of 2" in row["providers"][planned]["plan"]
+    assert f"{FEWEST} of 2" in row["providers"][planned]["plan"]
 
 
 FAILING = """

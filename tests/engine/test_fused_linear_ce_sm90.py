@@ -10,7 +10,7 @@ from cuda_graphs import capture
 from sm90_engine import (
     BESIDE,
     BFLOAT16,
-    EXPERIMENTAL,
+    GRADIENT,
     HIDDEN_SIZES,
     KINDS,
     MIB,
@@ -62,11 +62,8 @@ def test_the_shapes_are_what_they_are_named(sm90):
         "partial, few classes": (False, True, False, False),
     }
     assert {name: kinds(shape) for name, shape in SHAPES.items() if name not in HIDDEN_SIZES} == expected
-    if EXPERIMENTAL:
-        # Each of them with a hidden size that is no multiple of 64, too.
-        assert all(
-            {True, False} == set(kind) for kind in zip(*map(kinds, HIDDEN_SIZES.values()), strict=True)
-        )
+    # Each of them with a hidden size that is no multiple of 64, too.
+    assert all({True, False} == set(kind) for kind in zip(*map(kinds, HIDDEN_SIZES.values()), strict=True))
     for shape in (BESIDE, SUMS, SHAPES["one panel"]):
         assert shape.vocab // 128 % 2, "the last pair of panels has one"
     for shape in (SUMS, SUMS_BF16, PARTS_OF_CHUNKS):
@@ -226,6 +223,18 @@ def test_weights_of_rows_that_underflow(sm90, shape):
     small &= (logits.logsumexp(-1) - logits.min(-1).values) > 20
     assert small.sum() > target[small].unique().numel()
     check(shape, x, weight, target, token_weight=token_weight, reduction="sum")
+
+
+@pytest.mark.parametrize("scale", [1e15, 1e20, 1e27])
+@KINDS
+def test_weight_gradients_whose_squares_overflow(sm90, shape, scale):
+    """Sums of chunks have a scale per block."""
+    x, weight, target = shape.layer(sm90)
+    x, weight = (x.double() * scale).to(x.dtype), (weight.double() / scale).to(x.dtype)
+    _, grads = run(shape, x, weight, target)
+    _, expected = exact(x, weight, target)
+    for actual, wanted in zip(grads, expected, strict=True):
+        assert (actual.double() - wanted).norm() <= GRADIENT * wanted.norm()
 
 
 @KINDS

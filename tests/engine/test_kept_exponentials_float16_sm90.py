@@ -8,7 +8,7 @@ from cases import strided_like
 from cuda_graphs import capture
 from float16_rule import sampled
 from logprobs_sm90 import ENTROPY, KEPT, run, upstream
-from sm90_engine import BESIDE, FLOAT16, MIB, NEEDS_EXPERIMENTAL, PARTIAL_SUMS, SHAPES, SUMS, Shape
+from sm90_engine import BESIDE, FLOAT16, MIB, PARTIAL_SUMS, SHAPES, SUMS, Shape
 from test_logprob_metrics_sm90 import METRICS, assert_exact
 from test_logprob_metrics_sm90 import run as run_metrics
 from test_logprobs_float16_sm90 import KINDS, layer
@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 import liger
 from liger._core import kept_logits
 
-pytestmark = [pytest.mark.gpu, NEEDS_EXPERIMENTAL]
+pytestmark = pytest.mark.gpu
 
 # --- metrics ------------------------------------------------------------------------------------------------------
 

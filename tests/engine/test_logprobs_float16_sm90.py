@@ -11,7 +11,6 @@ from sm90_engine import (
     BESIDE,
     BFLOAT16,
     FLOAT16,
-    NEEDS_EXPERIMENTAL,
     PARTIAL_SUMS,
     ROWS,
     SHAPES,
@@ -22,7 +21,7 @@ from torch.nn.functional import linear
 
 import liger
 
-pytestmark = [pytest.mark.gpu, NEEDS_EXPERIMENTAL]
+pytestmark = pytest.mark.gpu
 
 KINDS = pytest.mark.parametrize(
     "shape", [BESIDE, SUMS, PARTIAL_SUMS], ids=["one chunk", "sums", "partial tiles"]

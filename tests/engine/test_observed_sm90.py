@@ -72,16 +72,23 @@ def test_with_every_option_the_rest_is_as_exact_as_before(sm90, shape):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_rest_has_the_same_bits(sm90, name):
+def test_the_rest_does_not_change(sm90, name):
     shape = SHAPES[name]
-    assert shape.plan() == shape.plan(with_metrics=True)
     layer = shape.layer(sm90)
     plain, grads = run(shape, *layer)
     observed, observed_grads = run(shape, *layer, **OBSERVED)
-    same = ("loss", "z_loss", "logprobs")
-    assert_same_bits(
-        [[getattr(o, name) for name in same], g] for o, g in ((plain, grads), (observed, observed_grads))
-    )
+    results = [
+        [getattr(output, name) for name in ("loss", "z_loss", "logprobs")] for output in (plain, observed)
+    ]
+    if shape.hidden <= 704:
+        assert shape.plan() == shape.plan(with_metrics=True)
+        assert_same_bits(zip(results, (grads, observed_grads), strict=True))
+        return
+    # Without metrics sums have other tiles, and the chunks may be others.
+    for found, wanted in zip(*results, strict=True):
+        assert found is wanted is None or (found - wanted).abs().max() <= ROWS * wanted.abs().max()
+    for found, wanted in zip(grads, observed_grads, strict=True):
+        assert (found.double() - wanted.double()).norm() <= GRADIENT * wanted.double().norm()
 
 
 @pytest.mark.parametrize("name", ["entropy", "predicted_tokens", "token_accuracy"])

@@ -5,13 +5,10 @@ import random
 import pytest
 import torch
 
-from liger._core.build_info import build_info
-from liger._core.sm90_plan import HIDDEN_UNIT
+from liger._core.sm90_plan import HIDDEN_UNIT, classes_per_tile
 
 MIB = 1 << 20
 TILE = PANEL = 128  # rows; columns
-# Classes per tile of the logits, for which there is one sum per row.
-LOGITS_TILE = 192 if build_info()["experimental"] == "1" else 256
 
 
 def ceil_div(a, b):
@@ -91,7 +88,7 @@ def test_sm90_stays_in_the_budget():
     for problem, (chunks, _, panel_bytes, scale_bytes, panel_offset) in TAKEN:
         _, hidden, vocab, *_, budget, _ = problem
         panels = ceil_div(vocab, PANEL) + panel_offset
-        tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, LOGITS_TILE)
+        tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, classes_per_tile(hidden))
         assert panels * panel_bytes <= max(budget, panels * scale_bytes) + tile, problem
         for _, rows, k_splits in chunks:
             assert 1 <= k_splits <= min(24, ceil_div(vocab, 64)), problem
@@ -107,7 +104,7 @@ def test_sm90_sums_of_metrics_are_within_the_budget():
         if not chunks:
             assert problem[4] and not problem[5], problem
             continue
-        panels, sums = ceil_div(vocab, PANEL) + panel_offset, 2 * (4 * ceil_div(vocab, LOGITS_TILE) + 8)
+        panels, sums = ceil_div(vocab, PANEL) + panel_offset, 2 * (4 * ceil_div(vocab, 256) + 8)
         rows = max(chunks[0][1] - in_grad_weight, max((count for _, count, _ in chunks[1:]), default=0))
         tile = (panels * PANEL * 2 + sums) * TILE
         assert panels * panel_bytes + rows * sums <= max(budget, panels * scale_bytes) + tile, problem
@@ -136,9 +133,7 @@ def test_sm90_leaves_to_the_generic_engine_only_what_it_says():
 
     assert not any(takes(0, rows) for rows in (0, 1, 255))
     assert not any(takes(1, hidden) for hidden in (0, 8, 1000, 1100))
-    experimental = build_info()["experimental"] == "1"
-    assert all(takes(1, hidden) is experimental for hidden in (16, 32, 80, 1008, 1040, 2896))
-    assert all(takes(1, hidden) for hidden in (64, 640, 896, 1152, 2880))
+    assert all(takes(1, hidden) for hidden in (16, 80, 640, 896, 1040, 1152, 2880, 2896))
     assert not takes(2, 0) and all(takes(2, vocab) for vocab in (1, 64, 32003, 50257))
 
 

@@ -10,16 +10,10 @@ import torch
 from tile_mass_cases import sloped_layer
 
 import liger
-from liger._core.build_info import build_info
+from liger._core.sm90_plan import classes_per_tile
 from liger.debug import TileMassCounts, _tile_mass, tile_mass, tile_mass_of_logits
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90"
-
-
-@pytest.fixture(autouse=True)
-def tiles_of_256_classes(monkeypatch):
-    """In every build, as the numbers in these tests."""
-    monkeypatch.setattr(_tile_mass, "TILE_CLASSES", 256)
 
 
 def counted_one_by_one(logits, target, ignore_index=-100):
@@ -138,14 +132,12 @@ def test_the_bound_of_the_documents():
 
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="not a checkout")
-def test_numbers_are_those_of_the_kernel(monkeypatch):
+def test_numbers_are_those_of_the_kernel():
     tile = (SOURCES / "tile.h").read_text()
-    monkeypatch.undo()
-    assert f"kTileM = {_tile_mass.TILE_ROWS}, kTileN = 256" in tile
-    experimental = build_info()["experimental"] == "1"
-    if experimental:
-        assert f"kOverlappedColumns = {_tile_mass.TILE_CLASSES};" in tile
-    assert experimental or _tile_mass.TILE_CLASSES == 256
+    assert f"kTileM = {_tile_mass.TILE_ROWS}, kTileN = {_tile_mass.TILE_CLASSES}" in tile
+    # As classes_per_tile() has them.
+    assert "kOverlappedColumns = 192, kOverlappedPieces = 12;" in tile and "kTileK = 64;" in tile
+    assert [classes_per_tile(hidden) for hidden in (704, 720)] == [256, 192]
     header = (SOURCES / "tile_mass.cuh").read_text()
     (listed,) = re.findall(r"kTileMassThresholds\[\] = \{(.*?)\}", header)
     assert tuple(float.fromhex(t.strip().rstrip("f")) for t in listed.split(",")) == _tile_mass.THRESHOLDS

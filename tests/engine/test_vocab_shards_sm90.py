@@ -16,7 +16,6 @@ from sm90_engine import GRADIENT, LOSS, MIB, ROWS, Shape, assert_close_to_exact,
 from torch.nn.functional import linear
 
 import liger
-from liger._core.build_info import build_info
 from liger.distributed import _sm90_shards
 
 gpu = pytest.mark.gpu
@@ -38,8 +37,6 @@ SUMS = SHAPES["sums"]
 
 @pytest.fixture
 def shards(sm90):
-    if build_info()["experimental"] != "1":
-        pytest.skip("built without LIGER_EXPERIMENTAL")
     assert _sm90_shards.CompiledSteps.are_built() and _sm90_shards.CompiledSteps.clusters(
         torch.empty(1, device=sm90)
     )

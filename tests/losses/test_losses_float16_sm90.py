@@ -4,7 +4,7 @@ import pytest
 import torch
 from cuda_graphs import capture
 from losses_cases import leaf
-from sm90_engine import GRADIENT_FLOAT16, NEEDS_EXPERIMENTAL, assert_observed
+from sm90_engine import GRADIENT_FLOAT16, assert_observed
 from test_losses_sm90 import (
     BUDGETS,
     NAMES,
@@ -21,16 +21,16 @@ from test_losses_sm90 import (
 
 from liger import losses
 
-pytestmark = [pytest.mark.gpu, NEEDS_EXPERIMENTAL]
+pytestmark = pytest.mark.gpu
 FLOAT16 = torch.float16
 
 
-def assert_gradients(actual, expected):
+def assert_gradients(actual, expected, tolerance=GRADIENT_FLOAT16):
     """``run`` halves the loss: the forward rounds twice the expected gradient, the backward its half. Elements of a
     mean are below 2^-14, where a rounding is 2^-25."""
     for a, b in zip(actual, expected, strict=True):
         rounded = ((2 * b).to(FLOAT16) * 0.5).double()
-        error, most = relative(a, b), GRADIENT_FLOAT16 + relative(rounded, b)
+        error, most = relative(a, b), tolerance + relative(rounded, b)
         assert a.dtype == FLOAT16 and a.isfinite().all()
         assert error <= most, f"error {error:.3g}, allowed {most:.3g}"
 
@@ -92,7 +92,8 @@ def test_pairs_in_several_chunks(sm90, plans, name, shape):  # noqa: F811
     assert len(plans[0]) > 2
     exact = run_in_float64(module, hidden, weight, target)
     assert relative(ours[0], exact[0]) < 2e-5
-    assert_gradients(ours[1:], exact[1:])
+    # Every chunk rounds the sum of the weight gradient once more.
+    assert_gradients(ours[1:], exact[1:], tolerance=5e-4)
     assert not ours[1][target == -100].any()
 
 

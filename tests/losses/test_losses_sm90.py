@@ -7,7 +7,7 @@ import torch
 from cases import poison_memory
 from cuda_graphs import no_synchronisation
 from losses_cases import leaf
-from sm90_engine import EXPERIMENTAL, assert_observed
+from sm90_engine import assert_observed
 from test_losses_op import EVERY, call
 from tile_mass_cases import assert_counts, put_slopes
 
@@ -33,10 +33,10 @@ PAIRS = {
     # The last tile of columns and the last panel of classes are partial.
     "partial tiles": (10, 77, 320, 1409, 1100 << 10),
     "partial tiles, wider": (8, 203, 576, 2050, 3 * MIB),
-}
-if EXPERIMENTAL:
     # The last k-block is partial, too.
-    PAIRS |= {"hidden 272": (10, 77, 272, 1409, 1100 << 10), "hidden 592": (8, 203, 592, 2050, 3 * MIB)}
+    "hidden 272": (10, 77, 272, 1409, 1100 << 10),
+    "hidden 592": (8, 203, 592, 2050, 3 * MIB),
+}
 
 
 @pytest.fixture
@@ -179,12 +179,6 @@ def test_where_the_engine_is_not_used(sm90, plans):
     with_bonus = losses.FusedLinearGRPOLoss(beta=0.0, entropy_coef=0.1, observe=lambda tokens: None)
     run(with_bonus, hidden, weight, target)
     assert plans == [None] * 5
-
-
-def test_float16_by_the_build_option(sm90, plans):
-    hidden, weight, target = make(dtype=torch.float16)
-    run(module_of("dpo"), hidden, weight, target)
-    assert [plan is not None for plan in plans] == [EXPERIMENTAL]
 
 
 def make_pairs(sequences, length, hidden_size, vocab, skipped=(), dtype=torch.bfloat16):

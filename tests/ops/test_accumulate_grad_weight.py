@@ -108,7 +108,10 @@ def test_one_large_batch_within_one_rounding(device, dtype):
     rounded = x.is_cuda and dtype in (torch.float16, torch.bfloat16)
     tolerance = torch.finfo(dtype).eps if rounded else 2e-6
     torch.testing.assert_close(weight.main_grad, large.main_grad, rtol=0, atol=tolerance * size)
-    assert torch.equal(loss, liger.fused_linear_ce(x, weight, target))
+    # In float16 the loss of a whole call is a multiple, over its factor.
+    torch.testing.assert_close(
+        loss, liger.fused_linear_ce(x, weight, target), rtol=2e-7 if dtype == torch.float16 else 0, atol=0
+    )
     if dtype == torch.float16:
         return  # the gradient of a whole call is rounded in float16 before and after, where it underflows
     plain = torch.nn.Parameter(weight.detach().clone())

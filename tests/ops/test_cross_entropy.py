@@ -1,5 +1,7 @@
 """cross_entropy against float64, in every backend that runs here."""
 
+import math
+
 import pytest
 import torch
 from cases import DTYPES, assert_as_exact_as_torch, check_op, strided_like
@@ -234,6 +236,8 @@ def test_classes_masked_by_huge_negative_numbers(device, mask):
     output.loss.sum().backward()
     expected = reference(logits.double(), target, reduction="none")
     torch.testing.assert_close(output.loss[:2].double(), expected["loss"][:2], rtol=1e-5, atol=1e-6)
+    # Of equal logits; float64 has no digits left for it beside such logits.
+    expected["entropy"][2] = math.log(20000)
     torch.testing.assert_close(output.entropy.double(), expected["entropy"], rtol=1e-5, atol=1e-6)
     # The loss of the last row is small beside the rounding of its logits.
     assert output.loss.isfinite().all() and ours.grad.isfinite().all()

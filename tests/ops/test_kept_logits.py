@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import liger
 from liger._core import kept_logits, lm_head
-from liger._core.build_info import build_info
 from liger._core.sm90_plan import HIDDEN_UNIT, plan_chunks_sm90
 
 MIB = 1 << 20
@@ -231,11 +230,10 @@ def test_logits_where_the_engine_does_not_take_the_call(engine, case):
     assert choice(**case, recompute=False) == "logits"
 
 
-def test_float16_and_hidden_sizes_by_the_build_option(engine):
-    experimental = build_info()["experimental"] == "1"
-    assert choice(1024, 1024, 1024, dtype=torch.float16) == ("exponentials" if experimental else "nothing")
-    assert choice(1024, 1040, 1024) == ("exponentials" if experimental else "nothing")
-    assert choice(1024, 1024, 1024) == "exponentials"
+def test_dtypes_and_hidden_sizes_of_the_engine(engine):
+    assert choice(1024, 1024, 1024, dtype=torch.float16) == "exponentials"
+    assert choice(1024, 1040, 1024) == "exponentials"
+    assert choice(1024, 1048, 1024) == "nothing"
 
 
 @pytest.mark.parametrize(("chosen", "present"), [(True, False), (False, True)])

@@ -229,14 +229,6 @@ test_all_processes_choose_the_same.pytestmark = processes
 # --- without processes ------------------------------------------------------------------------------------------------
 
 
-def test_the_build_option_is_the_gate(monkeypatch):
-    monkeypatch.setattr(_sm90_shards, "build_info", lambda: {"experimental": "0"})
-    assert not _sm90_shards.CompiledSteps.are_built()
-    # A library without CUDA kernels has no steps, whatever its options.
-    monkeypatch.setattr(_sm90_shards, "build_info", lambda: {"experimental": "1"})
-    assert _sm90_shards.CompiledSteps.are_built() == hasattr(torch.ops.liger_sm90, "shard_begin")
-
-
 def test_the_steps_have_the_arguments_of_the_ops():
     """They are called by position."""
     schemas = {}

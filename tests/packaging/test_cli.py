@@ -65,7 +65,7 @@ def test_info_names_what_serves_an_op_without_a_gpu(capsys):
 
 def test_info_says_how_the_libraries_were_built(capsys):
     build = build_info()
-    assert build.keys() == {"version", "torch", "cuda", "cuda_archs", "compiler", "experimental"}
+    assert build.keys() == {"version", "torch", "cuda", "cuda_archs", "compiler"}
     assert re.fullmatch(r"2\.\d+\..+", build["torch"]) and build["compiler"]
     assert bool(build["cuda"]) == bool(build["cuda_archs"])
     assert bool(build["cuda"]) == (load._library("liger_cuda") is not None)
@@ -160,7 +160,7 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     memory = {"64M": 64 << 20, "512M": 512 << 20, "8G": 8 << 30}[budget]
     plan = plan_chunks_sm90(
         *SIZES_90.values(), True, True, accum == "fp32", memory - (memory // 257 if dtype == "fp16" else 0),
-        clusters=plan_command._clusters(),
+        clusters=plan_command._clusters(), plain_logits=dtype == "bf16",
     )  # fmt: skip
     if not plan.chunks:
         assert (budget, accum) == ("64M", "same") and found["engine"] == "generic"
@@ -176,9 +176,9 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     # The gradients, the panel workspace, and no more than a copy of the first chunk's rows with its sums and splits.
     gradients = 2 * 4096 * (16384 + 128256)
     assert gradients + workspace < found["peak_liger"]
-    shifts = 1002 + 12 if dtype == "fp16" else 0
+    sums, shifts = (501, 1002 + 12) if dtype == "fp16" else (668, 0)
     most = 8 * 128256 + rows[0] * (
-        2 * 4096 + 4 * (501 + 4) + shifts + (4 * 4096 * k_splits if k_splits > 1 else 0)
+        2 * 4096 + 4 * (sums + 4) + shifts + (4 * 4096 * k_splits if k_splits > 1 else 0)
     )
     assert found["peak_liger"] <= gradients + workspace + plan.panel_offset * 128 * 4096 * 2 + most
     assert plan.rows_in_grad_weight == 4096
@@ -205,12 +205,6 @@ def test_plan_for_capability_9_0_as_text(capsys, monkeypatch):
         assert f"\n{chunks}, by the engine of compute capability 9.0\n" in capsys.readouterr().out
 
 
-# By the build option LIGER_EXPERIMENTAL.
-KEPT_FLOAT16 = (
-    (3, 2 * 16384 * 128256, "3 GEMMs") if build_info()["experimental"] == "1" else (4, 0, "4 GEMMs")
-)
-
-
 @pytest.mark.parametrize(
     ("changed", "gemms", "kept", "words"),
     [
@@ -225,7 +219,7 @@ KEPT_FLOAT16 = (
         (["--tokens=255"], 4, 0, "4 GEMMs"),
         (["--budget=4G", "--capability=8.0"], 4, 0, "4 GEMMs"),
         (["--budget=4G", "--dtype=fp32"], 4, 0, "4 GEMMs"),
-        (["--budget=4G", "--dtype=fp16"], *KEPT_FLOAT16),
+        (["--budget=4G", "--dtype=fp16"], 3, 2 * 16384 * 128256, "3 GEMMs"),
     ],
 )
 def test_plan_of_logprobs(capsys, monkeypatch, changed, gemms, kept, words):

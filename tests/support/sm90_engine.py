@@ -11,7 +11,6 @@ from cross_entropy_reference import random_layer, reference
 from torch.nn.functional import linear
 
 import liger
-from liger._core.build_info import build_info
 
 MIB = 1 << 20
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
@@ -22,9 +21,6 @@ LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
 GRADIENT_FLOAT16 = 4e-4
 # kShiftShare of csrc/linear_ce/sm90/chunk.h.
 SHIFT_SHARE = 257
-# Kernels of the build option LIGER_EXPERIMENTAL.
-EXPERIMENTAL = build_info()["experimental"] == "1"
-NEEDS_EXPERIMENTAL = pytest.mark.skipif(not EXPERIMENTAL, reason="built without LIGER_EXPERIMENTAL")
 OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
 
 
@@ -50,6 +46,7 @@ class Shape:
         _, rows, k_splits, in_grad_weight, _, scale_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
             self.accum_dtype in (None, torch.float32), budget, clusters(), with_metrics,
+            plain_logits=dtype == BFLOAT16,
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
         return rows, k_splits, in_grad_weight, scale_bytes
@@ -110,8 +107,7 @@ HIDDEN_SIZES = {
     "hidden 784, sums": Shape(3000, 784, 8250, 8 * MIB),
     "hidden 1040, bf16 allowed": Shape(5000, 1040, 2047, 8 * MIB, BFLOAT16),
 }
-if EXPERIMENTAL:
-    SHAPES |= HIDDEN_SIZES
+SHAPES |= HIDDEN_SIZES
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------

@@ -4,16 +4,15 @@ comparison of the engine's counts with those in float64."""
 import torch
 from cross_entropy_reference import random_layer
 
-from liger.debug import _tile_mass, tile_mass_of_logits
+from liger.debug import tile_mass_of_logits
 
 # log(2^-26): beyond the last threshold.
 RANGE = 18.0
 
 
-def put_slopes(x, weight):
+def put_slopes(x, weight, classes=256):
     """Lowers the logits of the classes of each tile by another amount up to RANGE, in place, in random order: that of
     the result, the ranks of the tiles."""
-    classes = _tile_mass.TILE_CLASSES
     tiles = -(-weight.shape[0] // classes)
     ranks = torch.randperm(tiles, device=x.device)
     lowered = torch.linspace(0, RANGE, tiles, device=x.device)[ranks]
@@ -22,27 +21,28 @@ def put_slopes(x, weight):
     return ranks
 
 
-def sloped_layer(rows, hidden, vocab, device, ignored=0.25, dtype=torch.bfloat16):
+def sloped_layer(rows, hidden, vocab, device, ignored=0.25, dtype=torch.bfloat16, classes=256):
     """input, weight and target; the first classes of every second tile, by their masses, are targets."""
     x, weight, _, _ = random_layer(rows, hidden, vocab, device)
     x, weight = x.to(dtype), weight.to(dtype)
-    chosen = (put_slopes(x, weight) % 2 == 0).nonzero().squeeze(1) * _tile_mass.TILE_CLASSES
+    chosen = (put_slopes(x, weight, classes) % 2 == 0).nonzero().squeeze(1) * classes
     target = chosen[torch.randint(len(chosen), (rows,), device=device)]
     target[torch.randperm(rows, device=device)[: round(ignored * rows)]] = -100
     return x, weight, target
 
 
-def assert_counts(counts, logits, target, margin=1e-3, calls=1, ignore_index=-100):
+def assert_counts(counts, logits, target, margin=1e-3, calls=1, ignore_index=-100, classes=256):
     """The counts of ``calls`` calls against float64: between those of thresholds that are less and more by ``margin``,
     the relative error of a mass by logits in float32. Returns the exact counts of one call."""
-    exact = tile_mass_of_logits(logits, target, ignore_index)
-    assert counts.thresholds == exact.thresholds
+
+    def reference(factor):
+        thresholds = [t * factor for t in counts.thresholds]
+        return tile_mass_of_logits(logits, target, ignore_index, thresholds, classes)
+
+    exact = reference(1)
     assert counts.tiles == calls * exact.tiles
     assert counts.tiles_without_target == calls * exact.tiles_without_target
-    low, high = (
-        tile_mass_of_logits(logits, target, ignore_index, [t * factor for t in exact.thresholds])
-        for factor in (1 - margin, 1 + margin)
-    )
+    low, high = reference(1 - margin), reference(1 + margin)
     for name in ("below", "below_without_target"):
         for least, found, most in zip(*(getattr(c, name) for c in (low, counts, high)), strict=True):
             assert calls * least <= found <= calls * most, name

@@ -152,7 +152,9 @@ def test_sentinels_of_expert_parallelism(device):
     index, weights = torch.randint(5, (6, 2), device=device), torch.rand(6, 2, device=device)
     index[0] = 4
     weights[index == 4] = 0.0
-    torch.testing.assert_close(patched(x, index, weights), module(x, index, weights))
+    # Eager experts read beyond the last one for a sentinel, which is an error on a GPU.
+    expected = module(x, index.clamp(max=3), weights)
+    torch.testing.assert_close(patched(x, index, weights), expected)
 
 
 def saved_bytes(module, x, index, weights):

@@ -221,17 +221,21 @@ void Chunk::gather() const {
 
 void Chunk::exponentials_of_gathered() const {
   with_flags(
-      [&](auto float16, auto metrics, auto partial_tiles, auto transform) {
+      [&](auto float16, auto metrics, auto partial_panel, auto transform) {
         using T = std::conditional_t<float16.value, __half, Bf16>;
+        if constexpr (!float16.value && !metrics.value && !transform.value) {
+          if (batch_.overlaps_epilogue()) return logits_gemm<OverlappedExpEpilogue<partial_panel.value>>();
+        }
         // A kernel with the transform handles partial tiles too, as one of float16 with metrics does.
         constexpr bool kPartialTiles =
-            partial_tiles.value || transform.value || (float16.value && metrics.value);
-        if constexpr (metrics.value && !transform.value && (!float16.value || kFloat16Logprobs)) {
-          if (batch_.with_squares) return logits_gemm<T, true, kPartialTiles, false, true>();
+            partial_panel.value || transform.value || (float16.value && metrics.value);
+        if constexpr (metrics.value && !transform.value) {
+          if (batch_.with_squares) return logits_gemm<ExpEpilogue<T, true, kPartialTiles, false, true>>();
         }
-        logits_gemm<T, metrics.value, kPartialTiles, transform.value>();
+        logits_gemm<ExpEpilogue<T, metrics.value, kPartialTiles, transform.value>>();
       },
-      batch_.is_float16(), batch_.with_metrics, batch_.has_partial_tiles(), batch_.terms.transform.any());
+      batch_.is_float16(), batch_.with_metrics, sm90::has_partial_panel(batch_.vocab()),
+      batch_.terms.transform.any());
 }
 
 template <typename T>
@@ -266,19 +270,18 @@ void Chunk::gather_rows() const {
   check_launch(kOp);
 }
 
-template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares>
+template <class Epilogue>
 void Chunk::logits_gemm() const {
+  using T = typename Epilogue::Element;
   const int hidden = static_cast<int>(batch_.hidden()), vocab = static_cast<int>(batch_.vocab());
-  if constexpr (kMetrics) {
+  if (batch_.with_metrics) {
     check_cuda(cudaMemsetAsync(buffers_.metrics.best_keys, 0,
                                chunk_.rows * sizeof(*buffers_.metrics.best_keys), batch_.stream),
                kOp);
   }
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
-  constexpr bool kOverlapped = sm90::kOverlappedLogits && std::is_same_v<T, Bf16>;
-  using Epilogue = LogitsEpilogue<kOverlapped, T, kMetrics, kPartialTiles, kTransform, kSquares>;
   typename GemmOf<Epilogue>::Maps maps;
-  if constexpr (kOverlapped) {
+  if constexpr (std::is_same_v<decltype(maps), sm90::OverlappedMaps>) {
     maps.operands = {{input, input}, matrix_map(batch_.weight, sm90::kOverlappedBoxRows)};
     // Without gradients there are no panels, and nothing is stored.
     const auto panels = batch_.need_gradient() ? panel_maps(sm90::kResultBoxRows) : std::array{input, input};
@@ -372,7 +375,7 @@ void Chunk::count_tile_mass() const {
   const int columns = static_cast<int>(batch_.sums_per_row());
   launch_count_tile_mass({rows(), batch_.row_index.index + chunk_.first, batch_.problem.targets,
                           static_cast<int>(batch_.vocab()), buffers_.tile_sums, columns, counts},
-                         sm90::logits_columns(batch_.is_float16()), batch_.stream);
+                         batch_.logits_columns(), batch_.stream);
 }
 
 void Chunk::gradients() const {

@@ -44,8 +44,7 @@ struct Batch {
   int device;
   cudaStream_t stream;
   LogitTerms terms{};
-  // Sums of squared exponentials are requested; not with a transform of the logits, and with float16 only where
-  // kFloat16Logprobs.
+  // Sums of squared exponentials are requested; not with a transform of the logits.
   bool with_squares = false;
 
   bool is_float16() const { return input.scalar_type() == ScalarType::Half; }
@@ -54,8 +53,13 @@ struct Batch {
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
   bool has_partial_tiles() const { return sm90::has_partial_tiles(hidden(), vocab()); }
-  // Tiles of the logits GEMM.
-  int64_t sums_per_row() const { return ceil_div(vocab(), sm90::logits_columns(is_float16())); }
+  // Whether gemm_kernel_overlapped computes the logits.
+  bool overlaps_epilogue() const {
+    return sm90::overlaps_epilogue(hidden(), !is_float16() && !with_metrics && !terms.transform.any());
+  }
+  // Classes per tile of the logits GEMM, and tiles per row.
+  int logits_columns() const { return sm90::logits_columns(overlaps_epilogue()); }
+  int64_t sums_per_row() const { return ceil_div(vocab(), logits_columns()); }
   bool need_grad_bias() const { return terms.grad_bias != nullptr; }
   bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
   // One-hot terms per class.
@@ -162,7 +166,8 @@ class Chunk {
  private:
   template <typename T>
   void gather_rows() const;
-  template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false>
+  // Epilogue: ExpEpilogue or OverlappedExpEpilogue.
+  template <class Epilogue>
   void logits_gemm() const;
   template <typename T>
   void apply_rule_of(bool gradient) const;

@@ -14,10 +14,6 @@ namespace liger::linear_ce {
 template <typename T>
 inline constexpr bool kSmallRange = std::is_same_v<T, __half>;
 
-// Log-probabilities whose gradients arrive after the forward, in float16: fused_linear_logprobs with exponentials of its
-// own, and the losses of liger.losses. Not tested on a GPU yet.
-inline constexpr bool kFloat16Logprobs = LIGER_EXPERIMENTAL;
-
 // Exponentials are stored times 2^kOffset, so that smaller ones are preserved: from 2^-25 / 2^kOffset on. With a
 // smaller offset fewer rows reach the upper end.
 template <typename T>

@@ -8,21 +8,18 @@ namespace liger::linear_ce {
 
 // A piece is 16 columns, as many as one stmatrix writes. Panels have 128 columns and tiles 192, so exponentials are
 // stored in boxes of 64 columns, half a row of a panel. Rows and panels beyond the chunk are clipped by TMA.
-template <bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false>
+template <bool kPartialTiles>
 struct OverlappedExpEpilogue
-    : ExpEpilogue<__nv_bfloat16, kMetrics, kPartialTiles, kTransform, kSquares, sm90::kOverlappedColumns> {
+    : ExpEpilogue<__nv_bfloat16, false, kPartialTiles, false, false, sm90::kOverlappedColumns> {
   using T = __nv_bfloat16;
-  using Base = ExpEpilogue<T, kMetrics, kPartialTiles, kTransform, kSquares, sm90::kOverlappedColumns>;
-  using Base::kColumns, Base::chunk, Base::vocab, Base::out, Base::write, Base::overflow, Base::phase,
-      Base::transform;
-  static constexpr int kPieceColumns = 16, kPieces = kColumns / kPieceColumns;
-  // A k-block takes 768 clocks, the exponentials of a piece 128 of the special function unit, with a softcap 384; twice,
-  // of two warps.
-  static constexpr int kPiecesPerKBlock = kTransform ? 1 : LIGER_OVERLAPPED_PIECES;
+  using Base = ExpEpilogue<T, false, kPartialTiles, false, false, sm90::kOverlappedColumns>;
+  using Base::kColumns, Base::chunk, Base::vocab, Base::out, Base::write, Base::overflow, Base::phase;
+  // A k-block takes 768 clocks, the exponentials of a piece 128 of the special function unit, for each of two warps.
+  static constexpr int kPieces = sm90::kOverlappedPieces, kPieceColumns = kColumns / kPieces;
+  static_assert(kPieceColumns == 16);
   struct Pending {
     Tile tile;
-    float from[2], sum[2], entropy_sum[2], square_sum[2], best[2];
-    int best_column[2];
+    float from[2], sum[2];
   };
 
   __device__ __forceinline__ bool begin(Pending& p, const Tile& tile, int row, int lane) const {
@@ -30,9 +27,7 @@ struct OverlappedExpEpilogue
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       p.from[h] = Base::reference_of(tile.m0 + row + lane / 4 + 8 * h);
-      p.sum[h] = p.entropy_sum[h] = p.square_sum[h] = 0.0f;
-      p.best[h] = -INFINITY;
-      p.best_column[h] = 0;
+      p.sum[h] = 0.0f;
     }
     return tile.m0 < chunk() && (phase == Phase::kAll || overflow[tile.m0 / sm90::kTileM]);
   }
@@ -54,7 +49,10 @@ struct OverlappedExpEpilogue
     constexpr int kFirst = kPiece * kPieceColumns, kInBox = kFirst % sm90::kBox;
     constexpr bool kBeginsBox = kInBox == 0, kEndsBox = kInBox + kPieceColumns == sm90::kBox;
     const Tile& tile = p.tile;
-    const LaneSums sums{p.sum, p.entropy_sum, p.square_sum, p.best, p.best_column};
+    // Without metrics only the sums are written.
+    float unused[2] = {};
+    int unused_column[2] = {};
+    const LaneSums sums{p.sum, unused, unused, unused, unused_column};
     if constexpr (kPiece == 0) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) p.from[h] *= kLog2e;
@@ -66,11 +64,11 @@ struct OverlappedExpEpilogue
         copy_logits<partial.value>(z, e, kFirst, tile, lane);
         Base::exponentials(e, kFirst, kPieceColumns, p.from, tile, lane, sums);
       };
-      if constexpr (kPartialTiles && !kTransform) {
+      if constexpr (kPartialTiles) {
         // Without this branch, pieces are one block of instructions, which the compiler mixes until it spills.
         tile.n0 + kFirst + kPieceColumns <= vocab ? compute(std::false_type{}) : compute(std::true_type{});
       } else {
-        compute(std::bool_constant<kPartialTiles>{});
+        compute(std::false_type{});
       }
       if (write) {
         if constexpr (kBeginsBox) wait_for_store(lane);
@@ -91,36 +89,23 @@ struct OverlappedExpEpilogue
   }
 
  private:
-  // The logits of a piece, with bias, -inf beyond the vocabulary. A copy, and without branches: the compiler would
-  // serialise the wgmmas of the other accumulators if these changed, also at a join of branches.
+  // The logits of a piece, -inf beyond the vocabulary. A copy, and without branches: the compiler would serialise the
+  // wgmmas of the other accumulators if these changed, also at a join of branches.
   template <bool kPartial>
   __device__ __forceinline__ void copy_logits(const float (&z)[sm90::kSums], float (&logits)[sm90::kSums],
                                               int first, const Tile& tile, int lane) const {
     const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
 #pragma unroll
     for (int j = first / 8; j < (first + kPieceColumns) / 8; ++j) {
-      float2 b{0.0f, 0.0f};
-      if constexpr (kTransform) {
-        // The vector has zeros up to a multiple of kTileN, and the tile may end behind it.
-        if (transform.bias != nullptr && tile.n0 + first < vocab)
-          b = __ldg(reinterpret_cast<const float2*>(transform.bias + tile.n0 + 8 * j) + lane % 4);
-      }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float x = kTransform ? z[4 * j + i] + (i % 2 ? b.y : b.x) : z[4 * j + i];
-        logits[4 * j + i] = !kPartial || 8 * j + i % 2 < left ? x : -INFINITY;
-      }
+      for (int i = 0; i < 4; ++i)
+        logits[4 * j + i] = !kPartial || 8 * j + i % 2 < left ? z[4 * j + i] : -INFINITY;
     }
   }
   // Keeps the compiler from moving additions to later pieces, for which it would spill their operands.
   static __device__ __forceinline__ void finish_sums(Pending& p) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      asm volatile("" : "+f"(p.sum[h]));
-      if constexpr (kMetrics)
-        asm volatile("" : "+f"(p.entropy_sum[h]), "+f"(p.best[h]), "+r"(p.best_column[h]));
-      if constexpr (kSquares) asm volatile("" : "+f"(p.square_sum[h]));
-    }
+    for (int h = 0; h < 2; ++h) asm volatile("" : "+f"(p.sum[h]));
   }
   // Until the box before has been read from shared memory.
   static __device__ __forceinline__ void wait_for_store(int lane) {
@@ -151,11 +136,5 @@ struct OverlappedExpEpilogue
     store_box(tile, end, row, lane, smem, maps);
   }
 };
-
-// The epilogue of the logits GEMM.
-template <bool kOverlapped, typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares>
-using LogitsEpilogue =
-    std::conditional_t<kOverlapped, OverlappedExpEpilogue<kMetrics, kPartialTiles, kTransform, kSquares>,
-                       ExpEpilogue<T, kMetrics, kPartialTiles, kTransform, kSquares>>;
 
 }  // namespace liger::linear_ce

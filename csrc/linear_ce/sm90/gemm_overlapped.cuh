@@ -1,5 +1,5 @@
 // The GEMM of gemm.cuh with two sets of accumulators: while wgmma accumulates a tile in one of them, the same warps
-// run the epilogue of the tile before on the other one, a few pieces per k-block (sm_90a only).
+// run the epilogue of the tile before on the other one, a piece per k-block (sm_90a only).
 //
 // Tiles of a block are 128 x 192, so a thread has 2 x 96 accumulators. Boxes of B have 96 rows, half of a tile: each
 // block of a cluster loads one and multicasts it.
@@ -9,17 +9,9 @@
 
 #include "linear_ce/sm90/gemm.cuh"
 
-// For benchmarks/kernels/logits_gemm.cu, which compares others.
-#ifndef LIGER_OVERLAPPED_PIECES
-#define LIGER_OVERLAPPED_PIECES 2
-#endif
-#ifndef LIGER_OVERLAPPED_STAGES
-#define LIGER_OVERLAPPED_STAGES 5
-#endif
-
 namespace liger::sm90 {
 
-inline constexpr int kOverlappedStages = LIGER_OVERLAPPED_STAGES;
+inline constexpr int kOverlappedStages = 5;
 inline constexpr int kOverlappedBoxRows = kOverlappedColumns / kCluster;  // of B
 using NarrowStage = Stage<kOverlappedColumns, kOverlappedBoxRows>;
 // A box of the epilogue's result, of one warp: 16 rows of kBox columns.
@@ -34,7 +26,7 @@ struct OverlappedMaps {
 };
 
 // An Epilogue is as that of gemm_kernel, without prefetch(), load() and store() but with
-//   static constexpr int kPieces, kPiecesPerKBlock    of a tile, and while a k-block is computed
+//   static constexpr int kPieces               of a tile, each while a k-block of the next tile is computed
 //   struct Pending                             what a tile needs beside its accumulators until its epilogue has ended
 //   bool begin(Pending&, Tile, int row, int lane) const
 //       during the mainloop of the tile; false: nothing is done with its accumulators
@@ -71,9 +63,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    // K-blocks with pieces. Fewer run after an epilogue instead.
-    constexpr int kPiecesPerKBlock = Epilogue::kPiecesPerKBlock;
-    constexpr int kSteps = (Epilogue::kPieces + kPiecesPerKBlock - 1) / kPiecesPerKBlock;
     const int group = warpgroup - 1;
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
     const EpilogueSmem smem{epilogue_smem + own_warp * kResultBoxBytes};
@@ -94,19 +83,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (t < tiles) next = epilogue.tile(t, rank);
     // The mainloop of the next tile, with the epilogue of the tile before; false if there is no next tile.
     const auto step = [&](float (&sums)[kSums], float (&before)[kSums]) __attribute__((always_inline)) {
-      const auto pieces_of = [&](auto first) __attribute__((always_inline)) {
-        [&]<int... i>(std::integer_sequence<int, i...>) {
-          const auto one = [&](auto piece) __attribute__((always_inline)) {
-            if constexpr (piece.value < Epilogue::kPieces)
-              epilogue.template piece<piece.value>(before, pending, own_row, lane, smem, maps.results);
-          };
-          (one(std::integral_constant<int, first.value + i>{}), ...);
-        }(std::make_integer_sequence<int, kPiecesPerKBlock>{});
+      const auto run_piece = [&](auto piece) __attribute__((always_inline)) {
+        epilogue.template piece<piece.value>(before, pending, own_row, lane, smem, maps.results);
       };
-      const auto each_step = [&](const auto& f) __attribute__((always_inline)) {
-        [&]<int... s>(std::integer_sequence<int, s...>) {
-          (f(std::integral_constant<int, s * kPiecesPerKBlock>{}), ...);
-        }(std::make_integer_sequence<int, kSteps>{});
+      const auto for_each_piece = [&](const auto& f) __attribute__((always_inline)) {
+        [&]<int... p>(std::integer_sequence<int, p...>) {
+          (f(std::integral_constant<int, p>{}), ...);
+        }(std::make_integer_sequence<int, Epilogue::kPieces>{});
       };
       const Tile tile = next;
       int previous = -1;
@@ -130,16 +113,17 @@ __global__ void __launch_bounds__(kThreads, 1)
         wgmma_wait<0>();
         pin<Epilogue::kColumns>(sums);
       };
-      // Two whole mainloops: where branches join while wgmmas run, the compiler would serialise them.
+      // Two whole mainloops: where branches join while wgmmas run, the compiler would serialise them. With fewer k-blocks
+      // than pieces the epilogue runs before the mainloop.
       const bool has_tile = t < tiles;
-      if (is_pending && has_tile && tile.k_blocks >= kSteps) {
-        each_step([&](auto first) __attribute__((always_inline)) {
-          add_k_block([&]() __attribute__((always_inline)) { pieces_of(first); });
+      if (is_pending && has_tile && tile.k_blocks >= Epilogue::kPieces) {
+        for_each_piece([&](auto piece) __attribute__((always_inline)) {
+          add_k_block([&]() __attribute__((always_inline)) { run_piece(piece); });
         });
         is_pending = epilogue.begin(pending, tile, own_row, lane);
-        add_k_blocks(tile.k_blocks - kSteps);
+        add_k_blocks(tile.k_blocks - Epilogue::kPieces);
       } else {
-        if (is_pending) each_step(pieces_of);
+        if (is_pending) for_each_piece(run_piece);
         if (!has_tile) return false;
         is_pending = epilogue.begin(pending, tile, own_row, lane);
         add_k_blocks(tile.k_blocks);

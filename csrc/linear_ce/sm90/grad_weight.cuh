@@ -203,14 +203,32 @@ struct GradWeightEpilogue {
     float squares[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) squares[i / 2 % 2] = fmaf(sums[i], sums[i], squares[i / 2 % 2]);
+    // The root of the sum of squares bounds every element; it is scaled to at most 2^15.
+    int biased[2];
+    bool overflow = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      // The root of the sum of squares bounds every element; it is scaled to at most 2^15.
       const int exponent = __float_as_uint(warp_reduce<Sum, 4>(squares[h])) >> 23;
-      const bool overflow = exponent == 255;
-      const int biased = overflow ? 127 + 113 : 127 - 15 + ((exponent - 125) >> 1);
-      inverse_scale[h] = power_of_two(254 - biased);
-      if (lane % 4 == 0) scale_exponents_of(tile, row, lane)[8 * h] = static_cast<unsigned char>(biased);
+      biased[h] = 127 - 15 + ((exponent - 125) >> 1);
+      overflow |= exponent == 255;
+    }
+    if (__any_sync(0xffffffffu, overflow)) {
+      // Elements from about 2^60 on, whose squares have no sum: from the largest one.
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float largest = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kColumns / 2; ++i) {
+          if (i / 2 % 2 == h) largest = fmaxf(largest, fabsf(sums[i]));
+        }
+        const int exponent = __float_as_uint(warp_reduce<Max, 4>(largest)) >> 23;
+        biased[h] = min(max(exponent - 14, 127 - 15 - 63), 127 + 113);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      inverse_scale[h] = power_of_two(254 - biased[h]);
+      if (lane % 4 == 0) scale_exponents_of(tile, row, lane)[8 * h] = static_cast<unsigned char>(biased[h]);
     }
   }
 

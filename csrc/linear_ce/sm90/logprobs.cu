@@ -28,10 +28,7 @@ constexpr int64_t kKeptNumbers = sizeof(KeptRow) / sizeof(float);
 // Calls f with a std::type_identity of the elements of a batch, whose dtype IndexedRows has checked.
 template <typename F>
 void with_elements(const linear_ce::Batch& batch, const F& f) {
-  if constexpr (linear_ce::kFloat16Logprobs) {
-    if (batch.is_float16()) return f(std::type_identity<__half>{});
-  }
-  f(std::type_identity<Bf16>{});
+  batch.is_float16() ? f(std::type_identity<__half>{}) : f(std::type_identity<Bf16>{});
 }
 
 // The arguments of forward and backward.
@@ -58,11 +55,9 @@ class IndexedRows {
                call.input.get_device_index(),
                current_stream(call.input)},
         index_memory_(empty({linear_ce::row_index_bytes(batch_.rows())}, ScalarType::Byte, call.input)) {
-    require(call.input.scalar_type() == ScalarType::BFloat16 ||
-                (linear_ce::kFloat16Logprobs && batch_.is_float16()),
-            kOp, ": the engine of compute capability 9.0 does not take input of dtype ",
-            dtype_name(call.input.scalar_type()), ", expected bfloat16",
-            linear_ce::kFloat16Logprobs ? " or float16" : "");
+    require(call.input.scalar_type() == ScalarType::BFloat16 || batch_.is_float16(), kOp,
+            ": the engine of compute capability 9.0 does not take input of dtype ",
+            dtype_name(call.input.scalar_type()), ", expected bfloat16 or float16");
     ce::Problem& problem = batch_.problem;
     problem.rows = batch_.rows();
     problem.vocab = static_cast<int>(batch_.vocab());
@@ -94,7 +89,8 @@ LinearCePlan plan_of(const linear_ce::Batch& batch, bool one_chunk, int64_t memo
                                 0,
                                 1,
                                 batch.with_metrics,
-                                batch.with_squares};
+                                batch.with_squares,
+                                batch.overlaps_epilogue()};
   const std::optional<LinearCePlan> plan = one_chunk
                                                ? linear_ce::plan_one_chunk_on_device(problem, batch.device)
                                                : linear_ce::plan_on_device(problem, batch.device);

@@ -51,14 +51,14 @@ using EncodedPlan = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::
 
 EncodedPlan plan(const Tensor& input, const Tensor& weight, int64_t group_rows, bool exact_accumulation,
                  int64_t memory_budget, bool with_metrics, bool need_grad_input, bool need_grad_weight) {
-  const bool half = linear_ce::kFloat16Logprobs && input.scalar_type() == ScalarType::Half;
-  if (input.scalar_type() != ScalarType::BFloat16 && !half) return {};
+  if (input.scalar_type() != ScalarType::BFloat16 && input.scalar_type() != ScalarType::Half) return {};
   const DeviceGuard guard(input.get_device_index());
   const linear_ce::Batch batch =
       batch_of(input, weight, need_grad_input, need_grad_weight, with_metrics, 1.0);
   const std::optional<LinearCePlan> plan = linear_ce::plan_on_device(
       {batch.rows(), batch.hidden(), batch.vocab(), need_grad_input, need_grad_weight, exact_accumulation,
-       linear_ce::budget_beside_shifts(input, memory_budget), 0, group_rows, with_metrics},
+       linear_ce::budget_beside_shifts(input, memory_budget), 0, group_rows, with_metrics, false,
+       batch.overlaps_epilogue()},
       batch.device);
   if (!plan) return {};
   std::vector<int64_t> separate_rows, workspace_bytes;

@@ -15,8 +15,10 @@ using sm90::kPanel;
 using sm90::kTileK;
 using sm90::kTileM;
 
-// Of tiles of the logits. Those of float16 may be wider, with fewer sums.
-constexpr int64_t kLogitsColumns = sm90::logits_columns(/*is_float16=*/false);
+// Tiles of a row of logits.
+int64_t logits_tiles(const LinearCeProblem& p) {
+  return ceil_div(p.vocab, int64_t{sm90::logits_columns(p.overlaps_epilogue)});
+}
 // Below these the generic engine is faster: rows of the batch, and rows of a chunk where it may sum in bf16
 // (its float32 sum needs far more memory).
 constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
@@ -73,7 +75,7 @@ class CostModel {
 
   // The logits GEMM of these rows, with wave quantisation.
   double logits(int64_t rows) const {
-    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = ceil_div(p_.vocab, kLogitsColumns);
+    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = logits_tiles(p_);
     const double waves = static_cast<double>(ceil_div(row_pairs * columns, p_.clusters));
     return waves * p_.clusters * 2 * kTileM / columns;
   }
@@ -118,7 +120,7 @@ Limits limits(const LinearCeProblem& p, int64_t panel_offset) {
   const int64_t panels = sm90::panels(p.vocab) + panel_offset;
   // The sums of a row, one per tile, and the one-hot terms of rows and classes; with metrics and with squares as
   // many sums again, and a key.
-  const int64_t sums = 4 * ceil_div(p.vocab, kLogitsColumns) + 8;
+  const int64_t sums = 4 * logits_tiles(p) + 8;
   Limits l{};
   l.rows_in_grad_weight = p.need_grad_weight ? p.hidden / kTileM * kTileM : 0;
   l.row_bytes = panels * kPanel * 2 + (1 + p.with_metrics + p.with_squares) * sums;

@@ -7,17 +7,20 @@ namespace liger::sm90 {
 
 // Rows and columns of the result per block, and the depth of a pipeline stage.
 inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
-// The hidden size is a multiple of it. TMA fills the rest of the last k-block with zeros, and epilogues write segments of
-// 16 columns; sizes that are not multiples of kTileK have not been tested on a GPU yet.
-inline constexpr int kHiddenUnit = LIGER_EXPERIMENTAL ? 16 : kTileK;
-static_assert(kTileK % kHiddenUnit == 0 && kHiddenUnit % 16 == 0);
-// Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators.
-inline constexpr int kOverlappedColumns = 192;
-// Whether the logits of bfloat16 are computed by that kernel.
-inline constexpr bool kOverlappedLogits = LIGER_EXPERIMENTAL;
+// The hidden size is a multiple of it: TMA fills the rest of the last k-block with zeros, and epilogues write segments of
+// 16 columns.
+inline constexpr int kHiddenUnit = 16;
+// Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators, and pieces of its epilogue,
+// one per k-block of the next tile.
+inline constexpr int kOverlappedColumns = 192, kOverlappedPieces = 12;
+// Whether that kernel computes the logits: it is faster where the next tile has a k-block for every piece, and where the
+// epilogue is short (plain: bfloat16, without bias, softcap or metrics).
+constexpr bool overlaps_epilogue(int64_t hidden, bool plain) {
+  return plain && hidden > (kOverlappedPieces - 1) * kTileK;
+}
 // Classes per tile of the logits, for which there is one sum per row.
-constexpr int logits_columns(bool is_float16) {
-  return kOverlappedLogits && !is_float16 ? kOverlappedColumns : kTileN;
+constexpr int logits_columns(bool overlapped) {
+  return overlapped ? kOverlappedColumns : kTileN;
 }
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
@@ -41,10 +44,13 @@ template <typename T>
 constexpr T panels(T columns) {
   return (columns + kPanel - 1) / kPanel;
 }
-// Whether the last tile of columns of the hidden size, or the last panel of classes, is partial. Kernels of
+// Whether the last panel of classes, or the last tile of columns of the hidden size, is partial. Kernels of
 // their own (kPartialTiles) handle such sizes.
+constexpr bool has_partial_panel(int64_t vocab) {
+  return vocab % kPanel != 0;
+}
 constexpr bool has_partial_tiles(int64_t hidden, int64_t vocab) {
-  return hidden % kTileN != 0 || vocab % kPanel != 0;
+  return hidden % kTileN != 0 || has_partial_panel(vocab);
 }
 
 }  // namespace liger::sm90

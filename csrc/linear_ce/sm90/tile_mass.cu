@@ -93,10 +93,8 @@ TileMassCounts* tile_mass_counts(int device) {
 
 void launch_count_tile_mass(const TileMass& mass, int tile_columns, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>(ceil_div(mass.chunk.rows, sm90::kTileM));
-  auto kernel = count_tile_mass<sm90::kTileN>;
-  if constexpr (sm90::kOverlappedLogits) {
-    if (tile_columns != sm90::kTileN) kernel = count_tile_mass<sm90::kOverlappedColumns>;
-  }
+  const auto kernel = tile_columns == sm90::kTileN ? count_tile_mass<sm90::kTileN>
+                                                   : count_tile_mass<sm90::kOverlappedColumns>;
   kernel<<<tiles, kThreads, 0, stream>>>(mass);
   check_launch(kOp);
 }

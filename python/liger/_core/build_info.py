@@ -14,6 +14,6 @@ def build_info() -> dict[str, str]:
     Returns:
         ``version`` of liger-ops; ``torch``, whose headers were used; ``cuda``, the version of nvcc (empty: no CUDA
         kernels); ``cuda_archs``, separated by spaces, such as ``"80 90a 80+PTX"``; ``compiler``, the version of the
-        C++ compiler; ``experimental``, ``"1"`` with the kernels of the build option LIGER_EXPERIMENTAL.
+        C++ compiler.
     """
     return dict(field.split("=", 1) for field in torch.ops.liger.build_info())

@@ -195,7 +195,9 @@ class RowResults:
             total = cost.sum(-1) if rule.class_weight is None else (cost * rule.class_weight).sum(-1)
         self.fill_from(block, lse, logp, total)
         if metrics.entropy:
-            entropy = torch.where(exp == 0, 0.0, exp * (lse.unsqueeze(1) - z)).sum(-1) / total_exp
+            # Not lse - z, which has no digits where logits are large.
+            below = largest.unsqueeze(1) - z
+            entropy = torch.where(exp == 0, 0.0, exp * below).sum(-1) / total_exp + log_total
             self.entropy[block] = torch.where(valid, entropy, 0.0)
         if self.predicted.numel():
             self.predicted[block] = torch.where(valid, logits.argmax(-1), -1)

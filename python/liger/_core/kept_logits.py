@@ -10,7 +10,7 @@ import torch
 from ..backend import FAMILIES
 from .arguments import described, dtype_name
 from .dtensor import is_dtensor
-from .sm90_plan import HIDDEN_UNIT, LOGPROBS_DTYPES
+from .sm90_plan import ENGINE_DTYPES, HIDDEN_UNIT
 
 NOTHING, LOGITS, EXPONENTIALS = "nothing", "logits", "exponentials"
 # kPanel and kTileM of csrc/linear_ce/sm90/tile.h, kFewestRows of planner.cpp.
@@ -66,12 +66,7 @@ def sizes_for_engine(rows, hidden):
 def engine_can(input, weight, bias, softcap, float32_logits=False):
     """Whether the wgmma engine can compute the log-probabilities of these hidden states. It never rounds a logit, but
     the sums of tensor cores have a larger error than ``logits_dtype`` float32 allows."""
-    if (
-        float32_logits
-        or not input.is_cuda
-        or input.dtype not in LOGPROBS_DTYPES
-        or weight.dtype != input.dtype
-    ):
+    if float32_logits or not input.is_cuda or input.dtype not in ENGINE_DTYPES or weight.dtype != input.dtype:
         return False
     if bias is not None or softcap is not None:
         return False
@@ -109,7 +104,7 @@ def check_keep(op, keep):
 def check_engine(op, keep, input, weight, bias, softcap, float32_logits=False):
     """Raises RuntimeError for exponentials where the engine cannot run."""
     if keep == EXPONENTIALS and not engine_can(input, weight, bias, softcap, float32_logits):
-        dtypes = " or ".join(map(dtype_name, LOGPROBS_DTYPES))
+        dtypes = " or ".join(map(dtype_name, ENGINE_DTYPES))
         raise RuntimeError(
             f"{op}: keep is '{EXPONENTIALS}', expected '{NOTHING}' or '{LOGITS}': the wgmma engine needs a GPU of "
             f"compute capability 9.0, hidden states and weight in {dtypes}, no bias, no softcap, no "

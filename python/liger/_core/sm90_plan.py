@@ -4,14 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from .build_info import build_info
-
-# What the engine takes where the build option LIGER_EXPERIMENTAL is set, and elsewhere: kHiddenUnit of
-# csrc/linear_ce/sm90/tile.h, by which hidden sizes are divisible, and the dtypes of log-probabilities whose gradients
-# arrive after the forward, kFloat16Logprobs of element.cuh.
-_EXPERIMENTAL = build_info()["experimental"] == "1"
-HIDDEN_UNIT = 16 if _EXPERIMENTAL else 64
-LOGPROBS_DTYPES = (torch.bfloat16, torch.float16) if _EXPERIMENTAL else (torch.bfloat16,)
+# What the engine takes: hidden sizes that are divisible by kHiddenUnit of csrc/linear_ce/sm90/tile.h, and these dtypes.
+HIDDEN_UNIT = 16
+ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class PlannedChunk(NamedTuple):
@@ -61,6 +56,11 @@ class LinearBackwardPlan(NamedTuple):
     scale_bytes: int
     first_workspace_bytes: int
     workspace_bytes: int
+
+
+def classes_per_tile(hidden, plain_logits=True):
+    """Classes per tile of the logits GEMM. plain_logits: bfloat16, without bias, softcap and metrics."""
+    return 192 if plain_logits and hidden > 704 else 256
 
 
 def plan_chunks_sm90(*problem, **options):

@@ -71,8 +71,6 @@ def run(arguments):
     build = info["build"]
     if build["cuda"]:
         kernels = f"CUDA {build['cuda']} kernels for {build['cuda_archs']}"
-        if build["experimental"] == "1":
-            kernels += ", with experimental ones"
     else:
         kernels = "CPU and Triton build, without CUDA kernels"
     built_with = f"torch {build['torch']}, g++ {build['compiler']}; runs on torch 2.10 and later"

@@ -37,7 +37,7 @@ import liger
 
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
-from .._core.sm90_plan import LOGPROBS_DTYPES, plan_chunks_sm90
+from .._core.sm90_plan import ENGINE_DTYPES, classes_per_tile, plan_chunks_sm90
 from . import _plan_model
 from ._format import human_bytes, table
 
@@ -148,16 +148,25 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
     if half:
         budget -= budget // SHIFT_SHARE
     plan = plan_chunks_sm90(
-        tokens, hidden, vocab, True, True, exact_accumulation, budget, clusters=_clusters()
+        tokens,
+        hidden,
+        vocab,
+        True,
+        True,
+        exact_accumulation,
+        budget,
+        clusters=_clusters(),
+        plain_logits=not half,
     )
     if not plan.chunks:
         return None
     panels = math.ceil(vocab / 128) + plan.panel_offset
+    tile_classes = classes_per_tile(hidden, plain_logits=not half)
     offset_bytes = plan.panel_offset * 128 * hidden * 2
     working = 0
     for chunk in plan.chunks:
         is_first = chunk.first == 0
-        need = 4 * chunk.rows * (math.ceil(vocab / 256) + 4)
+        need = 4 * chunk.rows * (math.ceil(vocab / tile_classes) + 4)
         if half:
             need += chunk.rows * (math.ceil(vocab / 128) + 12)
         if is_first and plan.rows_in_grad_weight:
@@ -210,7 +219,7 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     # The generic engine allocates the final gradient after its last chunk of logits.
     sequential = plan["engine"] == "generic" and plan["accumulator"] > 0
     together = (max if sequential else sum)((plan["logits_liger"], weight_gradient))
-    can_keep = capability == SM90 and dtype in LOGPROBS_DTYPES and sizes_for_engine(tokens, hidden)
+    can_keep = capability == SM90 and dtype in ENGINE_DTYPES and sizes_for_engine(tokens, hidden)
     exponentials = exponentials_bytes(tokens, vocab)
     keeps = can_keep and exponentials <= budget
     return {

@@ -17,18 +17,18 @@ from .._core import load
 from .._core.build_info import build_info
 from ..backend import FAMILIES
 
-# Rows and classes of a tile: csrc/linear_ce/sm90/tile.h (kOverlappedLogits: of bfloat16). Thresholds:
-# csrc/linear_ce/sm90/tile_mass.cuh.
-TILE_ROWS, TILE_CLASSES = 128, 192 if build_info()["experimental"] == "1" else 256
+# Rows and classes of a tile: csrc/linear_ce/sm90/tile.h. Thresholds: csrc/linear_ce/sm90/tile_mass.cuh.
+TILE_ROWS, TILE_CLASSES = 128, 256
 THRESHOLDS = (2.0**-12, 2.0**-16, 2.0**-20)
 _NUMBERS = 2 + 2 * len(THRESHOLDS)
 
 
 @dataclass(frozen=True)
 class TileMassCounts:
-    """Numbers of tiles of 128 rows x 256 classes (192 in a build with ``LIGER_EXPERIMENTAL``).
+    """Numbers of tiles of 128 rows x 256 classes, or x 192 classes: those of the engine's logits GEMM.
 
-    The mass of a row in a tile is the sum of its probabilities over the classes of the tile; a tile is below a
+    Tiles have 192 classes with bfloat16 and a hidden size above 704 if no bias, softcap, entropy or argmax is asked
+    for. The mass of a row in a tile is the sum of its probabilities over the classes of the tile; a tile is below a
     threshold if the mass of each of its rows is.
 
     Attributes:
@@ -181,18 +181,20 @@ def tile_mass_of_logits(
     target: torch.Tensor,
     ignore_index: int = -100,
     thresholds: Sequence[float] = THRESHOLDS,
+    tile_classes: int = TILE_CLASSES,
 ) -> TileMassCounts:
     """The same counts from logits, in float64, on any device: the reference of :func:`tile_mass`.
 
-    A tile has 128 consecutive rows, of those whose target is not ``ignore_index``, and 256 consecutive classes (192 in
-    a build with ``LIGER_EXPERIMENTAL``); the last ones may have fewer. The sm_90a engine cuts its rows so, because its
-    chunks begin at multiples of 128 rows (except for losses over pairs or groups).
+    A tile has 128 consecutive rows, of those whose target is not ``ignore_index``, and ``tile_classes`` consecutive
+    classes; the last ones may have fewer. The sm_90a engine cuts its rows so, because its chunks begin at multiples of
+    128 rows (except for losses over pairs or groups).
 
     Args:
         logits: (..., V), after a softcap and a temperature.
         target: (...), integers; a class out of range is the target of no tile.
         ignore_index: the target of rows that do not count.
         thresholds: of the mass of a row; its total is 1.
+        tile_classes: classes of a tile, 192 for some calls (:class:`TileMassCounts`).
 
     Raises:
         RuntimeError: shapes that do not match.
@@ -204,18 +206,18 @@ def tile_mass_of_logits(
         )
     vocab = logits.shape[-1]
     logits, target = logits.reshape(-1, vocab), target.reshape(-1)
-    tiles = -(-vocab // TILE_CLASSES)
-    padding = tiles * TILE_CLASSES - vocab
+    tiles = -(-vocab // tile_classes)
+    padding = tiles * tile_classes - vocab
     numbers = torch.zeros(2 + 2 * len(thresholds), dtype=torch.int64, device=logits.device)
     for rows in (target != ignore_index).nonzero().squeeze(1).split(TILE_ROWS):
         if rows.numel() == 0:
             continue
         probabilities = torch.nn.functional.pad(logits[rows].double().softmax(-1), (0, padding))
-        mass = probabilities.unflatten(-1, (tiles, TILE_CLASSES)).sum(-1).amax(0)
+        mass = probabilities.unflatten(-1, (tiles, tile_classes)).sum(-1).amax(0)
         classes = target[rows]
         classes = classes[(classes >= 0) & (classes < vocab)]
         free = torch.ones(tiles, dtype=torch.bool, device=logits.device)
-        free[classes // TILE_CLASSES] = False
+        free[classes // tile_classes] = False
         below = mass < torch.tensor(thresholds, dtype=torch.float64, device=logits.device).unsqueeze(1)
         numbers[0] += tiles
         numbers[1] += free.sum()

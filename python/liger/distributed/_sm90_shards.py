@@ -5,8 +5,6 @@ the row rule with the input gradient of the shard in float32, and the weight gra
 processes add the logits of the targets, which are the references of the exponentials. Between the first two steps they
 gather the sums, before the third one they add the input gradients. The host never waits for the device, except in the
 first call of a group.
-
-Selected by the build option LIGER_EXPERIMENTAL; without it nothing here runs.
 """
 
 import os
@@ -16,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._core.build_info import build_info
 from .._core.sm90_plan import LinearCePlan, plan_chunks_sm90
 from ..backend import FAMILIES
 from ._vocab_shards import VocabShards, gather
@@ -41,7 +38,7 @@ class CompiledSteps:
     @staticmethod
     def are_built():
         """Whether this build has them: the same on all processes, as builds are."""
-        return build_info()["experimental"] == "1" and hasattr(torch.ops.liger_sm90, "shard_begin")
+        return hasattr(torch.ops.liger_sm90, "shard_begin")
 
     @staticmethod
     def take(input):
@@ -102,6 +99,7 @@ def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_d
         accum_dtype in (None, torch.float32),
         memory_budget,
         clusters,
+        plain_logits=options.softcap is None,
     )
     return plan if plan.chunks else None
 

@@ -174,7 +174,7 @@ class PortableChunks:
 
 
 class Sm90Chunks:
-    """The chunk loop on the wgmma engine of compute capability 9.0: LOGPROBS_DTYPES of :mod:`liger._core.sm90_plan`,
+    """The chunk loop on the wgmma engine of compute capability 9.0: ENGINE_DTYPES of :mod:`liger._core.sm90_plan`,
     without bias, softcap and gradient of entropies.
 
     Rows are gathered by index. If a chunk has two ranges of rows, ``grad_input`` is stored in the order of chunks until

@@ -16,7 +16,8 @@ model classes, of which {built} were built as tiny random models; {fused} of the
 
 Every model was compared on the CPU in float32 with a copy that `liger.patch` had changed. **Equal** means: the loss
 within {loss:g} of its value, and every gradient within {gradient:g} of its largest element. Where a model amplifies
-rounding errors beyond that, it means: at most three times as far from float64 as the unpatched model.
+rounding errors beyond that, it means: at most three times as far from float64 as the unpatched model, whose weights are
+also changed by one rounding.
 
 | check | what is compared |
 |---|---|
