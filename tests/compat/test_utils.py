@@ -132,3 +132,29 @@ def test_temperature_of_16_bit_logits():
     logits, ids = (10 * torch.randn(2, 9, 500)).bfloat16(), torch.randint(500, (2, 8))
     expected = (logits[:, :-1].double() / 0.9).log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(fused_selective_log_softmax(logits, ids).double(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_kl_divergence_from_probabilities(dtype):
+    """Whose logarithms have more digits than their dtype."""
+    from liger_kernel.transformers.functional import liger_fused_linear_kl_div, liger_kl_div
+
+    probabilities = (3 * torch.randn(7, 300)).softmax(-1).to(dtype)
+    logp = (3 * torch.randn(7, 300)).log_softmax(-1).to(dtype).requires_grad_()
+    loss = liger_kl_div(logp, probabilities, reduction="batchmean")
+    wide = logp.detach().double().requires_grad_()
+    expected = torch.nn.functional.kl_div(wide, probabilities.double(), reduction="batchmean")
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-6, atol=0)
+    (grad,) = torch.autograd.grad(loss, logp)
+    assert grad.dtype == dtype
+    (exact,) = torch.autograd.grad(expected, wide)
+    assert (grad.double() - exact).norm() <= torch.finfo(dtype).eps * exact.norm()
+
+    x, weight = torch.randn(7, 16).to(dtype), (0.2 * torch.randn(300, 16)).to(dtype)
+    student = (x.double() @ weight.double().T).to(dtype).double().log_softmax(-1)
+    total = probabilities.double().sum(-1, keepdim=True)
+    expected = torch.nn.functional.kl_div(student, probabilities.double() / total, reduction="batchmean")
+    found = liger_fused_linear_kl_div(x, weight, probabilities)
+    torch.testing.assert_close(
+        found.double(), expected, rtol=2e-4 if dtype != torch.float32 else 1e-5, atol=0
+    )

@@ -20,6 +20,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.transformers import _loss_call  # noqa: E402
 
 
 @pytest.fixture(params=FAMILIES)
@@ -107,6 +108,24 @@ def test_hooks_are_kept_and_called():
         module.register_full_backward_hook(lambda *_, n=name: calls.append(f"backward {n}"))
     step(liger.patch(model), **batch())
     assert sorted(calls) == sorted([*names, *(f"backward {name}" for name in names)])
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", ["llama", "Gemma2"])
+def test_a_hook_that_changes_the_logits_acts_on_logits(family, compiled, caplog):
+    """As of a mask of some classes, or a watermark: the head returns logits then."""
+    _loss_call.warn_about_head.cache_clear()
+    plain = make(family)
+    models = plain, liger.patch(twin(plain))
+    shift = torch.linspace(-1, 2, VOCAB)
+    for model in models:
+        model.lm_head.register_forward_hook(lambda module, args, output: 2 * output + shift)
+    expected, found = (
+        step(torch.compile(model, backend="eager") if compiled else model, **batch()) for model in models
+    )
+    assert_same_step(found, expected)
+    if not compiled:
+        assert "may change the logits: the loss is computed from full logits" in caplog.text
 
 
 def test_patching_again_replaces_the_options():

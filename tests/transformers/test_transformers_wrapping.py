@@ -62,12 +62,17 @@ def test_cast_of_the_output_of_the_head(family, dtype):
     """A hook casts the output of the head, as FSDP2 does with an output_dtype: the loss has its precision."""
     plain = make(family)
     model = liger.patch(twin(plain))
+
+    def cast(module, args, output):
+        return output.to(dtype)
+
+    cast.__module__ = "torch.distributed.fsdp"
     # The second loss is infinite in float16.
     for number in (None, 1e-4):
         inputs = {**batch(), "num_items_in_batch": number}
         expected = plain(**inputs).loss
         expected.backward()
-        hook = model.lm_head.register_forward_hook(lambda module, args, output: output.to(dtype))
+        hook = model.lm_head.register_forward_hook(cast)
         loss = model(**inputs).loss
         hook.remove()
         loss.backward()

@@ -113,7 +113,11 @@ def _apply_kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1
     options = {"mean": {"reduction": "sum", "denominator": y_pred.numel()}}.get(
         reduction, {"reduction": reduction}
     )
-    return kl_div(y_pred, y_true if log_target else y_true.log(), log_probs=True, **options)
+    if not log_target:
+        # The logarithm of a 16-bit probability is no 16-bit number.
+        wide = torch.promote_types(y_pred.dtype, torch.float32)
+        y_pred, y_true = y_pred.to(wide), y_true.to(wide).log()
+    return kl_div(y_pred, y_true, log_probs=True, **options)
 
 
 LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", _apply_kl_div)
@@ -149,7 +153,7 @@ def _apply_fused_linear_kl_div(
     rows = max(student_input.shape[0], 1) if rows is None else rows
     divisor = {"batchmean": rows, "mean": rows * student_weight.shape[0], "sum": None}[reduction]
     # Logits whose softmax at this temperature has the given probabilities.
-    teacher = target.detach().log() * temperature
+    teacher = target.detach().to(torch.promote_types(target.dtype, torch.float32)).log() * temperature
     return fused_linear_kl_div(
         student_input, student_weight, teacher, None, shift_labels, temperature=temperature,
         ignore_index=ignore_index, reduction="sum", accum_dtype=accum_dtype, denominator=divisor,

@@ -126,6 +126,20 @@ def _has_hooks(module):
     )
 
 
+# Their forward hooks gather weights, move and cast tensors; those of others may change the result.
+_KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.", "liger.")
+
+
+def changing_hook(module):
+    """The name of a forward hook that may change the output of a module; None if there is none."""
+    for hook in module._forward_hooks.values():
+        while isinstance(hook, functools.partial):
+            hook = hook.func
+        if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
+            return getattr(hook, "__qualname__", type(hook).__qualname__)
+    return None
+
+
 def is_called_plainly(module):
     """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
     return not _has_hooks(module) and not overrides_forward(module) and not _has_any_global_hook()

@@ -13,10 +13,10 @@ from torch import nn
 
 from .._core.dtensor import is_dtensor
 from ..ops.fused_linear_ce import fused_linear_ce
-from ._classes import recipe_of
+from ._classes import changing_hook, recipe_of
 from ._low_rank import low_rank_ce
 from ._reuse import can_share, lookup, lookup_adding_gradient
-from ._sharded_head import as_output, own_copy, sharded_loss, whole_hidden, why_from_logits
+from ._sharded_head import FROM_LOGITS, as_output, own_copy, sharded_loss, whole_hidden, why_from_logits
 
 logger = logging.getLogger("liger.transformers")
 
@@ -98,6 +98,9 @@ class LossCall:
             return None
         call = active.call
         reason = why_from_logits(head, weight, bias, call.recipe) if isinstance(head, nn.Linear) else None
+        hook = changing_hook(head) if isinstance(head, nn.Module) else None
+        if hook is not None:
+            reason = f"the forward hook {hook} of its head may change the logits{FROM_LOGITS}"
         if reason is not None:
             if not torch.compiler.is_compiling():
                 warn_about_head(reason)
