@@ -137,6 +137,44 @@ def test_micro_batches_add_up(device):
     torch.testing.assert_close(parts[0][2] + parts[1][2], whole[2], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("times", [1, 512])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_loss_scale_keeps_the_bits_of_float16(device, name, times):
+    """A mean over many rows, or over many micro-batches, has gradients that are subnormal in float16."""
+    rows, loss_scale = 1024, 2.0**12 * times
+    tensors = make(device, rows=rows)
+    tensors = {k: (v * (0.02 if "weight" in k else 1.0)).half() for k, v in tensors.items()}
+    options = {"denominator": torch.tensor(float(rows * times), device=device)}
+    upstream = torch.tensor(loss_scale, device=device)
+    wide = {k: v.double() for k, v in tensors.items()}
+    loss, *grads = with_gradients(lambda t: fused(name, t, **options), tensors, upstream)
+    exact, *expected = with_gradients(
+        lambda t: torch_divergence(name, t) / (rows * times), wide, upstream.double()
+    )
+    assert abs(loss.item() - exact.item()) < 1e-3 * exact.item()
+    for grad, wanted in zip(grads, expected, strict=True):
+        assert (grad.double() - wanted).norm() < 3e-3 * wanted.norm()
+
+
+def torch_divergence(name, t):
+    """Summed over rows, in torch."""
+    p, q = (
+        F.linear(t[key], t[f"{part}weight"], t[f"{part}bias"]).log_softmax(-1)
+        for key, part in (("input", ""), ("teacher", "teacher_"))
+    )
+
+    def kl(a, b):
+        return (a.exp() * (a - b)).sum()
+
+    if name == "kl":
+        return kl(q, p)
+    if name == "reverse kl":
+        return kl(p, q)
+    beta = 0.3
+    mixture = (beta * q.exp() + (1 - beta) * p.exp()).log()
+    return beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
+
+
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_no_product_for_what_is_frozen(device, leaf, monkeypatch):
     """One gradient at a time is the one of all, and of the others nothing is computed."""

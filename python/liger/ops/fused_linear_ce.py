@@ -20,6 +20,7 @@ from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, outp
 from .._core.dtensor import align_tokens, is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
+from .._core.float16_factor import float16_factor
 from .._core.forward_gradients import gradients_in_forward
 from .._core.loss_rows import denominator_tensor, flatten_rows
 from .._core.matmul import without_ignored
@@ -169,15 +170,9 @@ fused_linear_ce_forward = differentiable_ce(
 # --- composite ----------------------------------------------------------------------------------------------------
 
 
-# In float16 the gradients of a mean over thousands of rows are subnormal numbers of a few bits, and the backward
-# multiplies by a loss scale too late. So the forward computes those of a loss that is larger by up to this factor.
-_MOST_FLOAT16_FACTOR = 64.0
-
-
 def _float16_factor(rows, weight, target, bias, options, factors=()):
     """(divisor of the loss, factor by which it is too small), 0-d tensors; None if the gradients are computed as they
-    are. A divisor of 1 or more is no smaller than 1 then, so that no gradient overflows that is far from it now.
-    ``factors``: those of a low-rank term of the weight."""
+    are. ``factors``: those of a low-rank term of the weight."""
     if rows.dtype != torch.float16 or options.reduction == "none" or is_dtensor(rows):
         return None
     if not any(wants_grad(rows, weight, bias, *factors)):
@@ -190,9 +185,7 @@ def _float16_factor(rows, weight, target, bias, options, factors=()):
     elif divisor.dtype == torch.bool:
         return None
     divisor = divisor.float()
-    # The rows may be a micro-batch: a divisor beyond their number makes gradients smaller than a mean over them does.
-    most = _MOST_FLOAT16_FACTOR * (divisor / max(rows.shape[0], 1)).clamp(min=1.0)
-    factor = torch.where(divisor > 1, torch.minimum(divisor, most), 1.0)
+    factor = float16_factor(divisor, rows.shape[0])
     return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
 
 

@@ -20,6 +20,7 @@ from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
+from .._core.float16_factor import float16_factor
 from .._core.forward_gradients import gradients_in_forward
 from .._core.loss_rows import denominator_tensor, refuse_gradients
 from .._core.memory_budget import check_budget_variable
@@ -71,11 +72,16 @@ def fused_linear_distillation(
     refuse_gradients(
         op, teacher=teacher, teacher_weight=teacher_weight, teacher_bias=teacher_bias, row_weight=row_weight
     )
-    return _forward_op(
+    needs_grad = (False,) * 3 if per_row else wants_grad(input, weight, bias)
+    factor = None
+    if input.dtype == torch.float16 and any(needs_grad) and row_weight is not None and row_weight.numel():
+        factor = float16_factor(row_weight.float().abs().amax().reciprocal(), input.shape[0])
+        row_weight = row_weight * factor
+    results = _forward_op(
         input, weight, teacher, teacher_weight, teacher_indices, target, bias, teacher_bias, row_weight, divergence,
-        beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget,
-        *((False,) * 3 if per_row else wants_grad(input, weight, bias)),
+        beta, temperature, soft, hard, ignore_index, per_row, accum_dtype, memory_budget, *needs_grad,
     )[:3]  # fmt: skip
+    return results if factor is None else tuple(result / factor for result in results)
 
 
 _TEACHER = LayerNames("teacher", "teacher_weight", bias="teacher_bias")
