@@ -18,6 +18,8 @@ GPU_PYTHON := $(or $(LIGER_PYTHON),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python
 CXX_SOURCES = $(wildcard $(foreach suffix,cpp h cu cuh,csrc/*.$(suffix) csrc/*/*.$(suffix) csrc/*/*/*.$(suffix)))
 # The op tests: those with Triton kernels of the same name.
 OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/ops/test_%.py,$(wildcard triton_kernels/*.py)))
+# One file with many minutes of slow tests, which --dist loadfile leaves to one process.
+MODEL_TESTS = tests/transformers/test_transformers_models.py
 # Tests run side by side, one thread each.
 JOBS ?= $(shell nproc)
 PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
@@ -41,7 +43,8 @@ test: install-test lint
 
 # The slow ones: several processes, building and installing, the benchmarks, the rest of the interpreter. After test.
 test-slow:
-	$(PYTEST) --dist loadfile -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow $(PYTEST_ARGS) $(MODEL_TESTS)
+	$(PYTEST) --dist loadfile -m slow $(PYTEST_ARGS) --ignore $(MODEL_TESTS)
 	TRITON_INTERPRET=1 $(PYTEST) -m slow $(PYTEST_ARGS) $(OP_TESTS)
 
 # Random options, layouts, dtypes and sizes against float64; FUZZ_CASES in all, others at every call. After test.
