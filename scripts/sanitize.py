@@ -158,7 +158,7 @@ def sm90_sizes():
 
     import liger
 
-    # The second one has an epilogue behind the next mainloop, where the dtype is bfloat16, and a partial k-block.
+    # The second one has its epilogue during the next mainloop, and a partial k-block.
     for dtype, hidden, vocab in (
         (torch.bfloat16, 256, 2048),
         (torch.bfloat16, 784, 2120),

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES, assert_as_exact_as_torch
+from test_near_teacher import forward_kl, jsd, reverse_kl
 
 import liger
 from liger.ops import fused_linear_divergence_kernel as module
@@ -158,21 +159,12 @@ def test_a_loss_scale_keeps_the_bits_of_float16(device, name, times):
 
 def torch_divergence(name, t):
     """Summed over rows, in torch."""
-    p, q = (
+    student, teacher = (
         F.linear(t[key], t[f"{part}weight"], t[f"{part}bias"]).log_softmax(-1)
         for key, part in (("input", ""), ("teacher", "teacher_"))
     )
-
-    def kl(a, b):
-        return (a.exp() * (a - b)).sum()
-
-    if name == "kl":
-        return kl(q, p)
-    if name == "reverse kl":
-        return kl(p, q)
-    beta = 0.3
-    mixture = (beta * q.exp() + (1 - beta) * p.exp()).log()
-    return beta * kl(q, mixture) + (1 - beta) * kl(p, mixture)
+    form = {"kl": forward_kl, "reverse kl": reverse_kl, "jsd 0.3": jsd(0.3)}[name]
+    return form(student, teacher).sum()
 
 
 @pytest.mark.parametrize("leaf", LEAVES)

@@ -43,16 +43,12 @@ bool runs_on(LinearCeProblem& problem, int device) {
   return true;
 }
 
-int64_t padded(const PlannedChunk& chunk) {
-  return padded_rows(chunk.rows);
-}
-
 // Calls visit(pointer, count) for every buffer of a chunk: the one list for their size and for their
 // allocation.
 template <typename Visit>
 void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& chunk, bool separate_rows,
                      const Visit& visit) {
-  const int64_t rows = padded(chunk), sums = chunk.rows * batch.sums_per_row();
+  const int64_t rows = padded_rows(chunk.rows), sums = chunk.rows * batch.sums_per_row();
   if (separate_rows) visit(b.input, chunk.rows * batch.hidden());
   visit(b.target_logit, rows);
   visit(b.scale, rows);
@@ -266,7 +262,8 @@ void Chunk::gather_rows() const {
                                batch_.stream),
                kOp);
   }
-  linear_ce::gather<<<static_cast<unsigned>(padded(chunk_)), kRowThreads, 0, batch_.stream>>>(rows_of_chunk);
+  linear_ce::gather<<<static_cast<unsigned>(padded_rows(chunk_.rows)), kRowThreads, 0, batch_.stream>>>(
+      rows_of_chunk);
   check_launch(kOp);
 }
 

@@ -52,7 +52,6 @@ struct Batch {
   int64_t hidden() const { return input.size(1); }
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
-  bool has_partial_tiles() const { return sm90::has_partial_tiles(hidden(), vocab()); }
   // Whether gemm_kernel_overlapped computes the logits.
   bool overlaps_epilogue() const {
     return sm90::overlaps_epilogue(hidden(), !is_float16() && !with_metrics && !terms.transform.any());

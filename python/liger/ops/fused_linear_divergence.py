@@ -18,6 +18,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
+from .._core.dtensor import is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.float16_factor import float16_factor
@@ -74,7 +75,14 @@ def fused_linear_distillation(
     )
     needs_grad = (False,) * 3 if per_row else wants_grad(input, weight, bias)
     factor = None
-    if input.dtype == torch.float16 and any(needs_grad) and row_weight is not None and row_weight.numel():
+    is_plain = not (is_dtensor(input) or is_dtensor(row_weight))
+    if (
+        input.dtype == torch.float16
+        and any(needs_grad)
+        and is_plain
+        and row_weight is not None
+        and row_weight.numel()
+    ):
         factor = float16_factor(row_weight.float().abs().amax().reciprocal(), input.shape[0])
         row_weight = row_weight * factor
     results = _forward_op(

@@ -13,6 +13,7 @@ from .inputs import ERRORS
 
 # Loss: relative. Gradients: relative to the largest element of each parameter's gradient.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+# Copies of a model whose weights differ by one rounding.
 PERTURBATIONS = 4
 
 
