@@ -59,7 +59,7 @@ def test_grpo_that_keeps_its_own_loss(tmp_path, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"loss_type": "ipo", "max_length": 9}, {"peft": True}],
+    [{}, {"loss_type": "ipo", "max_length": 9, "learning_rate": 1e-3}, {"peft": True}],
     ids=lambda options: ",".join(options),
 )
 def test_online_dpo(tmp_path, options):
