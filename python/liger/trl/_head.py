@@ -14,7 +14,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from .._core.dtensor import is_dtensor
 from ..transformers._heads import linear_heads
-from ._scores import Scores, Transform, score, top1, with_logit_statistics
+from ._scores import Scores, score, top1, with_logit_statistics
+from ._transform import Transform, body
 
 
 class _HeadCall:
@@ -87,7 +88,7 @@ class FusedHead:
     """
 
     def __init__(self, model, temperature=1.0, scores=(), cast_to_float32=False, autocast=None):
-        self.transform = Transform.of(model.config.get_text_config(), temperature)
+        self.transform = Transform.of(model, temperature)
         if cast_to_float32:
             self.transform = self.transform._replace(logits_dtype=torch.float32)
         self.scores, self.cast_to_float32, self.autocast = frozenset(scores), cast_to_float32, autocast
@@ -115,7 +116,7 @@ class FusedHead:
         kwargs["use_cache"] = False
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        outputs = model.base_model(*args, **kwargs)
+        outputs = body(model)(*args, **kwargs)
         hidden, target = outputs.last_hidden_state, shift_labels
         if target is None:
             # The last token has no target. Slicing it off would copy all hidden states.

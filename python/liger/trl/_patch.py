@@ -52,7 +52,8 @@ def patch(trainer: _Trainer) -> _Trainer:
 
     Raises:
         TypeError: not one of these trainers.
-        ValueError: the model is not a causal language model, or scales its logits by a factor that is not positive.
+        ValueError: the model is not a causal language model with a base model; its logits are scaled by a factor that
+            is not positive, or are more than a scale and a softcap of what its lm_head returns for the hidden states.
         RuntimeError: in training, if the lm_head is not a plain linear layer with an unsharded weight.
     """
     if getattr(trainer, "liger_patched", False):

@@ -24,46 +24,6 @@ class Scores(NamedTuple):
     log_sum_sq_probs: torch.Tensor | None = None
 
 
-class Transform(NamedTuple):
-    """Transformation of ``hidden @ weight.T + bias`` before the softmax, as arguments of the ops."""
-
-    temperature: float = 1.0
-    softcap: float | None = None
-    logits_dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, config, temperature):
-        """From a text configuration of transformers and a sampling temperature.
-
-        With the logit scale s and the softcap c of a model, ``c * tanh(s * z / c) / T`` equals
-        ``C * tanh(z / C) / (T / s)`` with ``C = c / s``.
-        """
-        scale = _logit_scale(config)
-        if not scale > 0.0:
-            raise ValueError(
-                f"liger.trl: the logits of {config.model_type} are scaled by {scale}, expected a positive number"
-            )
-        softcaps = (getattr(config, name, None) for name in _SOFTCAPS)
-        softcap = next((c for c in softcaps if c is not None), None)
-        return cls(temperature / scale, None if softcap is None else softcap / scale)
-
-
-# Where architectures store the softcap of their logits.
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-
-
-def _logit_scale(config):
-    """The factor of the logits, which architectures store under different names."""
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        value = getattr(config, name, None)
-        if value is not None:
-            return value
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor is None:
-        return 1.0
-    return divisor if config.model_type == "hyperclovax" else 1.0 / divisor
-
-
 def score(hidden, weight, bias, target, transform, names):
     """The :class:`Scores` of tokens: log-probabilities, and the scores in ``names``.
 
@@ -121,10 +81,7 @@ def with_logit_statistics(scores, hidden, weight, bias, target, transform, names
 def _logits(x, weight, bias, transform):
     if transform.logits_dtype is not None:
         x, weight, bias = (t if t is None else t.to(transform.logits_dtype) for t in (x, weight, bias))
-    z = torch.nn.functional.linear(x, weight, bias).to(accumulate_dtype(x.dtype))
-    if transform.softcap is not None:
-        z = transform.softcap * torch.tanh(z / transform.softcap)
-    return z / transform.temperature
+    return transform(torch.nn.functional.linear(x, weight, bias).to(accumulate_dtype(x.dtype)))
 
 
 def _log_sum_sq_probs(logits):
