@@ -245,9 +245,9 @@ for name in ("triton", "transformers", "numpy", "matplotlib"):
     sys.modules[name] = None  # an import of it would raise
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
+start = time.process_time()
 import liger
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 heavy = {"torch._dynamo", "torch._inductor", "sympy", "liger.nn", "liger.transformers", "liger.triton_kernels"}
 assert not heavy & (set(sys.modules) - before)
 assert not torch.cuda.is_initialized()
@@ -257,7 +257,7 @@ assert torch.allclose(y, torch.ones(2, 8))
 
 
 def test_import_is_quick_and_needs_torch_alone():
-    # The smallest of three: other work on the machine only ever adds.
+    # Seconds of CPU time; the smallest of three, since other work on the machine only ever adds.
     assert min(float(output(IMPORT)) for _ in range(3)) < 0.3
 
 

@@ -33,6 +33,8 @@ from ..ops.fused_linear_logprobs_kernel import fused_linear_logprobs_backward, f
 from ._chunks import ChunkArguments, Layout, make_chunks
 
 _OP = "fused_linear_loss"
+# The name of a shared tensor that the op multiplies the loss by; no argument of ``compute`` can have it.
+FACTOR = "float16 factor"
 _functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
 # given: tensors (parts, groups, ...), sliced with the chunk; shared: tensors passed whole; names: of both, in order.
@@ -77,10 +79,12 @@ class _BoundFunction:
         self.evaluate, self.layout, self.use_entropy = _functions[name].evaluate, layout, use_entropy
         self.given = dict(zip(names[: len(given)], given, strict=True))
         self.shared = dict(zip(names[len(given) :], shared, strict=True))
+        self.factor = self.shared.pop(FACTOR, None)
 
     def _call(self, logprobs, entropy, groups):
         given = {name: t[:, groups] for name, t in self.given.items()}
-        return self.evaluate(logprobs, entropy, given, self.shared).sum()
+        value = self.evaluate(logprobs, entropy, given, self.shared).sum()
+        return value if self.factor is None else value * self.factor
 
     def value(self, logprobs, entropy):
         entropy = self.layout.view(entropy) if self.use_entropy else None

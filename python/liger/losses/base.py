@@ -21,11 +21,13 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
+from .._core.dtensor import is_dtensor
+from .._core.float16_factor import float16_factor
 from .._core.memory_budget import check_budget_variable
 from ..ops.add_grad_weight import logprobs_adding_grad_weight
 from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import Batch, gather_tokens, sequence_scores
-from ._op import fused_linear_loss_forward, register_function
+from ._op import FACTOR, fused_linear_loss_forward, register_function
 
 _instance_count = itertools.count()
 UNITS = ("token", "sequence", "pair", "batch")
@@ -254,6 +256,7 @@ class FusedLinearLoss(nn.Module):
     def run(
         self, batch: Batch, weight: Tensor, bias: Tensor | None = None, *,
         given: Mapping[str, Tensor | None] | None = None, shared: Mapping[str, Tensor | None] | None = None,
+        divisor: Callable[[], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """The loss of a batch.
 
@@ -262,6 +265,9 @@ class FusedLinearLoss(nn.Module):
             weight, bias: of the projection, (V, H), and (V,) or None.
             given: tensors by name, sliced as the logits: (N,) for ``"token"``, else (S, ...).
             shared: tensors by name that every call of ``compute`` gets whole. Entries that are None are omitted.
+            divisor: returns what ``compute`` divides every term by, or the smallest of several, a float32 scalar; only
+                called for float16. Until the backward, gradients are then those of up to 64 times the loss: before a
+                loss scale is applied, those of the loss itself would lose bits. None: they are those of the loss.
 
         Returns:
             (loss, log-probabilities (S, L), entropies (S, L) or None). The loss is a scalar in float32, or float64 for
@@ -298,11 +304,16 @@ class FusedLinearLoss(nn.Module):
         if not float32_logits:
             hidden, weight, bias = autocast_operands(hidden, weight, bias)
         check_layer(batch.op, self.names, hidden, weight, bias, batch.target, float32_weight=float32_logits)
+        needs_grad = wants_grad(hidden, weight, bias)
+        factor = None
+        differentiable = any(needs_grad) or parameter is not None
+        if divisor and differentiable and hidden.dtype == torch.float16 and not is_dtensor(hidden):
+            factor = whole[FACTOR] = float16_factor(divisor(), hidden.shape[0])
         with_metrics = self.observe is not None
         loss, logprobs, entropy, argmax, *row_grads, _, _, _ = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), self._function,
             [*sliced, *whole], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
-            self.memory_budget, self.uses_entropy, with_metrics, *wants_grad(hidden, weight, bias),
+            self.memory_budget, self.uses_entropy, with_metrics, *needs_grad,
             self.logits_dtype, parameter is not None,
         )  # fmt: skip
         if parameter is not None:
@@ -320,6 +331,8 @@ class FusedLinearLoss(nn.Module):
                 *options,
                 row_grads,
             )
+        if factor is not None:
+            loss = loss / factor
         if batch.packing_factor is not None:
             loss = loss * batch.packing_factor
         if self.observe is not None:

@@ -281,8 +281,9 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             batch.check(
                 "vllm_is_ratio", vllm_is_ratio, batch.token_shape, batch.shape[:1], (batch.shape[0], 1)
             )
+        weights = self._weights(batch, num_items_in_batch)
         given = {
-            "weight": self._per_sequence(batch, self._weights(batch, num_items_in_batch)),
+            "weight": self._per_sequence(batch, weights),
             "mask": batch.target != self.ignore_index if self.unit == "token" else batch.valid,
             "advantages": self._per_token_or_sequence(batch, "advantages", advantages),
             "old": self._per_token(batch, "old_per_token_logps", old_per_token_logps),
@@ -292,7 +293,10 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         shared = {}
         if self.uses_entropy:
             shared["tokens"] = batch.lengths().sum().clamp_min(1)
-        loss, logprobs, entropy = self.run(batch, lin_weight, bias, given=given, shared=shared)
+        loss, logprobs, entropy = self.run(
+            batch, lin_weight, bias, given=given, shared=shared,
+            divisor=(lambda: weights.amax().reciprocal()) if batch.shape[0] else None,
+        )  # fmt: skip
         return loss, self._metrics(
             batch, logprobs, entropy, advantages, old_per_token_logps, ref_per_token_logps
         )

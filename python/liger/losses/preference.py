@@ -163,6 +163,7 @@ class PreferenceLoss(FusedLinearLoss):
             nll_valid = nll_batch.valid & batch.padded(nll_batch.target == batch.target)
         nll_tokens = nll_batch.valid[:half].sum().clamp_min(1)
         pairs = max(batch.shape[0] // 2, 1) if num_items_in_batch is None else num_items_in_batch
+        pairs = as_scalar("num_items_in_batch", pairs, batch)
         ref_logps = self.reference_scores(
             preference_batch, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, self.use_ref_model,
             self.average_log_prob,
@@ -172,7 +173,7 @@ class PreferenceLoss(FusedLinearLoss):
             given={
                 "mask": valid, "ref_logps": ref_logps, "nll_mask": nll_valid if self.compute_nll_loss else None,
             },
-            shared={"pairs": as_scalar("num_items_in_batch", pairs, batch), "nll_tokens": nll_tokens},
+            shared={"pairs": pairs, "nll_tokens": nll_tokens}, divisor=lambda: pairs,
         )  # fmt: skip
         scores = sequence_scores(logprobs * valid, valid.sum(-1), self.average_log_prob)
         rewards = self.beta * (scores - ref_logps)

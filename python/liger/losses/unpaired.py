@@ -131,12 +131,13 @@ class FusedLinearKTOLoss(FusedLinearLoss):
             self.average_log_prob,
         )  # fmt: skip
         sequences = max(batch.shape[0], 1) if num_items_in_batch is None else num_items_in_batch
+        sequences = as_scalar("num_items_in_batch", sequences, batch)
         if kl is None or self.loss_type == "apo_zero_unpaired":
             kl = 0.0
         loss, logprobs, _ = self.run(
             batch, lin_weight, bias,
             given={"mask": batch.valid, "ref_logps": ref_logps, "desirable": desirable},
-            shared={"kl": as_scalar("kl", kl, batch), "sequences": as_scalar("num_items_in_batch", sequences, batch)},
+            shared={"kl": as_scalar("kl", kl, batch), "sequences": sequences}, divisor=lambda: sequences,
         )  # fmt: skip
         scores = sequence_scores(logprobs, batch.lengths(), self.average_log_prob)
         rewards = self.beta * (scores - ref_logps)
