@@ -15,7 +15,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from .._core.dtensor import is_dtensor
 from ..transformers._heads import linear_heads
 from ._scores import Scores, score, top1, with_logit_statistics
-from ._transform import Transform, body
+from ._transform import Transform, model_without_head
 
 
 class _HeadCall:
@@ -116,7 +116,7 @@ class FusedHead:
         kwargs["use_cache"] = False
         if getattr(config, "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        outputs = body(model)(*args, **kwargs)
+        outputs = model_without_head(model)(*args, **kwargs)
         hidden, target = outputs.last_hidden_state, shift_labels
         if target is None:
             # The last token has no target. Slicing it off would copy all hidden states.

@@ -43,7 +43,7 @@ class Transform(NamedTuple):
         configured = cls(1.0 / scale, None if softcap is None else softcap / scale)
         # Some models have the text configuration of another one and leave its scale out.
         for transform in (configured, cls()):
-            if _is_of(transform, model):
+            if _matches_forward(transform, model):
                 return transform._replace(temperature=temperature * transform.temperature)
         raise ValueError(
             f"liger.trl: {type(model).__name__} does more than scale and cap the logits of its lm_head, or has layers "
@@ -69,8 +69,8 @@ def _logit_scale(config):
     return divisor if config.model_type == "hyperclovax" else 1.0 / divisor
 
 
-def body(model):
-    """The base model, whose result has the hidden states that the head gets.
+def model_without_head(model):
+    """The base model, which returns the hidden states that the head gets.
 
     Raises:
         ValueError: the model has none.
@@ -142,13 +142,13 @@ def _replaced(model, stubs):
             children[name] = child
 
 
-def _is_of(transform, model):
+def _matches_forward(transform, model):
     """Whether a model makes its logits by this transformation; True if its forward cannot be asked.
 
     The forward runs with a base model that returns known hidden states and a head that is a cheap linear function: no
     weight is read, so the model may be sharded.
     """
-    base, lm_head = body(model), model.get_output_embeddings()
+    base, lm_head = model_without_head(model), model.get_output_embeddings()
     linear = next(iter(linear_heads(lm_head)), None)
     if linear is None:
         return True
