@@ -307,7 +307,12 @@ class FusedLinearLoss(nn.Module):
         needs_grad = wants_grad(hidden, weight, bias)
         factor = None
         differentiable = any(needs_grad) or parameter is not None
-        if divisor and differentiable and hidden.dtype == torch.float16 and not is_dtensor(hidden):
+        if (
+            divisor is not None
+            and differentiable
+            and hidden.dtype == torch.float16
+            and not is_dtensor(hidden)
+        ):
             factor = whole[FACTOR] = float16_factor(divisor(), hidden.shape[0])
         with_metrics = self.observe is not None
         loss, logprobs, entropy, argmax, *row_grads, _, _, _ = fused_linear_loss_forward(
