@@ -30,8 +30,9 @@ def test_equal_or_refused(model_type, class_name):
         with torch.no_grad():
             logits = model(**batch).logits
     except (models.NotBuilt, *inputs.ERRORS) as reason:
+        assert model_type not in QUICK, reason
         pytest.skip(str(reason)[:100])
-    if logits.shape[:-1] != labels.shape:
+    if model_type not in QUICK and logits.shape[:-1] != labels.shape:
         pytest.skip(f"logits of shape {tuple(logits.shape)}")
     target = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     expected = logits.float().log_softmax(-1).gather(-1, target.clamp(min=0)[..., None])[..., 0]
@@ -83,7 +84,7 @@ def test_a_scale_that_is_ignored_by_the_forward():
     assert Transform.of(model, 1.0) == Transform()
 
 
-def test_a_sharded_model_is_not_read(monkeypatch):
+def test_a_sharded_model_is_not_read():
     """No weight and no hook is touched: those of a model under ZeRO-3 or FSDP2 are not there."""
     model = made.model()
 

@@ -42,7 +42,7 @@ class Transform(NamedTuple):
         softcap = next((c for c in softcaps if c is not None), None)
         configured = cls(1.0 / scale, None if softcap is None else softcap / scale)
         # Some models have the text configuration of another one and leave its scale out.
-        for transform in (configured, cls()):
+        for transform in dict.fromkeys((configured, cls())):
             if _matches_forward(transform, model):
                 return transform._replace(temperature=temperature * transform.temperature)
         raise ValueError(
