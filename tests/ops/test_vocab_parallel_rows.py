@@ -234,7 +234,8 @@ def _check(layout, work, dtype, whole, target, mesh, budget):
             assert torch.equal(actual, expected[name]) or dtype != torch.float32, what
         else:
             torch.testing.assert_close(actual, expected[name], rtol=tolerance, atol=tolerance)
-    if dim is not None:
+    # Up to 2.11 torch replicates the gradient of a transposed DTensor with shards of different sizes.
+    if dim is not None and not (as_view and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)):
         assert leaf.grad.placements == (Shard(dim),), what
     grad = leaf.grad.full_tensor() if dim is not None else leaf.grad
     grads = [_of_memory(grad, order), *(p.grad.full_tensor() for p in parts)]

@@ -84,6 +84,20 @@ def test_a_scale_that_is_ignored_by_the_forward():
     assert Transform.of(model, 1.0) == Transform()
 
 
+@pytest.mark.parametrize("embeds", (lambda m: m.get_input_embeddings(), lambda m: m.model.embed_tokens))
+def test_embeddings_that_the_forward_computes(embeds):
+    """The base model gets no token ids, so a call of it with them may be another model."""
+    model = made.model()
+
+    class Embedding(type(model)):
+        def forward(self, input_ids, **kwargs):
+            return super().forward(inputs_embeds=2.0 * embeds(self)(input_ids), **kwargs)
+
+    model.__class__ = Embedding
+    with pytest.raises(ValueError, match="Embedding .*, or computes the embeddings that its base model gets"):
+        Transform.of(model, 1.0)
+
+
 def test_a_sharded_model_is_not_read():
     """No weight and no hook is touched: those of a model under ZeRO-3 or FSDP2 are not there."""
     model = made.model()

@@ -261,6 +261,9 @@ class _Trial:
                 given[name] = None if case["mask"] is None else case["mask"].to(dtype)
             elif name.startswith("past_key_value"):
                 given[name] = case["cache"]
+            elif name == "shared_kv_states":
+                # Gemma 3n and Gemma 4 store their keys and values there for layers without their own.
+                given[name] = {}
             elif parameter.default is parameter.empty:
                 given[name] = None
         return given

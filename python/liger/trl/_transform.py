@@ -30,7 +30,7 @@ class Transform(NamedTuple):
 
         Raises:
             ValueError: a scale that is not positive; logits that are more than a scale and a softcap of what the head
-                returns; no base model.
+                returns; a base model that does not get the token ids; no base model.
         """
         config = model.config.get_text_config()
         scale = _logit_scale(config)
@@ -46,8 +46,8 @@ class Transform(NamedTuple):
             if _matches_forward(transform, model):
                 return transform._replace(temperature=temperature * transform.temperature)
         raise ValueError(
-            f"liger.trl: {type(model).__name__} does more than scale and cap the logits of its lm_head, or has layers "
-            "before it: their log-probabilities need all logits"
+            f"liger.trl: {type(model).__name__} does more than scale and cap the logits of its lm_head, has layers before "
+            "it, or computes the embeddings that its base model gets: only its forward has the right log-probabilities"
         )
 
     def __call__(self, product):
@@ -107,10 +107,10 @@ class _Stub(nn.Module):
 
     def __init__(self, module, function):
         super().__init__()
-        self.__dict__["module"], self.function, self.called = module, function, False
+        self.__dict__["module"], self.function, self.arguments = module, function, None
 
     def forward(self, *args, **kwargs):
-        self.called = True
+        self.arguments = (*args, *kwargs.values())
         return self.function(*args)
 
     def __getattr__(self, name):
@@ -143,7 +143,7 @@ def _replaced(model, stubs):
 
 
 def _matches_forward(transform, model):
-    """Whether a model makes its logits by this transformation; True if its forward cannot be asked.
+    """Whether a model makes its logits by this transformation from what its base model returns for the same ids.
 
     The forward runs with a base model that returns known hidden states and a head that is a cheap linear function: no
     weight is read, so the model may be sharded.
@@ -170,10 +170,11 @@ def _matches_forward(transform, model):
         with _replaced(model, stubs), torch.no_grad():
             logits = type(model).forward(model, input_ids=ids).logits
     except _ERRORS:
-        # Before the base model: its submodules are called. After it: more than its hidden states is read.
-        return not stubs[0].called
-    if not stubs[1].called:
-        return not stubs[0].called
+        # It calls submodules of the base model, or reads more of its result than the hidden states.
+        return False
+    # A base model that does not get the ids gets embeddings, which the forward computes.
+    if stubs[1].arguments is None or not any(argument is ids for argument in stubs[0].arguments or ()):
+        return False
     expected = transform(product(hidden).float())
     tolerance = 8 * torch.finfo(dtype).eps
     return logits.shape == expected.shape and torch.allclose(
