@@ -34,6 +34,7 @@ struct OverlappedExpEpilogue
     return tile.m0 < chunk() && (phase == Phase::kAll || overflow[tile.m0 / sm90::kTileM]);
   }
 
+  __device__ __forceinline__ void prepare(Pending&, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ bool ends_at_once(float (&z)[sm90::kSums], const Pending& p, int row,
                                                int lane) const {
     if (phase != Phase::kMaxima) return false;

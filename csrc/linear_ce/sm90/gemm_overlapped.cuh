@@ -34,6 +34,8 @@ struct OverlappedMaps {
 //   struct Pending                             what a tile needs beside its accumulators until its epilogue has ended
 //   bool begin(Pending&, Tile, int row, int lane, EpilogueSmem) const
 //       during the mainloop of the tile; false: nothing is done with its accumulators
+//   void prepare(Pending&, int lane, EpilogueSmem) const
+//       after begin(), during the last k-block
 //   bool ends_at_once(float (&sums)[kSums], const Pending&, int row, int lane) const
 //       after the mainloop; true: this was the epilogue, there are no pieces
 //   void piece<kPiece>(float (&sums)[kSums], Pending&, int row, int lane, EpilogueSmem, const CUtensorMap (&)[2]) const
@@ -56,7 +58,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tiles = epilogue.tiles();
 
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if constexpr (Epilogue::kBMn) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    } else {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    }
     if (warp == 0) {
       Ring<kOverlappedStages> ring;
       for (int t = cluster; t < tiles; t += clusters) {
@@ -66,7 +72,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (Epilogue::kBMn) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    }
     const int group = warpgroup - 1;
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
     const EpilogueSmem smem{epilogue_smem + own_warp * Epilogue::kWarpSharedBytes};
@@ -114,6 +124,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         t += clusters;
         if (t < tiles) next = epilogue.tile(t, rank);
         asm volatile("" : "+r"(next.m0), "+r"(next.n0));
+        if (is_pending) epilogue.prepare(pending, lane, smem);
         wgmma_wait<0>();
         pin<Epilogue::kColumns>(sums);
       };

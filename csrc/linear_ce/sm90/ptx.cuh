@@ -115,6 +115,11 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
       "l"(source), "l"(static_cast<uint64_t>(keep))
       : "memory");
 }
+// The same of 8 bytes.
+__device__ __forceinline__ void copy_async_8(void* destination, const void* source) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(destination)), "l"(source)
+               : "memory");
+}
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
