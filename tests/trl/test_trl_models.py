@@ -94,7 +94,9 @@ def test_embeddings_that_the_forward_computes(embeds):
             return super().forward(inputs_embeds=2.0 * embeds(self)(input_ids), **kwargs)
 
     model.__class__ = Embedding
-    with pytest.raises(ValueError, match="Embedding .*, or computes the embeddings that its base model gets"):
+    with pytest.raises(
+        ValueError, match=r"Embedding does .* or computes the embeddings that its base model gets"
+    ):
         Transform.of(model, 1.0)
 
 

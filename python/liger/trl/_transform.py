@@ -46,8 +46,9 @@ class Transform(NamedTuple):
             if _matches_forward(transform, model):
                 return transform._replace(temperature=temperature * transform.temperature)
         raise ValueError(
-            f"liger.trl: {type(model).__name__} does more than scale and cap the logits of its lm_head, has layers before "
-            "it, or computes the embeddings that its base model gets: only its forward has the right log-probabilities"
+            f"liger.trl: {type(model).__name__} does more than scale and cap the logits of its lm_head, has layers "
+            "before it, or computes the embeddings that its base model gets: only its forward has the right "
+            "log-probabilities"
         )
 
     def __call__(self, product):

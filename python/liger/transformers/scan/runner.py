@@ -24,7 +24,8 @@ import transformers
 from .checks import CHECKS
 from .report import run
 
-MEMORY = 8 << 30  # bytes of address space of one process
+# Bytes that one process may allocate. Not of address space, of which the libraries of a CUDA build of torch take most.
+MEMORY = 8 << 30
 
 
 def scan(
@@ -125,7 +126,7 @@ def _fill(waiting, running, jobs, context, checks) -> None:
 
 def _work(pair, checks, connection: Connection):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     model_type, class_name = pair
