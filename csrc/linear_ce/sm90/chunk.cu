@@ -7,7 +7,7 @@
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/exponentials_overlapped.cuh"
 #include "linear_ce/sm90/gemm_launch.cuh"
-#include "linear_ce/sm90/grad_weight_overlapped.cuh"
+#include "linear_ce/sm90/grad_weight.cuh"
 #include "linear_ce/sm90/rows.cuh"
 #include "linear_ce/sm90/step.h"
 #include "linear_ce/sm90/tile_mass.cuh"
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(valid_rows::kRowThreads)
 }
 
 // Of GradWeightEpilogue.
-FastDivide last_vectors(int64_t hidden, int64_t tile_columns) {
-  const int64_t last = hidden - (ceil_div(hidden, tile_columns) - 1) * tile_columns;
+FastDivide last_vectors(int64_t hidden) {
+  const int64_t last = hidden - (sm90::column_tiles(hidden) - 1) * sm90::tile_columns(hidden);
   return FastDivide(static_cast<uint32_t>(last / 8));
 }
 
@@ -450,46 +450,28 @@ void Chunk::grad_weight_gemm() const {
                    buffers_.smoothing, hidden, batch_.terms.partial, batch_.terms.row_sum},
         batch_.stream);
   }
-  if constexpr (sm90::kOverlapsGradWeight) {
-    with_flags(
-        [&](auto partial_tiles) {
-          using Epilogue = OverlappedGradWeightEpilogue<T, partial_tiles.value>;
-          const auto input =
-              matrix_map(buffers_.input, chunk_.rows, hidden, hidden, sm90::kTileK / sm90::kCluster);
-          launch_gemm({maps_of(input), {}}, Epilogue{grad_weight_of<typename Epilogue::Base>()},
-                      batch_.device, batch_.stream, in_grad_weight_);
-        },
-        hidden % sm90::kOverlappedColumns != 0 || sm90::has_partial_panel(batch_.vocab()));
-  } else {
-    using Epilogue = GradWeightEpilogue<T, kPartialTiles, kTileColumns>;
-    launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), grad_weight_of<Epilogue>(),
-                batch_.device, batch_.stream, in_grad_weight_);
-  }
-}
-
-template <class Epilogue>
-Epilogue Chunk::grad_weight_of() const {
-  const int64_t hidden = batch_.hidden();
   const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
-  using T = typename Epilogue::Element;
-  return {rows(),
-          static_cast<int>(batch_.vocab()),
-          static_cast<int>(hidden),
-          panels_.rows_in_first,
-          grad_weight_.class_one_hot,
-          static_cast<const T*>(batch_.input.const_data_ptr()),
-          batch_.input.stride(0),
-          elements_of<T>(grad_weight_.gradient),
-          grad_weight_.panel_workspace,
-          plan_.workspace_panel_bytes,
-          is_first_,
-          is_last_,
-          in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
-          static_cast<int>(plan_.panel_offset),
-          grouped ? kGroupM : static_cast<int>(ceil_div(hidden, int64_t{Epilogue::kColumns})),
-          last_vectors(hidden, Epilogue::kColumns),
-          RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
-          buffers_.range.largest_scaled};
+  const GradWeightEpilogue<T, kPartialTiles, kTileColumns> epilogue{
+      rows(),
+      static_cast<int>(batch_.vocab()),
+      static_cast<int>(hidden),
+      panels_.rows_in_first,
+      grad_weight_.class_one_hot,
+      static_cast<const T*>(batch_.input.const_data_ptr()),
+      batch_.input.stride(0),
+      elements_of<T>(grad_weight_.gradient),
+      grad_weight_.panel_workspace,
+      plan_.workspace_panel_bytes,
+      is_first_,
+      is_last_,
+      in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
+      static_cast<int>(plan_.panel_offset),
+      grouped ? kGroupM : static_cast<int>(sm90::column_tiles(hidden)),
+      last_vectors(hidden),
+      RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
+      buffers_.range.largest_scaled};
+  launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), epilogue, batch_.device,
+              batch_.stream, in_grad_weight_);
 }
 
 template <typename T>

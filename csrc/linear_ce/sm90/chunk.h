@@ -176,8 +176,6 @@ class Chunk {
   void grad_input_gemm() const;
   template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_weight_gemm() const;
-  template <class Epilogue>
-  Epilogue grad_weight_of() const;
   template <typename T>
   void add_to_grad_bias() const;
   // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns).

@@ -17,14 +17,12 @@ struct OverlappedExpEpilogue
   // A k-block takes 768 clocks, the exponentials of a piece 128 of the special function unit, for each of two warps.
   static constexpr int kPieces = sm90::kOverlappedPieces, kPieceColumns = kColumns / kPieces;
   static_assert(kPieceColumns == 16);
-  static constexpr int kWarpSharedBytes = sm90::kResultBoxBytes;
   struct Pending {
     Tile tile;
     float from[2], sum[2];
   };
 
-  __device__ __forceinline__ bool begin(Pending& p, const Tile& tile, int row, int lane,
-                                        const sm90::EpilogueSmem&) const {
+  __device__ __forceinline__ bool begin(Pending& p, const Tile& tile, int row, int lane) const {
     p.tile = tile;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -34,7 +32,6 @@ struct OverlappedExpEpilogue
     return tile.m0 < chunk() && (phase == Phase::kAll || overflow[tile.m0 / sm90::kTileM]);
   }
 
-  __device__ __forceinline__ void prepare(Pending&, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ bool ends_at_once(float (&z)[sm90::kSums], const Pending& p, int row,
                                                int lane) const {
     if (phase != Phase::kMaxima) return false;

@@ -28,7 +28,6 @@ struct EpilogueSmem {
 // cluster loads as many boxes of kBoxRows rows of B, for both.
 template <int kColumns, int kBoxRows>
 struct Stage {
-  static constexpr bool kHalfDepth = false;
   static constexpr int kBoxRowsB = kBoxRows;
   static constexpr int kBoxBytesB = kBoxRows * kBox * 2;
   static constexpr int kBoxesPerBlock = kColumns / kBoxRows / kCluster;
@@ -40,19 +39,6 @@ struct Stage {
   }
   static __device__ __forceinline__ unsigned char* box_b(unsigned char* ring, int stage, int i) {
     return box_a(ring, stage, kBoxesA) + i * kBoxBytesB;
-  }
-};
-// The same for an MN-major B, whose boxes have kBox columns: each block of a cluster loads half of the depth of all of
-// them, for both.
-template <int kColumns>
-struct HalfDepthStage : Stage<kColumns, kColumns / kCluster> {
-  static constexpr bool kHalfDepth = true;
-  static constexpr int kBoxesPerBlock = kColumns / kBox, kDepth = kTileK / kCluster;
-  static_assert(kBoxesPerBlock * kBox == kColumns);
-
-  static __device__ __forceinline__ unsigned char* box_b(unsigned char* ring, int stage, int i, int rank) {
-    return Stage<kColumns, kColumns / kCluster>::box_b(ring, stage, 0) + i * kBoxBytes +
-           rank * kDepth * kBox * 2;
   }
 };
 using WideStage = Stage<kTileN, kBox>;
@@ -117,14 +103,9 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
     }
 #pragma unroll
     for (int i = 0; i < Stage::kBoxesPerBlock; ++i) {
-      if constexpr (Stage::kHalfDepth) {
-        load_box_to_cluster(Stage::box_b(ring_memory, ring.stage, i, rank), &maps.b,
-                            {tile.n0 + i * kBox, k + rank * Stage::kDepth, 0}, arrived, Epilogue::kHintB);
-      } else {
-        const int box = rank * Stage::kBoxesPerBlock + i, n = tile.n0 + box * Stage::kBoxRowsB;
-        load_box_to_cluster(Stage::box_b(ring_memory, ring.stage, box), &maps.b,
-                            Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Epilogue::kHintB);
-      }
+      const int box = rank * Stage::kBoxesPerBlock + i, n = tile.n0 + box * Stage::kBoxRowsB;
+      load_box_to_cluster(Stage::box_b(ring_memory, ring.stage, box), &maps.b,
+                          Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Epilogue::kHintB);
     }
   }
 }

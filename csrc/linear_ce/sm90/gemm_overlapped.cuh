@@ -1,8 +1,8 @@
 // The GEMM of gemm.cuh with two sets of accumulators: while wgmma accumulates a tile in one of them, the same warps
 // run the epilogue of the tile before on the other one, a piece per k-block (sm_90a only).
 //
-// Tiles of a block are 128 x 192, so a thread has 2 x 96 accumulators. Each block of a cluster loads half of B and
-// multicasts it: a box of 96 rows, or half of the depth if B is MN-major.
+// Tiles of a block are 128 x 192, so a thread has 2 x 96 accumulators. Boxes of B have 96 rows, half of a tile: each
+// block of a cluster loads one and multicasts it.
 #pragma once
 
 #include <utility>
@@ -16,11 +16,8 @@ inline constexpr int kOverlappedBoxRows = kOverlappedColumns / kCluster;  // of 
 using NarrowStage = Stage<kOverlappedColumns, kOverlappedBoxRows>;
 // A box of the epilogue's result, of one warp: 16 rows of kBox columns.
 inline constexpr int kResultBoxRows = 16, kResultBoxBytes = kResultBoxRows * kBox * 2;
-template <class Epilogue>
-using OverlappedStage = std::conditional_t<Epilogue::kBMn, HalfDepthStage<kOverlappedColumns>, NarrowStage>;
-template <class Epilogue>
 inline constexpr int kOverlappedSharedBytes =
-    kOverlappedStages * NarrowStage::kBytes + kWarps * Epilogue::kWarpSharedBytes + 1024;
+    kOverlappedStages * NarrowStage::kBytes + kWarps * kResultBoxBytes + 1024;
 
 struct OverlappedMaps {
   Maps operands;
@@ -30,12 +27,9 @@ struct OverlappedMaps {
 
 // An Epilogue is as that of gemm_kernel, without prefetch(), load() and store() but with
 //   static constexpr int kPieces               of a tile, each while a k-block of the next tile is computed
-//   static constexpr int kWarpSharedBytes      of EpilogueSmem
 //   struct Pending                             what a tile needs beside its accumulators until its epilogue has ended
-//   bool begin(Pending&, Tile, int row, int lane, EpilogueSmem) const
+//   bool begin(Pending&, Tile, int row, int lane) const
 //       during the mainloop of the tile; false: nothing is done with its accumulators
-//   void prepare(Pending&, int lane, EpilogueSmem) const
-//       after begin(), during the last k-block
 //   bool ends_at_once(float (&sums)[kSums], const Pending&, int row, int lane) const
 //       after the mainloop; true: this was the epilogue, there are no pieces
 //   void piece<kPiece>(float (&sums)[kSums], Pending&, int row, int lane, EpilogueSmem, const CUtensorMap (&)[2]) const
@@ -45,11 +39,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel_overlapped(const __grid_constant__ OverlappedMaps maps,
                            const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Stage = OverlappedStage<Epilogue>;
   extern __shared__ unsigned char shared_memory[];
   __shared__ alignas(8) uint64_t full[kOverlappedStages], empty[kOverlappedStages];
   unsigned char* const ring_memory = aligned_ring(shared_memory);
-  unsigned char* const epilogue_smem = ring_memory + kOverlappedStages * Stage::kBytes;
+  unsigned char* const epilogue_smem = ring_memory + kOverlappedStages * NarrowStage::kBytes;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
   if (threadIdx.x == 0) init_ring(maps.operands, full, empty);
@@ -58,30 +51,23 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tiles = epilogue.tiles();
 
   if (warpgroup == 0) {
-    if constexpr (Epilogue::kBMn) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-    } else {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    }
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (warp == 0) {
       Ring<kOverlappedStages> ring;
       for (int t = cluster; t < tiles; t += clusters) {
         const Tile tile = epilogue.tile(t, rank);
-        if (lane == 0) load_tile<Stage>(maps.operands, epilogue, tile, rank, ring_memory, full, empty, ring);
+        if (lane == 0)
+          load_tile<NarrowStage>(maps.operands, epilogue, tile, rank, ring_memory, full, empty, ring);
         __syncwarp();
       }
     }
   } else {
-    if constexpr (Epilogue::kBMn) {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    } else {
-      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warpgroup - 1;
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
-    const EpilogueSmem smem{epilogue_smem + own_warp * Epilogue::kWarpSharedBytes};
+    const EpilogueSmem smem{epilogue_smem + own_warp * kResultBoxBytes};
     // Of stage 0.
-    const uint32_t descriptor_a = descriptor_low(Stage::box_a(ring_memory, 0, group)),
+    const uint32_t descriptor_a = descriptor_low(NarrowStage::box_a(ring_memory, 0, group)),
                    descriptor_b = descriptor_low(NarrowStage::box_b(ring_memory, 0, 0));
     const uint32_t full_address = shared_address(full);
     const bool releases = threadIdx.x % 128 < kCluster;
@@ -111,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       // Adds a k-block while the warp runs `meanwhile`.
       const auto add_k_block = [&](const auto& meanwhile) __attribute__((always_inline)) {
         mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-        issue_k_block<Epilogue, Stage>(sums, descriptor_a, descriptor_b, ring.stage, previous);
+        issue_k_block<Epilogue, NarrowStage>(sums, descriptor_a, descriptor_b, ring.stage, previous);
         meanwhile();
         wgmma_wait<1>();
         if (previous >= 0) release(previous);
@@ -124,7 +110,6 @@ __global__ void __launch_bounds__(kThreads, 1)
         t += clusters;
         if (t < tiles) next = epilogue.tile(t, rank);
         asm volatile("" : "+r"(next.m0), "+r"(next.n0));
-        if (is_pending) epilogue.prepare(pending, lane, smem);
         wgmma_wait<0>();
         pin<Epilogue::kColumns>(sums);
       };
@@ -135,12 +120,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         for_each_piece([&](auto piece) __attribute__((always_inline)) {
           add_k_block([&]() __attribute__((always_inline)) { run_piece(piece); });
         });
-        is_pending = epilogue.begin(pending, tile, own_row, lane, smem);
+        is_pending = epilogue.begin(pending, tile, own_row, lane);
         add_k_blocks(tile.k_blocks - Epilogue::kPieces);
       } else {
         if (is_pending) for_each_piece(run_piece);
         if (!has_tile) return false;
-        is_pending = epilogue.begin(pending, tile, own_row, lane, smem);
+        is_pending = epilogue.begin(pending, tile, own_row, lane);
         add_k_blocks(tile.k_blocks);
       }
       if (previous >= 0) release(previous);

@@ -106,10 +106,7 @@ struct GradWeightEpilogue {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) sums[i] *= unit;
     }
-    if (panel_read_counts != nullptr) {
-      count_panel_read(tile.m0 / sm90::kTileM);
-      wait_for_panel_reads(tile.m0 / sm90::kTileM);
-    }
+    if (panel_read_counts != nullptr) wait_for_panel_reads(tile, lane);
     if (!first) {
       sm90::copy_async_wait();
       const uint4* const smem_partial = reinterpret_cast<const uint4*>(smem.memory) + lane;
@@ -145,27 +142,6 @@ struct GradWeightEpilogue {
                kPartialTiles ? vocab - tile.m0 - row : 16, lane, width);
   }
 
- protected:
-  // A tile has read its panel.
-  __device__ __forceinline__ void count_panel_read(int own) const {
-    if (threadIdx.x == 128)
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(panel_read_counts + own) : "memory");
-  }
-  // Waits until all column tiles have read the panel that this tile overwrites. Those belong to earlier
-  // tiles, and all blocks are resident, so the wait ends; panel_offset makes it short or none.
-  __device__ __forceinline__ void wait_for_panel_reads(int own) const {
-    if (own >= panel_offset) {
-      int count;
-      do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                     : "=r"(count)
-                     : "l"(panel_read_counts + own - panel_offset)
-                     : "memory");
-      } while (count < columns());
-    }
-    __syncwarp();
-  }
-
  private:
   // The segments of a warp, which follow each other through the rows of the tile. With kTileN columns each is a row.
   struct Segments {
@@ -199,6 +175,24 @@ struct GradWeightEpilogue {
   __device__ __forceinline__ unsigned char* scale_exponents_of(const Tile& tile, int row, int lane) const {
     return scale_exponents + tile.m0 / sm90::kTileM * scale_stride + tile.n0 / kColumns * sm90::kTileM + row +
            lane / 4;
+  }
+
+  // Waits until all column tiles have read the panel that this tile overwrites. Those belong to earlier
+  // tiles, and all blocks are resident, so the wait ends; panel_offset makes it short or none.
+  __device__ __forceinline__ void wait_for_panel_reads(const Tile& tile, int lane) const {
+    const int own = tile.m0 / sm90::kTileM;
+    if (threadIdx.x == 128)
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(panel_read_counts + own) : "memory");
+    if (own >= panel_offset) {
+      int count;
+      do {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+                     : "=r"(count)
+                     : "l"(panel_read_counts + own - panel_offset)
+                     : "memory");
+      } while (count < columns());
+    }
+    __syncwarp();
   }
 
   // The tensor cores idle during the epilogue. So the scale comes from a sum of squares (FFMA at full rate),

@@ -103,9 +103,9 @@ int64_t granularity(const LinearCeProblem& p) {
   return p.group_rows == 1 ? int64_t{kTileM} : p.group_rows;
 }
 
-// The block scales of so many classes.
+// One block-scale exponent, a byte, for the elements of a tile in a row of the weight gradient.
 int64_t scale_bytes(const LinearCeProblem& p, int64_t classes) {
-  return p.need_grad_weight ? classes * sm90::block_scales(p.hidden) : 0;
+  return p.need_grad_weight ? classes * sm90::column_tiles(p.hidden) : 0;
 }
 
 // What a plan of fused_linear_ce may use.
@@ -305,9 +305,7 @@ class LinearBackwardPlanner {
 
  private:
   // One chunk needs no accumulation.
-  int64_t scales(int64_t first_rows) const {
-    return first_rows < p_.rows && p_.need_grad_weight ? p_.vocab * sm90::column_tiles(p_.hidden) : 0;
-  }
+  int64_t scales(int64_t first_rows) const { return first_rows < p_.rows ? scale_bytes(p_, p_.vocab) : 0; }
   int64_t bytes_left(int64_t rows) const { return budget_ - scales(rows) - rows * row_bytes_; }
 
   // Equal slices of a chunk; 0 if the memory left is too small for one.

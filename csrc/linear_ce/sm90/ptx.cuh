@@ -115,22 +115,8 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
       "l"(source), "l"(static_cast<uint64_t>(keep))
       : "memory");
 }
-// The same of 8 bytes.
-__device__ __forceinline__ void copy_async_8(void* destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(destination)), "l"(source)
-               : "memory");
-}
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
-}
-// Groups of copies: all that this thread has started since the commit before. Waits until at most kPending groups of this
-// thread have not arrived.
-__device__ __forceinline__ void copy_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ __forceinline__ uint4 load_with_hint(const uint4* p, CacheHint keep) {

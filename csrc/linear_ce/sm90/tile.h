@@ -18,12 +18,6 @@ inline constexpr int kOverlappedColumns = 192, kOverlappedPieces = 12;
 constexpr bool overlaps_epilogue(int64_t hidden, bool plain) {
   return plain && hidden > (kOverlappedPieces - 1) * kTileK;
 }
-// The same for the weight gradient, of any element type and with all options: only in builds with
-// -DLIGER_OVERLAPPED_GRAD_WEIGHT=1, until it is measured (docs/performance/fused_linear_ce_sm90.md).
-#ifndef LIGER_OVERLAPPED_GRAD_WEIGHT
-#define LIGER_OVERLAPPED_GRAD_WEIGHT 0
-#endif
-inline constexpr bool kOverlapsGradWeight = LIGER_OVERLAPPED_GRAD_WEIGHT;
 // Classes per tile of the logits, for which there is one sum per row.
 constexpr int logits_columns(bool overlapped) {
   return overlapped ? kOverlappedColumns : kTileN;
@@ -45,11 +39,6 @@ constexpr int tile_columns(int64_t hidden) {
 constexpr int64_t column_tiles(int64_t hidden) {
   const int width = tile_columns(hidden);
   return (hidden + width - 1) / width;
-}
-// The block scales of a row of the weight gradient, a byte each: one per tile of columns, or per piece.
-constexpr int64_t block_scales(int64_t hidden) {
-  if (!kOverlapsGradWeight) return column_tiles(hidden);
-  return (hidden + kOverlappedColumns - 1) / kOverlappedColumns * kOverlappedPieces;
 }
 template <typename T>
 constexpr T panels(T columns) {
