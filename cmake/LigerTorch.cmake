@@ -31,9 +31,12 @@ target_link_libraries(liger_torch INTERFACE ${LIGER_TORCH_DIR}/lib/libtorch.so $
 
 # Exceptions cross into torch, so both must share one C++ runtime; a toolchain that would link its static copy gets the
 # shared one named. Symbols of static libraries (the CUDA runtime) stay inside, where no other library can take them over.
+add_library(liger_runtime INTERFACE)
+add_library(liger::runtime ALIAS liger_runtime)
 execute_process(COMMAND ${CMAKE_CXX_COMPILER} -print-file-name=libstdc++.so.6
                 OUTPUT_VARIABLE shared_runtime OUTPUT_STRIP_TRAILING_WHITESPACE)
 if(IS_ABSOLUTE "${shared_runtime}")
-  target_link_libraries(liger_torch INTERFACE ${shared_runtime})
+  target_link_libraries(liger_runtime INTERFACE ${shared_runtime})
 endif()
-target_link_options(liger_torch INTERFACE LINKER:--exclude-libs,ALL)
+target_link_options(liger_runtime INTERFACE LINKER:--exclude-libs,ALL)
+target_link_libraries(liger_torch INTERFACE liger::runtime)

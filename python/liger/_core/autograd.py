@@ -28,6 +28,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
+from .nodes import compiled_recorder
+
 
 @functools.lru_cache(None)
 def _impl_library(namespace):
@@ -78,7 +80,7 @@ def differentiable(op, setup_context, backward):
         return output
 
     _register_formula(op, setup_context, backward)
-    record = _recorder(op, forward, backward)
+    record = compiled_recorder(op, setup_context, backward, _recorder(op, forward, backward))
 
     def call(*args):
         if not is_plain_eager_call(args):

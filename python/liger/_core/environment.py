@@ -1,4 +1,4 @@
-"""Environment variables that are 0 or 1."""
+"""Environment variables that are read when liger is imported, or 0 or 1."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def targets_checked() -> bool:
     """Whether LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises ValueError as
     environment_flag."""
     return environment_flag("LIGER_CHECK_TARGETS")
+
+
+def python_nodes() -> bool:
+    """Whether LIGER_AUTOGRAD is python: autograd nodes are then Python objects, also where the build has them in C++.
+
+    Raises:
+        ValueError: any other value than auto or python.
+    """
+    text = os.environ.get("LIGER_AUTOGRAD") or "auto"
+    if text not in ("auto", "python"):
+        raise ValueError(f"LIGER_AUTOGRAD: expected auto or python, got '{text}'")
+    return text == "python"

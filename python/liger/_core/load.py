@@ -1,10 +1,14 @@
-"""Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA."""
+"""Loads the compiled libraries: schemas always, CUDA kernels only into a torch with CUDA, autograd nodes only into the
+torch that they were built for."""
 
 import ctypes
 import os
+import re
 from importlib.resources import files
 
 import torch
+
+from .environment import python_nodes
 
 
 def _library(name):
@@ -68,5 +72,27 @@ def _load_cuda():
     return True, f"compiled CUDA kernels, loaded into torch {torch.__version__}"
 
 
+def _torch_abi(version):
+    """The part of a torch version that C++ code depends on: a release keeps its ABI within major.minor, anything else
+    is one of its kind. cmake/LigerAutograd.cmake does the same."""
+    release = re.fullmatch(r"(\d+)\.(\d+)\.\d+([+].*)?", version)
+    return "_".join(release.groups()[:2]) if release else re.sub("[^0-9A-Za-z]", "_", version)
+
+
+def _load_nodes():
+    """(whether the autograd nodes in C++ are registered, the reason in words)"""
+    if python_nodes():
+        return False, "in Python: LIGER_AUTOGRAD=python"
+    path = _library(f"liger_autograd_{_torch_abi(torch.__version__)}")
+    if path is None:
+        return False, f"in Python: this build has no autograd nodes for torch {torch.__version__}"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return False, f"in Python: {path.name} did not load: {error.__cause__ or error}"
+    return True, f"in C++, built for this version of torch ({path.name})"
+
+
 _load_schemas()
 CUDA_LOADED, CUDA_REASON = _load_cuda()
+NODES_LOADED, NODES_REASON = _load_nodes()
