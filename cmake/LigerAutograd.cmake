@@ -28,7 +28,7 @@ function(liger_add_autograd folder)
   # Not liger::torch, which restricts the headers to the stable ABI.
   target_include_directories(${target} SYSTEM PRIVATE ${folder}/include ${folder}/include/torch/csrc/api/include)
   target_link_libraries(${target} PRIVATE
-    liger::manylinux ${folder}/lib/libtorch.so ${folder}/lib/libtorch_cpu.so ${folder}/lib/libc10.so liger::runtime)
+    liger::manylinux ${folder}/lib/libtorch_cpu.so ${folder}/lib/libc10.so liger::runtime)
   target_compile_options(${target} PRIVATE -ffile-prefix-map=${folder}/=torch/)
   liger_install(${target})
 endfunction()

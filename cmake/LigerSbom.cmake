@@ -25,7 +25,7 @@ if(DEFINED SKBUILD_METADATA_DIR)
   endfunction()
 
   liger_sbom_component(torch "${torch_release}" [[{"license": {"id": "BSD-3-Clause"}}]]
-    "headers of the stable ABI, compiled into both libraries"
+    "headers, compiled into every library"
     "
       \"purl\": \"pkg:pypi/torch@${torch_release}\",")
   if(LIGER_WITH_CUDA)

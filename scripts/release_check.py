@@ -205,6 +205,8 @@ def check_wheel(report, kind, source, version, epoch, network, options):
         detail("  " + wheels.require_bill_of_materials(wheel, version, kind == "cuda"))
     libraries = wheels.unpack_libraries(wheel, WORK / f"{kind}-libraries")
     for library in libraries:
+        if library.name.startswith(wheels.UNSTABLE):
+            continue
         with report.step(f"{kind}: stable ABI of {library.name}") as detail:
             detail(f"  needs torch {wheels.require_stable_abi(library)}")
     with report.step(f"{kind}: at most {wheels.BUDGET} MB") as detail:

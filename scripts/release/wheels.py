@@ -11,7 +11,9 @@ OLDEST_TORCH = (2, 10)
 # In megabytes: of the wheel as it is downloaded, and of libliger_cuda.so as it is installed.
 BUDGET = 60
 PLATFORM = f"manylinux_2_28_{platform.machine()}"
-EXCLUDED = ("libtorch.so", "libtorch_cpu.so")
+EXCLUDED = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
+# Autograd nodes, which the stable ABI does not have: loaded into the torch version in the file name alone.
+UNSTABLE = "libliger_autograd_"
 
 
 class Failure(Exception):

@@ -38,6 +38,7 @@ def test_info_as_json(capsys, monkeypatch):
     assert found["environment"]["LIGER_MEMORY_BUDGET"] == "64M"
     assert len(found["devices"]) == torch.cuda.device_count()
     assert found["build"]["version"] == liger.__version__
+    assert found["autograd library"] == {"loaded": load.NODES_LOADED, "reason": load.NODES_REASON}
 
 
 def test_info_as_text(capsys, monkeypatch):
@@ -48,6 +49,7 @@ def test_info_as_text(capsys, monkeypatch):
         (line,) = (line for line in lines if line.split()[:1] == [op])
         assert row["backend"] in line and row["reason"] in line
     assert any(line.split() == ["LIGER_CHECK_TARGETS", "not", "set:", "0"] for line in lines)
+    assert f"  autograd nodes  {load.NODES_REASON}" in lines
 
 
 @pytest.mark.skipif(

@@ -29,6 +29,8 @@ OLDEST_TORCH = (2, 10)
 LIBRARIES = [
     p for p in (files("liger") / "libliger_ops.so", files("liger") / "libliger_cuda.so") if p.is_file()
 ]
+# Not of the stable ABI, which has no autograd nodes: loaded into the torch that it was built with alone.
+NODES = f"libliger_autograd_{load._torch_abi(torch.__version__)}.so"
 
 
 def call(*command, cwd=ROOT, check=True, **environment):
@@ -118,7 +120,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     sources = {f"liger/{p.relative_to(ROOT / 'python/liger')}" for p in (ROOT / "python/liger").rglob("*.py")}
     # Inside liger: a top-level triton_kernels belongs to another distribution.
     kernels = {f"liger/triton_kernels/{p.name}" for p in (ROOT / "triton_kernels").glob("*.py")}
-    assert package == sources | kernels | {"liger/py.typed", "liger/libliger_ops.so"}
+    assert package == sources | kernels | {"liger/py.typed", "liger/libliger_ops.so", f"liger/{NODES}"}
 
 
 def test_wheel_is_tagged_for_every_python(wheel):
@@ -141,11 +143,20 @@ def test_wheel_has_a_bill_of_materials(wheel):
     assert document["dependencies"] == [{"ref": "liger-ops", "dependsOn": ["torch"]}]
 
 
-def test_libraries_do_not_name_folders_of_the_build_machine(wheel):
+@pytest.mark.parametrize(
+    ("name", "headers"),
+    [
+        ("libliger_ops.so", b"torch/include/torch/csrc/stable/"),
+        (NODES, b"torch/include/torch/csrc/autograd/"),
+    ],
+)
+def test_libraries_do_not_name_folders_of_the_build_machine(wheel, name, headers):
     with zipfile.ZipFile(wheel[0]) as archive:
-        library = archive.read("liger/libliger_ops.so")
-    assert b"torch/include/torch/csrc/stable/" in library
-    assert str(Path(torch.__file__).parent).encode() not in library and b"/csrc/host" not in library
+        library = archive.read(f"liger/{name}")
+    assert headers in library
+    assert str(Path(torch.__file__).parent).encode() not in library and b"/csrc/" not in library.replace(
+        b"torch/include/torch/csrc/", b""
+    )
 
 
 def test_wheel_metadata(wheel):
@@ -254,15 +265,24 @@ def test_editable_in_a_fresh_environment(fresh_python, tmp_path):
 # --- build settings -------------------------------------------------------------------------------------------------
 
 
-def configure(folder, **environment):
+def configure(folder, *definitions, **environment):
     """Runs CMake's configure step; (exit code, output with every run of spaces and newlines as one space)."""
     code, output = call(
         *("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DSKBUILD_PROJECT_VERSION=0"),
         f"-DPython_EXECUTABLE={sys.executable}",
+        *definitions,
         check=False,
         **environment,
     )
     return code, " ".join(output.split())
+
+
+@pytest.mark.parametrize("value", ["ON", "OFF"])
+def test_autograd_nodes_as_a_build_setting(tmp_path, value):
+    code, output = configure(
+        tmp_path, f"-DLIGER_BUILD_AUTOGRAD={value}", "-DLIGER_AUTOGRAD_TORCH_DIRS=", LIGER_BUILD_CUDA=0
+    )
+    assert code == 0 and ("liger: autograd nodes in C++ for torch" in output) == (value == "ON")
 
 
 def path_without_nvcc():
@@ -359,6 +379,56 @@ def test_libraries_need_no_python_and_no_cuda_runtime(path):
     }
     system |= {name for name in needed if name.startswith("ld-linux")}
     assert set(needed) - system <= {"libtorch.so", "libtorch_cpu.so"}
+
+
+@pytest.mark.skipif(not load.NODES_LOADED, reason=f"autograd nodes are {load.NODES_REASON}")
+def test_autograd_library_needs_libtorch_alone():
+    """Nothing of Python's, so that it serves every Python; exempt from the stable ABI."""
+    if shutil.which("nm") is None or shutil.which("readelf") is None:
+        pytest.skip("needs nm and readelf")
+    path = files("liger") / NODES
+    _, symbols = call("nm", "--dynamic", "--demangle", "--undefined-only", path)
+    assert "torch::autograd::Node" in symbols and " Py" not in symbols and " _Py" not in symbols
+    _, dynamic = call("readelf", "--dynamic", "--wide", path)
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
+    assert {n for n in needed if not re.match(r"lib(stdc\+\+|gcc_s|c|m)\.so|ld-linux", n)} == {
+        "libtorch_cpu.so",
+        "libc10.so",
+    }
+
+
+def test_autograd_library_is_loaded_into_its_torch_alone(monkeypatch, tmp_path):
+    monkeypatch.delenv("LIGER_AUTOGRAD", raising=False)
+    for version, name in {
+        "2.13.0": "2_13",
+        "2.13.1+cu130": "2_13",
+        "2.14.0a0+gitb4e4ee8": "2_14_0a0_gitb4e4ee8",
+        "2.15.0.dev20261101+cpu": "2_15_0_dev20261101_cpu",
+    }.items():
+        assert load._torch_abi(version) == name
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert load._load_nodes() == (False, "in Python: this build has no autograd nodes for torch 2.99.0")
+    broken = tmp_path / "libliger_autograd_2_99.so"
+    broken.write_bytes(b"")
+    monkeypatch.setattr(load, "_library", lambda name: tmp_path / f"lib{name}.so")
+    loaded, reason = load._load_nodes()
+    assert not loaded and reason.startswith("in Python: libliger_autograd_2_99.so did not load: ")
+
+
+USE_NODES = """
+import torch, liger
+from liger._core import load
+print(load.NODES_LOADED, liger.rms_norm(torch.ones(2, 4, requires_grad=True)).grad_fn.name())
+"""
+
+
+def test_autograd_nodes_are_python_on_request():
+    last = call(sys.executable, "-c", USE_NODES, LIGER_AUTOGRAD="python")[1].splitlines()[-1]
+    assert last == "False rms_normBackward"
+    expected = f"{load.NODES_LOADED} rms_normBackward"
+    assert call(sys.executable, "-c", USE_NODES, LIGER_AUTOGRAD="auto")[1].splitlines()[-1] == expected
+    code, output = call(sys.executable, "-c", USE_NODES, check=False, LIGER_AUTOGRAD="c++")
+    assert code == 1 and "ValueError: LIGER_AUTOGRAD: expected auto or python, got 'c++'" in output
 
 
 def test_cuda_library_is_not_loaded_into_a_torch_without_cuda(monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from .._core.environment import triton_interpreted
 VARIABLES = {
     "LIGER_BACKEND": "auto",
     "LIGER_MEMORY_BUDGET": "512M",
+    "LIGER_AUTOGRAD": "auto",
     "LIGER_WGMMA": "1",
     "LIGER_CHECK_TARGETS": "0",
     "LIGER_LOG": "",
@@ -46,6 +47,7 @@ def collect():
         "devices": devices,
         "build": dict(build_info()),
         "cuda library": {"loaded": load.CUDA_LOADED, "reason": load.CUDA_REASON},
+        "autograd library": {"loaded": load.NODES_LOADED, "reason": load.NODES_REASON},
         # After the devices: querying them initialises CUDA, which determines the backends.
         "ops": liger.backend_report() if devices else _on_the_cpu(liger.backend_report()),
         "environment": {name: os.environ.get(name) for name in VARIABLES},
@@ -76,7 +78,12 @@ def run(arguments):
     built_with = f"torch {build['torch']}, g++ {build['compiler']}; runs on torch 2.10 and later"
     _section(
         "build",
-        [("kernels", kernels), ("cuda library", info["cuda library"]["reason"]), ("built with", built_with)],
+        [
+            ("kernels", kernels),
+            ("cuda library", info["cuda library"]["reason"]),
+            ("autograd nodes", info["autograd library"]["reason"]),
+            ("built with", built_with),
+        ],
     )
 
     _section("ops", [(op, f"{row['backend']:7s} {row['reason']}") for op, row in info["ops"].items()])
