@@ -150,9 +150,10 @@ def test_some_of_the_gradients(both, device):
 
 def test_names(both, device):
     args, inputs = differentiable_sample(both[0].op, device)
-    nodes_of_both = [kind(*leaves(args, inputs))[0].grad_fn for kind in both]
-    assert len({node.name() for node in nodes_of_both}) == 1
-    assert len({len(node.next_functions) for node in nodes_of_both}) == 1
+    # Before torch 2.13 the outputs alone keep a node in Python alive.
+    a, b = (kind(*leaves(args, inputs)) for kind in both)
+    assert a[0].grad_fn.name() == b[0].grad_fn.name()
+    assert len(a[0].grad_fn.next_functions) == len(b[0].grad_fn.next_functions)
 
 
 def test_missing_gradients(both, device):
