@@ -284,7 +284,7 @@ struct OpNode final : Node {
   }
 };
 
-// Nodes are shared_ptr up to torch 2.12.
+// Older versions of torch share nodes by shared_ptr, newer ones by intrusive_ptr.
 template <typename Pointer = NodePtr>
 auto make_node(const Formula& formula) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<Node>>) {
