@@ -13,14 +13,14 @@ import triton.language as tl
 
 from .common import dense_vector, on_device_of, require_dtype, require_same_shape, sm_count
 from .norm_rows import inverse_rms, round_xhat, sum_partials
-from .rope import heads_and_warps, load_pairs, load_tables, store_pairs, table_strides
+from .rope import columns, heads_and_warps, load_pairs, load_tables, store_pairs, table_strides
 
 # --- kernels ------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _load_rest(rows_ptr, stride, row_mask, half, rest, REST: tl.constexpr):
-    cols = tl.arange(0, REST)[None, :]
+    cols = columns(REST)
     x = tl.load(rows_ptr + (2 * half + cols) * stride, mask=row_mask & (cols < rest), other=0.0)
     return x.to(tl.float32)
 
@@ -74,7 +74,7 @@ def _norm_rotate_heads(
     out1, out2 = y1 * cos1 - y2 * sin1, y2 * cos2 + y1 * sin2
     store_pairs(out_rows, out_dim_stride, head_mask, half, out1, out2, HEADS, HALF, INTERLEAVED)
     if REST > 0:
-        cols = tl.arange(0, REST)[None, :]
+        cols = columns(REST)
         y3 = _normalised(x3, rstd, w3, dtype, CASTING)
         tl.store(out_rows + (2 * half + cols) * out_dim_stride, y3.to(dtype), mask=head_mask & (cols < rest))
 
@@ -182,7 +182,7 @@ def qk_norm_rope_backward_kernel(
                 rstd * (y2 * w2) - x2 * shift, HEADS, HALF, INTERLEAVED,
             )  # fmt: skip
             if REST > 0:
-                cols = tl.arange(0, REST)[None, :]
+                cols = columns(REST)
                 tl.store(
                     grad_rows + (2 * half + cols) * grad_dim_stride, (rstd * (y3 * w3) - x3 * shift).to(dtype),
                     mask=head_mask & (cols < rest),
@@ -194,7 +194,7 @@ def qk_norm_rope_backward_kernel(
         total1, total2 = tl.sum(sum1, 0)[None, :], tl.sum(sum2, 0)[None, :]
         store_pairs(row, 1, one_row, half, total1, total2, 1, HALF, INTERLEAVED)
         if REST > 0:
-            cols = tl.arange(0, REST)[None, :]
+            cols = columns(REST)
             tl.store(row + 2 * half + cols, tl.sum(sum3, 0)[None, :], mask=cols < rest)
 
 

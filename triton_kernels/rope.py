@@ -14,16 +14,22 @@ from .common import on_device_of, require_dtype
 
 
 @triton.jit
+def columns(COUNT: tl.constexpr):
+    """0, ..., COUNT - 1 as a tile [1, COUNT]. int64, because a head of a strided tensor may span 2^31 elements."""
+    return tl.arange(0, COUNT).to(tl.int64)[None, :]
+
+
+@triton.jit
 def load_pairs(
     rows_ptr, stride, row_mask, half, ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
     """The first and the second elements of the rotated pairs: two float32 tiles [ROWS, HALF]."""
     if INTERLEAVED:
-        cols = tl.arange(0, 2 * HALF)[None, :]
+        cols = columns(2 * HALF)
         x = tl.load(rows_ptr + cols * stride, mask=row_mask & (cols < 2 * half), other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, [ROWS, HALF, 2]))
     else:
-        cols = tl.arange(0, HALF)[None, :]
+        cols = columns(HALF)
         mask = row_mask & (cols < half)
         first = tl.load(rows_ptr + cols * stride, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(rows_ptr + (half + cols) * stride, mask=mask, other=0.0).to(tl.float32)
@@ -37,11 +43,11 @@ def store_pairs(
 ):  # fmt: skip
     dtype: tl.constexpr = rows_ptr.dtype.element_ty
     if INTERLEAVED:
-        cols = tl.arange(0, 2 * HALF)[None, :]
+        cols = columns(2 * HALF)
         x = tl.reshape(tl.join(first.to(dtype), second.to(dtype)), [ROWS, 2 * HALF])
         tl.store(rows_ptr + cols * stride, x, mask=row_mask & (cols < 2 * half))
     else:
-        cols = tl.arange(0, HALF)[None, :]
+        cols = columns(HALF)
         mask = row_mask & (cols < half)
         tl.store(rows_ptr + cols * stride, first.to(dtype), mask=mask)
         tl.store(rows_ptr + (half + cols) * stride, second.to(dtype), mask=mask)
@@ -76,7 +82,7 @@ def _rotate_heads(
     out1, out2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
     store_pairs(out_rows, out_dim_stride, head_mask, half, out1, out2, HEADS, HALF, INTERLEAVED)
     if REST > 0:
-        cols = tl.arange(0, REST)[None, :]
+        cols = columns(REST)
         mask = head_mask & (cols < rest)
         unrotated = tl.load(x_rows + (2 * half + cols) * x_dim_stride, mask=mask)
         tl.store(out_rows + (2 * half + cols) * out_dim_stride, unrotated, mask=mask)

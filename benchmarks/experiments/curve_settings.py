@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
 import liger
 from liger.cli._demo_worker import nudge
+from liger_bench import on_ranks
 from liger_bench.captured_step import WARM_UP, CapturedStep
 from liger_bench.model_contestants import with_liger_kernel
 from liger_bench.step_in_backward import StepInBackward
@@ -123,9 +123,7 @@ def captured(model, batches, machine):
 def fsdp2(model, batches, machine):
     """Each rank has its part of every batch; the losses are those of the whole batch."""
     sharded_training.start(machine)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    on_ranks.shard(model, machine.device)
     step = training_step(model, optimizer_of(model.parameters()))
     losses = torch.stack([step(tokens.chunk(dist.get_world_size())[dist.get_rank()]) for tokens in batches])
     dist.all_reduce(losses)

@@ -6,8 +6,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
+from liger_bench import on_ranks
 from liger_bench.measure import spread
 
 from . import text, training
@@ -61,9 +61,7 @@ def timed_steps(step, batches, machine, steps=training.STEPS):
 def fsdp2(made, machine):
     """The step of a Training whose decoder layers and root are sharded by ``fully_shard``."""
     made.build()
-    for layer in made.model.model.layers:
-        fully_shard(layer)
-    fully_shard(made.model)
+    on_ranks.shard(made.model, machine.device)
     made.optimizer = made.make_optimizer(made.model.parameters())
     return made.step
 

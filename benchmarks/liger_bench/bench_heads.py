@@ -13,13 +13,10 @@ import torch.nn.functional as F
 
 import liger
 
-from . import head_logprobs
+from . import head_logprobs, head_peers
 from .bench_fused_linear_ce import REFERENCE_ROWS, quack_head, torch_head
 from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
 from .harness import Contest, normal, targets, training_work
-
-# Classes per tile of TRL's head, as its trainers call it.
-TRL_CLASSES = 8192
 
 
 @dataclass(frozen=True)
@@ -103,11 +100,18 @@ def _liger_kernel(head, accum_dtype):
     )[0]
 
 
-def _trl(head):
-    # hidden, weight, bias, targets, temperature, classes per tile, softcap, scale of the logits, further outputs
-    return lambda t: -peer("trl.kernels.chunked_logprob", "ChunkedLogProbFunction").apply(
-        t["input"], t["weight"], t.get("bias"), t["target"], 1.0, TRL_CLASSES, head.softcap, 1.0, ()
-    )[0].mean()  # fmt: skip
+def _unsloth(head):
+    options = {"softcap": head.softcap, "label_smoothing": head.label_smoothing}
+    return lambda t: head_peers.unsloth_ce(t, **options)
+
+
+def _quack(head):
+    if head.bias or head.vocabulary % 8:
+        # These its module computes from whole logits.
+        return lambda t: peer("quack.linear_cross_entropy", "linear_cross_entropy_func")(
+            t["input"], t["weight"], t.get("bias"), t["target"]
+        )
+    return lambda t: quack_head(t, 4096)
 
 
 def _cut_cross_entropy(head):
@@ -126,17 +130,18 @@ def _candidates(options, head):
         *ours(options, _ours(head)),
         liger_kernel(_liger_kernel(head, None)),
         liger_kernel(_liger_kernel(head, torch.float32), " fp32 sum"),
+        head_peers.unsloth(_unsloth(head)),
         *compiled(options, _eager(head)),
     ]
     if not head.label_smoothing:
         candidates += [
-            Candidate("TRL", _trl(head), needs=("trl", "transformers", "triton")),
+            head_peers.trl(lambda t: -head_peers.trl_logprobs(t, softcap=head.softcap).mean()),
             Candidate("cut-cross-entropy", _cut_cross_entropy(head), needs=("cut_cross_entropy",)),
         ]
-    if head.plain:
-        candidates.append(quack(lambda t: quack_head(t, 4096)))
-        if hasattr(F, "linear_cross_entropy"):
-            candidates.append(Candidate("torch F.linear_cross_entropy", torch_head))
+        if not head.softcap:
+            candidates.append(quack(_quack(head)))
+    if head.plain and hasattr(F, "linear_cross_entropy"):
+        candidates.append(Candidate("torch F.linear_cross_entropy", torch_head))
     return selected(options, candidates)
 
 

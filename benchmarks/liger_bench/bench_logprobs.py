@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import liger
 
+from . import head_peers
 from .bench_fused_linear_ce import REFERENCE_ROWS
-from .bench_heads import TRL_CLASSES
-from .candidates import Candidate, compiled, ours, peer, providers, selected
+from .candidates import Candidate, compiled, ours, providers, selected
 from .harness import FASTEST, Provider, Row, Work, normal, targets, works
 
 FLOAT32 = " float32 logits"
@@ -41,14 +41,6 @@ def _rounded_logits(t):
 
 def _float32_head(t):
     return _plain(F.linear(t["input"].float(), t["weight32"]), t)
-
-
-def _trl(t):
-    # hidden, weight, bias, targets, temperature, classes per tile, softcap, scale of the logits, further outputs
-    logprobs = peer("trl.kernels.chunked_logprob", "ChunkedLogProbFunction").apply(
-        t["input"], t["weight"], None, t["target"], 1.0, TRL_CLASSES, None, 1.0, ()
-    )[0]
-    return _ratio(logprobs, t)
 
 
 def _gemms(count):
@@ -117,7 +109,7 @@ def _row(options, work, maker, arguments, tokens, hidden, vocabulary):
         *ours(options, lambda t: _ours(t, logits_dtype=torch.float32), FLOAT32),
         Candidate("torch rounded logits", _rounded_logits),
         *compiled(options, _rounded_logits, " rounded logits"),
-        Candidate("TRL", _trl, needs=("trl", "transformers", "triton")),
+        head_peers.trl(lambda t: _ratio(head_peers.trl_logprobs(t), t)),
     ]
     wide = [
         *ours(

@@ -51,8 +51,17 @@ def _parser():
     parser.add_argument(
         "--peers",
         type=_names,
-        help="only peers whose names begin so: liger-kernel,quack,cut-cross-entropy,torch (default: all); none",
+        help="only peers whose names begin so: liger-kernel,quack,TRL,unsloth_zoo,cut-cross-entropy,torch (default: "
+        "all); none",
     )
+    parser.add_argument(
+        "--rows",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="only rows with these words in their names, such as gemma or Qwen3-4B; may be given several times",
+    )
+    parser.add_argument("--minutes", type=float, help="no row starts after this time")
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile as a further peer (slow to start)"
     )
@@ -64,10 +73,13 @@ def _parser():
     )
     parser.add_argument(
         "--from",
-        dest="source",
+        dest="sources",
+        nargs="+",
         type=Path,
+        default=[],
         metavar="FILE",
-        help="measure nothing: report and plots of a result file",
+        help="measure nothing: report and plots of a result file, or of several of one kind of device, merged into the "
+        "file that --json names",
     )
     parser.add_argument(
         "--pictures",
@@ -89,10 +101,13 @@ def _complaint(arguments):
         unknown = [name for name in given if name not in known]
         if unknown:
             return f"unknown {kind} {', '.join(unknown)}, expected some of {', '.join(known)}"
-    if arguments.source is not None and not arguments.source.is_file():
-        return f"no such file: {arguments.source}"
+    for source in arguments.sources:
+        if not source.is_file():
+            return f"no such file: {source}"
+    if len(arguments.sources) > 1 and arguments.json is None:
+        return "several files are merged into the one that --json names"
     if (
-        arguments.source is None
+        not arguments.sources
         and arguments.pictures is None
         and not arguments.self_test
         and not torch.cuda.is_available()
@@ -118,10 +133,10 @@ def main(argv=None):
     from . import suite
     from .harness import Options
 
-    if arguments.source is not None or arguments.pictures is not None:
+    if arguments.sources or arguments.pictures is not None:
         try:
-            if arguments.source is not None:
-                suite.redraw(arguments.source, arguments.plots)
+            if arguments.sources:
+                suite.redraw(arguments.sources, arguments.json, arguments.plots)
             if arguments.pictures is not None:
                 suite.illustrate(arguments.pictures)
         except ValueError as error:
@@ -136,4 +151,9 @@ def main(argv=None):
         sweep=arguments.sweep,
         peers=arguments.peers,
     )
-    return suite.run(arguments.ops, options, arguments.json, arguments.plots)
+    if arguments.rows and not suite.rows_of(arguments.ops or OPS, options, arguments.rows):
+        print(f"liger bench: no row has {' or '.join(arguments.rows)} in its name", file=sys.stderr)
+        return 2
+    return suite.run(
+        arguments.ops, options, arguments.json, arguments.plots, arguments.rows, arguments.minutes
+    )

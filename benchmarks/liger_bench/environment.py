@@ -16,6 +16,8 @@ PEERS = {
     "quack": "quack-kernels",
     "cutlass": "nvidia-cutlass-dsl",
     "cut_cross_entropy": "cut-cross-entropy",
+    "trl": "trl",
+    "unsloth_zoo": "unsloth_zoo",
 }
 
 

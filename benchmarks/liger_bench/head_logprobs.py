@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 import liger
 
+from . import head_peers
 from .bench_fused_linear_ce import REFERENCE_ROWS, three_gemms
-from .candidates import Candidate, compiled, ours, peer, providers, selected
+from .candidates import compiled, ours, providers, selected
 from .harness import FASTEST, Provider, Row, normal, targets, training_work
 
 # Weight of the entropies in the loss.
@@ -102,16 +103,9 @@ def _eager(policy):
     return run
 
 
-def _trl(policy):
-    # Its trainers call it with 8192 classes per tile; the other arguments are those of bench_heads.py.
-    return lambda t: _loss(
-        policy,
-        peer("trl.kernels.chunked_logprob", "ChunkedLogProbFunction").apply(
-            t["input"], t["weight"], None, t["target"], policy.temperature, 8192, None, 1.0, ()
-        )[0],
-        None,
-        t["advantages"],
-    )
+def _peer(policy, logprobs):
+    """A policy gradient over the log-probabilities of a peer."""
+    return lambda t: _loss(policy, logprobs(t, policy.temperature), None, t["advantages"])
 
 
 def _reference(policy):
@@ -147,7 +141,10 @@ def _row(options, policy):
 
     candidates = [*ours(options, _ours(policy)), *compiled(options, _eager(policy))]
     if not policy.entropy:
-        candidates.append(Candidate("TRL", _trl(policy), needs=("trl", "transformers", "triton")))
+        candidates += [
+            head_peers.trl(_peer(policy, head_peers.trl_logprobs)),
+            head_peers.unsloth(_peer(policy, head_peers.unsloth_logprobs)),
+        ]
     contestants = providers(selected(options, candidates), training_work, (), ("input", "weight"))
     return head_row(
         policy, inputs, contestants, _reference(policy), contests=(FASTEST,), work="heads logprobs"

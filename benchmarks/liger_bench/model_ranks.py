@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 
+from . import on_ranks
 from .measure import spread
 from .model_contestants import entered
 from .model_report import GIB, tokens_per_second, write
@@ -50,9 +50,7 @@ class ShardedTrainee(LoneTrainee):
     """A Trainee on one of several ranks."""
 
     def shard(self):
-        for layer in self.model.model.layers:
-            fully_shard(layer)
-        fully_shard(self.model)
+        on_ranks.shard(self.model, self.device)
         if self.device == "cuda":
             torch.cuda.empty_cache()  # Each rank made the whole model in float32.
 

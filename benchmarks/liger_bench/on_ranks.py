@@ -1,9 +1,11 @@
-"""Times and peaks of a step that all ranks of a process group run together."""
+"""A model on all ranks of a process group; times and peaks of a step that they run together."""
 
 import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from .measure import MIB
 
@@ -51,3 +53,11 @@ def milliseconds(step, device, before=None):
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end)
+
+
+def shard(model, device):
+    """FSDP2 over all ranks: every decoder layer of a causal language model, and its root, by ``fully_shard``."""
+    # Where there is a GPU, the mesh that fully_shard would make is one of GPUs, also for a model on the CPU.
+    mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)

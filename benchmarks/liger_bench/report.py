@@ -1,7 +1,10 @@
 """A run as Markdown: the goals, the verdict, and one table per row."""
 
 from .harness import FASTEST_PEER
+from .verdict import time_of
 
+# Ops whose providers are also compared in one table, and the ceiling that its times are relative to.
+COMPARED = {"heads": "three GEMMs"}
 WORDS = {True: "yes", False: "no", None: "-"}
 
 
@@ -45,8 +48,7 @@ def _row_table(record):
         if provider["status"] == "missing":
             continue
         if provider["status"] == "failed":
-            reason = provider["reason"].splitlines()[0][:160].replace("|", "\\|")
-            rows.append([name, f"failed: {reason}", *[""] * (len(header) - 2)])
+            rows.append([name, f"failed: {_reason(provider, 160)}", *[""] * (len(header) - 2)])
             continue
         label = name if provider["status"] == "ok" else f"{name} (WRONG RESULT)"
         if host:
@@ -55,6 +57,47 @@ def _row_table(record):
         else:
             rows.append([label, *_device_cells(record, provider)])
     return f"### {record['name']}\n\n{_table(header, rows)}"
+
+
+def _reason(provider, length):
+    return provider["reason"].strip().splitlines()[0][:length].replace("|", "\\|")
+
+
+def _compared_cell(provider, ceiling):
+    if provider is None:  # it does not take the options of this row
+        return ""
+    if provider["status"] == "missing":
+        return "not installed"
+    if provider["status"] == "failed":
+        return f"did not run: {_reason(provider, 80)}"
+    if provider["status"] == "wrong":
+        return _reason(provider, 80)
+    peak = provider.get("peak_mib")
+    ratio = f"{provider['ratios'].get(ceiling, float('nan')):.2f}"
+    return ratio if peak is None else f"{ratio}, {peak:.0f}"
+
+
+def _compared_table(records, ceiling):
+    """One line per row, one column per peer that is installed: time relative to a ceiling, and peak MiB."""
+    peers, missing = {}, {}
+    for record in records:
+        for name, provider in record["providers"].items():
+            if provider["group"] in ("liger-kernel", "other"):
+                (missing if provider["status"] == "missing" else peers).setdefault(name)
+    rows = []
+    for record in records:
+        providers = record["providers"]
+        mine = [p for p in providers.values() if p["group"] == "ours"]
+        right = [p for p in mine if p["status"] == "ok"]
+        best = min(right, key=time_of) if right else next(iter(mine), None)
+        limit = providers.get(ceiling, {}).get("ms", {}).get("median")
+        cells = [_compared_cell(p, ceiling) for p in (best, *map(providers.get, peers))]
+        rows.append([record["name"], number(limit, 4), *cells])
+    text = f"Times relative to {ceiling}, and peak MiB beyond the inputs."
+    absent = [name for name in missing if name not in peers]
+    if absent:
+        text += f" Not installed: {', '.join(absent)}."
+    return f"{text}\n\n{_table(['row', f'{ceiling}, ms', 'liger', *peers], rows)}"
 
 
 def _goal_table(lines):
@@ -94,5 +137,7 @@ def markdown(result):
             won = sum(line["wins"] for line in lines)
             parts += [f"## {title}: {won} of {len(lines)} lines won", _verdict_table(lines)]
     for op in dict.fromkeys(record["op"] for record in result["rows"]):
-        parts += [f"## {op}", *(_row_table(record) for record in result["rows"] if record["op"] == op)]
+        records = [record for record in result["rows"] if record["op"] == op]
+        compared = [_compared_table(records, COMPARED[op])] if op in COMPARED else []
+        parts += [f"## {op}", *compared, *map(_row_table, records)]
     return "\n\n".join(parts) + "\n"

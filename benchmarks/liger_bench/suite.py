@@ -13,6 +13,7 @@ from .environment import RESULTS, environment
 from .goals import reached
 from .harness import Row
 from .measure import MIB, Cpu, Gpu, measure_all
+from .merge import merged
 from .plots import plot
 from .report import markdown
 from .verdict import faults, verdict
@@ -29,12 +30,13 @@ def ceiling_row(options):
     )
 
 
-def rows_of(ops, options):
-    """The rows of these ops. They allocate no memory until they are measured."""
+def rows_of(ops, options, words=()):
+    """The rows of these ops, or those with one of ``words`` in their names. They allocate no memory until they are
+    measured."""
     rows = [ceiling_row(options)]
     for op in ops:
         rows += importlib.import_module(f"{__package__}.bench_{op}").rows(options)
-    return rows
+    return [row for row in rows if not words or any(word in row.name for word in words)]
 
 
 def _conclude(result):
@@ -55,13 +57,28 @@ def _write_plots(result, path, wanted):
             _say(f"written: {picture}")
 
 
-def redraw(path, plots=None):
-    """Writes report and plots of a JSON file of results again, next to it."""
+def _read(path):
     result = json.loads(path.read_text())
     if result["schema"] != SCHEMA:
         raise ValueError(f"{path}: results of schema {result['schema']}, this version reads {SCHEMA}")
-    _conclude(result)
+    return result
+
+
+def _write(result, path):
+    path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(markdown(result))
+
+
+def redraw(paths, path=None, plots=None):
+    """Writes report and plots of JSON files of results, merged into ``path``, or again next to the only one."""
+    result = merged([_read(source) for source in paths])
+    _conclude(result)
+    if path is None:
+        path = paths[0]
+        path.with_suffix(".md").write_text(markdown(result))
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(result, path)
     _say(f"written: {path.with_suffix('.md')}")
     _write_plots(result, path, plots)
 
@@ -72,11 +89,13 @@ def illustrate(stem):
         _say(f"written: {picture}")
 
 
-def run(ops, options, path=None, plots=None):
+def run(ops, options, path=None, plots=None, words=(), minutes=None):
     """Measures the ops (all, if none are named), writes JSON, Markdown and plots, prints the report.
 
-    Returns 0, or 1 if one of our own providers failed or gave wrong results.
+    ``words``: only the rows with one of them in their names. No row starts after ``minutes``. Returns 0, or 1 if one of
+    our own providers failed or gave wrong results.
     """
+    rows = rows_of(ops or OPS, options, words)
     facts = environment(options)
     name = re.sub(r"[^\w.]+", "-", f"{facts['date'][:16].replace(':', '')}-{facts['device']}-{facts['size']}")
     path = path or RESULTS / f"{name}.json"
@@ -87,12 +106,13 @@ def run(ops, options, path=None, plots=None):
         # After every row, so that an interrupted run keeps its results.
         result["rows"] = records
         _conclude(result)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(markdown(result))
+        _write(result, path)
 
     machine = Gpu() if options.device == "cuda" else Cpu()
-    measure_all(rows_of(ops or OPS, options), machine, save)
+    left = rows[len(measure_all(rows, machine, save, minutes)) :]
     print(markdown(result))
+    for row in left:
+        _say(f"not measured, for lack of time: {row.name}")
     _say(f"written: {path} and {path.with_suffix('.md')}")
     _write_plots(result, path, plots)
     problems = faults(result["rows"])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, check_op, forward_backward, strided_like
+from cases import DTYPES, check_op, far_apart, forward_backward, strided_like
 
 import liger
 from liger._core.environment import triton_interpreted
@@ -242,6 +242,17 @@ def test_same_bits_twice_and_inputs_untouched(device):
     for a, b in zip(first, torch.autograd.grad(outputs, leaves, upstream), strict=True):
         assert torch.equal(a, b)
     assert all(map(torch.equal, leaves, before)) and [t._version for t in leaves] == versions
+
+
+@pytest.mark.parametrize("rotary", [4, 2])
+def test_heads_that_span_more_than_32_bits(device, rotary):
+    dtype = torch.float16
+    q, k = random(device, dtype, 1, 2, 1, 4), random(device, dtype, 1, 2, 1, 4)
+    weights = random(device, dtype, 4), random(device, dtype, 4)
+    cos, sin = tables(device, dtype, 1, rotary)
+    expected = liger.qk_norm_rope(q, k, *weights, cos, sin)
+    for result, other in zip(liger.qk_norm_rope(far_apart(q), k, *weights, cos, sin), expected, strict=True):
+        assert torch.equal(result, other)
 
 
 def test_saves_no_intermediate(device):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, assert_as_exact_as_torch, check_op, strided_like
+from cases import DTYPES, assert_as_exact_as_torch, check_op, far_apart, strided_like
 
 import liger
 
@@ -139,6 +139,16 @@ def test_strided_inputs_and_gradients(device, layout, table):
         results.append([*outputs, *torch.autograd.grad(outputs, inputs, move(*grads))])
     for contiguous, strided in zip(*results, strict=True):
         assert torch.equal(contiguous, strided)
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+@pytest.mark.parametrize("rotary", [4, 2])
+def test_heads_that_span_more_than_32_bits(device, rotary, interleaved):
+    q, k, cos, sin = make(device, (1, 2, 2, 1, 4, rotary), torch.float16)
+    expected = liger.rope(q, k, cos, sin, interleaved=interleaved)
+    results = liger.rope(far_apart(q), k, cos, sin, interleaved=interleaved)
+    for result, other in zip(results, expected, strict=True):
+        assert torch.equal(result, other)
 
 
 def test_expanded_gradient_and_tables(device):

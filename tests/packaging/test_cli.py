@@ -4,6 +4,8 @@ import importlib.util
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -63,6 +65,15 @@ def test_info_names_what_serves_an_op_without_a_gpu(capsys):
     called = {event.key for event in profile.key_averages()}
     assert "liger::rms_norm" in called
     assert any(key.startswith("aten::") for key in called) and row["backend"] == "torch"
+
+
+def test_a_reader_that_closes_the_pipe_is_no_error():
+    info = subprocess.Popen(
+        [sys.executable, "-m", "liger.cli", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    info.stdout.close()
+    assert info.stderr.read() == ""
+    assert info.wait() == 1
 
 
 def test_info_says_how_the_libraries_were_built(capsys):

@@ -95,6 +95,21 @@ def check_draws(function, plain, draws, intermediate=0.0):
             assert_as_exact_as_torch(*values, f"{kind} {i}", intermediate)
 
 
+def far_apart(tensor):
+    """The same values, 2^30 elements apart in the last dimension: 32-bit offsets overflow from the third one on.
+
+    A CPU maps the pages that are written alone; a GPU needs the memory, and where it is not free the test is skipped.
+    """
+    step, columns = 1 << 30, tensor.shape[-1]
+    size = columns * step * tensor.element_size()
+    if tensor.is_cuda and torch.cuda.mem_get_info(tensor.device)[0] < 1.1 * size:
+        pytest.skip(f"needs {size >> 30} GiB of device memory")
+    rows = tensor.numel() // columns
+    wide = torch.empty(columns, step, dtype=tensor.dtype, device=tensor.device)
+    wide[:, :rows] = tensor.reshape(rows, columns).T
+    return wide[:, :rows].T.view_as(tensor)
+
+
 def strided_like(tensor):
     """The same values in a tensor that is not contiguous: every second element of a wider last dimension."""
     wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] * 2)

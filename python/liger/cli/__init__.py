@@ -7,6 +7,7 @@ instead: it passes all arguments to the benchmark suite.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from . import bench, demo, info, models, plan
@@ -42,4 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         )
     subparsers.add_parser("bench", help=BENCH, add_help=False)
     arguments = parser.parse_args(argv)
-    return COMMANDS[arguments.command][0].run(arguments)
+    try:
+        code = COMMANDS[arguments.command][0].run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of the pipe, such as head, has what it wants. The interpreter flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
