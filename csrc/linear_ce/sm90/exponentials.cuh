@@ -51,7 +51,7 @@ struct LaneSums {
 // kSharedReciprocal: logits of a row, 1, 2 or 4, whose softcaps share a reciprocal: 3, 2.5 or 2.25 instructions of the
 // special function unit per logit.
 template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false,
-          int kTileColumns = sm90::kTileN, int kSharedReciprocal = 1>
+          int kTileColumns = sm90::kTileN, int kSharedReciprocal = sm90::kSharedReciprocal>
 struct ExpEpilogue {
   static_assert(kSharedReciprocal == 1 || kSharedReciprocal == 2 || kSharedReciprocal == 4);
   static_assert(kMetrics || !kSquares, "sums of squares are behind those of the entropy");
@@ -292,7 +292,7 @@ struct ExpEpilogue {
     for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Products must be finite. From 2^26 on the tanh is 1 in float32.
+        // Products must be finite. From an exponent of 26 on the tanh is 1 in float32.
         constexpr float kLargest = 120.0f / kSharedReciprocal;
         const float exponent = z[4 * (j + v) + i] * (2.0f * kLog2e / transform.softcap);
         a[v][i] = 1.0f + exp2_fast(min_or_nan(exponent, kLargest));

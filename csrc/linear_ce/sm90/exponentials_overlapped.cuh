@@ -1,5 +1,7 @@
-// The epilogue of the logits GEMM in pieces, for gemm_kernel_overlapped: bfloat16 only.
+// The epilogue of the logits GEMM in pieces, for gemm_kernel_overlapped: bfloat16 only. tile.h lists where it is used.
 #pragma once
+
+#include <algorithm>
 
 #include "linear_ce/sm90/exponentials.cuh"
 #include "linear_ce/sm90/gemm_overlapped.cuh"
@@ -13,10 +15,9 @@ namespace liger::linear_ce {
 // Panels have 128 columns and tiles 192, so exponentials are stored in boxes of 64 columns, half a row of a panel. Rows
 // and panels beyond the chunk are clipped by TMA.
 template <sm90::LogitsWork kWork, bool kPartialTiles, int kColumnsPerPiece = sm90::piece_columns(kWork),
-          int kSharedReciprocal = 1>
-struct OverlappedExpEpilogue
-    : ExpEpilogue<__nv_bfloat16, kWork.metrics, kPartialTiles, kWork.transform(), kWork.squares,
-                  sm90::kOverlappedColumns, kSharedReciprocal> {
+          int kSharedReciprocal = std::min(sm90::kSharedReciprocal, kColumnsPerPiece / 4)>
+struct OverlappedExpEpilogue : ExpEpilogue<__nv_bfloat16, kWork.metrics, kPartialTiles, kWork.transform(),
+                                           kWork.squares, sm90::kOverlappedColumns, kSharedReciprocal> {
   using T = __nv_bfloat16;
   using Base = ExpEpilogue<T, kWork.metrics, kPartialTiles, kWork.transform(), kWork.squares,
                            sm90::kOverlappedColumns, kSharedReciprocal>;
@@ -73,9 +74,8 @@ struct OverlappedExpEpilogue
       for (int h = 0; h < 2; ++h) p.from[h] *= kLog2e;
       if constexpr (kWork.bias) wait_for_bias();
     }
-    // Without partial panels a box is inside of the vocabulary or beyond it. This is the one branch of a short piece. With
-    // more of them in twice as many pieces, the compiler serialises the wgmmas; without any, it mixes the instructions of
-    // pieces until it spills.
+    // Without partial panels a box is inside of the vocabulary or beyond it. Short pieces always have this branch, and no
+    // other one: without it the compiler mixes the instructions of pieces until it spills.
     if ((kPartialTiles && !kShortPieces) || tile.n0 + kFirst - kInBox < vocab) {
       float e[sm90::kSums];
       const auto compute = [&](auto partial) __attribute__((always_inline)) {
@@ -84,9 +84,7 @@ struct OverlappedExpEpilogue
                                                                      lane, sums);
       };
       if constexpr (kShortPieces) {
-        copy_logits<kPartialTiles>(z, e, kFirst, tile, lane, smem);
-        Base::template exponentials_of<kWork.softcap, kPartialTiles>(e, kFirst, kPieceColumns, p.from, tile,
-                                                                     lane, sums);
+        compute(std::bool_constant<kPartialTiles>{});
       } else if constexpr (kPartialTiles) {
         // Without this branch, pieces are one block of instructions, which the compiler mixes until it spills.
         tile.n0 + kFirst + kPieceColumns <= vocab ? compute(std::false_type{}) : compute(std::true_type{});
@@ -137,7 +135,8 @@ struct OverlappedExpEpilogue
   }
   // Copies the bias of the tile to shared memory, while its mainloop runs: each piece would wait for L2. The vector has
   // zeros up to a multiple of kTileN, and the tile may end behind it.
-  __device__ __forceinline__ void load_bias(const Tile& tile, int lane, const sm90::EpilogueSmem& smem) const {
+  __device__ __forceinline__ void load_bias(const Tile& tile, int lane,
+                                            const sm90::EpilogueSmem& smem) const {
 #pragma unroll
     for (int i = 0; i < kColumns; i += 32 * 4) {
       const int column = i + lane * 4;

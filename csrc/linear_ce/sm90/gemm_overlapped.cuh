@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         epilogue.template piece<piece.value>(before, pending, own_row, lane, smem, maps.results);
       };
       const auto for_each_piece = [&](const auto& f) __attribute__((always_inline)) {
-        [&]<int... p>(std::integer_sequence<int, p...>) {
+        [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
           (f(std::integral_constant<int, p>{}), ...);
         }(std::make_integer_sequence<int, Epilogue::kPieces>{});
       };

@@ -21,17 +21,28 @@ struct LogitsWork {
 };
 // Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators.
 inline constexpr int kOverlappedColumns = 192;
-// Columns of a piece of its epilogue, 8 or 16: one piece per k-block of the next tile. 0: gemm_kernel computes the logits,
-// which is faster for long epilogues.
+// Columns of a piece of its epilogue, 8 or 16: one piece per k-block of the next tile. 0: gemm_kernel computes these
+// logits, as it does what is not listed.
+struct PieceColumns {
+  LogitsWork work;
+  int columns;
+};
+inline constexpr PieceColumns kPieceColumns[] = {
+    {{}, 16},
+    {{.bias = true}, 0},
+    {{.softcap = true}, 0},
+    {{.bias = true, .softcap = true}, 0},
+    {{.metrics = true}, 0},
+    {{.metrics = true, .squares = true}, 0},
+};
 constexpr int piece_columns(const LogitsWork& work) {
-  if (work == LogitsWork{}) return 16;
-  if (work == LogitsWork{.bias = true}) return 0;
-  if (work == LogitsWork{.softcap = true}) return 0;
-  if (work == LogitsWork{.bias = true, .softcap = true}) return 0;
-  if (work == LogitsWork{.metrics = true}) return 0;
-  if (work == LogitsWork{.metrics = true, .squares = true}) return 0;
+  for (const PieceColumns& pieces : kPieceColumns) {
+    if (pieces.work == work) return pieces.columns;
+  }
   return 0;
 }
+// Logits of a row whose softcaps share a reciprocal: 1, 2 or 4; in pieces of 8 columns at most 2.
+inline constexpr int kSharedReciprocal = 1;
 // Whether gemm_kernel_overlapped computes the logits: where the next tile has a k-block for every piece.
 constexpr bool overlaps_epilogue(int64_t hidden, const LogitsWork& work) {
   const int columns = piece_columns(work);
