@@ -137,6 +137,7 @@ struct OverlappedExpEpilogue : ExpEpilogue<__nv_bfloat16, kWork.metrics, kPartia
   // zeros up to a multiple of kTileN, and the tile may end behind it.
   __device__ __forceinline__ void load_bias(const Tile& tile, int lane,
                                             const sm90::EpilogueSmem& smem) const {
+    sm90::copy_async_wait();  // for those of a tile whose results are not needed
 #pragma unroll
     for (int i = 0; i < kColumns; i += 32 * 4) {
       const int column = i + lane * 4;
