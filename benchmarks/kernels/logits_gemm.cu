@@ -575,11 +575,30 @@ std::vector<Group> all_groups() {
        {{2048, 128256}, {1536, 151936}, {4096, 151936}}},
   };
 }
+bool compare_all(const Group& group) {
+  bool good = true;
+  int cases = 0;
+  for (const int hidden : {64, 256, 1024, 1536, 1600}) {
+    for (const int tiles : {1, 2, 21, 150}) {
+      for (const int more : {0, 8, 64, 136}) {
+        if (hidden > 1024 && tiles == 2) continue;
+        const float softcap = cases % 2 ? 30.0f : 2.0f;
+        const Problem p{700, 650, hidden, sm90::kOverlappedColumns * tiles + more, 256};
+        good &= compare(p, group.kind, group.variants, softcap);
+        ++cases;
+      }
+    }
+  }
+  good &= compare({128, 3, 1536, 128, 128}, group.kind, group.variants, 30.0f) &
+          compare({256, 256, 1536, 37, 256}, group.kind, group.variants, 2.0f);
+  std::printf("%s: %d sizes %s\n", group.kind.name, cases + 2, good ? "equal" : "DIFFER");
+  return good;
+}
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 2) {
-    std::fprintf(stderr, "usage: %s RESULT.json\n", argv[0]);
+  if (argc < 2) {
+    std::fprintf(stderr, "usage: %s RESULT.json [KIND...]\n", argv[0]);
     return 2;
   }
   std::FILE* const json = std::fopen(argv[1], "w");
@@ -589,40 +608,24 @@ int main(int argc, char** argv) {
   }
   cudaDeviceProp device{};
   CHECK(cudaGetDeviceProperties(&device, 0));
-  std::printf("%s\n", device.name);
+  std::fprintf(json, "{\"device\": \"%s\", \"kinds\": [\n", device.name);
   bool good = true;
-  int cases = 0;
-  const std::vector<Group> groups = all_groups();
-  for (const Group& group : groups) {
-    for (const int hidden : {64, 256, 1024, 1536, 1600}) {
-      for (const int tiles : {1, 2, 21, 150}) {
-        for (const int more : {0, 8, 64, 136}) {
-          if (hidden > 1024 && tiles == 2) continue;
-          const float softcap = cases % 2 ? 30.0f : 2.0f;
-          const Problem p{700, 650, hidden, sm90::kOverlappedColumns * tiles + more, 256};
-          good &= compare(p, group.kind, group.variants, softcap);
-          ++cases;
-        }
-      }
-    }
-    good &= compare({128, 3, 1536, 128, 128}, group.kind, group.variants, 30.0f) &
-            compare({256, 256, 1536, 37, 256}, group.kind, group.variants, 2.0f);
-    cases += 2;
-    std::printf("%s: %d sizes so far %s\n", group.kind.name, cases, good ? "equal" : "DIFFER");
-    std::fflush(stdout);
-  }
-  std::fprintf(json, "{\"device\": \"%s\", \"sizes\": %d, \"equal\": %s, \"errors\": [\n", device.name, cases,
-               good ? "true" : "false");
-  for (const Group& group : groups) {
-    if (!group.kind.softcap) continue;
-    for (const float softcap : {30.0f, 5.0f}) print_errors(group.kind, group.variants, softcap, json);
-  }
-  std::fprintf(json, "  {}], \"times\": [\n");
-  for (const Group& group : groups) {
+  for (const Group& group : all_groups()) {
+    const auto is_name = [&](const char* word) { return std::string(word) == group.kind.name; };
+    if (argc > 2 && std::none_of(argv + 2, argv + argc, is_name)) continue;
+    const bool equal = compare_all(group);
+    good &= equal;
+    std::fprintf(json, " {\"kind\": \"%s\", \"equal\": %s, \"errors\": [\n", group.kind.name,
+                 equal ? "true" : "false");
+    if (group.kind.softcap)
+      for (const float softcap : {30.0f, 5.0f}) print_errors(group.kind, group.variants, softcap, json);
+    std::fprintf(json, "  {}], \"times\": [\n");
     for (const auto& [hidden, vocab] : group.shapes)
       time_kind({8192, 8192, hidden, vocab, 8192}, group.kind, group.variants, json);
+    std::fprintf(json, "  {}]},\n");
+    std::fflush(stdout), std::fflush(json);
   }
-  std::fprintf(json, "  {}]}\n");
+  std::fprintf(json, " {}]}\n");
   std::fclose(json);
   return good ? 0 : 1;
 }

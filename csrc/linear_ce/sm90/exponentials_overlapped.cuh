@@ -74,9 +74,11 @@ struct OverlappedExpEpilogue : ExpEpilogue<__nv_bfloat16, kWork.metrics, kPartia
       for (int h = 0; h < 2; ++h) p.from[h] *= kLog2e;
       if constexpr (kWork.bias) wait_for_bias();
     }
-    // Without partial panels a box is inside of the vocabulary or beyond it. Short pieces always have this branch, and no
-    // other one: without it the compiler mixes the instructions of pieces until it spills.
-    if ((kPartialTiles && !kShortPieces) || tile.n0 + kFirst - kInBox < vocab) {
+    // Without partial panels a box is inside of the vocabulary or beyond it; with one, its boxes are written to its end.
+    // Short pieces always have this branch, and no other one: without it the compiler mixes the instructions of pieces
+    // until it spills.
+    const int end = kPartialTiles ? round_up(vocab, sm90::kPanel) : vocab;
+    if ((kPartialTiles && !kShortPieces) || tile.n0 + kFirst - kInBox < end) {
       float e[sm90::kSums];
       const auto compute = [&](auto partial) __attribute__((always_inline)) {
         copy_logits<partial.value>(z, e, kFirst, tile, lane, smem);
@@ -134,16 +136,20 @@ struct OverlappedExpEpilogue : ExpEpilogue<__nv_bfloat16, kWork.metrics, kPartia
     }
   }
   // Copies the bias of the tile to shared memory, while its mainloop runs: each piece would wait for L2. The vector has
-  // zeros up to a multiple of kTileN, and the tile may end behind it.
+  // zeros up to a multiple of kTileN; the tile may end behind it, in columns that are beyond the vocabulary.
+  //
+  // No copy has a predicate, so some lanes repeat those of others: ptxas 13.0 encodes the second of two predicated ones
+  // with a descriptor in an odd uniform register, an illegal instruction.
   __device__ __forceinline__ void load_bias(const Tile& tile, int lane,
                                             const sm90::EpilogueSmem& smem) const {
     sm90::copy_async_wait();  // for those of a tile whose results are not needed
+    const int last = round_up(vocab, sm90::kTileN) - 4;
 #pragma unroll
     for (int i = 0; i < kColumns; i += 32 * 4) {
-      const int column = i + lane * 4;
-      if (column < kColumns && tile.n0 + column < vocab)
-        sm90::copy_async(smem.memory + sm90::kResultBoxBytes + column * sizeof(float),
-                         transform.bias + tile.n0 + column, CacheHint::kNormal);
+      const int column = i + lane * 4 % std::min(kColumns - i, 32 * 4);
+      copy_async(
+          reinterpret_cast<Vec<float, 4>*>(smem.memory + sm90::kResultBoxBytes + column * sizeof(float)),
+          transform.bias + min(tile.n0 + column, last));
     }
   }
   static __device__ __forceinline__ void wait_for_bias() {
