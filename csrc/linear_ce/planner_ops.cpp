@@ -60,9 +60,11 @@ plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_
   check_chunk_problem({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
   require_at_least("plan_chunks_sm90", "clusters", clusters, 1);
   require_at_least("plan_chunks_sm90", "group_rows", group_rows, 1);
-  const std::optional<LinearCePlan> plan = plan_sm90(
-      {rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
-       group_rows, with_metrics, false, sm90::overlaps_epilogue(hidden, plain_logits && !with_metrics)});
+  // With a bias or softcap, which are not told apart here, tiles are those of gemm_kernel.
+  const bool overlaps = plain_logits && sm90::overlaps_epilogue(hidden, {.metrics = with_metrics});
+  const std::optional<LinearCePlan> plan =
+      plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
+                 group_rows, with_metrics, false, overlaps});
   if (!plan) return {};
   std::vector<int64_t> first, count, k_splits;
   for (const PlannedChunk& chunk : plan->chunks) {

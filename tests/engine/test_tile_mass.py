@@ -136,7 +136,7 @@ def test_numbers_are_those_of_the_kernel():
     tile = (SOURCES / "tile.h").read_text()
     assert f"kTileM = {_tile_mass.TILE_ROWS}, kTileN = {_tile_mass.TILE_CLASSES}" in tile
     # As classes_per_tile() has them.
-    assert "kOverlappedColumns = 192, kOverlappedPieces = 12;" in tile and "kTileK = 64;" in tile
+    assert "kOverlappedColumns = 192;" in tile and "    {{}, 16},\n" in tile and "kTileK = 64;" in tile
     assert [classes_per_tile(hidden) for hidden in (704, 720)] == [256, 192]
     header = (SOURCES / "tile_mass.cuh").read_text()
     (listed,) = re.findall(r"kTileMassThresholds\[\] = \{(.*?)\}", header)

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <climits>
+#include <iterator>
 #include <type_traits>
+#include <utility>
 
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/exponentials_overlapped.cuh"
@@ -216,12 +218,10 @@ void Chunk::gather() const {
 }
 
 void Chunk::exponentials_of_gathered() const {
+  if (batch_.overlaps_epilogue()) return overlapped_logits_gemm();
   with_flags(
       [&](auto float16, auto metrics, auto partial_panel, auto transform) {
         using T = std::conditional_t<float16.value, __half, Bf16>;
-        if constexpr (!float16.value && !metrics.value && !transform.value) {
-          if (batch_.overlaps_epilogue()) return logits_gemm<OverlappedExpEpilogue<partial_panel.value>>();
-        }
         // A kernel with the transform handles partial tiles too, as one of float16 with metrics does.
         constexpr bool kPartialTiles =
             partial_panel.value || transform.value || (float16.value && metrics.value);
@@ -232,6 +232,20 @@ void Chunk::exponentials_of_gathered() const {
       },
       batch_.is_float16(), batch_.with_metrics, sm90::has_partial_panel(batch_.vocab()),
       batch_.terms.transform.any());
+}
+
+void Chunk::overlapped_logits_gemm() const {
+  const auto run = [&]<size_t i>() {
+    constexpr sm90::PieceColumns kPieces = sm90::kPieceColumns[i];
+    if constexpr (kPieces.columns != 0) {
+      if (batch_.logits_work() != kPieces.work) return;
+      sm90::has_partial_panel(batch_.vocab()) ? logits_gemm<OverlappedExpEpilogue<kPieces.work, true>>()
+                                              : logits_gemm<OverlappedExpEpilogue<kPieces.work, false>>();
+    }
+  };
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (run.template operator()<i>(), ...);
+  }(std::make_index_sequence<std::size(sm90::kPieceColumns)>{});
 }
 
 template <typename T>

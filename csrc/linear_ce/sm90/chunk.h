@@ -53,8 +53,10 @@ struct Batch {
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
   // Whether gemm_kernel_overlapped computes the logits.
-  bool overlaps_epilogue() const {
-    return sm90::overlaps_epilogue(hidden(), !is_float16() && !with_metrics && !terms.transform.any());
+  bool overlaps_epilogue() const { return sm90::overlaps_epilogue(hidden(), logits_work()); }
+  sm90::LogitsWork logits_work() const {
+    return {is_float16(), with_metrics, with_squares, terms.transform.bias != nullptr,
+            terms.transform.softcap != 0.0f};
   }
   // Classes per tile of the logits GEMM, and tiles per row.
   int logits_columns() const { return sm90::logits_columns(overlaps_epilogue()); }
@@ -168,6 +170,7 @@ class Chunk {
   // Epilogue: ExpEpilogue or OverlappedExpEpilogue.
   template <class Epilogue>
   void logits_gemm() const;
+  void overlapped_logits_gemm() const;
   template <typename T>
   void apply_rule_of(bool gradient) const;
   template <typename T, bool kPartialTiles, int kTileColumns>

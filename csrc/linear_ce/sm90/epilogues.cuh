@@ -74,6 +74,12 @@ __device__ __forceinline__ void stage_vectors(const float (&sums)[sm90::kSums], 
                        pack_pair<T>(sums[j + 4], sums[j + 5]), pack_pair<T>(sums[j + 6], sums[j + 7]));
 }
 
+// The same for 8 columns. address: in shared memory, of lanes 0 to 15.
+template <typename T>
+__device__ __forceinline__ void stage_vector(const float (&sums)[sm90::kSums], int j, uint32_t address) {
+  sm90::store_matrices(address, pack_pair<T>(sums[j], sums[j + 1]), pack_pair<T>(sums[j + 2], sums[j + 3]));
+}
+
 // Rounds half of a warp's accumulators (16 rows of 128 columns, a panel) to T and writes them, swizzled, to the
 // shared memory of the warp.
 template <typename T>

@@ -50,7 +50,7 @@ template <class Epilogue>
   requires requires { typename Epilogue::Pending; }
 struct GemmOf<Epilogue> {
   static constexpr auto kKernel = sm90::gemm_kernel_overlapped<Epilogue>;
-  static constexpr int kSharedBytes = sm90::kOverlappedSharedBytes;
+  static constexpr int kSharedBytes = sm90::kOverlappedSharedBytes<Epilogue>;
   using Maps = sm90::OverlappedMaps;
 };
 

@@ -16,8 +16,9 @@ inline constexpr int kOverlappedBoxRows = kOverlappedColumns / kCluster;  // of 
 using NarrowStage = Stage<kOverlappedColumns, kOverlappedBoxRows>;
 // A box of the epilogue's result, of one warp: 16 rows of kBox columns.
 inline constexpr int kResultBoxRows = 16, kResultBoxBytes = kResultBoxRows * kBox * 2;
+template <class Epilogue>
 inline constexpr int kOverlappedSharedBytes =
-    kOverlappedStages * NarrowStage::kBytes + kWarps * kResultBoxBytes + 1024;
+    kOverlappedStages * NarrowStage::kBytes + kWarps * Epilogue::kSmemBytes + 1024;
 
 struct OverlappedMaps {
   Maps operands;
@@ -28,9 +29,10 @@ struct OverlappedMaps {
 // An Epilogue is as that of gemm_kernel, without prefetch(), load() and store() but with
 //   static constexpr int kPieces               of a tile, each while a k-block of the next tile is computed
 //   struct Pending                             what a tile needs beside its accumulators until its epilogue has ended
-//   bool begin(Pending&, Tile, int row, int lane) const
+//   static constexpr int kSmemBytes            per warp, a multiple of 128: a box of the result, then others
+//   bool begin(Pending&, Tile, int row, int lane, EpilogueSmem) const
 //       during the mainloop of the tile; false: nothing is done with its accumulators
-//   bool ends_at_once(float (&sums)[kSums], const Pending&, int row, int lane) const
+//   bool ends_at_once(float (&sums)[kSums], const Pending&, int row, int lane, EpilogueSmem) const
 //       after the mainloop; true: this was the epilogue, there are no pieces
 //   void piece<kPiece>(float (&sums)[kSums], Pending&, int row, int lane, EpilogueSmem, const CUtensorMap (&)[2]) const
 //       each once, in ascending order; the last one ends the epilogue
@@ -65,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warpgroup - 1;
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
-    const EpilogueSmem smem{epilogue_smem + own_warp * kResultBoxBytes};
+    const EpilogueSmem smem{epilogue_smem + own_warp * Epilogue::kSmemBytes};
     // Of stage 0.
     const uint32_t descriptor_a = descriptor_low(NarrowStage::box_a(ring_memory, 0, group)),
                    descriptor_b = descriptor_low(NarrowStage::box_b(ring_memory, 0, 0));
@@ -87,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         epilogue.template piece<piece.value>(before, pending, own_row, lane, smem, maps.results);
       };
       const auto for_each_piece = [&](const auto& f) __attribute__((always_inline)) {
-        [&]<int... p>(std::integer_sequence<int, p...>) {
+        [&]<int... p>(std::integer_sequence<int, p...>) __attribute__((always_inline)) {
           (f(std::integral_constant<int, p>{}), ...);
         }(std::make_integer_sequence<int, Epilogue::kPieces>{});
       };
@@ -120,16 +122,16 @@ __global__ void __launch_bounds__(kThreads, 1)
         for_each_piece([&](auto piece) __attribute__((always_inline)) {
           add_k_block([&]() __attribute__((always_inline)) { run_piece(piece); });
         });
-        is_pending = epilogue.begin(pending, tile, own_row, lane);
+        is_pending = epilogue.begin(pending, tile, own_row, lane, smem);
         add_k_blocks(tile.k_blocks - Epilogue::kPieces);
       } else {
         if (is_pending) for_each_piece(run_piece);
         if (!has_tile) return false;
-        is_pending = epilogue.begin(pending, tile, own_row, lane);
+        is_pending = epilogue.begin(pending, tile, own_row, lane, smem);
         add_k_blocks(tile.k_blocks);
       }
       if (previous >= 0) release(previous);
-      if (is_pending) is_pending = !epilogue.ends_at_once(sums, pending, own_row, lane);
+      if (is_pending) is_pending = !epilogue.ends_at_once(sums, pending, own_row, lane, smem);
       return true;
     };
     float even[kSums], odd[kSums];

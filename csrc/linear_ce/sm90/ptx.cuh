@@ -140,6 +140,11 @@ __device__ __forceinline__ void store_matrices(void* row, uint32_t m0, uint32_t 
                "r"(m0), "r"(m1), "r"(m2), "r"(m3)
                : "memory");
 }
+// The same for two of them, at an address in shared memory, of lanes 0 to 15.
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(m0), "r"(m1)
+               : "memory");
+}
 
 #ifdef LIGER_SM90A
 __device__ __forceinline__ void wgmma_fence() {

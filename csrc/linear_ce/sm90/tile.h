@@ -10,13 +10,43 @@ inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
 // The hidden size is a multiple of it: TMA fills the rest of the last k-block with zeros, and epilogues write segments of
 // 16 columns.
 inline constexpr int kHiddenUnit = 16;
-// Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators, and pieces of its epilogue,
-// one per k-block of the next tile.
-inline constexpr int kOverlappedColumns = 192, kOverlappedPieces = 12;
-// Whether that kernel computes the logits: it is faster where the next tile has a k-block for every piece, and where the
-// epilogue is short (plain: bfloat16, without bias, softcap or metrics).
-constexpr bool overlaps_epilogue(int64_t hidden, bool plain) {
-  return plain && hidden > (kOverlappedPieces - 1) * kTileK;
+// What the epilogue of the logits computes beside exponentials of bfloat16 operands and their sums.
+struct LogitsWork {
+  bool float16 = false;
+  bool metrics = false, squares = false;  // entropy and argmax; with them, sums of squares
+  bool bias = false, softcap = false;
+
+  constexpr bool transform() const { return bias || softcap; }
+  constexpr bool operator==(const LogitsWork&) const = default;
+};
+// Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators.
+inline constexpr int kOverlappedColumns = 192;
+// Columns of a piece of its epilogue, 8 or 16: one piece per k-block of the next tile. 0: gemm_kernel computes these
+// logits, as it does what is not listed.
+struct PieceColumns {
+  LogitsWork work;
+  int columns;
+};
+inline constexpr PieceColumns kPieceColumns[] = {
+    {{}, 16},
+    {{.bias = true}, 0},
+    {{.softcap = true}, 0},
+    {{.bias = true, .softcap = true}, 0},
+    {{.metrics = true}, 0},
+    {{.metrics = true, .squares = true}, 0},
+};
+constexpr int piece_columns(const LogitsWork& work) {
+  for (const PieceColumns& pieces : kPieceColumns) {
+    if (pieces.work == work) return pieces.columns;
+  }
+  return 0;
+}
+// Logits of a row whose softcaps share a reciprocal: 1, 2 or 4; in pieces of 8 columns at most 2.
+inline constexpr int kSharedReciprocal = 1;
+// Whether gemm_kernel_overlapped computes the logits: where the next tile has a k-block for every piece.
+constexpr bool overlaps_epilogue(int64_t hidden, const LogitsWork& work) {
+  const int columns = piece_columns(work);
+  return columns > 0 && hidden > (kOverlappedColumns / columns - 1) * kTileK;
 }
 // Classes per tile of the logits, for which there is one sum per row.
 constexpr int logits_columns(bool overlapped) {

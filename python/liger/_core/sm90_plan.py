@@ -60,7 +60,7 @@ class LinearBackwardPlan(NamedTuple):
 
 def classes_per_tile(hidden, plain_logits=True):
     """Classes per tile of the logits GEMM. plain_logits: bfloat16, without bias, softcap and metrics."""
-    # kOverlappedColumns, (kOverlappedPieces - 1) * kTileK and kTileN of csrc/linear_ce/sm90/tile.h.
+    # kOverlappedColumns, (kOverlappedColumns / 16 - 1) * kTileK and kTileN of csrc/linear_ce/sm90/tile.h.
     return 192 if plain_logits and hidden > 704 else 256
 
 
