@@ -1,12 +1,15 @@
-// Kernels on the rows of a chunk where the classes are sharded over devices (shards.cu). A rank has the weight of some
-// classes, its shard; every rank has the same rows.
+// Kernels on the rows of a chunk where the classes are sharded over devices (shard_step.h). A rank has the weight of
+// some classes, its shard; every rank has the same rows.
 //
 // A rank computes exponentials relative to a reference of its own: the logit of the target, which all ranks know, or
 // after an overflow of a tile the largest logit of its shard. The ranks exchange (reference, sum) of each row and add
 // the sums, relative to the largest reference, in the order of ranks, so all have the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "linear_ce/sm90/grad_input.cuh"
+#include "linear_ce/sm90/kept_rows.cuh"
 #include "linear_ce/sm90/rows.cuh"
 
 namespace liger::linear_ce {
@@ -40,7 +43,11 @@ static __global__ void __launch_bounds__(kRowThreads)
   if (local[source] >= 0) first_row.claim(local[source], source);
 }
 
-// (references, sums) of the rows of a chunk on this rank. Rows beyond the count have zeros. grid: a warp per row.
+// What the ranks exchange of each row: a reference and the sum of the exponentials relative to it; with metrics also the
+// sum of exponentials times logits, relative to the reference, and the two words of the key of the largest logit.
+inline constexpr int kRankNumbers = 2, kRankNumbersWithMetrics = 5;
+
+// Those of the rows of a chunk on this rank. Rows beyond the count have zeros. grid: a warp per row.
 struct ShardSums {
   ChunkRows chunk;
   const float* target_logit;
@@ -48,32 +55,63 @@ struct ShardSums {
   int columns;  // of sums
   const int* overflow;
   const float* recomputed;  // references of rows of tiles with overflow
-  float* out;               // (2, chunk.rows)
+  RowMetrics metrics;       // null without metrics
+  int vocab_start;          // the first class of the shard, for keys
+  float* out;               // (kRankNumbers or kRankNumbersWithMetrics, chunk.rows)
 };
 
 static __global__ void __launch_bounds__(kRowThreads) write_shard_sums(const ShardSums p) {
   const int row = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= p.chunk.rows) return;
-  float reference = 0.0f, sum = 0.0f;
-  if (row < p.chunk()) {
+  float reference = 0.0f, sum = 0.0f, entropy_sum = 0.0f;
+  unsigned long long key = 0;
+  const bool valid = row < p.chunk(), metrics = p.metrics.best_keys != nullptr;
+  if (valid) {
     reference = p.overflow[row / sm90::kTileM] ? p.recomputed[row] : p.target_logit[row];
     for (int i = lane; i < p.columns; i += 32) sum += p.sums[int64_t{row} * p.columns + i];
     sum = warp_reduce<Sum>(sum);
   }
-  if (lane == 0) p.out[row] = reference, p.out[p.chunk.rows + row] = sum;
+  if (valid && metrics) {
+    for (int i = lane; i < p.columns; i += 32)
+      entropy_sum += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
+    entropy_sum = warp_reduce<Sum>(entropy_sum) / kLog2e;
+    key = p.metrics.best_keys[row] - static_cast<unsigned>(p.vocab_start);  // the column is complemented
+  }
+  if (lane != 0) return;
+  const int64_t rows = p.chunk.rows;
+  p.out[row] = reference, p.out[rows + row] = sum;
+  if (!metrics) return;
+  p.out[2 * rows + row] = entropy_sum;
+  p.out[3 * rows + row] = __uint_as_float(static_cast<uint32_t>(key >> 32));
+  p.out[4 * rows + row] = __uint_as_float(static_cast<uint32_t>(key));
 }
 
-// Those of all ranks, (ranks, 2, rows).
+// Those of all ranks, (ranks, numbers, rows).
 struct RankSums {
   const float* memory;
-  int ranks, rank, rows;  // rank: this one
-  __device__ __forceinline__ float reference(int of, int row) const {
-    return memory[int64_t{2 * of} * rows + row];
+  int ranks, rank, rows, numbers;  // rank: this one
+  __device__ __forceinline__ float number(int which, int of, int row) const {
+    return memory[(int64_t{of} * numbers + which) * rows + row];
   }
-  __device__ __forceinline__ float sum(int of, int row) const {
-    return memory[int64_t{2 * of + 1} * rows + row];
+  __device__ __forceinline__ float reference(int of, int row) const { return number(0, of, row); }
+  __device__ __forceinline__ float sum(int of, int row) const { return number(1, of, row); }
+  __device__ __forceinline__ float entropy_sum(int of, int row) const { return number(2, of, row); }
+  __device__ __forceinline__ unsigned long long key(int of, int row) const {
+    const auto word = [&](int which) { return __float_as_uint(number(which, of, row)); };
+    return static_cast<unsigned long long>(word(3)) << 32 | word(4);
   }
 };
+
+// Multiplies the exponentials of a row of a chunk, one block. A barrier has to follow.
+template <typename T>
+__device__ __forceinline__ void rescale_row(const Panels& exponentials, int panels, int row, float factor) {
+  constexpr int kVectors = sm90::kPanel / 8;
+  for (int i = threadIdx.x; i < panels * kVectors; i += kRowThreads) {
+    uint4* const vectors =
+        reinterpret_cast<uint4*>(exponentials.row_at(row, i / kVectors * sm90::kPanel));
+    vectors[i % kVectors] = scaled_elements<T>(vectors[i % kVectors], factor);
+  }
+}
 
 template <typename T>
 struct ShardOf {};
@@ -102,6 +140,19 @@ struct Rule<ShardOf<T>> : Rule<T> {
       const float sum = ranks.sum(i, row);
       if (sum != 0.0f) stats.sum = fmaf(sum, ce::exp_from(ranks.reference(i, row), stats.max), stats.sum);
     }
+    if constexpr (std::is_same_v<Stats, ce::Stats<true>>) merge_metrics(row, stats);
+  }
+  __device__ __forceinline__ void merge_metrics(int row, ce::Stats<true>& stats) const {
+    stats.entropy_sum = 0.0f;
+    unsigned long long best = 0;
+    for (int i = 0; i < ranks.ranks; ++i) {
+      best = max(best, ranks.key(i, row));
+      const float sum = ranks.sum(i, row), distance = ranks.reference(i, row) - stats.max;
+      if (sum == 0.0f) continue;
+      const float entropy_sum = fmaf(distance, sum, ranks.entropy_sum(i, row));
+      stats.entropy_sum = fmaf(entropy_sum, ce::exp_from(distance, 0.0f), stats.entropy_sum);
+    }
+    stats.best_column = column_of_key(best);
   }
 
   // What belongs to the row of all classes -> what belongs to its exponentials on this rank.
@@ -112,23 +163,78 @@ struct Rule<ShardOf<T>> : Rule<T> {
     if (ranks.sum(ranks.rank, row) == 0.0f) return;  // all exponentials are 0
     const float reference = ranks.reference(ranks.rank, row), factor = ce::exp_from(reference, stats.max);
     if (stats.max - reference > kMostDistance) {
-      rescale_row(row, factor);
+      rescale_row<T>(this->exponentials, panels, row, factor);
       __syncthreads();
       return;
     }
     g.coef_exp *= factor;
     stats.max = reference;
   }
-
-  __device__ __forceinline__ void rescale_row(int row, float factor) const {
-    constexpr int kVectors = sm90::kPanel / 8;
-    for (int i = threadIdx.x; i < panels * kVectors; i += kRowThreads) {
-      uint4* const vectors =
-          reinterpret_cast<uint4*>(this->exponentials.row_at(row, i / kVectors * sm90::kPanel));
-      vectors[i % kVectors] = scaled_elements<T>(vectors[i % kVectors], factor);
-    }
-  }
 };
+
+// The backward of log-probabilities knows the log-sum-exp of a row over all classes. So all ranks have the same
+// reference, relative to which no sum of a tile overflows: the logit of the target, or if that is more than kMostDistance
+// below the log-sum-exp, the latter. Rows beyond the count get 0. grid: rows of the chunk / kRowThreads.
+static __global__ void __launch_bounds__(kRowThreads)
+    references_from_lse(const ChunkRows chunk, const int* index, const float* target_logit, const float* lse,
+                        float* reference) {
+  const int row = blockIdx.x * kRowThreads + threadIdx.x;
+  if (row >= chunk.rows) return;
+  float chosen = 0.0f;
+  if (row < chunk()) {
+    const float of_row = lse[index[row]];
+    chosen = target_logit[row];
+    if (of_row - chosen > kMostDistance) chosen = of_row;
+  }
+  reference[row] = chosen;
+}
+
+// keep_rows() for a shard, from results of all classes. A sum in a kept row is that of all classes, relative to the
+// reference of this rank: exp(lse - reference). If that is too large, the exponentials of the row are rescaled to the
+// log-sum-exp as reference. grid: rows of the chunk.
+struct KeepShardRows {
+  ChunkRows chunk;
+  const int* index;
+  ce::Targets targets;
+  int vocab;             // of all ranks
+  const int32_t* local;  // as in Rule<ShardOf<T>>
+  const float* target_logit;
+  const float *lse, *entropy;  // of the batch; entropy may be null
+  const float* reference;
+  const int* overflow;
+  const float* recomputed;      // references of rows of tiles with overflow
+  const OneHot* class_one_hot;  // of the shard, with the first row of each class; null without a weight gradient
+  Panels exponentials;
+  int panels;
+  KeptRow* out;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kRowThreads) keep_shard_rows(const KeepShardRows p) {
+  static_assert(!kSmallRange<T>, "float16 has shifts, too");
+  const int row = blockIdx.x;
+  if (row >= p.chunk()) return;
+  const int source = p.index[row];
+  const float lse = p.lse[source];
+  float reference = p.overflow[row / sm90::kTileM] ? p.recomputed[row] : p.reference[row];
+  if (lse - reference > kMostDistance) {
+    rescale_row<T>(p.exponentials, p.panels, row, ce::exp_from(reference, lse));
+    reference = lse;
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  const int64_t target = p.targets[source];
+  const float z_target = p.target_logit[row], sum = ce::exp_from(lse, reference);
+  KeptRow kept = {target >= 0 && target < p.vocab ? sum : NAN, z_target - lse, NAN, 0.0f};
+  if (p.entropy != nullptr) kept.entropy = p.entropy[source];
+  const int column = p.local[source];
+  if (column >= 0 && p.class_one_hot != nullptr && p.class_one_hot[column].index != source) {
+    kept.one_hot_included = 1.0f;
+    *reinterpret_cast<T*>(p.exponentials.at(row, column)) =
+        from_float<T>(ce::exp_from(z_target, reference) - sum);
+  }
+  p.out[row] = kept;
+}
 
 // The input gradient of a shard in float32: ranks add theirs before it is rounded.
 template <typename T, bool kPartialTiles, int kTileColumns>
