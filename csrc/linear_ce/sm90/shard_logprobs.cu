@@ -17,8 +17,10 @@
 // Internal ops, as those of shards.cu.
 #include <torch/csrc/stable/library.h>
 
+#include <climits>
+
 #include "linear_ce/sm90/logprobs.h"
-#include "linear_ce/sm90/shard_rows.cuh"
+#include "linear_ce/sm90/shard_kept_rows.cuh"
 #include "linear_ce/sm90/shard_step.h"
 
 namespace liger::linear_ce {
@@ -32,6 +34,7 @@ ce::Targets targets_of(const Tensor& target, int64_t ignore_index) {
 
 void set_problem(ce::Problem& problem, const Tensor& target, int64_t ignore_index, int64_t vocab_size,
                  const Tensor& logprobs, const Tensor& lse, const Tensor& entropy, const Tensor& argmax) {
+  require(vocab_size < INT_MAX, kOp, ": ", vocab_size, " classes, expected fewer than 2^31 - 1");
   problem.vocab = static_cast<int>(vocab_size);
   problem.targets = targets_of(target, ignore_index);
   problem.logprobs = memory_of<float>(logprobs);
@@ -41,8 +44,8 @@ void set_problem(ce::Problem& problem, const Tensor& target, int64_t ignore_inde
 }
 
 // After ShardChunk::exponentials(). target_logit: of the rows of the chunk.
-void keep_rows(const ShardStep& step, const ce::Targets& targets, int64_t vocab_size, const float* target_logit,
-               const Tensor& lse, const Tensor& entropy, KeptRow* kept) {
+void keep_rows(const ShardStep& step, const ce::Targets& targets, int64_t vocab_size,
+               const float* target_logit, const Tensor& lse, const Tensor& entropy, KeptRow* kept) {
   const Batch& batch = step.batch;
   const ShardChunk chunk = step.chunk();
   const KeepShardRows arguments{chunk.rows(),
@@ -91,9 +94,7 @@ void shard_logprobs(const Tensor& target, int64_t ignore_index, int64_t vocab_si
   ShardStep step(kOp, {input, weight, std::nullopt, false, plan, index, state, target_logit, rows,
                        grad_weight, panel_workspace, workspace, 1.0, with_metrics, keep});
   set_problem(step.batch.problem, target, ignore_index, vocab_size, logprobs, lse, entropy, argmax);
-  const RankSums of_ranks =
-      step.sums_of_ranks(sums, with_metrics ? kRankNumbersWithMetrics : kRankNumbers);
-  step.chunk().apply_rule(step.state, of_ranks, false);
+  step.chunk().apply_rule(step.state, sums, 0, false);
   if (!keep) return;
   keep_rows(step, step.batch.problem.targets, vocab_size, step.buffers.target_logit, lse, entropy,
             memory_of<KeptRow>(kept_rows) + step.planned.first);

@@ -9,15 +9,10 @@
 #include <type_traits>
 
 #include "linear_ce/sm90/grad_input.cuh"
-#include "linear_ce/sm90/kept_rows.cuh"
 #include "linear_ce/sm90/rows.cuh"
+#include "linear_ce/sm90/shard_references.cuh"
 
 namespace liger::linear_ce {
-
-// An exponential is stored relative to a reference that is at most this far, in nats, below that of the whole row.
-// Beyond it apply_rule() rescales them: the scale of a row that has its one-hot term as an element divides by the
-// distance's exponential, and their product must stay in the range of bf16.
-inline constexpr float kMostDistance = 40.0f;
 
 // The targets of a shard: its class, or -1 if the target is a class of another rank, out of range or ignored.
 template <typename Index>
@@ -43,11 +38,7 @@ static __global__ void __launch_bounds__(kRowThreads)
   if (local[source] >= 0) first_row.claim(local[source], source);
 }
 
-// What the ranks exchange of each row: a reference and the sum of the exponentials relative to it; with metrics also the
-// sum of exponentials times logits, relative to the reference, and the two words of the key of the largest logit.
-inline constexpr int kRankNumbers = 2, kRankNumbersWithMetrics = 5;
-
-// Those of the rows of a chunk on this rank. Rows beyond the count have zeros. grid: a warp per row.
+// What this rank sends of the rows of a chunk (kRankNumbers). Rows beyond the count have zeros. grid: a warp per row.
 struct ShardSums {
   ChunkRows chunk;
   const float* target_logit;
@@ -101,17 +92,6 @@ struct RankSums {
     return static_cast<unsigned long long>(word(3)) << 32 | word(4);
   }
 };
-
-// Multiplies the exponentials of a row of a chunk, one block. A barrier has to follow.
-template <typename T>
-__device__ __forceinline__ void rescale_row(const Panels& exponentials, int panels, int row, float factor) {
-  constexpr int kVectors = sm90::kPanel / 8;
-  for (int i = threadIdx.x; i < panels * kVectors; i += kRowThreads) {
-    uint4* const vectors =
-        reinterpret_cast<uint4*>(exponentials.row_at(row, i / kVectors * sm90::kPanel));
-    vectors[i % kVectors] = scaled_elements<T>(vectors[i % kVectors], factor);
-  }
-}
 
 template <typename T>
 struct ShardOf {};
@@ -171,70 +151,6 @@ struct Rule<ShardOf<T>> : Rule<T> {
     stats.max = reference;
   }
 };
-
-// The backward of log-probabilities knows the log-sum-exp of a row over all classes. So all ranks have the same
-// reference, relative to which no sum of a tile overflows: the logit of the target, or if that is more than kMostDistance
-// below the log-sum-exp, the latter. Rows beyond the count get 0. grid: rows of the chunk / kRowThreads.
-static __global__ void __launch_bounds__(kRowThreads)
-    references_from_lse(const ChunkRows chunk, const int* index, const float* target_logit, const float* lse,
-                        float* reference) {
-  const int row = blockIdx.x * kRowThreads + threadIdx.x;
-  if (row >= chunk.rows) return;
-  float chosen = 0.0f;
-  if (row < chunk()) {
-    const float of_row = lse[index[row]];
-    chosen = target_logit[row];
-    if (of_row - chosen > kMostDistance) chosen = of_row;
-  }
-  reference[row] = chosen;
-}
-
-// keep_rows() for a shard, from results of all classes. A sum in a kept row is that of all classes, relative to the
-// reference of this rank: exp(lse - reference). If that is too large, the exponentials of the row are rescaled to the
-// log-sum-exp as reference. grid: rows of the chunk.
-struct KeepShardRows {
-  ChunkRows chunk;
-  const int* index;
-  ce::Targets targets;
-  int vocab;             // of all ranks
-  const int32_t* local;  // as in Rule<ShardOf<T>>
-  const float* target_logit;
-  const float *lse, *entropy;  // of the batch; entropy may be null
-  const float* reference;
-  const int* overflow;
-  const float* recomputed;      // references of rows of tiles with overflow
-  const OneHot* class_one_hot;  // of the shard, with the first row of each class; null without a weight gradient
-  Panels exponentials;
-  int panels;
-  KeptRow* out;
-};
-
-template <typename T>
-__global__ void __launch_bounds__(kRowThreads) keep_shard_rows(const KeepShardRows p) {
-  static_assert(!kSmallRange<T>, "float16 has shifts, too");
-  const int row = blockIdx.x;
-  if (row >= p.chunk()) return;
-  const int source = p.index[row];
-  const float lse = p.lse[source];
-  float reference = p.overflow[row / sm90::kTileM] ? p.recomputed[row] : p.reference[row];
-  if (lse - reference > kMostDistance) {
-    rescale_row<T>(p.exponentials, p.panels, row, ce::exp_from(reference, lse));
-    reference = lse;
-    __syncthreads();
-  }
-  if (threadIdx.x != 0) return;
-  const int64_t target = p.targets[source];
-  const float z_target = p.target_logit[row], sum = ce::exp_from(lse, reference);
-  KeptRow kept = {target >= 0 && target < p.vocab ? sum : NAN, z_target - lse, NAN, 0.0f};
-  if (p.entropy != nullptr) kept.entropy = p.entropy[source];
-  const int column = p.local[source];
-  if (column >= 0 && p.class_one_hot != nullptr && p.class_one_hot[column].index != source) {
-    kept.one_hot_included = 1.0f;
-    *reinterpret_cast<T*>(p.exponentials.at(row, column)) =
-        from_float<T>(ce::exp_from(z_target, reference) - sum);
-  }
-  p.out[row] = kept;
-}
 
 // The input gradient of a shard in float32: ranks add theirs before it is rounded.
 template <typename T, bool kPartialTiles, int kTileColumns>

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "linear_ce/sm90/gemm_launch.cuh"
+#include "linear_ce/sm90/kept_rows.cuh"
 #include "linear_ce/sm90/shard_rows.cuh"
 #include "linear_ce/sm90/step.h"
 
@@ -93,10 +94,18 @@ void ShardChunk::write_sums(int64_t vocab_start, float* sums) const {
   check_launch(kOp);
 }
 
-void ShardChunk::apply_rule(const ShardState& state, const RankSums& sums, bool gradient) const {
+void ShardChunk::apply_rule(const ShardState& state, const Tensor& sums, int64_t rank, bool gradient) const {
   const NvtxRange range("apply_rule");
-  Rule<ShardOf<Bf16>> rule{this->rule<Bf16>(gradient), sums, state.local, static_cast<int>(batch_.panels())};
-  const bool metrics = rule.metrics.best_keys != nullptr;
+  const bool metrics = batch_.with_metrics;
+  const int numbers = metrics ? kRankNumbersWithMetrics : kRankNumbers;
+  require(sums.dim() == 3 && sums.size(1) == numbers && sums.size(2) == chunk_.rows && sums.is_contiguous(),
+          kOp, ": the sums of the ranks have shape ", shape_text(sums), ", expected (ranks, ", numbers, ", ",
+          chunk_.rows, "), contiguous");
+  require(0 <= rank && rank < sums.size(0), kOp, ": rank is ", rank, ", expected one of ", sums.size(0));
+  const RankSums of_ranks{static_cast<const float*>(sums.const_data_ptr()), static_cast<int>(sums.size(0)),
+                          static_cast<int>(rank), static_cast<int>(chunk_.rows), numbers};
+  Rule<ShardOf<Bf16>> rule{this->rule<Bf16>(gradient), of_ranks, state.local,
+                           static_cast<int>(batch_.panels())};
   rule.columns = 0;  // the sums of the ranks replace those of the tiles
   rule.metrics = {};
   const auto kernel =
@@ -147,15 +156,6 @@ ShardStep::ShardStep(const char* op, const StepArguments& a)
   buffers.target_logit = memory_of<float>(a.target_logit) + planned.first;
   kept_rows = memory.allocate<KeptRow>(planned.rows);
   entropy_terms = memory.allocate<EntropyTerm>(planned.rows);
-}
-
-RankSums ShardStep::sums_of_ranks(const Tensor& sums, int64_t numbers, int64_t rank) const {
-  require(sums.dim() == 3 && sums.size(1) == numbers && sums.size(2) == planned.rows && sums.is_contiguous(),
-          kOp, ": the sums of the ranks have shape ", shape_text(sums), ", expected (ranks, ", numbers, ", ",
-          planned.rows, "), contiguous");
-  require(0 <= rank && rank < sums.size(0), kOp, ": rank is ", rank, ", expected one of ", sums.size(0));
-  return {static_cast<const float*>(sums.const_data_ptr()), static_cast<int>(sums.size(0)),
-          static_cast<int>(rank), static_cast<int>(planned.rows), static_cast<int>(numbers)};
 }
 
 }  // namespace liger::linear_ce

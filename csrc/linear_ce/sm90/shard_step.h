@@ -6,9 +6,12 @@
 
 namespace liger::linear_ce {
 
-struct RankSums;
 struct KeptRow;
 struct EntropyTerm;
+
+// What the ranks exchange of each row: a reference and the sum of the exponentials relative to it; with metrics also the
+// sum of exponentials times logits, relative to the reference, and the two words of the key of the largest logit.
+inline constexpr int kRankNumbers = 2, kRankNumbersWithMetrics = 5;
 
 // What the steps of all chunks read.
 struct ShardState {
@@ -42,8 +45,9 @@ class ShardChunk : public Chunk {
   void exponentials(const ShardState& state) const;
   // What the ranks exchange of each row after exponentials(): (kRankNumbers or kRankNumbersWithMetrics, rows).
   void write_sums(int64_t vocab_start, float* sums) const;
-  // The results that the problem has pointers for, and with `gradient` what Chunk::apply_rule() computes.
-  void apply_rule(const ShardState& state, const RankSums& sums, bool gradient) const;
+  // Chunk::apply_rule() from the sums of all ranks, (ranks, numbers, rows of the chunk). rank: this one, whose gradient
+  // is computed.
+  void apply_rule(const ShardState& state, const Tensor& sums, int64_t rank, bool gradient) const;
   // sum: (rows of the chunk, hidden).
   void grad_input(float* sum) const;
 
@@ -74,8 +78,6 @@ struct ShardStep {
 
   // Of the batch and the buffers as they are now.
   ShardChunk chunk() const { return {batch, plan, index, planned, buffers, grad_weight, nullptr}; }
-  // The sums of all ranks: (ranks, numbers, rows of the chunk). rank: this one, whose gradients are computed.
-  RankSums sums_of_ranks(const Tensor& sums, int64_t numbers, int64_t rank = 0) const;
 
   const OpGuard guard;
   Batch batch;

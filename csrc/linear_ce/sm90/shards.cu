@@ -19,7 +19,6 @@
 #include <tuple>
 
 #include "cross_entropy/cross_entropy.h"
-#include "linear_ce/sm90/shard_rows.cuh"
 #include "linear_ce/sm90/shard_step.h"
 
 namespace liger::linear_ce {
@@ -52,8 +51,8 @@ std::tuple<int64_t, int64_t> shard_memory(const Tensor& input, const Tensor& wei
 void shard_begin(const Tensor& input, const Tensor& weight, const Tensor& target,
                  const std::optional<Tensor>& ce_weight, const std::optional<Tensor>& denominator,
                  int64_t ignore_index, std::optional<double> softcap, bool mean, int64_t vocab_start,
-                 int64_t vocab_size, const Tensor& state, const Tensor& target_logit,
-                 const Tensor& rows, const Tensor& used_denominator, const Tensor& loss, const Tensor& z_loss,
+                 int64_t vocab_size, const Tensor& state, const Tensor& target_logit, const Tensor& rows,
+                 const Tensor& used_denominator, const Tensor& loss, const Tensor& z_loss,
                  const Tensor& logprobs) {
   const OpGuard guard("vocab_parallel_fused_linear_ce begin", input.get_device_index());
   const std::string reduction = mean ? "mean" : "sum";
@@ -110,7 +109,7 @@ void shard_rule(const Tensor& target, const std::optional<Tensor>& ce_weight,
   problem.z_loss = memory_of<float>(z_loss);
   problem.logprobs = memory_of<float>(logprobs);
   const ShardChunk chunk = step.chunk();
-  chunk.apply_rule(step.state, step.sums_of_ranks(sums, kRankNumbers, rank), true);
+  chunk.apply_rule(step.state, sums, rank, true);
   if (need_grad_input) chunk.grad_input(memory_of<float>(grad_input_sum));
 }
 

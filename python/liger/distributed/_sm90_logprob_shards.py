@@ -1,4 +1,4 @@
-"""vocab_parallel_fused_linear_logprobs on the wgmma engine of compute capability 9.0: compiled steps, and communication.
+"""vocab_parallel_fused_linear_logprobs on the wgmma engine of compute capability 9.0: the order of steps and exchanges.
 
 The steps are those of csrc/linear_ce/sm90/shard_logprobs.cu. In the forward the processes add the logits of the targets
 and gather the sums of each chunk, as for the loss. The backward knows the log-sum-exp of each row, so its exponentials
@@ -26,7 +26,7 @@ _NUMBERS_OF_A_ROW, _TILE_ROWS = 4, 128
 
 
 class Head(NamedTuple):
-    """A call without its results and gradients, the same on all processes but for ``weight`` and ``vocab_start``."""
+    """The arguments of forward and backward: on all processes the same, but for ``weight`` and ``vocab_start``."""
 
     input: torch.Tensor
     weight: torch.Tensor
@@ -58,6 +58,11 @@ class Head(NamedTuple):
         )
         return plan if plan.chunks else None
 
+    def keeps_exponentials(self):
+        """Whether a forward keeps the exponentials of all rows for its backward: where they fit the memory budget."""
+        needed = exponentials_bytes(self.input.shape[0], rank_classes(self.vocab_size, self.group))
+        return needed <= budget_or_default(self.memory_budget) and self.plan((True, True)) is not None
+
 
 def supports(bias, softcap, logits_dtype, log_sum_sq_probs=False, mean_logits=False):
     """Whether the engine has the options of a call."""
@@ -71,12 +76,6 @@ def one_chunk(rows, k_splits=1):
     """The plan of all rows at once: plan_one_chunk_sm90() of csrc/linear_ce/sm90/planner.cpp."""
     panel_bytes = -(-rows // _TILE_ROWS) * _TILE_ROWS * 256
     return LinearCePlan(0, panel_bytes, 0, 0, (PlannedChunk(0, rows, k_splits),))
-
-
-def keeps(head: Head):
-    """Whether the forward keeps the exponentials of all rows for its backward: where they fit the memory budget."""
-    needed = exponentials_bytes(head.input.shape[0], rank_classes(head.vocab_size, head.group))
-    return needed <= budget_or_default(head.memory_budget) and head.plan((True, True)) is not None
 
 
 def kept_shapes(rows, classes):

@@ -140,9 +140,7 @@ class ShardCall:
         self._operands, self._target = (input, weight), target.contiguous()
         (rows, hidden), self._classes = input.shape, weight.shape[0]
         self._numbers = plan.encode()
-        state_bytes, workspace_bytes = self._steps.memory(
-            input, weight, self._numbers, *needs_grad, metrics
-        )
+        state_bytes, workspace_bytes = self._steps.memory(input, weight, self._numbers, *needs_grad, metrics)
         panels = -(-self._classes // _PANEL) + plan.panel_offset
         if kept is None:
             kept = self._bytes(panels * plan.workspace_panel_bytes if any(needs_grad) else 0)
@@ -166,8 +164,8 @@ class ShardCall:
         return self._floats(most, self.rows.shape[1])
 
     def exponentials(self, index, keep=False):
-        """What the processes exchange of the rows of a chunk, (numbers, rows): references and sums of exponentials; with
-        metrics sums for the entropy, and two words with the largest logit and its class."""
+        """What the processes exchange of the rows of a chunk, (numbers, rows): references and sums of exponentials;
+        with metrics sums for the entropy, and two words with the largest logit and its class."""
         sums = self._floats(5 if self._with_metrics else 2, self._plan.chunks[index].rows)
         self._steps.exponentials(
             *self._operands, self._softcap, self._temperature, self._shards.start, keep, self._need_input,
@@ -182,8 +180,8 @@ class ShardCall:
             )
 
     def gradients(self):
-        """(grad_input, grad_weight) after the last chunk, when ``rows`` has the sums of input gradients; a gradient that
-        is not needed has no elements."""
+        """(grad_input, grad_weight) after the last chunk, when ``rows`` has the sums of input gradients; without
+        elements if they are not needed."""
         if self._need_input:
             self._steps.finish(self._state, self.rows)
         empty = self.rows.new_empty
@@ -202,8 +200,8 @@ class Results(NamedTuple):
 
 
 class Call(ShardCall):
-    """A loss: :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for each chunk of
-    the plan in turn, then :meth:`results`."""
+    """A loss: :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for each chunk
+    of the plan in turn, then :meth:`results`."""
 
     def __init__(self, input, weight, target, options, shards, rank, plan, metrics, needs_grad):
         super().__init__(input, weight, target, shards, plan, needs_grad[:2], softcap=options.softcap)
@@ -266,7 +264,7 @@ def gathered_sums(sums, group):
 
 
 def add_gradients(call, index, chunk, part, group):
-    """Adds the gradients of a chunk. ``part``: the input gradient of this process, without elements if there is none."""
+    """Adds the gradients of a chunk. ``part``: the input gradient of this process; no elements if it is not needed."""
     # Not beside the GEMM of the weight gradient, whose blocks take whole SMs: where it is first on one device and
     # the all-reduce on another, that one waits for a whole GEMM.
     if part.numel() and dist.get_world_size(group) > 1:

@@ -140,15 +140,6 @@ def _bytes_per_logit(logits_dtype):
     return None if logits_dtype is None else 6
 
 
-def _engine_call(
-    input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group_name
-):
-    group = _resolve_process_group(group_name)
-    return _engine.Head(
-        input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
-    )
-
-
 def keeps_exponentials(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
     vocab_size, group_name, return_entropy, return_argmax, *metrics,
@@ -159,11 +150,10 @@ def keeps_exponentials(
     """
     if is_traced(input, weight) or not _engine.supports(bias, softcap, logits_dtype, *metrics):
         return False
-    return _engine.keeps(
-        _engine_call(
-            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group_name
-        )
-    )
+    group = _resolve_process_group(group_name)
+    return _engine.Head(
+        input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
+    ).keeps_exponentials()
 
 
 def _forward(
@@ -176,12 +166,12 @@ def _forward(
     group = _resolve_process_group(group_name)
     rows, wide, empty = input.shape[0], accumulate_dtype(input.dtype), input.new_empty(0)
     if _engine.supports(bias, softcap, logits_dtype, *requested[2:]):
-        call = _engine_call(
-            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group_name
+        head = _engine.Head(
+            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
         )
-        engine_plan = _engine.forward_plan(call, return_entropy, return_argmax, keep)
+        engine_plan = _engine.forward_plan(head, return_entropy, return_argmax, keep)
         if engine_plan is not None:
-            found, *kept = _engine.forward(call, engine_plan, return_entropy, return_argmax, keep)
+            found, *kept = _engine.forward(head, engine_plan, return_entropy, return_argmax, keep)
             no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
             return found.logprobs, found.entropy, found.argmax, found.lse, *no_metrics, *kept
     head = LMHead(weight, bias, temperature, _IGNORED, softcap, logits_dtype is not None)
@@ -237,15 +227,15 @@ def _backward_kernel(
     group = _resolve_process_group(group_name)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     if _engine.supports(bias, softcap, logits_dtype):
-        call = _engine_call(
-            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group_name
+        head = _engine.Head(
+            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
         )
         empty = input.new_empty(0)
         kept, kept_rows = (empty if t is None else t for t in (kept, kept_rows))
-        engine_plan = _engine.backward_plan(call, needs_grad[:2], grad_entropy is not None, kept.numel() > 0)
+        engine_plan = _engine.backward_plan(head, needs_grad[:2], grad_entropy is not None, kept.numel() > 0)
         if engine_plan is not None:
             grads = grad_logprobs, grad_entropy
-            found = _engine.backward(call, engine_plan, needs_grad[:2], lse, entropy, kept, kept_rows, grads)
+            found = _engine.backward(head, engine_plan, needs_grad[:2], lse, entropy, kept, kept_rows, grads)
             return *found, empty
     head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
     computed = computed_rows(target, ignore_index, skip=True)

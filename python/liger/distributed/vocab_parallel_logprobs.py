@@ -130,8 +130,9 @@ def vocab_parallel_fused_linear_logprobs(
         targets: (...), int64 or int32 class indices among all V classes.
         bias: (classes of this process,), the dtype of hidden, or a DTensor like the weight.
         temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax: as in
-            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process. Ignored rows are not
-            computed, so the host waits for their number.
+            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process, and all processes need the
+            same. Ignored rows are not computed, so the host waits for their number (not on the wgmma engine, which may
+            keep exponentials that fit the budget for the backward).
         group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
@@ -171,9 +172,7 @@ def vocab_parallel_fused_linear_logprobs(
     requested = return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits
     options = float(temperature), ignore_index, softcap, memory_budget, logits_dtype, *shards, *requested
     keep = any(wants_grad(rows, weight)) and keeps_exponentials(rows, weight, flat, bias, *options)
-    logprobs, entropy, argmax, _, *metrics, _, _ = logprobs_op(
-        rows, weight, flat, bias, *options, keep
-    )
+    logprobs, entropy, argmax, _, *metrics, _, _ = logprobs_op(rows, weight, flat, bias, *options, keep)
     optional = zip((entropy, argmax, *metrics), requested, strict=True)
     results = tokens.restore(logprobs), *(tokens.restore(t) if flag else None for t, flag in optional)
     if any(requested[2:]):
