@@ -21,6 +21,8 @@ from ._vocab_shards import VocabShards, gather
 
 # kPanel, and kTileM times kCluster, of csrc/linear_ce/sm90/tile.h.
 _PANEL, _PAIR_OF_TILES = 128, 256
+# kRankNumbers and kRankNumbersWithMetrics of csrc/linear_ce/sm90/shard_step.h.
+_NUMBERS, _NUMBERS_WITH_METRICS = 2, 5
 
 
 def _round_up(size, multiple):
@@ -166,7 +168,8 @@ class ShardCall:
     def exponentials(self, index, keep=False):
         """What the processes exchange of the rows of a chunk, (numbers, rows): references and sums of exponentials;
         with metrics sums for the entropy, and two words with the largest logit and its class."""
-        sums = self._floats(5 if self._with_metrics else 2, self._plan.chunks[index].rows)
+        numbers = _NUMBERS_WITH_METRICS if self._with_metrics else _NUMBERS
+        sums = self._floats(numbers, self._plan.chunks[index].rows)
         self._steps.exponentials(
             *self._operands, self._softcap, self._temperature, self._shards.start, keep, self._need_input,
             self._numbers, index, *self._memory, sums,

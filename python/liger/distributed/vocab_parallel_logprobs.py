@@ -130,9 +130,9 @@ def vocab_parallel_fused_linear_logprobs(
         targets: (...), int64 or int32 class indices among all V classes.
         bias: (classes of this process,), the dtype of hidden, or a DTensor like the weight.
         temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax: as in
-            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process, and all processes need the
-            same. Ignored rows are not computed, so the host waits for their number (not on the wgmma engine, which may
-            keep exponentials that fit the budget for the backward).
+            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process, and must be the same on
+            all processes. Ignored rows are not computed, so the host waits for their number, unless the wgmma engine
+            runs, which may also keep exponentials within the budget for the backward.
         group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
