@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from cross_entropy_reference import OPTIONS, leaves, options, random_layer, reference
 from processes import assert_same_bits, needs_gloo, on_processes, part_of
-from shard_steps import ReferenceSteps
+from shard_logprob_steps import LogProbSteps
+from shard_steps import ReferenceSteps, replaced_steps
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import linear
@@ -30,7 +31,10 @@ ROWS, HIDDEN, VOCAB = 700, 64, 1001
 # Several chunks, for each number of processes.
 BUDGET = 150_000
 TOLERANCE = 2e-5
-SOURCE = pathlib.Path(__file__).parents[2] / "csrc/linear_ce/sm90/shards.cu"
+SOURCES = [
+    pathlib.Path(__file__).parents[2] / "csrc/linear_ce/sm90" / name
+    for name in ("shards.cu", "shard_logprobs.cu")
+]
 
 
 @contextlib.contextmanager
@@ -45,13 +49,8 @@ def engine_calls(**changes):
 
     for name, value in changes.items():
         setattr(Steps, name, value)
-    before, _sm90_shards.steps = _sm90_shards.steps, Steps
-    _sm90_shards._agreed.clear()
-    try:
+    with replaced_steps(Steps):
         yield ran
-    finally:
-        _sm90_shards.steps = before
-        _sm90_shards._agreed.clear()
 
 
 _INDEX_OF_RULE = list(inspect.signature(ReferenceSteps.rule).parameters).index("index") - 1
@@ -232,12 +231,13 @@ test_all_processes_choose_the_same.pytestmark = processes
 def test_the_steps_have_the_arguments_of_the_ops():
     """They are called by position."""
     schemas = {}
-    for text in re.findall(r'm\.def\("(.*)"\);', SOURCE.read_text()):
+    for text in re.findall(r'm\.def\("(.*)"\);', "".join(source.read_text() for source in SOURCES)):
         schema = torch._C.parse_schema(f"liger_sm90::{text}")
         schemas[schema.name.removeprefix("liger_sm90::shard_")] = [a.name for a in schema.arguments]
-    assert schemas.keys() == {"clusters", "memory", "begin", "exponentials", "rule", "grad_weight", "finish"}
+    loss = {"clusters", "memory", "begin", "exponentials", "rule", "grad_weight", "finish"}
+    assert schemas.keys() == loss | {"logprobs_begin", "logprobs", "logprob_gradients"}
     for name, arguments in schemas.items():
-        parameters = list(inspect.signature(getattr(ReferenceSteps, name)).parameters)
+        parameters = list(inspect.signature(getattr(LogProbSteps, name)).parameters)
         assert [p for p in parameters if p != "self"] == arguments, name
 
 

@@ -5,9 +5,12 @@ rows of classes, and exponentials that are moved to another reference. Exponenti
 dtype of the operands.
 """
 
+import contextlib
 import math
 
 import torch
+
+from liger.distributed import _sm90_shards
 
 TILE_ROWS, TILE_COLUMNS, PANEL = 128, 256, 128
 MOST_ROW_SUM = 2.0**60
@@ -40,7 +43,7 @@ class ReferenceSteps:
     def dense(self, matrix):
         return matrix.contiguous()
 
-    def memory(self, input, weight, plan, need_grad_input, need_grad_weight):
+    def memory(self, input, weight, plan, need_grad_input, need_grad_weight, with_metrics):
         return 1, 1
 
     def begin(
@@ -48,9 +51,6 @@ class ReferenceSteps:
         state, target_logit, rows, used_denominator, loss, z_loss, logprobs,
     ):  # fmt: skip
         valid = target != ignore_index
-        self.index = valid.nonzero().squeeze(1)
-        column = target - vocab_start
-        self.local = torch.where(valid & (column >= 0) & (column < weight.shape[0]), column, -1)
         in_range = valid & (target >= 0) & (target < vocab_size)
         weights = torch.ones_like(target, dtype=torch.float32)
         if ce_weight is not None:
@@ -60,13 +60,19 @@ class ReferenceSteps:
         for values in (loss, z_loss, logprobs):
             if values.numel():
                 values[~valid] = 0.0
+        self._gather(input, weight, target, valid, softcap, 1.0, vocab_start, target_logit, rows)
+
+    def _gather(self, input, weight, target, valid, softcap, temperature, vocab_start, target_logit, rows):
+        self.index = valid.nonzero().squeeze(1)
+        column = target - vocab_start
+        self.local = torch.where(valid & (column >= 0) & (column < weight.shape[0]), column, -1)
         count = self.index.numel()
         rows.zero_()
         rows[:count] = input[self.index]
         owned, columns = self.local[self.index] >= 0, self.local[self.index].clamp(min=0)
         z = (rows[:count].float() * weight[columns].float()).sum(1)
         target_logit.zero_()
-        target_logit[:count] = torch.where(owned, self._capped(z, softcap), 0.0)
+        target_logit[:count] = torch.where(owned, self._capped(z, softcap) / temperature, 0.0)
         self.grad_sum = None
 
     @staticmethod
@@ -79,13 +85,9 @@ class ReferenceSteps:
         end = min(first + rows, max(self.index.numel(), first))
         return slice(first, first + rows), slice(first, end)
 
-    def exponentials(
-        self, input, weight, softcap, need_grad_input, plan, index, state, target_logit, rows, grad_weight,
-        panel_workspace, workspace, sums,
-    ):  # fmt: skip
-        _, valid = self._chunk(plan, index)
-        z = self._capped(rows[valid].float() @ weight.float().t(), softcap)
-        reference = target_logit[valid].clone()
+    def _exponentials(self, x, weight, softcap, temperature, reference):
+        """The logits of rows; ``reference`` becomes that of each row, and ``self.exp`` its exponentials."""
+        z = self._capped(x.float() @ weight.float().t(), softcap) / temperature
         for at in range(0, z.shape[0], TILE_ROWS):
             part = slice(at, at + TILE_ROWS)
             tiles = torch.exp(z[part] - reference[part, None]).split(TILE_COLUMNS, 1)
@@ -95,9 +97,33 @@ class ReferenceSteps:
                 reference[part] = torch.where(largest == -torch.inf, 0.0, largest)
         self.exp = torch.exp(z - reference[:, None])
         self.derivative = torch.ones_like(z) if softcap is None else 1 - (z / softcap) ** 2
+        return z
+
+    def exponentials(
+        self, input, weight, softcap, temperature, vocab_start, keep, need_grad_input, plan, index, state,
+        target_logit, rows, grad_weight, panel_workspace, workspace, sums,
+    ):  # fmt: skip
+        _, valid = self._chunk(plan, index)
+        self.reference = target_logit[valid].clone()
+        z = self._exponentials(rows[valid], weight, softcap, temperature, self.reference)
         sums.zero_()
-        sums[0, : z.shape[0]], sums[1, : z.shape[0]] = reference, self.exp.sum(1)
+        count = z.shape[0]
+        sums[0, :count], sums[1, :count] = self.reference, self.exp.sum(1)
+        if sums.shape[0] > 2:
+            distances = (z - self.reference[:, None]).nan_to_num(0.0)
+            sums[2, :count] = (self.exp * distances).sum(1)
+            best = z.amax(1)
+            column = torch.where(z == best[:, None], torch.arange(z.shape[1]), z.shape[1]).amin(1)
+            sums[3, :count] = best
+            sums[4, :count] = (column + vocab_start).to(torch.int32).view(torch.float32)
         self.exp = (self.exp * self.derivative).to(weight.dtype)
+
+    @staticmethod
+    def _merged(references, totals):
+        """(largest reference, sum relative to it) of rows over all ranks."""
+        largest = torch.where(totals != 0, references, -torch.inf).amax(0)
+        largest = torch.where(largest == -torch.inf, 0.0, largest)
+        return largest, torch.where(totals != 0, totals * torch.exp(references - largest), 0.0).sum(0)
 
     def rule(
         self, target, ce_weight, token_weight, used_denominator, ignore_index, lse_square_scale, vocab_size, sums,
@@ -109,9 +135,7 @@ class ReferenceSteps:
         count = source.numel()
         assert sums.shape[1:] == (2, chunk.stop - chunk.start)
         references, totals = sums[:, 0, :count], sums[:, 1, :count]
-        largest = torch.where(totals != 0, references, -torch.inf).amax(0)
-        largest = torch.where(largest == -torch.inf, 0.0, largest)
-        total = torch.where(totals != 0, totals * torch.exp(references - largest), 0.0).sum(0)
+        largest, total = self._merged(references, totals)
         lse, logprob = largest + total.log(), (target_logit[valid] - largest) - total.log()
         y = target[source]
         known = (y >= 0) & (y < vocab_size)
@@ -177,3 +201,15 @@ class ReferenceSteps:
         compact = grad_input[: self.index.numel()].clone()
         grad_input.zero_()
         grad_input[self.index] = compact
+
+
+@contextlib.contextmanager
+def replaced_steps(kind):
+    """Calls take these steps, on devices about which their groups have not agreed yet."""
+    before, _sm90_shards.steps = _sm90_shards.steps, kind
+    _sm90_shards._agreed.clear()
+    try:
+        yield
+    finally:
+        _sm90_shards.steps = before
+        _sm90_shards._agreed.clear()

@@ -19,6 +19,12 @@ T* elements_of(Bf16* memory) {
   return reinterpret_cast<T*>(memory);
 }
 
+// The memory of a tensor; null if it is empty.
+template <typename T>
+T* memory_of(const Tensor& tensor) {
+  return tensor.numel() > 0 ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
+}
+
 // What a call adds to products and row scales. Null without bias or label smoothing. Vectors are float32, with
 // zeros up to whole tiles.
 struct LogitTerms {

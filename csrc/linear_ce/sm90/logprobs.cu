@@ -14,6 +14,7 @@
 #include "cross_entropy/cross_entropy.h"
 #include "linear_ce/sm90/chunk.h"
 #include "linear_ce/sm90/kept_rows.cuh"
+#include "linear_ce/sm90/logprobs.h"
 #include "linear_ce/sm90/row_metrics.cuh"
 
 namespace liger {
@@ -21,6 +22,7 @@ namespace {
 
 using linear_ce::Bf16;
 using linear_ce::KeptRow;
+using linear_ce::memory_of;
 
 constexpr const char* kOp = "fused_linear_logprobs";
 constexpr int64_t kKeptNumbers = sizeof(KeptRow) / sizeof(float);
@@ -176,58 +178,9 @@ class ChunkOfCall {
                kOp);
   }
 
-  void row_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy) const {
-    with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
-      const linear_ce::RowGradients<T> arguments{
-          rows(),
-          index(),
-          batch_.problem.targets,
-          batch_.problem.vocab,
-          kept_,
-          static_cast<const float*>(grad_logprobs.const_data_ptr()),
-          static_cast<const float*>(data(grad_entropy)),
-          batch_.inverse_temperature,
-          static_cast<const T*>(batch_.input.const_data_ptr()),
-          batch_.input.stride(0),
-          static_cast<int>(batch_.hidden()),
-          batch_.need_grad_weight ? linear_ce::elements_of<T>(buffers_.input) : nullptr,
-          buffers_.scale,
-          buffers_.one_hot,
-          batch_.need_grad_weight ? class_one_hot_ : nullptr,
-          entropy_terms_,
-          buffers_.range};
-      // Kept exponentials come without the memset of Chunk::exponentials().
-      if constexpr (linear_ce::kSmallRange<T>) {
-        check_cuda(cudaMemsetAsync(arguments.range.largest_scaled, 0, sizeof(*arguments.range.largest_scaled),
-                                   batch_.stream),
-                   kOp);
-      }
-      linear_ce::row_gradients<T><<<blocks(), linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
-      check_launch(kOp);
-      if constexpr (linear_ce::kSmallRange<T>) {
-        if (arguments.out == nullptr) return;
-        linear_ce::scale_rows<T><<<blocks(), linear_ce::kRowThreads, 0, batch_.stream>>>(
-            rows(), arguments.out, arguments.hidden, buffers_.scale, arguments.range.largest_scaled);
-        check_launch(kOp);
-      }
-    });
-  }
-
-  // from: the exponentials of the batch, or of this chunk with `first` 0.
-  void entropy_gradient(const linear_ce::Panels& from, int64_t first) const {
-    const int64_t tiles = ceil_div(planned_.rows, int64_t{sm90::kTileM});
-    const linear_ce::EntropyGradient arguments{
-        rows(), from, static_cast<int>(first), chunk_->panels(), static_cast<int>(tiles), entropy_terms_};
-    const auto grid = static_cast<unsigned>(tiles * batch_.panels());
-    const auto row_blocks =
-        static_cast<unsigned>(ceil_div(planned_.rows, int64_t{linear_ce::kKeptRowThreads}));
-    with_elements(batch_, [&]<typename T>(std::type_identity<T>) {
-      linear_ce::entropy_gradient<T><<<grid, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(arguments);
-      check_launch(kOp);
-      linear_ce::put_targets<T><<<row_blocks, linear_ce::kKeptRowThreads, 0, batch_.stream>>>(
-          rows(), index(), batch_.problem.targets, batch_.problem.vocab, chunk_->panels(), entropy_terms_);
-      check_launch(kOp);
-    });
+  // What computes the gradients of the rows.
+  linear_ce::KeptChunk kept_chunk() const {
+    return {batch_, planned_, batch_.problem.targets, kept_, entropy_terms_, class_one_hot_, buffers_};
   }
 
  private:
@@ -258,23 +211,10 @@ Tensor workspace_of(const linear_ce::Batch& batch, const LinearCePlan& plan, boo
   return empty({most}, ScalarType::Byte, batch.input);
 }
 
-// The memory of a result; null if it is empty.
-template <typename T>
-T* memory_of(const Tensor& tensor) {
-  return tensor.numel() > 0 ? static_cast<T*>(tensor.mutable_data_ptr()) : nullptr;
-}
-
 // Whether the engine takes such a call on this device.
 bool takes(int64_t rows, int64_t hidden, int64_t vocab, int64_t device) {
   const LinearCeProblem problem{rows, hidden, vocab, true, true, true, 1, 0};
   return linear_ce::takes_on_device(problem, static_cast<int>(device));
-}
-
-// (rows,) float32, as the kernels read it.
-void check_row_gradient(const char* name, const Tensor& gradient, int64_t rows) {
-  require(gradient.scalar_type() == ScalarType::Float && gradient.is_contiguous() && gradient.numel() == rows,
-          kOp, ": ", name, " has shape ", shape_text(gradient), ", expected one contiguous float32 per row (",
-          rows, ")");
 }
 
 // The sum of the rows of the weight, (hidden,) float32. The memory of the tensor has room for more.
@@ -356,8 +296,8 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
                    need_grad_weight, with_entropy && !keeps);
   linear_ce::Batch& batch = call.batch();
   const int64_t rows = batch.rows(), hidden = batch.hidden(), vocab = batch.vocab();
-  check_row_gradient("the gradient of the log-probabilities", grad_logprobs, rows);
-  if (with_entropy) check_row_gradient("the gradient of the entropies", *grad_entropy, rows);
+  linear_ce::check_row_gradient(kOp, "the gradient of the log-probabilities", grad_logprobs, rows);
+  if (with_entropy) linear_ce::check_row_gradient(kOp, "the gradient of the entropies", *grad_entropy, rows);
   const int64_t panel_elements = round_up(rows, int64_t{sm90::kTileM}) * sm90::kPanel;
   require(
       !keeps || (kept.numel() == batch.panels() * panel_elements && kept_rows.numel() == rows * kKeptNumbers),
@@ -394,8 +334,10 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
       work.chunk().count_tile_mass();
       work.keep_rows();
     }
-    work.row_gradients(grad_logprobs, grad_entropy);
-    if (with_entropy) work.entropy_gradient(keeps ? kept_panels : work.chunk().panels(), keeps ? first : 0);
+    const linear_ce::KeptChunk rows_of_chunk = work.kept_chunk();
+    const linear_ce::Panels& panels = work.chunk().panels();
+    rows_of_chunk.row_gradients(grad_logprobs, grad_entropy);
+    if (with_entropy) rows_of_chunk.entropy_gradient(keeps ? kept_panels : panels, keeps ? first : 0, panels);
     work.chunk().gradients();
   }
   if (need_grad_input) {
@@ -408,6 +350,68 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
 }
 
 }  // namespace
+
+namespace linear_ce {
+
+void KeptChunk::row_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy) const {
+  const auto blocks = static_cast<unsigned>(planned.rows);
+  with_elements(batch, [&]<typename T>(std::type_identity<T>) {
+    const RowGradients<T> arguments{rows(),
+                                    index(),
+                                    targets,
+                                    static_cast<int>(batch.vocab()),
+                                    kept,
+                                    static_cast<const float*>(grad_logprobs.const_data_ptr()),
+                                    static_cast<const float*>(data(grad_entropy)),
+                                    batch.inverse_temperature,
+                                    static_cast<const T*>(batch.input.const_data_ptr()),
+                                    batch.input.stride(0),
+                                    static_cast<int>(batch.hidden()),
+                                    batch.need_grad_weight ? elements_of<T>(buffers.input) : nullptr,
+                                    buffers.scale,
+                                    buffers.one_hot,
+                                    batch.need_grad_weight ? class_one_hot : nullptr,
+                                    entropy_terms,
+                                    buffers.range};
+    // Kept exponentials come without the memset of Chunk::exponentials().
+    if constexpr (kSmallRange<T>) {
+      check_cuda(cudaMemsetAsync(arguments.range.largest_scaled, 0, sizeof(*arguments.range.largest_scaled),
+                                 batch.stream),
+                 kOp);
+    }
+    linear_ce::row_gradients<T><<<blocks, kKeptRowThreads, 0, batch.stream>>>(arguments);
+    check_launch(kOp);
+    if constexpr (kSmallRange<T>) {
+      if (arguments.out == nullptr) return;
+      scale_rows<T><<<blocks, kRowThreads, 0, batch.stream>>>(rows(), arguments.out, arguments.hidden,
+                                                              buffers.scale, arguments.range.largest_scaled);
+      check_launch(kOp);
+    }
+  });
+}
+
+void KeptChunk::entropy_gradient(const Panels& from, int64_t first, const Panels& to) const {
+  const int64_t tiles = ceil_div(planned.rows, int64_t{sm90::kTileM});
+  const EntropyGradient arguments{rows(),       from, static_cast<int>(first), to, static_cast<int>(tiles),
+                                  entropy_terms};
+  const auto grid = static_cast<unsigned>(tiles * batch.panels());
+  const auto row_blocks = static_cast<unsigned>(ceil_div(planned.rows, int64_t{kKeptRowThreads}));
+  with_elements(batch, [&]<typename T>(std::type_identity<T>) {
+    linear_ce::entropy_gradient<T><<<grid, kKeptRowThreads, 0, batch.stream>>>(arguments);
+    check_launch(kOp);
+    put_targets<T><<<row_blocks, kKeptRowThreads, 0, batch.stream>>>(
+        rows(), index(), targets, static_cast<int>(batch.vocab()), to, entropy_terms);
+    check_launch(kOp);
+  });
+}
+
+void check_row_gradient(const char* op, const char* name, const Tensor& gradient, int64_t rows) {
+  require(gradient.scalar_type() == ScalarType::Float && gradient.is_contiguous() && gradient.numel() == rows,
+          op, ": ", name, " has shape ", shape_text(gradient), ", expected one contiguous float32 per row (",
+          rows, ")");
+}
+
+}  // namespace linear_ce
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {

@@ -1,20 +1,18 @@
-// Kernels on the rows of a chunk where the classes are sharded over devices (shards.cu). A rank has the weight of some
-// classes, its shard; every rank has the same rows.
+// Kernels on the rows of a chunk where the classes are sharded over devices (shard_step.h). A rank has the weight of
+// some classes, its shard; every rank has the same rows.
 //
 // A rank computes exponentials relative to a reference of its own: the logit of the target, which all ranks know, or
 // after an overflow of a tile the largest logit of its shard. The ranks exchange (reference, sum) of each row and add
 // the sums, relative to the largest reference, in the order of ranks, so all have the same bits.
 #pragma once
 
+#include <type_traits>
+
 #include "linear_ce/sm90/grad_input.cuh"
 #include "linear_ce/sm90/rows.cuh"
+#include "linear_ce/sm90/shard_references.cuh"
 
 namespace liger::linear_ce {
-
-// An exponential is stored relative to a reference that is at most this far, in nats, below that of the whole row.
-// Beyond it apply_rule() rescales them: the scale of a row that has its one-hot term as an element divides by the
-// distance's exponential, and their product must stay in the range of bf16.
-inline constexpr float kMostDistance = 40.0f;
 
 // The targets of a shard: its class, or -1 if the target is a class of another rank, out of range or ignored.
 template <typename Index>
@@ -40,7 +38,7 @@ static __global__ void __launch_bounds__(kRowThreads)
   if (local[source] >= 0) first_row.claim(local[source], source);
 }
 
-// (references, sums) of the rows of a chunk on this rank. Rows beyond the count have zeros. grid: a warp per row.
+// What this rank sends of the rows of a chunk (kRankNumbers). Rows beyond the count have zeros. grid: a warp per row.
 struct ShardSums {
   ChunkRows chunk;
   const float* target_logit;
@@ -48,30 +46,50 @@ struct ShardSums {
   int columns;  // of sums
   const int* overflow;
   const float* recomputed;  // references of rows of tiles with overflow
-  float* out;               // (2, chunk.rows)
+  RowMetrics metrics;       // null without metrics
+  int vocab_start;          // the first class of the shard, for keys
+  float* out;               // (kRankNumbers or kRankNumbersWithMetrics, chunk.rows)
 };
 
 static __global__ void __launch_bounds__(kRowThreads) write_shard_sums(const ShardSums p) {
   const int row = blockIdx.x * (kRowThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= p.chunk.rows) return;
-  float reference = 0.0f, sum = 0.0f;
-  if (row < p.chunk()) {
+  float reference = 0.0f, sum = 0.0f, entropy_sum = 0.0f;
+  unsigned long long key = 0;
+  const bool valid = row < p.chunk(), metrics = p.metrics.best_keys != nullptr;
+  if (valid) {
     reference = p.overflow[row / sm90::kTileM] ? p.recomputed[row] : p.target_logit[row];
     for (int i = lane; i < p.columns; i += 32) sum += p.sums[int64_t{row} * p.columns + i];
     sum = warp_reduce<Sum>(sum);
   }
-  if (lane == 0) p.out[row] = reference, p.out[p.chunk.rows + row] = sum;
+  if (valid && metrics) {
+    for (int i = lane; i < p.columns; i += 32)
+      entropy_sum += p.metrics.entropy_sums[int64_t{row} * p.columns + i];
+    entropy_sum = warp_reduce<Sum>(entropy_sum) / kLog2e;
+    key = p.metrics.best_keys[row] - static_cast<unsigned>(p.vocab_start);  // the column is complemented
+  }
+  if (lane != 0) return;
+  const int64_t rows = p.chunk.rows;
+  p.out[row] = reference, p.out[rows + row] = sum;
+  if (!metrics) return;
+  p.out[2 * rows + row] = entropy_sum;
+  p.out[3 * rows + row] = __uint_as_float(static_cast<uint32_t>(key >> 32));
+  p.out[4 * rows + row] = __uint_as_float(static_cast<uint32_t>(key));
 }
 
-// Those of all ranks, (ranks, 2, rows).
+// Those of all ranks, (ranks, numbers, rows).
 struct RankSums {
   const float* memory;
-  int ranks, rank, rows;  // rank: this one
-  __device__ __forceinline__ float reference(int of, int row) const {
-    return memory[int64_t{2 * of} * rows + row];
+  int ranks, rank, rows, numbers;  // rank: this one
+  __device__ __forceinline__ float number(int which, int of, int row) const {
+    return memory[(int64_t{of} * numbers + which) * rows + row];
   }
-  __device__ __forceinline__ float sum(int of, int row) const {
-    return memory[int64_t{2 * of + 1} * rows + row];
+  __device__ __forceinline__ float reference(int of, int row) const { return number(0, of, row); }
+  __device__ __forceinline__ float sum(int of, int row) const { return number(1, of, row); }
+  __device__ __forceinline__ float entropy_sum(int of, int row) const { return number(2, of, row); }
+  __device__ __forceinline__ unsigned long long key(int of, int row) const {
+    const auto word = [&](int which) { return __float_as_uint(number(which, of, row)); };
+    return static_cast<unsigned long long>(word(3)) << 32 | word(4);
   }
 };
 
@@ -102,6 +120,19 @@ struct Rule<ShardOf<T>> : Rule<T> {
       const float sum = ranks.sum(i, row);
       if (sum != 0.0f) stats.sum = fmaf(sum, ce::exp_from(ranks.reference(i, row), stats.max), stats.sum);
     }
+    if constexpr (std::is_same_v<Stats, ce::Stats<true>>) merge_metrics(row, stats);
+  }
+  __device__ __forceinline__ void merge_metrics(int row, ce::Stats<true>& stats) const {
+    stats.entropy_sum = 0.0f;
+    unsigned long long best = 0;
+    for (int i = 0; i < ranks.ranks; ++i) {
+      best = max(best, ranks.key(i, row));
+      const float sum = ranks.sum(i, row), distance = ranks.reference(i, row) - stats.max;
+      if (sum == 0.0f) continue;
+      const float entropy_sum = fmaf(distance, sum, ranks.entropy_sum(i, row));
+      stats.entropy_sum = fmaf(entropy_sum, ce::exp_from(distance, 0.0f), stats.entropy_sum);
+    }
+    stats.best_column = column_of_key(best);
   }
 
   // What belongs to the row of all classes -> what belongs to its exponentials on this rank.
@@ -112,21 +143,12 @@ struct Rule<ShardOf<T>> : Rule<T> {
     if (ranks.sum(ranks.rank, row) == 0.0f) return;  // all exponentials are 0
     const float reference = ranks.reference(ranks.rank, row), factor = ce::exp_from(reference, stats.max);
     if (stats.max - reference > kMostDistance) {
-      rescale_row(row, factor);
+      rescale_row<T>(this->exponentials, panels, row, factor);
       __syncthreads();
       return;
     }
     g.coef_exp *= factor;
     stats.max = reference;
-  }
-
-  __device__ __forceinline__ void rescale_row(int row, float factor) const {
-    constexpr int kVectors = sm90::kPanel / 8;
-    for (int i = threadIdx.x; i < panels * kVectors; i += kRowThreads) {
-      uint4* const vectors =
-          reinterpret_cast<uint4*>(this->exponentials.row_at(row, i / kVectors * sm90::kPanel));
-      vectors[i % kVectors] = scaled_elements<T>(vectors[i % kVectors], factor);
-    }
   }
 };
 

@@ -1,4 +1,5 @@
 """vocab_parallel_fused_linear_ce on the wgmma engine of compute capability 9.0: compiled steps, and communication.
+:mod:`liger.distributed._sm90_logprob_shards` has log-probabilities.
 
 A chunk of rows takes three compiled steps (csrc/linear_ce/sm90/shards.cu): exponentials of the logits with their sums,
 the row rule with the input gradient of the shard in float32, and the weight gradient. Before the first chunk the
@@ -20,6 +21,8 @@ from ._vocab_shards import VocabShards, gather
 
 # kPanel, and kTileM times kCluster, of csrc/linear_ce/sm90/tile.h.
 _PANEL, _PAIR_OF_TILES = 128, 256
+# kRankNumbers and kRankNumbersWithMetrics of csrc/linear_ce/sm90/shard_step.h.
+_NUMBERS, _NUMBERS_WITH_METRICS = 2, 5
 
 
 def _round_up(size, multiple):
@@ -27,7 +30,8 @@ def _round_up(size, multiple):
 
 
 class CompiledSteps:
-    """The steps as ops: ``dense``, ``memory``, ``begin``, ``exponentials``, ``rule``, ``grad_weight``, ``finish``.
+    """The steps as ops: ``dense``, ``memory``, ``begin``, ``exponentials``, ``rule``, ``grad_weight``, ``finish``, and
+    those of log-probabilities, ``logprobs_begin``, ``logprobs``, ``logprob_gradients``.
 
     Tests replace :data:`steps` by an implementation in torch.
     """
@@ -78,23 +82,34 @@ def _agreed_clusters(input, group):
     return known[key]
 
 
-def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget):
-    """The :class:`LinearCePlan` of a call, or None if the GEMMs of torch compute it.
+def clusters_for(input, weight, bias, group):
+    """The least number of clusters of the devices of a group, or 0 where its processes do not take the engine.
 
-    The same on all processes: it depends on arguments that are equal everywhere, on the build, and on a number that
-    the group has agreed on. In particular it does not depend on the number of classes of this process.
+    The same on all of them: it depends on arguments that are equal everywhere, on the build, and on a number that the
+    group has agreed on. In particular it does not depend on the number of classes of this process.
     """
     if not (steps.are_built() and steps.take(input)) or weight.dtype != input.dtype:
+        return 0
+    if bias is not None or input.shape[0] == 0:
+        return 0
+    return _agreed_clusters(input, group)
+
+
+def rank_classes(vocab_size, group):
+    """The classes of a process that plans are made for, equal on all processes."""
+    return -(-vocab_size // dist.get_world_size(group))
+
+
+def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget):
+    """The :class:`LinearCePlan` of a loss, or None if the GEMMs of torch compute it; the same on all processes."""
+    if options.label_smoothing != 0.0:
         return None
-    if bias is not None or options.label_smoothing != 0.0 or input.shape[0] == 0:
-        return None
-    clusters = _agreed_clusters(input, group)
+    clusters = clusters_for(input, weight, bias, group)
     if clusters == 0:
         return None
-    rank_classes = -(-vocab_size // dist.get_world_size(group))
     plan = plan_chunks_sm90(
         *input.shape,
-        rank_classes,
+        rank_classes(vocab_size, group),
         *needs_grad[:2],
         accum_dtype in (None, torch.float32),
         memory_budget,
@@ -104,58 +119,40 @@ def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_d
     return plan if plan.chunks else None
 
 
-class Results(NamedTuple):
-    """Per row, float32; a metric that was not requested has no elements."""
-
-    loss: torch.Tensor
-    z_loss: torch.Tensor
-    logprobs: torch.Tensor
-
-
-class Call:
-    """A call on one process: its memory, and its steps between which the processes communicate.
-
-    :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for each chunk of the plan
-    in turn, then :meth:`results`.
+class ShardCall:
+    """Memory and steps of a call on one process, between which the processes communicate.
 
     Attributes:
-        target_logit: float32, of the gathered rows; :meth:`begin` writes those of the classes of this process. All
+        target_logit: float32, of the gathered rows; the first step writes those of the classes of this process. All
             processes then need the sum.
+        rows: the gathered rows; those of a chunk become their gradient when all its GEMMs have read them.
     """
 
-    def __init__(self, input, weight, target, options, shards, rank, plan: LinearCePlan, metrics, needs_grad):
+    def __init__(
+        self, input, weight, target, shards, plan: LinearCePlan, needs_grad, *, softcap=None, temperature=1.0,
+        metrics=False, kept=None,
+    ):  # fmt: skip
+        """``needs_grad``: of input and weight, in this call. ``metrics``: entropies or argmax are requested. ``kept``:
+        the memory of the exponentials, if they outlive the call."""
         self._steps = steps()
-        self._need_input, self._need_weight, _ = needs_grad
-        self.options, self._shards, self._rank, self._plan, self._metrics = (
-            options, VocabShards(*shards), rank, plan, metrics,
-        )  # fmt: skip
+        self._need_input, self._need_weight = needs_grad
+        self._shards, self._plan, self._with_metrics = VocabShards(*shards), plan, metrics
+        self._softcap, self._temperature = softcap, temperature
         input, weight = self._steps.dense(input), self._steps.dense(weight)
         self._operands, self._target = (input, weight), target.contiguous()
         (rows, hidden), self._classes = input.shape, weight.shape[0]
-        numbers = plan.encode()
-        state_bytes, workspace_bytes = self._steps.memory(
-            input, weight, numbers, self._need_input, self._need_weight
-        )
+        self._numbers = plan.encode()
+        state_bytes, workspace_bytes = self._steps.memory(input, weight, self._numbers, *needs_grad, metrics)
         panels = -(-self._classes // _PANEL) + plan.panel_offset
-        panel_bytes = panels * plan.workspace_panel_bytes if self._need_input or self._need_weight else 0
+        if kept is None:
+            kept = self._bytes(panels * plan.workspace_panel_bytes if any(needs_grad) else 0)
         self.target_logit = self._floats(_round_up(rows, _PAIR_OF_TILES))
-        # The gathered rows; those of a chunk become their gradient when all its GEMMs have read them.
         self.rows = input.new_empty(rows, hidden)
         self._grad_weight = input.new_empty((panels * _PANEL, hidden) if self._need_weight else 0)
-        requested = metrics.z_loss, metrics.logprobs
-        self._results = Results(
-            self._floats(rows), *(self._floats(rows if flag else 0) for flag in requested)
-        )
-        self._denominator = self._floats()
-        self._ce_weight, self._token_weight = (
-            None if w is None else w.to(torch.float32).contiguous()
-            for w in (options.ce_weight, options.token_weight)
-        )
         self._state = self._bytes(state_bytes)
-        memory = self._state, self.target_logit, self.rows, self._grad_weight
-        workspaces = self._bytes(panel_bytes), self._bytes(workspace_bytes)
-        self._before = *self._operands, options.softcap, self._need_input, numbers
-        self._after = *memory, *workspaces
+        self._memory = (
+            self._state, self.target_logit, self.rows, self._grad_weight, kept, self._bytes(workspace_bytes),
+        )  # fmt: skip
 
     def _floats(self, *shape):
         return self._operands[0].new_empty(shape, dtype=torch.float32)
@@ -168,6 +165,61 @@ class Call:
         most = max(chunk.rows for chunk in self._plan.chunks) if self._need_input else 0
         return self._floats(most, self.rows.shape[1])
 
+    def exponentials(self, index, keep=False):
+        """What the processes exchange of the rows of a chunk, (numbers, rows): references and sums of exponentials;
+        with metrics sums for the entropy, and two words with the largest logit and its class."""
+        numbers = _NUMBERS_WITH_METRICS if self._with_metrics else _NUMBERS
+        sums = self._floats(numbers, self._plan.chunks[index].rows)
+        self._steps.exponentials(
+            *self._operands, self._softcap, self._temperature, self._shards.start, keep, self._need_input,
+            self._numbers, index, *self._memory, sums,
+        )  # fmt: skip
+        return sums
+
+    def add_grad_weight(self, index):
+        if self._need_weight:
+            self._steps.grad_weight(
+                *self._operands, self._softcap, self._need_input, self._numbers, index, *self._memory
+            )
+
+    def gradients(self):
+        """(grad_input, grad_weight) after the last chunk, when ``rows`` has the sums of input gradients; without
+        elements if they are not needed."""
+        if self._need_input:
+            self._steps.finish(self._state, self.rows)
+        empty = self.rows.new_empty
+        return (
+            self.rows if self._need_input else empty(0),
+            self._grad_weight[: self._classes] if self._need_weight else empty(0),
+        )
+
+
+class Results(NamedTuple):
+    """Per row, float32; a metric that was not requested has no elements."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor
+    logprobs: torch.Tensor
+
+
+class Call(ShardCall):
+    """A loss: :meth:`begin`, then :meth:`exponentials`, :meth:`apply_rule` and :meth:`add_grad_weight` for each chunk
+    of the plan in turn, then :meth:`results`."""
+
+    def __init__(self, input, weight, target, options, shards, rank, plan, metrics, needs_grad):
+        super().__init__(input, weight, target, shards, plan, needs_grad[:2], softcap=options.softcap)
+        self.options, self._rank, self._metrics = options, rank, metrics
+        rows = input.shape[0]
+        requested = metrics.z_loss, metrics.logprobs
+        self._results = Results(
+            self._floats(rows), *(self._floats(rows if flag else 0) for flag in requested)
+        )
+        self._denominator = self._floats()
+        self._ce_weight, self._token_weight = (
+            None if w is None else w.to(torch.float32).contiguous()
+            for w in (options.ce_weight, options.token_weight)
+        )
+
     def begin(self):
         options = self.options
         self._steps.begin(
@@ -175,12 +227,6 @@ class Call:
             options.softcap, options.reduction == "mean", self._shards.start, self._shards.vocab, self._state,
             self.target_logit, self.rows, self._denominator, *self._results,
         )  # fmt: skip
-
-    def exponentials(self, index):
-        """(references, sums of exponentials) of the rows of a chunk, (2, rows)."""
-        sums = self._floats(2, self._plan.chunks[index].rows)
-        self._steps.exponentials(*self._before, index, *self._after, sums)
-        return sums
 
     def apply_rule(self, index, gathered, grad_input):
         """Losses and metrics of a chunk, and into ``grad_input`` (rows, hidden) the input gradient of this process.
@@ -190,51 +236,57 @@ class Call:
         options = self.options
         self._steps.rule(
             self._target, self._ce_weight, self._token_weight, self._denominator, options.ignore_index,
-            options.lse_square_scale, self._shards.vocab, gathered, self._rank, *self._before, index, *self._after,
-            grad_input, *self._results,
+            options.lse_square_scale, self._shards.vocab, gathered, self._rank, *self._operands, self._softcap,
+            self._need_input, self._numbers, index, *self._memory, grad_input, *self._results,
         )  # fmt: skip
-
-    def add_grad_weight(self, index):
-        if self._need_weight:
-            self._steps.grad_weight(*self._before, index, *self._after)
 
     def results(self):
         """Those of ``liger_distributed::fused_linear_ce_forward``. ``rows`` has the sums of input gradients then."""
-        if self._need_input:
-            self._steps.finish(self._state, self.rows)
+        gradients = self.gradients()
         loss, z_loss, logprobs = self._results
         if self.options.reduction != "none":
             loss = loss.sum() / self._denominator
             z_loss = z_loss.sum() / self._denominator if self._metrics.z_loss else z_loss
-        empty = self.rows.new_empty
         return (
             loss, z_loss, self._floats(0), self._target.new_empty(0, dtype=torch.int64), logprobs, self._floats(0),
-            self.rows if self._need_input else empty(0),
-            self._grad_weight[: self._classes] if self._need_weight else empty(0), empty(0),
+            *gradients, self.rows.new_empty(0),
         )  # fmt: skip
+
+
+def sum_target_logits(call, group):
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(call.target_logit, group=group)
+
+
+def gathered_sums(sums, group):
+    """Those of :meth:`ShardCall.exponentials` of all processes, (processes, numbers, rows)."""
+    gathered, work = gather(sums, group)
+    if work is not None:
+        work.wait()
+    return gathered
+
+
+def add_gradients(call, index, chunk, part, group):
+    """Adds the gradients of a chunk. ``part``: the input gradient of this process; no elements if it is not needed."""
+    # Not beside the GEMM of the weight gradient, whose blocks take whole SMs: where it is first on one device and
+    # the all-reduce on another, that one waits for a whole GEMM.
+    if part.numel() and dist.get_world_size(group) > 1:
+        dist.all_reduce(part, group=group)
+    call.add_grad_weight(index)
+    # That GEMM has read the gathered rows.
+    if part.numel():
+        call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
 
 
 def run(input, weight, target, options, shards, group, plan, metrics, needs_grad):
     """The results of ``liger_distributed::fused_linear_ce_forward`` by a plan of :func:`plan_of`."""
-    alone = dist.get_world_size(group) == 1
     rank = dist.get_rank(group)
     call = Call(input, weight, target, options, shards, rank, plan, metrics, needs_grad)
     call.begin()
-    if not alone:
-        dist.all_reduce(call.target_logit, group=group)
+    sum_target_logits(call, group)
     memory = call.new_sum()
     for index, chunk in enumerate(plan.chunks):
-        gathered, work = gather(call.exponentials(index), group)
-        if work is not None:
-            work.wait()
         part = memory[: chunk.rows]
-        call.apply_rule(index, gathered, part)
-        # Not beside the GEMM of the weight gradient, whose blocks take whole SMs: where it is first on one device and
-        # the all-reduce on another, that one waits for a whole GEMM.
-        if part.numel() and not alone:
-            dist.all_reduce(part, group=group)
-        call.add_grad_weight(index)
-        # That GEMM has read the gathered rows.
-        if part.numel():
-            call.rows[chunk.first : chunk.first + chunk.rows].copy_(part)
+        call.apply_rule(index, gathered_sums(call.exponentials(index), group), part)
+        add_gradients(call, index, chunk, part, group)
     return call.results()

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .._core.autograd import at_positions, differentiable, differentiable_once
+from .._core.autograd import at_positions, differentiable, differentiable_once, is_traced
 from .._core.computed_rows import computed_rows
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.lm_head import LMHead, RowStatistics, check_head
+from . import _sm90_logprob_shards as _engine
 from ._vocab_parallel_ops import Chunk, ChunkPlan, Float32Gradients, Gradients
 from ._vocab_shards import gather
 
@@ -26,13 +27,15 @@ _LAYER = "Tensor input, Tensor weight, Tensor target, Tensor? bias, float temper
 _PLAN = "int? memory_budget, ScalarType? logits_dtype, int vocab_start, int vocab_size, str group_name"
 _library.define(
     f"fused_linear_logprobs_forward({_LAYER}, {_PLAN}, bool return_entropy, bool return_argmax,"
-    " bool return_log_sum_sq_probs=False, bool return_mean_logits=False)"
-    " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits)"
+    " bool return_log_sum_sq_probs=False, bool return_mean_logits=False, bool keep=False)"
+    " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits,"
+    " Tensor kept, Tensor kept_rows)"
 )
-# lse, entropy: results of the forward, of rows over all classes.
+# lse, entropy: results of the forward, of rows over all classes. kept, kept_rows: those of a forward with `keep`.
 _library.define(
     f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor lse, Tensor entropy,"
-    f" {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias)"
+    f" {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, Tensor? kept=None,"
+    " Tensor? kept_rows=None)"
     " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 )
 
@@ -137,15 +140,41 @@ def _bytes_per_logit(logits_dtype):
     return None if logits_dtype is None else 6
 
 
+def keeps_exponentials(
+    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
+    vocab_size, group_name, return_entropy, return_argmax, *metrics,
+):  # fmt: skip
+    """Whether a forward with a backward keeps the exponentials, which is the argument ``keep`` of the op.
+
+    Compiled code never does: the first call of a group communicates, and compilers run at different times.
+    """
+    if is_traced(input, weight) or not _engine.supports(bias, softcap, logits_dtype, *metrics):
+        return False
+    group = _resolve_process_group(group_name)
+    return _engine.Head(
+        input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
+    ).keeps_exponentials()
+
+
 def _forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
     vocab_size, group_name, return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False,
+    keep=False,
 ):  # fmt: skip
     requested = _Requested(return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits)
     check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     group = _resolve_process_group(group_name)
+    rows, wide, empty = input.shape[0], accumulate_dtype(input.dtype), input.new_empty(0)
+    if _engine.supports(bias, softcap, logits_dtype, *requested[2:]):
+        head = _engine.Head(
+            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
+        )
+        engine_plan = _engine.forward_plan(head, return_entropy, return_argmax, keep)
+        if engine_plan is not None:
+            found, *kept = _engine.forward(head, engine_plan, return_entropy, return_argmax, keep)
+            no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
+            return found.logprobs, found.entropy, found.argmax, found.lse, *no_metrics, *kept
     head = LMHead(weight, bias, temperature, _IGNORED, softcap, logits_dtype is not None)
-    rows, wide = input.shape[0], accumulate_dtype(input.dtype)
     ignored = target == ignore_index
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
     # A target below the classes of a process must not look ignored.
@@ -186,15 +215,28 @@ def _forward(
             finish(pending.popleft())
     while pending:
         finish(pending.popleft())
-    return logprobs, entropy, argmax, lse, *metrics
+    return logprobs, entropy, argmax, lse, *metrics, empty, input.new_empty(0, dtype=wide)
 
 
 def _backward_kernel(
     grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, lse, entropy,
-    memory_budget, logits_dtype, vocab_start, vocab_size, group_name, *needs_grad,
+    memory_budget, logits_dtype, vocab_start, vocab_size, group_name, need_grad_input, need_grad_weight,
+    need_grad_bias, kept=None, kept_rows=None,
 ):  # fmt: skip
     check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
     group = _resolve_process_group(group_name)
+    needs_grad = need_grad_input, need_grad_weight, need_grad_bias
+    if _engine.supports(bias, softcap, logits_dtype):
+        head = _engine.Head(
+            input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
+        )
+        empty = input.new_empty(0)
+        kept, kept_rows = (empty if t is None else t for t in (kept, kept_rows))
+        engine_plan = _engine.backward_plan(head, needs_grad[:2], grad_entropy is not None, kept.numel() > 0)
+        if engine_plan is not None:
+            grads = grad_logprobs, grad_entropy
+            found = _engine.backward(head, engine_plan, needs_grad[:2], lse, entropy, kept, kept_rows, grads)
+            return *found, empty
     head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
     computed = computed_rows(target, ignore_index, skip=True)
     plan = ChunkPlan.of(
@@ -232,20 +274,25 @@ _library.impl("fused_linear_logprobs_backward", _backward_kernel, "CompositeExpl
 @register_fake("liger_distributed::fused_linear_logprobs_forward")
 def _(input, *arguments):
     (rows, _hidden), wide = input.shape, accumulate_dtype(input.dtype)
-    # Behind the 11 other arguments; the last two have defaults.
-    return_entropy, return_argmax, *metrics = (*arguments, False, False)[11:15]
+    # Behind the 11 other arguments; the last three have defaults.
+    return_entropy, return_argmax, *metrics = (*arguments, False, False, False)[11:15]
+    keep = len(arguments) == 16 and arguments[15]
+    kept, kept_rows = _engine.kept_shapes(rows, arguments[0].shape[0]) if keep else ((0,), (0,))
     return (
         input.new_empty((rows,), dtype=wide),
         input.new_empty((rows if return_entropy else 0,), dtype=wide),
         input.new_empty((rows if return_argmax else 0,), dtype=torch.int64),
         input.new_empty((rows,), dtype=wide),
         *(input.new_empty((rows if flag else 0,), dtype=wide) for flag in metrics),
+        input.new_empty(kept),
+        input.new_empty(kept_rows, dtype=wide),
     )
 
 
 @register_fake("liger_distributed::fused_linear_logprobs_backward")
 def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
-    need_grad_input, need_grad_weight, need_grad_bias = arguments[-3:]
+    # Behind 10 other arguments; the last two have defaults.
+    need_grad_input, need_grad_weight, need_grad_bias = arguments[10:13]
     return (
         input.new_empty(input.shape if need_grad_input else (0,)),
         weight.new_empty(weight.shape if need_grad_weight else (0,)),
@@ -257,11 +304,11 @@ def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
 
 
 def _setup(ctx, inputs, output):
-    input, weight, target, bias, *options, with_entropy, _, _, _ = inputs
-    _logprobs, entropy, argmax, lse, *metrics = output
-    ctx.save_for_backward(input, weight, target, bias, lse, entropy)
+    input, weight, target, bias, *options, with_entropy, _, _, _, _keep = inputs
+    _logprobs, entropy, argmax, lse, *others = output
+    ctx.save_for_backward(input, weight, target, bias, lse, entropy, *others[-2:])
     ctx.options, ctx.arguments = options, len(inputs)
-    ctx.mark_non_differentiable(argmax, lse, *metrics, *(() if with_entropy else (entropy,)))
+    ctx.mark_non_differentiable(argmax, lse, *others, *(() if with_entropy else (entropy,)))
     ctx.set_materialize_grads(False)
 
 
@@ -271,12 +318,12 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
         return (None,) * ctx.arguments
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(grad_entropy)
-    input, weight, target, bias, lse, entropy = ctx.saved_tensors
+    input, weight, target, bias, lse, entropy, *kept = ctx.saved_tensors
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
     grads = torch.ops.liger_distributed.fused_linear_logprobs_backward.default(
         grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options[:3], lse, entropy, *ctx.options[3:],
-        *needed,
+        *needed, *kept,
     )  # fmt: skip
     return at_positions(ctx.arguments, positions, grads, needed)
 

@@ -23,10 +23,11 @@ from .._core.arguments import (
     check_logits_dtype,
 )
 from .._core.autocast import autocast_operands
+from .._core.autograd import wants_grad
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from ..ops.fused_linear_logprobs import LogProbMetrics, LogProbs
-from ._vocab_parallel_logprobs_op import LOGPROBS, logprobs_op
+from ._vocab_parallel_logprobs_op import LOGPROBS, keeps_exponentials, logprobs_op
 from ._vocab_shards import find_shard, local_shard, replicated_tensor
 
 _NAMES = LayerNames("hidden", "weight", "targets")
@@ -129,8 +130,9 @@ def vocab_parallel_fused_linear_logprobs(
         targets: (...), int64 or int32 class indices among all V classes.
         bias: (classes of this process,), the dtype of hidden, or a DTensor like the weight.
         temperature, ignore_index, softcap, memory_budget, return_entropy, return_argmax: as in
-            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process. Ignored rows are not
-            computed, so the host waits for their number.
+            :func:`liger.fused_linear_logprobs`; the budget is for the logits of this process, and must be the same on
+            all processes. Ignored rows are not computed, so the host waits for their number, unless the wgmma engine
+            runs, which may also keep exponentials within the budget for the backward.
         group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
@@ -168,10 +170,9 @@ def vocab_parallel_fused_linear_logprobs(
     check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(LOGPROBS, _NAMES.target, targets, shards.vocab, ignore_index)
     requested = return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits
-    logprobs, entropy, argmax, _, *metrics = logprobs_op(
-        rows, weight, flat, bias, float(temperature), ignore_index, softcap, memory_budget, logits_dtype, *shards,
-        *requested,
-    )  # fmt: skip
+    options = float(temperature), ignore_index, softcap, memory_budget, logits_dtype, *shards, *requested
+    keep = any(wants_grad(rows, weight)) and keeps_exponentials(rows, weight, flat, bias, *options)
+    logprobs, entropy, argmax, _, *metrics, _, _ = logprobs_op(rows, weight, flat, bias, *options, keep)
     optional = zip((entropy, argmax, *metrics), requested, strict=True)
     results = tokens.restore(logprobs), *(tokens.restore(t) if flag else None for t, flag in optional)
     if any(requested[2:]):
