@@ -173,7 +173,7 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     memory = {"64M": 64 << 20, "512M": 512 << 20, "8G": 8 << 30}[budget]
     plan = plan_chunks_sm90(
         *SIZES_90.values(), True, True, accum == "fp32", memory - (memory // 257 if dtype == "fp16" else 0),
-        clusters=plan_command._clusters(), plain_logits=dtype == "bf16",
+        clusters=plan_command._clusters(), float16=dtype == "fp16",
     )  # fmt: skip
     if not plan.chunks:
         assert (budget, accum) == ("64M", "same") and found["engine"] == "generic"

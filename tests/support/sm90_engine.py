@@ -46,7 +46,7 @@ class Shape:
         _, rows, k_splits, in_grad_weight, _, scale_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
             self.accum_dtype in (None, torch.float32), budget, clusters(), with_metrics,
-            plain_logits=dtype == BFLOAT16,
+            float16=dtype == FLOAT16,
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
         return rows, k_splits, in_grad_weight, scale_bytes

@@ -235,13 +235,15 @@ void Chunk::exponentials_of_gathered() const {
 }
 
 void Chunk::overlapped_logits_gemm() const {
+  const bool partial_panel = sm90::has_partial_panel(batch_.vocab());
   const auto run = [&]<size_t i>() {
-    constexpr sm90::PieceColumns kPieces = sm90::kPieceColumns[i];
-    if constexpr (kPieces.columns != 0) {
-      if (batch_.logits_work() != kPieces.work) return;
-      sm90::has_partial_panel(batch_.vocab()) ? logits_gemm<OverlappedExpEpilogue<kPieces.work, true>>()
-                                              : logits_gemm<OverlappedExpEpilogue<kPieces.work, false>>();
+    constexpr sm90::LogitsWork kWork = sm90::kPieceColumns[i].work;
+    if (batch_.logits_work() != kWork) return;
+    // A kernel with the transform handles both, as that of ExpEpilogue does.
+    if constexpr (!kWork.transform()) {
+      if (!partial_panel) return logits_gemm<OverlappedExpEpilogue<kWork, false>>();
     }
+    logits_gemm<OverlappedExpEpilogue<kWork, true>>();
   };
   [&]<size_t... i>(std::index_sequence<i...>) {
     (run.template operator()<i>(), ...);

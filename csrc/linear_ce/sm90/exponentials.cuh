@@ -48,12 +48,9 @@ struct LaneSums {
 
 // kTransform: with a bias or a softcap. The softcap multiplies an exponential by its derivative after it was
 // added to the sum. kSquares, with kMetrics: also sums of squares. Below kMaxRowSum one of a tile is finite.
-// kSharedReciprocal: logits of a row, 1, 2 or 4, whose softcaps share a reciprocal: 3, 2.5 or 2.25 instructions of the
-// special function unit per logit.
 template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false,
-          int kTileColumns = sm90::kTileN, int kSharedReciprocal = sm90::kSharedReciprocal>
+          int kTileColumns = sm90::kTileN>
 struct ExpEpilogue {
-  static_assert(kSharedReciprocal == 1 || kSharedReciprocal == 2 || kSharedReciprocal == 4);
   static_assert(kMetrics || !kSquares, "sums of squares are behind those of the entropy");
   using Element = T;
   struct Operands {};
@@ -164,39 +161,29 @@ struct ExpEpilogue {
                                                   const float (&from)[2], const Tile& tile, int lane,
                                                   const LaneSums& sums) const {
     const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
-    // Vectors of two logits of a row whose softcaps share a reciprocal.
-    constexpr int kVectors = kCapped ? ceil_div(kSharedReciprocal, 2) : 1;
 #pragma unroll
-    for (int group = first / 8; group < (first + count) / 8; group += kVectors) {
-      float reciprocal[kVectors][4];
-      if constexpr (kCapped && kSharedReciprocal > 1) softcap_reciprocals(z, group, reciprocal);
+    for (int j = first / 8; j < (first + count) / 8; ++j) {
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int j = group + v;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          float& x = z[4 * j + i];
-          const int h = i / 2;
-          if constexpr (kMetrics) {
-            if (x > sums.best[h]) sums.best[h] = x, sums.best_column[h] = 8 * j + i % 2;
-          }
-          float y, derivative;
-          if constexpr (kCapped) {
-            // The logit of an excluded column is -inf, where the derivative is 0.
-            const float r = kSharedReciprocal > 1 ? reciprocal[v][i] : softcap_reciprocal(x);
-            y = capped_exponent(r, from[h], derivative);
-            if (kPartial && 8 * j + i % 2 >= left) y = -INFINITY;
-          } else {
-            y = fmaf(x, factor, -from[h]);
-          }
-          x = exp2_fast(y);
-          sums.sum[h] += x;
-          if constexpr (kSquares) sums.squares[h] = fmaf(x, x, sums.squares[h]);
-          // A logit of -inf, of an excluded column or by the bias, has no entropy.
-          if constexpr (kMetrics)
-            sums.entropy[h] = fmaf(x, kPartial ? fmaxf(y, -FLT_MAX) : y, sums.entropy[h]);
-          if constexpr (kCapped) x *= derivative;
+      for (int i = 0; i < 4; ++i) {
+        float& x = z[4 * j + i];
+        const int h = i / 2;
+        if constexpr (kMetrics) {
+          if (x > sums.best[h]) sums.best[h] = x, sums.best_column[h] = 8 * j + i % 2;
         }
+        float y, derivative;
+        if constexpr (kCapped) {
+          // The logit of an excluded column is -inf, where the derivative is 0.
+          y = capped_exponent(x, from[h], derivative);
+          if (kPartial && 8 * j + i % 2 >= left) y = -INFINITY;
+        } else {
+          y = fmaf(x, factor, -from[h]);
+        }
+        x = exp2_fast(y);
+        sums.sum[h] += x;
+        if constexpr (kSquares) sums.squares[h] = fmaf(x, x, sums.squares[h]);
+        // A logit of -inf, of an excluded column or by the bias, has no entropy.
+        if constexpr (kMetrics) sums.entropy[h] = fmaf(x, kPartial ? fmaxf(y, -FLT_MAX) : y, sums.entropy[h]);
+        if constexpr (kCapped) x *= derivative;
       }
     }
   }
@@ -273,53 +260,12 @@ struct ExpEpilogue {
       sums.sum[h] *= kFactor;
     }
   }
-  // With u = z / softcap and r = 1 / (1 + e^2u), tanh(u) = 1 - 2r, and its derivative is 4r (1 - r).
-  __device__ __forceinline__ float softcap_reciprocal(float z) const {
-    return reciprocal_fast(1.0f + exp2_fast(z * (2.0f * kLog2e / transform.softcap)));
-  }
-  // The exponent of a logit after the softcap, and the derivative of the softcap.
-  __device__ __forceinline__ float capped_exponent(float r, float from, float& derivative) const {
+  // The exponent of a logit after the softcap, and the derivative of the softcap: with u = z / softcap and
+  // r = 1 / (1 + e^2u), tanh(u) = 1 - 2r, and its derivative is 4r (1 - r).
+  __device__ __forceinline__ float capped_exponent(float z, float from, float& derivative) const {
+    const float r = reciprocal_fast(1.0f + exp2_fast(z * (2.0f * kLog2e / transform.softcap)));
     derivative = fmaf(-4.0f * r, r, 4.0f * r);
     return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
-  }
-  // r of the logits in kVectors vectors of 8 columns, from the j-th on; kSharedReciprocal of them by one reciprocal:
-  // 1 / a = b * (1 / ab). They are logits of one row, all of whose results are NaN if one of them is.
-  template <int kVectors>
-  __device__ __forceinline__ void softcap_reciprocals(const float (&z)[sm90::kSums], int j,
-                                                      float (&r)[kVectors][4]) const {
-    float a[kVectors][4];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Products must be finite. From an exponent of 26 on the tanh is 1 in float32.
-        constexpr float kLargest = 120.0f / kSharedReciprocal;
-        const float exponent = z[4 * (j + v) + i] * (2.0f * kLog2e / transform.softcap);
-        a[v][i] = 1.0f + exp2_fast(min_or_nan(exponent, kLargest));
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float pair[kVectors], of_pair[kVectors];  // products, and their reciprocals
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) pair[v] = a[v][2 * h] * a[v][2 * h + 1];
-      if constexpr (kVectors == 1) {
-        of_pair[0] = reciprocal_fast(pair[0]);
-      } else {
-        const float of_both = reciprocal_fast(pair[0] * pair[1]);
-        of_pair[0] = of_both * pair[1], of_pair[1] = of_both * pair[0];
-      }
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        r[v][2 * h] = of_pair[v] * a[v][2 * h + 1];
-        r[v][2 * h + 1] = of_pair[v] * a[v][2 * h];
-      }
-    }
-  }
-  static __device__ __forceinline__ float min_or_nan(float x, float y) {
-    float least;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(x), "f"(y));
-    return least;
   }
   // Reduces over the four lanes that share a row; all of them get the result.
   template <class Reduction>

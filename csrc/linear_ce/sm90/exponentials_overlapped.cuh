@@ -14,19 +14,17 @@ namespace liger::linear_ce {
 //
 // Panels have 128 columns and tiles 192, so exponentials are stored in boxes of 64 columns, half a row of a panel. Rows
 // and panels beyond the chunk are clipped by TMA.
-template <sm90::LogitsWork kWork, bool kPartialTiles, int kColumnsPerPiece = sm90::piece_columns(kWork),
-          int kSharedReciprocal = std::min(sm90::kSharedReciprocal, kColumnsPerPiece / 4)>
+template <sm90::LogitsWork kWork, bool kPartialTiles, int kColumnsPerPiece = sm90::piece_columns(kWork)>
 struct OverlappedExpEpilogue : ExpEpilogue<__nv_bfloat16, kWork.metrics, kPartialTiles, kWork.transform(),
-                                           kWork.squares, sm90::kOverlappedColumns, kSharedReciprocal> {
+                                           kWork.squares, sm90::kOverlappedColumns> {
   using T = __nv_bfloat16;
   using Base = ExpEpilogue<T, kWork.metrics, kPartialTiles, kWork.transform(), kWork.squares,
-                           sm90::kOverlappedColumns, kSharedReciprocal>;
+                           sm90::kOverlappedColumns>;
   using Base::kColumns, Base::chunk, Base::vocab, Base::out, Base::write, Base::overflow, Base::phase,
       Base::transform;
   static constexpr int kPieceColumns = kColumnsPerPiece, kPieces = kColumns / kPieceColumns;
   static constexpr bool kShortPieces = kPieceColumns == 8;
   static_assert(!kWork.float16 && (kPieceColumns == 8 || kPieceColumns == 16));
-  static_assert(kSharedReciprocal <= kPieceColumns / 4);
   // Behind the box is the bias of the tile.
   static constexpr int kSmemBytes = sm90::kResultBoxBytes + (kWork.bias ? kColumns * int{sizeof(float)} : 0);
   struct Pending {

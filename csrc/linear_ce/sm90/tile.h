@@ -21,19 +21,17 @@ struct LogitsWork {
 };
 // Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators.
 inline constexpr int kOverlappedColumns = 192;
-// Columns of a piece of its epilogue, 8 or 16: one piece per k-block of the next tile. 0: gemm_kernel computes these
-// logits, as it does what is not listed.
+// Columns of a piece of its epilogue, one piece per k-block of the next tile. gemm_kernel computes what is not listed.
 struct PieceColumns {
   LogitsWork work;
   int columns;
 };
 inline constexpr PieceColumns kPieceColumns[] = {
     {{}, 16},
-    {{.bias = true}, 0},
-    {{.softcap = true}, 0},
-    {{.bias = true, .softcap = true}, 0},
-    {{.metrics = true}, 0},
-    {{.metrics = true, .squares = true}, 0},
+    {{.bias = true}, 8},
+    {{.softcap = true}, 8},
+    {{.metrics = true}, 8},
+    {{.metrics = true, .squares = true}, 8},
 };
 constexpr int piece_columns(const LogitsWork& work) {
   for (const PieceColumns& pieces : kPieceColumns) {
@@ -41,8 +39,6 @@ constexpr int piece_columns(const LogitsWork& work) {
   }
   return 0;
 }
-// Logits of a row whose softcaps share a reciprocal: 1, 2 or 4; in pieces of 8 columns at most 2.
-inline constexpr int kSharedReciprocal = 1;
 // Whether gemm_kernel_overlapped computes the logits: where the next tile has a k-block for every piece.
 constexpr bool overlaps_epilogue(int64_t hidden, const LogitsWork& work) {
   const int columns = piece_columns(work);

@@ -58,10 +58,10 @@ class LinearBackwardPlan(NamedTuple):
     workspace_bytes: int
 
 
-def classes_per_tile(hidden, plain_logits=True):
-    """Classes per tile of the logits GEMM. plain_logits: bfloat16, without bias, softcap and metrics."""
+def classes_per_tile(hidden, float16=False):
+    """Classes per tile of the logits GEMM, without bias, softcap and metrics."""
     # kOverlappedColumns, (kOverlappedColumns / 16 - 1) * kTileK and kTileN of csrc/linear_ce/sm90/tile.h.
-    return 192 if plain_logits and hidden > 704 else 256
+    return 192 if hidden > 704 and not float16 else 256
 
 
 def plan_chunks_sm90(*problem, **options):

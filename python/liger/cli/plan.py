@@ -156,12 +156,12 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         exact_accumulation,
         budget,
         clusters=_clusters(),
-        plain_logits=not half,
+        float16=half,
     )
     if not plan.chunks:
         return None
     panels = math.ceil(vocab / 128) + plan.panel_offset
-    tile_classes = classes_per_tile(hidden, plain_logits=not half)
+    tile_classes = classes_per_tile(hidden, half)
     offset_bytes = plan.panel_offset * 128 * hidden * 2
     working = 0
     for chunk in plan.chunks:
