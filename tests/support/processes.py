@@ -19,8 +19,10 @@ def _process(rank, world, store, function):
     try:
         torch.manual_seed(0)
         function(rank, world)
-        # What is still sent in the background, such as parameters: a process that leaves before aborts.
-        dist.barrier()
+        # What is still sent in the background, such as parameters, also by the groups of meshes: a process that leaves
+        # before aborts.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.barrier(group)
     finally:
         dist.destroy_process_group()
 
