@@ -1,6 +1,6 @@
 """Autograd nodes in C++ (csrc/autograd/nodes.cpp), where their library is loaded.
 
-An op of ``torch.ops.liger_autograd`` records the node that autograd.py would record in Python. It needs a tenth of the
+An op of ``torch.ops.liger_autograd`` records the node that autograd.py would record in Python. It needs less host
 time, and calls back into Python for what its schemas do not say: graphs of a backward (``create_graph``), transforms,
 missing gradients.
 """

@@ -27,8 +27,8 @@ _NUMBERS = 2 + 2 * len(THRESHOLDS)
 class TileMassCounts:
     """Numbers of tiles of 128 rows x 256 classes, or x 192 classes: those of the engine's logits GEMM.
 
-    Tiles have 192 classes with bfloat16 and a hidden size above 704, or above 1472 with a bias, a softcap, or entropies
-    or argmax. With two of these, tiles have 256 classes. The mass of a row in a tile is the sum of its probabilities
+    Tiles have 192 classes with bfloat16 and a hidden size above 704, or above 1472 with a bias, or with entropies or
+    argmax. With both, or a softcap, tiles have 256 classes. The mass of a row in a tile is the sum of its probabilities
     over the classes of the tile; a tile is below a threshold if the mass of each of its rows is.
 
     Attributes:
