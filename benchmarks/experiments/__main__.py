@@ -1,12 +1,9 @@
 """``python -m experiments E3 E4 --minutes 8 --out DIR``: docs/experiments.md."""
 
 import argparse
-import os
 import sys
 import time
 from pathlib import Path
-
-import torch
 
 from liger_bench.environment import CHECKOUT, RESULTS
 
@@ -79,16 +76,15 @@ def main(arguments=None):
     if measures and not given.names:
         print("experiments: name the experiments to run, or all; --list names them", file=sys.stderr)
         return 2
-    # torch.cuda.is_available() then asks NVML, and processes can be forked after it.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    if measures and not given.tiny and not torch.cuda.is_available():
+    from . import driver, launch
+
+    gpus = launch.count_gpus() if measures else 0
+    if measures and not given.tiny and gpus == 0:
         print("experiments: no CUDA device; --tiny runs tiny sizes on the CPU", file=sys.stderr)
         return 2
-    from . import driver
-
     limit = float("inf") if given.minutes is None else time.monotonic() + 60 * given.minutes
     run = driver.Run(
-        given.out, given.cache, given.tiny, tuple(given.only), tuple(given.sizes), given.retry, limit,
+        given.out, given.cache, given.tiny, tuple(given.only), tuple(given.sizes), given.retry, limit, gpus,
         fork=False if given.no_fork else None,
     )  # fmt: skip
     try:

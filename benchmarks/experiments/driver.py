@@ -4,23 +4,15 @@ A cell that runs out of memory, fails, or takes too long is a result like any ot
 run cuts off is not: the next run measures it.
 """
 
-import contextlib
-import ctypes
 import datetime
 import json
-import multiprocessing
-import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from . import experiment, process, results
+from . import experiment, launch, results
 
 # Statuses that hold for larger sizes of the same ladder, too.
 INHERITED = ("oom", "timeout")
@@ -28,8 +20,6 @@ INHERITED = ("oom", "timeout")
 MEASURED = ("ok", "oom", "failed", "timeout")
 # A cell is not started with less time left than this, in seconds.
 LEAST = 15
-_CUDA_ERROR_NOT_INITIALIZED = 3
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -43,105 +33,9 @@ class Run:
     sizes: tuple[str, ...] = ()
     retry: bool = False
     deadline: float = float("inf")
-    gpus: int = field(default_factory=torch.cuda.device_count)
+    gpus: int = field(default_factory=launch.count_gpus)
     fork: bool | None = None  # None: where that is safe
     facts: dict | None = None  # the environment, from the first process that has measured a cell
-
-
-def may_fork():
-    """Whether a forked process can use CUDA: nothing in this process has initialised the driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return True
-    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_ERROR_NOT_INITIALIZED
-
-
-def preload():
-    """Imports what most cells import, so that forked processes start at once."""
-    import importlib
-
-    for name in (
-        "transformers.models.llama.modeling_llama",
-        "liger.transformers",
-        "liger_bench.model_trainee",
-    ):
-        importlib.import_module(name)
-
-
-# --- one process ------------------------------------------------------------------------------------------------
-
-
-def _end_with_parent():
-    """The process that calls it is ended when its parent ends, also by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-class _Forked:
-    def __init__(self, arguments, log):
-        self._process = multiprocessing.get_context("fork").Process(
-            target=self._child, args=(arguments, log), daemon=False
-        )
-        self._process.start()
-        self.pid = self._process.pid
-
-    @staticmethod
-    def _child(arguments, log):
-        os.setsid()
-        _end_with_parent()
-        with open(log, "wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        process.run(*arguments)
-
-    def wait(self, seconds):
-        """The exit code, or None if the process still runs after this time."""
-        self._process.join(seconds)
-        return self._process.exitcode
-
-    def kill(self):
-        self._process.kill()
-
-
-class _Started:
-    def __init__(self, command, log):
-        with open(log, "wb") as file:
-            self._process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_end_with_parent,
-            )
-        self.pid = self._process.pid
-
-    def wait(self, seconds):
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill(self):
-        self._process.kill()
-
-
-def _start(run, name, cell, record, log):
-    if cell.gpus == 1 and run.fork:
-        return _Forked((name, cell, str(record), run.tiny, str(run.cache), run.facts is None), log)
-    command = [sys.executable]
-    if cell.gpus > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.gpus}"]
-    command += ["-m", "experiments.process", name, cell.key, str(record), str(run.cache)]
-    options = [*(["--tiny"] if run.tiny else []), *(["--facts"] if run.facts is None else [])]
-    return _Started([*command, *options], log)
-
-
-def _end(child):
-    """Ends the process and everything that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.kill()
-    child.wait(30)
 
 
 def measure(run, name, cell):
@@ -149,11 +43,20 @@ def measure(run, name, cell):
     with tempfile.TemporaryDirectory(prefix="liger-experiment-") as folder:
         record, log = Path(folder) / "record.json", Path(folder) / "log"
         left = run.deadline - time.monotonic()
-        child = _start(run, name, cell, record, log)
+        child = launch.start(
+            name,
+            cell,
+            record,
+            log,
+            tiny=run.tiny,
+            cache=run.cache,
+            with_facts=run.facts is None,
+            fork=run.fork,
+        )
         try:
             code = child.wait(min(cell.seconds, left))
         finally:
-            _end(child)
+            launch.end(child)
         if record.is_file():
             return json.loads(record.read_text())
         if code is None:
@@ -221,8 +124,8 @@ def expected_seconds(result, cell, every):
 def fill(run, names, say=print):
     """Measures the missing cells of these experiments in turn; returns the number of cells that are left."""
     if run.fork is None:
-        preload()
-        run.fork = may_fork()
+        launch.preload()
+        run.fork = launch.may_fork()
     left = 0
     for name in names:
         left += _fill_one(run, name, say)

@@ -31,6 +31,7 @@ class Head:
     bias: bool = False
     softcap: float | None = None
     label_smoothing: float = 0.0
+    memory_budget: int | None = None  # bytes, of liger; other methods then have no part in the row
 
     @property
     def plain(self):
@@ -43,6 +44,7 @@ class Head:
             "bias" if self.bias else "",
             f"softcap {self.softcap:g}" if self.softcap else "",
             f"label smoothing {self.label_smoothing:g}" if self.label_smoothing else "",
+            f"budget {self.memory_budget >> 20} MiB" if self.memory_budget else "",
         )
         size = f"{self.tokens}x{self.hidden}x{self.vocabulary}"
         return ", ".join((f"heads {self.model} {size}", *filter(None, parts)))
@@ -66,12 +68,14 @@ HEADS = (
     Head("Llama-3.2-1B", 8192, *LLAMA, label_smoothing=0.1),
     Head("Llama-3-8B", 512, 4096, 128256),
     Head("Llama-3.2-1B", 131072, *LLAMA),
+    Head("Llama-3.2-1B", 131072, *LLAMA, memory_budget=2 << 30),
 )
 QUICK = HEADS[0], HEADS[4], HEADS[9]
 TINY = (
     Head("tiny", 14, 16, 50),
     Head("tiny", 14, 24, 51, bias=True, softcap=5.0),
     Head("tiny", 14, 16, 50, label_smoothing=0.1),
+    Head("tiny", 14, 16, 50, memory_budget=1 << 20),
 )
 
 
@@ -87,7 +91,11 @@ def _eager(head):
 
 
 def _ours(head):
-    options = {"softcap": head.softcap, "label_smoothing": head.label_smoothing}
+    options = {
+        "softcap": head.softcap,
+        "label_smoothing": head.label_smoothing,
+        "memory_budget": head.memory_budget,
+    }
     return lambda t: liger.fused_linear_ce(t["input"], t["weight"], t["target"], t.get("bias"), **options)
 
 
@@ -126,6 +134,8 @@ def _cut_cross_entropy(head):
 
 
 def _candidates(options, head):
+    if head.memory_budget:
+        return selected(options, ours(options, _ours(head)))
     candidates = [
         *ours(options, _ours(head)),
         liger_kernel(_liger_kernel(head, None)),

@@ -5,11 +5,8 @@ Batches differ between ranks. Time is that of the slowest rank, peak memory that
 mean. The results are saved after every contestant, and a second run measures those that are not in the file yet.
 """
 
-import ctypes
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +23,7 @@ from .model_contestants import entered
 from .model_report import GIB, tokens_per_second, write
 from .model_sizes import size_of
 from .model_trainee import SAME_LOSS, Trainee, random_batches
+from .processes import end_with_parent, environments
 
 # Samples of a contestant on several ranks, of one step each.
 ROUNDS = 4
@@ -33,7 +31,6 @@ ROUNDS = 4
 LIMIT, STRAGGLER = 240.0, 10.0
 # With less time left, in seconds, no contestant is started.
 LEAST = 20.0
-_PR_SET_PDEATHSIG = 1
 
 
 # --- a rank -------------------------------------------------------------------------------------------------------
@@ -112,32 +109,15 @@ def _measure_rank(spec, path):
 # --- all ranks of a contestant ------------------------------------------------------------------------------------
 
 
-def _end_with_parent():
-    """The process that calls it is ended when its parent ends, also by SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def _start(rank, ranks, port, folder):
+def _start(variables, folder):
+    """A rank with these environment variables."""
     root = Path(__file__).parents[__name__.count(".")]
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])]),
-    }
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | variables | {"PYTHONPATH": path}
     command = [sys.executable, "-m", __name__, str(folder / "spec.json"), str(folder / "record.json")]
-    with open(folder / f"{rank}.log", "wb") as log:
+    with open(folder / f"{variables['RANK']}.log", "wb") as log:
         return subprocess.Popen(
-            command, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_end_with_parent
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
         )
 
 
@@ -161,9 +141,9 @@ def _wait(processes, seconds):
 def run(spec, ranks, seconds):
     """The record of one contestant at one shape; None if it takes longer than that."""
     with tempfile.TemporaryDirectory(prefix="liger-ranks-") as name:
-        folder, port = Path(name), _free_port()
+        folder = Path(name)
         (folder / "spec.json").write_text(json.dumps(spec))
-        ended = _wait([_start(rank, ranks, port, folder) for rank in range(ranks)], seconds)
+        ended = _wait([_start(variables, folder) for variables in environments(ranks)], seconds)
         if (folder / "record.json").exists():
             return json.loads((folder / "record.json").read_text())
         if not ended:

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from planned_llama import FEWEST
 
 from liger_bench import bench_model, model_ranks
+from liger_bench.processes import environments
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PLAIN, OURS = "transformers", "liger[torch]"
@@ -176,12 +177,7 @@ def test_a_rank_that_runs_out_of_memory_says_so(tmp_path):
         "size": "8b", "self_test": True, "checkpointing": True, "backends": ["torch"], "entry": {}, "name": OURS,
         "shape": [2, 16],
     }  # fmt: skip
-    ranks = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(model_ranks._free_port()),
-    }
+    (ranks,) = environments(1)
     done = subprocess.run(
         [sys.executable, "-c", FAILING, json.dumps(spec), str(tmp_path / "record.json")],
         env=os.environ | ranks | {"PYTHONPATH": str(BENCHMARKS)},

@@ -10,11 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-from experiments import MODULES, __main__, driver, experiment, process, report, results, tables
+from experiments import (
+    MODULES,
+    __main__,
+    driver,
+    experiment,
+    process,
+    report,
+    results,
+    sharded_training,
+    tables,
+)
 from experiments.cells import Cell, Experiment, Machine, coarse_first
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -224,6 +235,28 @@ def test_methods_and_sizes_can_be_selected(monkeypatch, tmp_path):
     assert list(fill(tmp_path, only=("b",), sizes=("2",))[1]) == ["b @ 2"]
     with pytest.raises(ValueError, match=r"no method \['c'\] for --only, expected some of \['a', 'b'\]"):
         fill(tmp_path, only=("c",))
+
+
+@pytest.mark.parametrize(("fails", "status"), [(None, "ok"), (0, "oom"), (1, "oom")])
+def test_ranks_of_a_cell_are_forked(monkeypatch, tmp_path, fails, status):
+    """The first rank writes the record, or the one that fails: the others then do not wait for it."""
+
+    def measure(cell, machine):
+        sharded_training.start(machine)
+        if dist.get_rank() == fails:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        total = torch.ones(())
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return {"ranks": int(total)}
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    fake(monkeypatch, measure, [Cell("two ranks", "1", gpus=2)])
+    left, cells, _ = fill(tmp_path)
+    assert left == 0
+    record = cells["two ranks @ 1"]
+    assert record["status"] == status and record.get("ranks") == (2 if fails is None else None)
 
 
 def test_results_of_another_experiment_are_refused(tmp_path):

@@ -1,0 +1,152 @@
+"""Starts the process of a cell, or those of its ranks: forked where that is safe, and else anew."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing import connection
+
+import torch
+
+from liger_bench.processes import end_with_parent, environments
+
+from . import process
+
+_CUDA_ERROR_NOT_INITIALIZED = 3
+_FORK = multiprocessing.get_context("fork")
+
+
+def may_fork():
+    """Whether a forked process can use CUDA: nothing in this process has initialised the driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_ERROR_NOT_INITIALIZED
+
+
+def count_gpus():
+    """The number of GPUs, asked in a process of its own: torch may initialise the driver to find out."""
+    with _FORK.Pool(1) as pool:
+        return pool.apply(torch.cuda.device_count)
+
+
+def preload():
+    """Imports what most cells import, so that forked processes start at once."""
+    import importlib
+
+    for name in (
+        "transformers.models.llama.modeling_llama",
+        "liger.transformers",
+        "liger_bench.model_trainee",
+    ):
+        importlib.import_module(name)
+
+
+def _rank(environment, arguments):
+    end_with_parent()
+    os.environ.update(environment)
+    process.run(*arguments)
+
+
+def _ranks(count, arguments):
+    """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit code."""
+    ranks = [_FORK.Process(target=_rank, args=(e, arguments)) for e in environments(count)]
+    for rank in ranks:
+        rank.start()
+    running = list(ranks)
+    while running:
+        connection.wait([rank.sentinel for rank in running])
+        ended = [rank for rank in running if rank.exitcode is not None]
+        running = [rank for rank in running if rank not in ended]
+        failed = [rank.exitcode for rank in ended if rank.exitcode]
+        if failed:
+            for rank in running:
+                rank.kill()
+            return failed[0]
+    return 0
+
+
+class Forked:
+    """A fork of this process that measures a cell, by forks of its own if the cell has several ranks.
+
+    Args:
+        cell: a Cell.
+        arguments: those of ``process.run``.
+        log: path of a file for what the processes print.
+    """
+
+    def __init__(self, cell, arguments, log):
+        self._process = _FORK.Process(target=self._child, args=(cell, arguments, log), daemon=False)
+        self._process.start()
+        self.pid = self._process.pid
+
+    @staticmethod
+    def _child(cell, arguments, log):
+        os.setsid()
+        end_with_parent()
+        with open(log, "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        if cell.gpus == 1:
+            process.run(*arguments)
+            return
+        code = _ranks(cell.gpus, arguments)
+        if code == -signal.SIGKILL:
+            os.kill(os.getpid(), signal.SIGKILL)  # the driver takes it for a lack of memory on the host
+        sys.exit(code)
+
+    def wait(self, seconds):
+        """The exit code, or None if the process still runs after this time."""
+        self._process.join(seconds)
+        return self._process.exitcode
+
+    def kill(self):
+        self._process.kill()
+
+
+class Started:
+    """A new Python process with this command, whose output goes to the file ``log``; methods as of Forked."""
+
+    def __init__(self, command, log):
+        with open(log, "wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
+        self.pid = self._process.pid
+
+    def wait(self, seconds):
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self):
+        self._process.kill()
+
+
+def start(name, cell, record, log, *, tiny, cache, with_facts, fork):
+    """A Forked or Started that measures this cell of experiment ``name``."""
+    if fork:
+        return Forked(cell, (name, cell, str(record), tiny, str(cache), with_facts), log)
+    command = [sys.executable]
+    if cell.gpus > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.gpus}"]
+    command += ["-m", "experiments.process", name, cell.key, str(record), str(cache)]
+    options = [*(["--tiny"] if tiny else []), *(["--facts"] if with_facts else [])]
+    return Started([*command, *options], log)
+
+
+def end(child):
+    """Ends the process and everything that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.wait(30)
