@@ -29,6 +29,7 @@ struct PieceColumns {
 inline constexpr PieceColumns kPieceColumns[] = {
     {{}, 16},
     {{.bias = true}, 8},
+    {{.softcap = true}, 8},
     {{.metrics = true}, 8},
     {{.metrics = true, .squares = true}, 8},
 };
