@@ -126,6 +126,10 @@ def fill(run, names, say=print):
     if run.fork is None:
         launch.preload()
         run.fork = launch.may_fork()
+        if not run.fork:
+            say(
+                "an imported package has initialised the CUDA driver: processes start anew, which takes longer"
+            )
     left = 0
     for name in names:
         left += _fill_one(run, name, say)

@@ -38,6 +38,8 @@ def preload():
     """Imports what most cells import, so that forked processes start at once."""
     import importlib
 
+    # Packages ask at import whether there is a GPU. torch then asks NVML, which leaves the driver as it is.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in (
         "transformers.models.llama.modeling_llama",
         "liger.transformers",
