@@ -11,7 +11,7 @@ from multiprocessing import connection
 
 import torch
 
-from liger_bench.processes import end_with_parent, environments
+from liger_bench.processes import end_with_parent, rendezvous
 
 from . import process
 
@@ -56,19 +56,20 @@ def _rank(environment, arguments):
 
 def _ranks(count, arguments):
     """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit code."""
-    ranks = [_FORK.Process(target=_rank, args=(e, arguments)) for e in environments(count)]
-    for rank in ranks:
-        rank.start()
-    running = list(ranks)
-    while running:
-        connection.wait([rank.sentinel for rank in running])
-        ended = [rank for rank in running if rank.exitcode is not None]
-        running = [rank for rank in running if rank not in ended]
-        failed = [rank.exitcode for rank in ended if rank.exitcode]
-        if failed:
-            for rank in running:
-                rank.kill()
-            return failed[0]
+    with rendezvous(count) as environments:
+        ranks = [_FORK.Process(target=_rank, args=(e, arguments)) for e in environments]
+        for rank in ranks:
+            rank.start()
+        running = list(ranks)
+        while running:
+            connection.wait([rank.sentinel for rank in running])
+            ended = [rank for rank in running if rank.exitcode is not None]
+            running = [rank for rank in running if rank not in ended]
+            failed = [rank.exitcode for rank in ended if rank.exitcode]
+            if failed:
+                for rank in running:
+                    rank.kill()
+                return failed[0]
     return 0
 
 

@@ -23,7 +23,7 @@ from .model_contestants import entered
 from .model_report import GIB, tokens_per_second, write
 from .model_sizes import size_of
 from .model_trainee import SAME_LOSS, Trainee, random_batches
-from .processes import end_with_parent, environments
+from .processes import end_with_parent, rendezvous
 
 # Samples of a contestant on several ranks, of one step each.
 ROUNDS = 4
@@ -143,7 +143,8 @@ def run(spec, ranks, seconds):
     with tempfile.TemporaryDirectory(prefix="liger-ranks-") as name:
         folder = Path(name)
         (folder / "spec.json").write_text(json.dumps(spec))
-        ended = _wait([_start(variables, folder) for variables in environments(ranks)], seconds)
+        with rendezvous(ranks) as environments:
+            ended = _wait([_start(variables, folder) for variables in environments], seconds)
         if (folder / "record.json").exists():
             return json.loads((folder / "record.json").read_text())
         if not ended:

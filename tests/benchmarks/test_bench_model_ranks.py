@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from planned_llama import FEWEST
 
 from liger_bench import bench_model, model_ranks
-from liger_bench.processes import environments
+from liger_bench.processes import rendezvous
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PLAIN, OURS = "transformers", "liger[torch]"
@@ -177,12 +177,12 @@ def test_a_rank_that_runs_out_of_memory_says_so(tmp_path):
         "size": "8b", "self_test": True, "checkpointing": True, "backends": ["torch"], "entry": {}, "name": OURS,
         "shape": [2, 16],
     }  # fmt: skip
-    (ranks,) = environments(1)
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING, json.dumps(spec), str(tmp_path / "record.json")],
-        env=os.environ | ranks | {"PYTHONPATH": str(BENCHMARKS)},
-        timeout=120,
-    )
+    with rendezvous(1) as (ranks,):
+        done = subprocess.run(
+            [sys.executable, "-c", FAILING, json.dumps(spec), str(tmp_path / "record.json")],
+            env=os.environ | ranks | {"PYTHONPATH": str(BENCHMARKS)},
+            timeout=120,
+        )
     assert done.returncode == 1
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["status"] == "failed" and "out of memory" in record["reason"]

@@ -2,6 +2,7 @@
 
 import families
 import pytest
+import ranks
 import torch
 import transformers
 from test_deepspeed import deepspeed
@@ -74,7 +75,8 @@ def test_lora(targets, save_head):
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mixtral"])
 def test_planned_checkpointing(name):
-    """The first step recomputes every layer, the later ones none."""
+    """The first step recomputes every layer, the later ones none. On a GPU one layer keeps its activations until
+    a step has confirmed the counted bytes."""
     planned = []
 
     def change(model):
@@ -84,4 +86,4 @@ def test_planned_checkpointing(name):
     run(name, change=change)
     for model in planned:
         (planner,) = planners(model)
-        assert planner.step.kept == len(planner.layers)
+        assert planner.step.kept == (1 if ranks.ON_GPU else len(planner.layers))

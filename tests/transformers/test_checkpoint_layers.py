@@ -15,7 +15,7 @@ from planned_llama import LAYERS, MOST, PLENTY, calls_of_layers, kept, llama, me
 import liger
 import liger.transformers as lt
 from liger.transformers import _checkpoint_layers
-from liger.transformers._activation_bytes import Probe
+from liger.transformers._activation_bytes import HostCopy, Probe
 from liger.transformers._checkpoint import planners
 
 
@@ -87,6 +87,42 @@ def test_bytes_of_layers_that_recompute_cheap_outputs(model_type):
     assert plain[0] == pytest.approx(plain[1], rel=tolerance, abs=0)
     assert recompute[0] == pytest.approx(recompute[1], rel=tolerance, abs=0)
     assert recompute[0] < 0.9 * plain[0]
+
+
+def strided():
+    mask = torch.randn(2, 1, 11, 16)[..., :11]
+    yield mask.expand(2, 4, 11, 11)
+    yield torch.randn(4, 6, 5).transpose(0, 2)
+    yield torch.randn(3, 1, 7).expand(3, 5, 7)[1:]
+    yield torch.randint(2, (5, 9)).bool()[:, ::2]
+    yield torch.randn(8).unfold(0, 4, 2)
+    yield torch.randn(0, 3).t()
+    yield torch.tensor(2.5, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("x", strided(), ids=lambda x: f"{tuple(x.shape)} {x.stride()}")
+def test_copies_on_the_host_come_back_with_their_strides(x):
+    copy = HostCopy(x)
+    again = copy.restored()
+    assert again.stride() == x.stride() and again.dtype == x.dtype
+    assert torch.equal(again, x)
+    assert copy.data.numel() <= x.numel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [11, 16])
+def test_a_padded_mask_on_a_device(tokens):
+    """The step that counts, too: memory-efficient attention wants the rows of its mask aligned, whatever the length."""
+    models = [
+        liger.patch(tiny_models.make("llama", "cuda", num_hidden_layers=LAYERS, attn_implementation="sdpa"))
+        for _ in range(2)
+    ]
+    given = tiny_models.batch("cuda", tokens=tokens)
+    lt.checkpoint(models[0], PLENTY * 1000)
+    for _ in range(3):
+        steps = [tiny_models.step(model, **given) for model in models]
+        for name, expected in steps[1][1].items():
+            torch.testing.assert_close(steps[0][1][name], expected, msg=name)
 
 
 def test_patching_again_measures_again(capsys):

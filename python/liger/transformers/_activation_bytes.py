@@ -40,17 +40,41 @@ class Probe:
             for leaf in () if recomputed else plain_tensors(x):
                 if leaf.numel() and _address(leaf) not in outside | weights:
                     storages[_address(leaf)] = leaf.untyped_storage()
-            stays = type(x) is not torch.Tensor or x.device.type == "cpu" or _address(x) in weights
-            return (None, x) if stays else (x.device, x.detach().to("cpu"))
+            stays = (
+                type(x) is not torch.Tensor
+                or x.layout is not torch.strided
+                or x.device.type == "cpu"
+                or _address(x) in weights
+            )
+            return x if stays else HostCopy(x)
 
         def unpack(packed):
-            device, x = packed
-            return x if device is None else x.to(device)
+            return packed.restored() if isinstance(packed, HostCopy) else packed
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack), _recompute.counting(pack):
             output = function(*args, **kwargs)
         self.bytes += sum(storage.nbytes() for storage in storages.values())
         return output
+
+
+class HostCopy:
+    """A tensor in host memory that comes back with its strides.
+
+    A backward may rely on the strides that its forward has made: that of memory-efficient attention needs those of a
+    mask whose rows are a slice of longer ones. Expanded dimensions are stored once.
+    """
+
+    def __init__(self, x):
+        self.shape, self.device = x.shape, x.device
+        x = x.detach()
+        for dim, stride in enumerate(x.stride()):
+            if stride == 0 and x.shape[dim] > 1:
+                x = x.narrow(dim, 0, 1)
+        self.stride, self.data = x.stride(), x.to("cpu")
+
+    def restored(self):
+        x = torch.empty_strided(self.data.shape, self.stride, dtype=self.data.dtype, device=self.device)
+        return x.copy_(self.data).expand(self.shape)
 
 
 def plain_tensors(x):
