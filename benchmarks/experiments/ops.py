@@ -13,6 +13,8 @@ OPS = tuple(op for op in liger_bench.OPS if op not in ("heads", "preference", "t
 FIRST = ("cross_entropy", "rms_norm", "swiglu", "geglu", "rope", "layer_norm", "fused_linear_ce")
 # The rows of an op that are measured: a sweep of forward and backward alone is in liger bench --sweep.
 WORK = "forward and backward"
+# Times within this factor are equal: medians of two runs differ as much.
+AS_FAST = 1.02
 # Provider (or its beginning) -> name in the table.
 SHOWN = {
     "liger": "liger[",
@@ -55,11 +57,18 @@ def _short(record):
 
 
 def best(row, prefix):
-    """The fastest measured provider whose name begins so, or None."""
+    """Of the measured providers whose name begins so, the one with least memory among the fastest; None without any.
+
+    Some ops have a second form that overwrites its inputs, as fast as the first within the noise.
+    """
     found = [
         p for n, p in row["providers"].items() if n.startswith(prefix) and p["status"] == "ok" and "ms" in p
     ]
-    return min(found, key=lambda p: p["ms"]["median"], default=None)
+    if not found:
+        return None
+    fastest = min(p["ms"]["median"] for p in found)
+    equal = [p for p in found if p["ms"]["median"] <= AS_FAST * fastest]
+    return min(equal, key=lambda p: (p.get("peak_mib") or 0, p["ms"]["median"]))
 
 
 def _text(provider):
@@ -80,7 +89,27 @@ def table(result):
             [row["name"], *(_text(best(row, prefix)) for prefix in SHOWN.values())] for row in cell["rows"]
         ]
         parts.append(tables.markdown(["forward and backward", *SHOWN], rows))
+        parts.append(f"Where liger is behind: {behind(cell['rows'])}.")
     return "\n\n".join(parts)
+
+
+def behind(rows):
+    """The other methods that are faster or need less memory than liger, in how many rows, and by how much at most."""
+    found = []
+    for label, prefix in SHOWN.items():
+        pairs = [
+            (ours, theirs) for row in rows if (ours := best(row, "liger[")) and (theirs := best(row, prefix))
+        ]
+        faster = [o["ms"]["median"] / t["ms"]["median"] for o, t in pairs]
+        faster = [ratio for ratio in faster if ratio > AS_FAST]
+        peaks = [(o["peak_mib"], t["peak_mib"]) for o, t in pairs if None not in (o["peak_mib"], t["peak_mib"])]
+        saved = [ours - theirs for ours, theirs in peaks if ours > AS_FAST * theirs]
+        many = f"of {len(pairs)} rows"
+        if faster:
+            found.append(f"{label} is up to {100 * max(faster) - 100:.0f} % faster in {len(faster)} {many}")
+        if saved:
+            found.append(f"{label} needs up to {max(saved):.0f} MiB less in {len(saved)} {many}")
+    return "; ".join(found) or "nowhere in this table"
 
 
 def lines(rows):

@@ -26,14 +26,14 @@ def color(name, index=0):
 
 
 def figure(width=10.0, height=4.4, columns=1, rows=1, title="", source="", **how):
-    """(figure, array of axes) with a title and a line that names the machine."""
+    """(figure, array of axes) with a title, and below a line that names the machine."""
     from matplotlib.figure import Figure
 
     made = Figure(figsize=(width, height), layout="constrained")
     axes = made.subplots(rows, columns, squeeze=False, **how)
     made.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     if source:
-        axes[0][0].set_title(source, loc="left", fontsize=8, color=GREY)
+        made.supxlabel(source, x=0.01, ha="left", fontsize=7, color=GREY)
     for panel in axes.flat:
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=9)

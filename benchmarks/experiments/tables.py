@@ -99,10 +99,15 @@ def training(result):
 
 
 def environments(result):
-    """One line: the machines and versions of the results."""
-    shown = ("device", "torch", "transformers", "liger_kernel", "trl", "commit")
-    lines = []
+    """One line: the machines, versions and commits of the results."""
+    shown = ("device", "torch", "transformers", "liger_kernel", "trl")
+    commits = {}
     for facts in result["environments"]:
-        known = dict(facts, commit=(facts.get("commit") or "")[:9] or None)
-        lines.append(", ".join(f"{name} {known[name]}" for name in shown if known.get(name)))
-    return "; ".join(dict.fromkeys(lines))
+        line = ", ".join(f"{name} {facts[name]}" for name in shown if facts.get(name))
+        commits.setdefault(line, []).append((facts.get("commit") or "")[:9])
+    found = []
+    for line, of_line in commits.items():
+        names = list(dict.fromkeys(filter(None, of_line)))
+        word = "commit" if len(names) == 1 else "commits"
+        found.append(f"{line}, {word} {', '.join(names)}" if names else line)
+    return "; ".join(found)
