@@ -102,7 +102,9 @@ def behind(rows):
         ]
         faster = [o["ms"]["median"] / t["ms"]["median"] for o, t in pairs]
         faster = [ratio for ratio in faster if ratio > AS_FAST]
-        peaks = [(o["peak_mib"], t["peak_mib"]) for o, t in pairs if None not in (o["peak_mib"], t["peak_mib"])]
+        peaks = [
+            (o["peak_mib"], t["peak_mib"]) for o, t in pairs if None not in (o["peak_mib"], t["peak_mib"])
+        ]
         saved = [ours - theirs for ours, theirs in peaks if ours > AS_FAST * theirs]
         many = f"of {len(pairs)} rows"
         if faster:

@@ -1,5 +1,5 @@
 """The lm_heads of current models with cross entropy, forward and backward: other sizes, dtypes and options than
-bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs``.
+bench_fused_linear_ce.py, beside every peer that takes them; then ``fused_linear_logprobs`` and heads with LoRA.
 ``docs/performance/heads.md`` has floors and goals.
 
 The ceiling is the three GEMMs by cuBLAS, with the vocabulary rounded down to a multiple of 128 classes: cuBLAS takes
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import liger
 
-from . import head_logprobs, head_peers
+from . import head_logprobs, head_lora, head_peers
 from .bench_fused_linear_ce import REFERENCE_ROWS, quack_head, torch_head
 from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
 from .harness import Contest, normal, targets, training_work
@@ -197,7 +197,7 @@ def _row(options, head):
 
     leaves = ("input", "weight", "bias") if head.bias else ("input", "weight")
     contestants = providers(_candidates(options, head), training_work, (), leaves)
-    contests = (Contest(label="it sums dW in bfloat16"),)
+    contests = () if head.memory_budget else (Contest(label="it sums dW in bfloat16"),)
     return head_logprobs.head_row(
         head, inputs, contestants, _reference(head), contests=contests, work="heads"
     )
@@ -207,3 +207,4 @@ def rows(options):
     for head in options.pick(HEADS, QUICK, TINY):
         yield _row(options, head)
     yield from head_logprobs.rows(options)
+    yield from head_lora.rows(options)

@@ -28,6 +28,7 @@ class Policy:
     keeps: bool  # the budget holds the exponentials of all rows
     entropy: bool = False
     temperature: float = 1.0
+    metrics: bool = False  # log_sum_sq_probs and mean_logits, too
 
     @property
     def budget(self):
@@ -41,6 +42,7 @@ class Policy:
             f"budget {self.budget >> 20} MiB" if self.budget else "default budget",
             f"temperature {self.temperature:g}" if self.temperature != 1.0 else "",
             "entropy" if self.entropy else "",
+            "metrics" if self.metrics else "",
         )
         return ", ".join(filter(None, parts))
 
@@ -67,11 +69,14 @@ POLICIES = (
     Policy(*LLAMA, keeps=False),
     Policy(*LLAMA, keeps=True, entropy=True, temperature=0.7),
     Policy(*LLAMA, keeps=False, entropy=True, temperature=0.7),
+    Policy(*LLAMA, keeps=True, metrics=True),
+    Policy(*LLAMA, keeps=False, metrics=True),
 )
 QUICK = POLICIES[:2]
 TINY = (
     Policy("tiny", 14, 16, 50, keeps=True),
     Policy("tiny", 14, 16, 50, keeps=False, entropy=True, temperature=0.7),
+    Policy("tiny", 14, 16, 50, keeps=False, metrics=True),
 )
 
 
@@ -81,13 +86,17 @@ def _loss(policy, logprobs, entropy, advantages):
 
 
 def _ours(policy):
-    options = {"temperature": policy.temperature, "memory_budget": policy.budget}
+    options = {
+        "temperature": policy.temperature,
+        "memory_budget": policy.budget,
+        "return_entropy": policy.entropy,
+        "return_log_sum_sq_probs": policy.metrics,
+        "return_mean_logits": policy.metrics,
+    }
 
     def run(t):
-        found = liger.fused_linear_logprobs(
-            t["input"], t["weight"], t["target"], return_entropy=policy.entropy, **options
-        )
-        return _loss(policy, *(found[:2] if policy.entropy else (found, None)), t["advantages"])
+        found = liger.fused_linear_logprobs(t["input"], t["weight"], t["target"], **options)
+        return _loss(policy, *((found, None) if torch.is_tensor(found) else found[:2]), t["advantages"])
 
     return run
 
@@ -139,16 +148,17 @@ def _row(options, policy):
             "advantages": normal(options, policy.tokens).float().abs(),
         }
 
-    candidates = [*ours(options, _ours(policy)), *compiled(options, _eager(policy))]
-    if not policy.entropy:
+    candidates = ours(options, _ours(policy))
+    if not policy.metrics:
+        candidates += compiled(options, _eager(policy))
+    if not policy.entropy and not policy.metrics:
         candidates += [
             head_peers.trl(_peer(policy, head_peers.trl_logprobs)),
             head_peers.unsloth(_peer(policy, head_peers.unsloth_logprobs)),
         ]
     contestants = providers(selected(options, candidates), training_work, (), ("input", "weight"))
-    return head_row(
-        policy, inputs, contestants, _reference(policy), contests=(FASTEST,), work="heads logprobs"
-    )
+    contests = () if policy.metrics else (FASTEST,)
+    return head_row(policy, inputs, contestants, _reference(policy), contests=contests, work="heads logprobs")
 
 
 def rows(options):

@@ -1,0 +1,96 @@
+"""Rows of an lm_head with LoRA for bench_heads.py: the weight is frozen, its low-rank term trains."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import liger
+
+from .bench_fused_linear_ce import REFERENCE_ROWS
+from .candidates import Candidate, compiled, ours, providers, selected
+from .harness import FASTEST, normal, targets, training_work
+from .head_logprobs import head_row
+
+SCALE = 2.0
+LEAVES = ("input", "lora_a", "lora_b")
+
+
+@dataclass(frozen=True)
+class LoraHead:
+    """The sizes of a head and the rank of its term."""
+
+    model: str
+    tokens: int
+    hidden: int
+    vocabulary: int
+    rank: int
+
+    @property
+    def name(self):
+        return f"heads LoRA {self.model} {self.tokens}x{self.hidden}x{self.vocabulary}, rank {self.rank}"
+
+
+HEADS = (LoraHead("Llama-3.2-1B", 8192, 2048, 128256, 16),)
+TINY = (LoraHead("tiny", 14, 16, 50, 4),)
+
+
+def _ours(t):
+    return liger.fused_linear_ce(
+        t["input"], t["weight"], t["target"], lora_a=t["lora_a"], lora_b=t["lora_b"], lora_scale=SCALE
+    )
+
+
+def _merged(t):
+    """The loss of a dense weight ``W + s B A``, whose gradient is dense, too."""
+    return liger.fused_linear_ce(
+        t["input"], torch.addmm(t["weight"], t["lora_b"], t["lora_a"], alpha=SCALE), t["target"]
+    )
+
+
+def _eager(t):
+    term = F.linear(F.linear(t["input"], t["lora_a"]), t["lora_b"])
+    return F.cross_entropy((F.linear(t["input"], t["weight"]) + SCALE * term).float(), t["target"])
+
+
+def _reference(inputs):
+    """The float32 result, in blocks of rows."""
+    leaves = {n: inputs[n].float().requires_grad_() for n in LEAVES}
+    weight, rows = inputs["weight"].float(), inputs["input"].shape[0]
+    total, grads = 0.0, {n: torch.zeros_like(leaf) for n, leaf in leaves.items()}
+    for part in torch.arange(rows, device=weight.device).split(REFERENCE_ROWS):
+        t = {**leaves, "weight": weight, "input": leaves["input"][part], "target": inputs["target"][part]}
+        value = _eager(t) * (len(part) / rows)
+        for name, more in zip(LEAVES, torch.autograd.grad(value, [leaves[n] for n in LEAVES]), strict=True):
+            grads[name] += more
+        total = total + value.detach()
+    return {"loss": total, **{f"d{name}": grad for name, grad in grads.items()}}
+
+
+def _row(options, head):
+    std = 0.02
+
+    def inputs():
+        return {
+            "input": normal(options, head.tokens, head.hidden, std=2.5 / (std * head.hidden**0.5)),
+            "weight": normal(options, head.vocabulary, head.hidden, std=std),
+            "lora_a": normal(options, head.rank, head.hidden, std=head.hidden**-0.5),
+            "lora_b": normal(options, head.vocabulary, head.rank, std=std / 4),
+            "target": targets(options, head.tokens, head.vocabulary),
+        }
+
+    candidates = [
+        *ours(options, _ours),
+        *(
+            Candidate(f"{c.name}, merged weight", _merged, "op alone", c.context)
+            for c in ours(options, _merged)
+        ),
+        *compiled(options, _eager),
+    ]
+    contestants = providers(selected(options, candidates), training_work, (), LEAVES)
+    return head_row(head, inputs, contestants, _reference, contests=(FASTEST,), work="heads LoRA")
+
+
+def rows(options):
+    for head in options.pick(HEADS, (), TINY):
+        yield _row(options, head)
