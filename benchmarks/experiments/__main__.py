@@ -33,6 +33,9 @@ def parser():
         "--cache", type=Path, default=CACHE, metavar="DIR", help="tokens of the text (%(default)s)"
     )
     made.add_argument(
+        "--parallel", action="store_true", help="a cell on each GPU at a time, instead of one cell"
+    )
+    made.add_argument(
         "--no-fork", action="store_true", help="starts every process anew instead of forking it"
     )
     return made
@@ -85,7 +88,7 @@ def main(arguments=None):
     limit = float("inf") if given.minutes is None else time.monotonic() + 60 * given.minutes
     run = driver.Run(
         given.out, given.cache, given.tiny, tuple(given.only), tuple(given.sizes), given.retry, limit, gpus,
-        fork=False if given.no_fork else None,
+        fork=False if given.no_fork else None, parallel=given.parallel,
     )  # fmt: skip
     try:
         if given.list:

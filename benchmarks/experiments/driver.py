@@ -4,22 +4,19 @@ A cell that runs out of memory, fails, or takes too long is a result like any ot
 run cuts off is not: the next run measures it.
 """
 
-import datetime
-import json
-import signal
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import experiment, launch, results
+from .measurement import Measurement
 
 # Statuses that hold for larger sizes of the same ladder, too.
 INHERITED = ("oom", "timeout")
-# Statuses of cells that a process has measured.
-MEASURED = ("ok", "oom", "failed", "timeout")
 # A cell is not started with less time left than this, in seconds.
 LEAST = 15
+# Seconds for which one running cell is waited for before the next is asked.
+POLL = 0.05
 
 
 @dataclass
@@ -35,41 +32,8 @@ class Run:
     deadline: float = float("inf")
     gpus: int = field(default_factory=launch.count_gpus)
     fork: bool | None = None  # None: where that is safe
+    parallel: bool = False  # a cell on each GPU
     facts: dict | None = None  # the environment, from the first process that has measured a cell
-
-
-def measure(run, name, cell):
-    """The record of a cell, or None if the time limit of the run has cut it off."""
-    with tempfile.TemporaryDirectory(prefix="liger-experiment-") as folder:
-        record, log = Path(folder) / "record.json", Path(folder) / "log"
-        left = run.deadline - time.monotonic()
-        child = launch.start(
-            name,
-            cell,
-            record,
-            log,
-            tiny=run.tiny,
-            cache=run.cache,
-            with_facts=run.facts is None,
-            fork=run.fork,
-        )
-        try:
-            code = child.wait(min(cell.seconds, left))
-        finally:
-            launch.end(child)
-        if record.is_file():
-            return json.loads(record.read_text())
-        if code is None:
-            if cell.seconds > left:
-                return None
-            return {"status": "timeout", "reason": f"not done after {cell.seconds:.0f} s"}
-        tail = log.read_text(errors="replace")[-1500:]
-        # The kernel ends the process with most memory when the host has no memory left.
-        status = "oom" if code == -signal.SIGKILL else "failed"
-        return {"status": status, "reason": f"exit code {code}", "traceback": tail}
-
-
-# --- all cells --------------------------------------------------------------------------------------------------
 
 
 def selected(run, name):
@@ -122,7 +86,10 @@ def expected_seconds(result, cell, every):
 
 
 def fill(run, names, say=print):
-    """Measures the missing cells of these experiments in turn; returns the number of cells that are left."""
+    """Measures the missing cells of these experiments; returns the number of cells that are left.
+
+    One cell at a time, or with ``run.parallel`` one on each GPU; one of several GPUs has all of them.
+    """
     if run.fork is None:
         launch.preload()
         run.fork = launch.may_fork()
@@ -130,42 +97,95 @@ def fill(run, names, say=print):
             say(
                 "an imported package has initialised the CUDA driver: processes start anew, which takes longer"
             )
-    left = 0
-    for name in names:
-        left += _fill_one(run, name, say)
-    return left
+    sheets = [Sheet(run, name, say) for name in names]
+    waiting = [(sheet, cell) for sheet in sheets for cell in sheet.todo]
+    free = list(range(run.gpus if run.parallel else 1))
+    running = {}
+    try:
+        while waiting or running:
+            waiting = _start_what_fits(waiting, free, running)
+            if running:
+                _finish_one(free, running)
+    finally:
+        for _, measurement in running.values():
+            measurement.end()
+    return sum(sheet.finish() for sheet in sheets)
 
 
-def _fill_one(run, name, say):
-    path = results.path_of(run.folder, name, run.tiny)
-    result = results.load(path, name, run.tiny)
-    every = experiment(name).cells(run.tiny)
-    todo = [cell for cell in selected(run, name) if not is_done(result, cell, run.retry)]
-    left = []
-    for cell in todo:
-        record = without_measuring(result, cell, every)
-        start = time.monotonic()
-        if record is None:
-            lacks_gpus = not run.tiny and 0 < run.gpus < cell.gpus
-            expected = min(expected_seconds(result, cell, every), cell.seconds)
-            if lacks_gpus or run.deadline - start < expected:
-                left.append(cell)
-                continue
-            record = measure(run, name, cell)
-        if record is None:
-            left.append(cell)
+def _start_what_fits(waiting, free, running):
+    """Starts cells on free GPUs, and returns those that still wait."""
+    kept = []
+    for sheet, cell in waiting:
+        # A smaller cell may yet show that this one needs too much memory.
+        depends = any(other is sheet and cell.follows(m.cell) for other, m in running.values())
+        fits = bool(free) if cell.gpus == 1 else not running
+        if depends or not fits:
+            kept.append((sheet, cell))
             continue
-        run.facts = record.pop("facts", run.facts)
-        if record["status"] in MEASURED:
-            record["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-        record["seconds"] = round(time.monotonic() - start, 1)
-        results.add(result, path, cell, record, run.facts)
+        gpu = free[0]
+        measurement = sheet.begin(cell, gpu)
+        if measurement is not None:
+            taken = list(free) if cell.gpus > 1 else [gpu]
+            del free[: len(taken)]
+            running[tuple(taken)] = sheet, measurement
+    return kept
+
+
+def _finish_one(free, running):
+    """Waits until one of the running cells is measured or out of time, and adds its record."""
+    while True:
+        for taken, (sheet, measurement) in list(running.items()):
+            if measurement.wait(POLL):
+                del running[taken]
+                free.extend(taken)
+                sheet.add(measurement.cell, measurement.end())
+                return
+
+
+class Sheet:
+    """The results of one experiment, and its cells that are to be measured."""
+
+    def __init__(self, run, name, say):
+        self.run, self.name, self.say = run, name, say
+        self.path = results.path_of(run.folder, name, run.tiny)
+        self.result = results.load(self.path, name, run.tiny)
+        self.every = experiment(name).cells(run.tiny)
+        self.todo = [cell for cell in selected(run, name) if not is_done(self.result, cell, run.retry)]
+        self.left = []
+
+    def begin(self, cell, gpu):
+        """A Measurement; None if the cell needs none, or if there is no time or GPU for it."""
+        record = without_measuring(self.result, cell, self.every)
+        if record is not None:
+            self.add(cell, {**record, "seconds": 0.0})
+            return None
+        run = self.run
+        lacks_gpus = not run.tiny and 0 < run.gpus < cell.gpus
+        expected = min(expected_seconds(self.result, cell, self.every), cell.seconds)
+        if lacks_gpus or run.deadline - time.monotonic() < expected:
+            self.left.append(cell)
+            return None
+        return Measurement(run, self.name, cell, gpu)
+
+    def add(self, cell, record):
+        """Saves the record of a cell; None: the time limit has cut it off."""
+        if record is None:
+            self.left.append(cell)
+            return
+        self.run.facts = record.pop("facts", self.run.facts)
+        results.add(self.result, self.path, cell, record, self.run.facts)
         detail = "" if record["status"] == "ok" else f" ({record['reason'].splitlines()[0][:120]})"
-        say(f"{name} {cell.key}: {record['status']}{detail}, {record['seconds']:.1f} s")
-    if left:
-        say(f"{name}: {len(left)} cells left: {', '.join(cell.key for cell in left[:12])}")
-        if any(cell.gpus > max(run.gpus, 1) for cell in left) and not run.tiny:
-            say(f"{name}: some need {max(cell.gpus for cell in left)} GPUs, here are {run.gpus}")
-    else:
-        say(f"{name}: complete, {path}")
-    return len(left)
+        self.say(f"{self.name} {cell.key}: {record['status']}{detail}, {record['seconds']:.1f} s")
+
+    def finish(self):
+        """Says what is left, and returns the number of these cells."""
+        if not self.left:
+            self.say(f"{self.name}: complete, {self.path}")
+            return 0
+        self.say(
+            f"{self.name}: {len(self.left)} cells left: {', '.join(cell.key for cell in self.left[:12])}"
+        )
+        most = max(cell.gpus for cell in self.left)
+        if most > max(self.run.gpus, 1) and not self.run.tiny:
+            self.say(f"{self.name}: some need {most} GPUs, here are {self.run.gpus}")
+        return len(self.left)

@@ -80,15 +80,19 @@ class Forked:
         cell: a Cell.
         arguments: those of ``process.run``.
         log: path of a file for what the processes print.
+        variables: of the environment, to be changed.
     """
 
-    def __init__(self, cell, arguments, log):
-        self._process = _FORK.Process(target=self._child, args=(cell, arguments, log), daemon=False)
+    def __init__(self, cell, arguments, log, variables):
+        self._process = _FORK.Process(
+            target=self._child, args=(cell, arguments, log, variables), daemon=False
+        )
         self._process.start()
         self.pid = self._process.pid
 
     @staticmethod
-    def _child(cell, arguments, log):
+    def _child(cell, arguments, log, variables):
+        os.environ.update(variables)
         os.setsid()
         end_with_parent()
         with open(log, "wb") as file:
@@ -114,10 +118,11 @@ class Forked:
 class Started:
     """A new Python process with this command, whose output goes to the file ``log``; methods as of Forked."""
 
-    def __init__(self, command, log):
+    def __init__(self, command, log, variables):
         with open(log, "wb") as file:
             self._process = subprocess.Popen(
                 command,
+                env=os.environ | variables,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -135,16 +140,24 @@ class Started:
         self._process.kill()
 
 
-def start(name, cell, record, log, *, tiny, cache, with_facts, fork):
-    """A Forked or Started that measures this cell of experiment ``name``."""
+def _visible(gpu):
+    """The environment variable of a process that sees one of the GPUs that this one sees."""
+    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": seen[gpu] if seen else str(gpu)}
+
+
+def start(name, cell, record, log, *, tiny, cache, with_facts, fork, gpu):
+    """A Forked or Started that measures this cell of experiment ``name``; one with a single GPU sees no other, because
+    the Trainer would spread a model over all that it sees."""
+    variables = _visible(gpu) if cell.gpus == 1 else {}
     if fork:
-        return Forked(cell, (name, cell, str(record), tiny, str(cache), with_facts), log)
+        return Forked(cell, (name, cell, str(record), tiny, str(cache), with_facts), log, variables)
     command = [sys.executable]
     if cell.gpus > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cell.gpus}"]
     command += ["-m", "experiments.process", name, cell.key, str(record), str(cache)]
     options = [*(["--tiny"] if tiny else []), *(["--facts"] if with_facts else [])]
-    return Started([*command, *options], log)
+    return Started([*command, *options], log, variables)
 
 
 def end(child):

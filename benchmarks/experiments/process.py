@@ -60,9 +60,6 @@ def outcome(cell, measure, machine):
 
 def run(name, cell, path, tiny, cache, with_facts):
     """Measures a cell and writes its record; of several ranks, the first one does."""
-    if cell.gpus == 1:
-        # The Trainer would spread a model over all GPUs that it sees.
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     device = "cuda" if torch.cuda.is_available() and not tiny else "cpu"
     rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "cuda" and cell.gpus > 1:

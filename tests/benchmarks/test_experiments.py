@@ -185,7 +185,7 @@ def test_failures_crashes_and_missing_packages_are_results(monkeypatch, tmp_path
     assert found["absent @ 1"]["reason"] == "not installed: no_such_module"
     assert "refusing @ 1: failed (ValueError: not with this model)" in said
     # They are not measured again unless that is asked for.
-    monkeypatch.setattr(driver, "measure", lambda run, name, cell: {"status": "ok", "again": True})
+    monkeypatch.setattr(process, "outcome", lambda *_: {"status": "ok", "again": True})
     assert "again" not in fill(tmp_path)[1]["refusing @ 1"]
     assert fill(tmp_path, retry=True)[1]["refusing @ 1"]["again"]
 
@@ -235,6 +235,34 @@ def test_methods_and_sizes_can_be_selected(monkeypatch, tmp_path):
     assert list(fill(tmp_path, only=("b",), sizes=("2",))[1]) == ["b @ 2"]
     with pytest.raises(ValueError, match=r"no method \['c'\] for --only, expected some of \['a', 'b'\]"):
         fill(tmp_path, only=("c",))
+
+
+def test_cells_run_side_by_side(monkeypatch, tmp_path):
+    """One on each GPU; not before a smaller one of the same ladder has ended; one of two GPUs alone."""
+
+    def measure(cell, machine):
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        begin = time.monotonic()
+        time.sleep(0.5)
+        if cell.key == "b @ 1":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"gpu": seen, "from": begin, "to": time.monotonic()}
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cells = [*sizes("a", 2), *sizes("b", 2), Cell("both", "1", gpus=2), *sizes("c", 1)]
+    fake(monkeypatch, measure, cells)
+    left, found, _ = fill(tmp_path, gpus=2, parallel=True)
+    assert left == 0
+    records = {key: record for key, record in found.items() if record["status"] == "ok"}
+    assert set(records) == {"a @ 1", "a @ 2", "both @ 1", "c @ 1"} and found["b @ 2"]["inferred"]
+
+    def overlap(one, other):
+        return records[one]["from"] < records[other]["to"] and records[other]["from"] < records[one]["to"]
+
+    assert not overlap("a @ 1", "a @ 2") and overlap("a @ 2", "c @ 1")
+    assert not any(overlap("both @ 1", other) for other in records if other != "both @ 1")
+    assert {record["gpu"] for key, record in records.items() if key != "both @ 1"} == {"0", "1"}
+    assert records["both @ 1"]["gpu"] == ""
 
 
 @pytest.mark.parametrize(("fails", "status"), [(None, "ok"), (0, "oom"), (1, "oom")])
