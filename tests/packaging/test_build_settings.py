@@ -1,0 +1,87 @@
+"""What CMake makes of build settings: CUDA kernels or none, architectures, autograd nodes."""
+
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from packages import ROOT, call
+
+pytestmark = pytest.mark.packaging
+
+
+def configure(folder, *definitions, **environment):
+    """Runs CMake's configure step; (exit code, output with every run of spaces and newlines as one space)."""
+    code, output = call(
+        *("cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DSKBUILD_PROJECT_VERSION=0"),
+        f"-DPython_EXECUTABLE={sys.executable}",
+        *definitions,
+        check=False,
+        **environment,
+    )
+    return code, " ".join(output.split())
+
+
+@pytest.mark.parametrize("value", ["ON", "OFF"])
+def test_autograd_nodes_as_a_build_setting(tmp_path, value):
+    code, output = configure(
+        tmp_path, f"-DLIGER_BUILD_AUTOGRAD={value}", "-DLIGER_AUTOGRAD_TORCH_DIRS=", LIGER_BUILD_CUDA=0
+    )
+    assert code == 0 and ("liger: autograd nodes in C++ for torch" in output) == (value == "ON")
+
+
+def path_without_nvcc():
+    folders = [f for f in os.environ["PATH"].split(os.pathsep) if not os.access(Path(f) / "nvcc", os.X_OK)]
+    path = os.pathsep.join([sysconfig.get_path("scripts"), *folders])
+    if shutil.which("c++", path=path) is None:
+        pytest.skip("nvcc lies in the folder of the C++ compiler")
+    return path
+
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+def test_cuda_required_but_missing(tmp_path):
+    code, output = configure(tmp_path, LIGER_BUILD_CUDA=1, PATH=path_without_nvcc(), CUDACXX="")
+    assert code != 0
+    assert "LIGER_BUILD_CUDA=1, but no CUDA compiler was found. Put nvcc on PATH or set CUDACXX." in output
+
+
+@needs_nvcc
+def test_compiler_installed_after_a_build_without(tmp_path):
+    code, output = configure(tmp_path, PATH=path_without_nvcc(), CUDACXX="")
+    assert code == 0 and "CPU and Triton build, without CUDA kernels (LIGER_BUILD_CUDA=auto)" in output
+    code, output = configure(tmp_path, LIGER_CUDA_ARCHS="80;90a")
+    assert code == 0 and re.search(r"liger: CUDA [\d.]+ kernels for 80 90a 80\+PTX", output)
+
+
+def test_unknown_cuda_setting(tmp_path):
+    code, output = configure(tmp_path, LIGER_BUILD_CUDA="maybe")
+    assert code != 0 and "LIGER_BUILD_CUDA is 'maybe', expected 0, 1 or auto" in output
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("settings", "built"),
+    [
+        ({"TORCH_CUDA_ARCH_LIST": "8.0;9.0a+PTX"}, r"80 90a 80\+PTX"),
+        ({"LIGER_CUDA_ARCHS": "9.0a", "TORCH_CUDA_ARCH_LIST": "8.0"}, "90a"),
+        ({}, r"80 86 89 90a 100 120 120\+PTX"),
+    ],
+    ids=["torch's setting", "liger's setting wins", "default"],
+)
+def test_architectures(tmp_path, settings, built):
+    code, output = configure(tmp_path, **{"TORCH_CUDA_ARCH_LIST": "", **settings})
+    assert code == 0, output
+    assert re.search(rf"liger: CUDA [\d.]+ kernels for {built} --", output)
+
+
+@needs_nvcc
+def test_unknown_architecture(tmp_path):
+    code, output = configure(tmp_path, LIGER_CUDA_ARCHS="80;37")
+    assert code != 0 and re.search(
+        r"CUDA architecture '37' is not known to nvcc [\d.]+; it knows [\d;]*80", output
+    )

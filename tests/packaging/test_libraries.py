@@ -1,0 +1,131 @@
+"""The installed libraries: what they need, which torch they are loaded into, and how long the import takes."""
+
+import re
+import shutil
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from packages import NODES, OLDEST_TORCH, call
+
+from liger._core import load
+
+pytestmark = pytest.mark.packaging
+
+LIBRARIES = [
+    p for p in (files("liger") / "libliger_ops.so", files("liger") / "libliger_cuda.so") if p.is_file()
+]
+
+
+@pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_use_the_stable_abi_of_the_oldest_torch(path):
+    from torch_abi_audit import inspect_extension
+
+    verdict = inspect_extension(Path(path)).torch
+    assert verdict.uses_torch and verdict.stable
+    assert not verdict.unstable_symbols and not verdict.unknown_shim_symbols
+    oldest = tuple(int(part) for part in str(verdict.min_torch_version).split(".")[:2])
+    assert oldest <= OLDEST_TORCH, verdict.version_defining_symbols
+
+
+@pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_define_all_their_functions(path):
+    """A source file that CMakeLists.txt does not list is noticed when a library is loaded, which needs a CUDA torch."""
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm")
+    _, symbols = call("nm", "--dynamic", "--demangle", "--undefined-only", path)
+    assert "torch" in symbols and "liger::" not in symbols, symbols
+
+
+@pytest.mark.parametrize("path", LIBRARIES, ids=lambda path: path.name)
+def test_libraries_need_no_python_and_no_cuda_runtime(path):
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf")
+    _, dynamic = call("readelf", "--dynamic", "--wide", path)
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    system = {
+        "libstdc++.so.6",
+        "libgcc_s.so.1",
+        "libc.so.6",
+        "libm.so.6",
+        "libdl.so.2",
+        "libpthread.so.0",
+        "librt.so.1",
+    }
+    system |= {name for name in needed if name.startswith("ld-linux")}
+    assert set(needed) - system <= {"libtorch.so", "libtorch_cpu.so"}
+
+
+@pytest.mark.skipif(not load.NODES_LOADED, reason=f"autograd nodes are {load.NODES_REASON}")
+def test_autograd_library_needs_libtorch_alone():
+    """Nothing of Python's, so that it serves every Python; exempt from the stable ABI."""
+    if shutil.which("nm") is None or shutil.which("readelf") is None:
+        pytest.skip("needs nm and readelf")
+    path = files("liger") / NODES
+    _, symbols = call("nm", "--dynamic", "--demangle", "--undefined-only", path)
+    assert "torch::autograd::Node" in symbols and " Py" not in symbols and " _Py" not in symbols
+    _, dynamic = call("readelf", "--dynamic", "--wide", path)
+    needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic))
+    assert {n for n in needed if not re.match(r"lib(stdc\+\+|gcc_s|c|m)\.so|ld-linux", n)} == {
+        "libtorch_cpu.so",
+        "libc10.so",
+    }
+
+
+def test_autograd_library_is_loaded_into_its_torch_alone(monkeypatch, tmp_path):
+    monkeypatch.delenv("LIGER_AUTOGRAD", raising=False)
+    for version, name in {
+        "2.13.0": "2_13",
+        "2.13.1+cu130": "2_13",
+        "2.14.0a0+gitb4e4ee8": "2_14_0a0_gitb4e4ee8",
+        "2.15.0.dev20261101+cpu": "2_15_0_dev20261101_cpu",
+    }.items():
+        assert load._torch_abi(version) == name
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert load._load_nodes() == (False, "in Python: this build has no autograd nodes for torch 2.99.0")
+    broken = tmp_path / "libliger_autograd_2_99.so"
+    broken.write_bytes(b"")
+    monkeypatch.setattr(load, "_library", lambda name: tmp_path / f"lib{name}.so")
+    loaded, reason = load._load_nodes()
+    assert not loaded and reason.startswith("in Python: libliger_autograd_2_99.so did not load: ")
+
+
+USE_NODES = """
+import torch, liger
+from liger._core import load
+print(load.NODES_LOADED, liger.rms_norm(torch.ones(2, 4, requires_grad=True)).grad_fn.name())
+"""
+
+
+def test_autograd_nodes_are_python_on_request():
+    last = call(sys.executable, "-c", USE_NODES, LIGER_AUTOGRAD="python")[1].splitlines()[-1]
+    assert last == "False rms_normBackward"
+    expected = f"{load.NODES_LOADED} rms_normBackward"
+    assert call(sys.executable, "-c", USE_NODES, LIGER_AUTOGRAD="auto")[1].splitlines()[-1] == expected
+    code, output = call(sys.executable, "-c", USE_NODES, check=False, LIGER_AUTOGRAD="c++")
+    assert code == 1 and "ValueError: LIGER_AUTOGRAD: expected auto or python, got 'c++'" in output
+
+
+def test_cuda_library_is_not_loaded_into_a_torch_without_cuda(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(load, "_library", lambda name: tmp_path / f"lib{name}.so")
+    # Loading would raise: there is no such file.
+    assert load._load_cuda() == (False, "this torch has no CUDA")
+
+
+def test_import_is_quick_and_pulls_in_nothing_large(tmp_path):
+    """Under 0.3 s on top of torch; the best of three, since the machine may be busy."""
+    best = float("inf")
+    for _ in range(3):
+        code = "import torch, sys; before = set(sys.modules); import liger; print(*set(sys.modules) - before)"
+        _, output = call(sys.executable, "-X", "importtime", "-c", code, cwd=tmp_path)
+        times = {
+            name: int(t) for t, name in re.findall(r"import time: +\d+ \| +(\d+) \| +(\S+)$", output, re.M)
+        }
+        best = min(best, times["liger"] / 1e6)
+    imported = {name.partition(".")[0] for name in output.splitlines()[-1].split()}
+    assert "liger" in imported
+    assert not imported & {"transformers", "triton", "matplotlib", "tokenizers"}
+    assert best < 0.3
