@@ -5,7 +5,7 @@
 
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/gemm_launch.cuh"
-#include "linear_ce/sm90/grad_weight.cuh"
+#include "linear_ce/sm90/grad_weight_pingpong.cuh"
 #include "linear_ce/sm90/rows.cuh"
 #include "linear_ce/sm90/step.h"
 #include "linear_ce/sm90/tile_mass.cuh"
@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(valid_rows::kRowThreads)
   if (row < problem.rows && position[row] < 0) ce::write_ignored(problem, row);
 }
 
-// Of GradWeightEpilogue.
-FastDivide last_vectors(int64_t hidden) {
-  const int64_t last = hidden - (sm90::column_tiles(hidden) - 1) * sm90::tile_columns(hidden);
+// Of GradWeightEpilogue, with tiles of so many columns.
+FastDivide last_vectors(int64_t hidden, int64_t columns) {
+  const int64_t last = hidden - (ceil_div(hidden, columns) - 1) * columns;
   return FastDivide(static_cast<uint32_t>(last / 8));
 }
 
@@ -321,6 +321,22 @@ void Chunk::grad_input_gemm() const {
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_weight_gemm() const {
   if (!batch_.need_grad_weight) return;
+  if constexpr (sm90::kPingpongGradWeight) {
+    if constexpr (!kSmallRange<T>) {  // that of float16 would spill 5 KB
+      const bool whole =
+          batch_.hidden() % sm90::kPingpongColumns == 0 && !sm90::has_partial_panel(batch_.vocab());
+      if (whole)
+        return launch_grad_weight<PingpongGradWeightEpilogue<T, false>>(sm90::HalfDepthStage::kDepth);
+    }
+    launch_grad_weight<PingpongGradWeightEpilogue<T, true>>(sm90::HalfDepthStage::kDepth);
+  } else {
+    launch_grad_weight<GradWeightEpilogue<T, kPartialTiles, kTileColumns>>(sm90::kBox);
+  }
+}
+
+template <class Epilogue>
+void Chunk::launch_grad_weight(int box_rows) const {
+  using T = typename Epilogue::Element;
   const int64_t hidden = batch_.hidden();
   if (in_grad_weight_) {
     const size_t counters = batch_.panels() * sizeof(int);
@@ -334,7 +350,7 @@ void Chunk::grad_weight_gemm() const {
         batch_.stream);
   }
   const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
-  const GradWeightEpilogue<T, kPartialTiles, kTileColumns> epilogue{
+  const typename Epilogue::Fields fields{
       rows(),
       static_cast<int>(batch_.vocab()),
       static_cast<int>(hidden),
@@ -349,12 +365,12 @@ void Chunk::grad_weight_gemm() const {
       is_last_,
       in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
       static_cast<int>(plan_.panel_offset),
-      grouped ? kGroupM : static_cast<int>(sm90::column_tiles(hidden)),
-      last_vectors(hidden),
+      grouped ? kGroupM : static_cast<int>(ceil_div(hidden, int64_t{Epilogue::kColumns})),
+      last_vectors(hidden, Epilogue::kColumns),
       RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
       buffers_.range.largest_scaled};
-  launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), epilogue, batch_.device,
-              batch_.stream, in_grad_weight_);
+  launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden, box_rows)), Epilogue{fields},
+              batch_.device, batch_.stream, in_grad_weight_);
 }
 
 template <typename T>

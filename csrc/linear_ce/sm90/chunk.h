@@ -185,6 +185,9 @@ class Chunk {
   void grad_input_gemm() const;
   template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_weight_gemm() const;
+  // box_rows: of the boxes of the input rows.
+  template <class Epilogue>
+  void launch_grad_weight(int box_rows) const;
   template <typename T>
   void add_to_grad_bias() const;
   // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns).

@@ -128,19 +128,25 @@ struct TileWidth {
   __device__ __forceinline__ bool has(int column) const { return !kPartialTiles || column < columns; }
 };
 
-// sums of row h -= amount * from[0..width - 1], for the columns of this lane.
-template <typename T, bool kPartialTiles, int kColumns>
+// sums of row h -= amount * from[0..width - 1], for the columns of this lane; kBatch loads at a time, a register each.
+template <int kBatch, typename T, bool kPartialTiles, int kColumns>
 __device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, float amount, const T* from,
                                              int lane, TileWidth<kPartialTiles, kColumns> width) {
   const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(from) + lane % 4;
-  uint32_t words[kColumns / 8];
+  static_assert(kColumns / 8 % kBatch == 0);
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) words[j] = width.has(8 * j) ? __ldg(pairs + 4 * j) : 0;
+  for (int first = 0; first < kColumns / 8; first += kBatch) {
+    uint32_t words[kBatch];
 #pragma unroll
-  for (int j = 0; j < kColumns / 8; ++j) {
-    float &low = sums[4 * j + 2 * h], &high = sums[4 * j + 2 * h + 1];
-    low = fmaf(-amount, low_of<T>(words[j]), low);
-    high = fmaf(-amount, high_of<T>(words[j]), high);
+    for (int i = 0; i < kBatch; ++i)
+      words[i] = width.has(8 * (first + i)) ? __ldg(pairs + 4 * (first + i)) : 0;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int j = first + i;
+      float &low = sums[4 * j + 2 * h], &high = sums[4 * j + 2 * h + 1];
+      low = fmaf(-amount, low_of<T>(words[i]), low);
+      high = fmaf(-amount, high_of<T>(words[i]), high);
+    }
   }
 }
 

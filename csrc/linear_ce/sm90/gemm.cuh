@@ -24,6 +24,12 @@ struct EpilogueSmem {
   unsigned char* memory;
 };
 
+// TMA descriptors. Operand A may be in panels of 128 columns and in two buffers: rows from `rows_in_first` on
+// are in the second one.
+struct Maps {
+  CUtensorMap a[2], b;
+};
+
 // A stage of the ring: kTileK of the summed dimension, of the rows of A and of kColumns rows of B. Each block of a
 // cluster loads as many boxes of kBoxRows rows of B, for both.
 template <int kColumns, int kBoxRows>
@@ -40,6 +46,17 @@ struct Stage {
   static __device__ __forceinline__ unsigned char* box_b(unsigned char* ring, int stage, int i) {
     return box_a(ring, stage, kBoxesA) + i * kBoxBytesB;
   }
+  // The boxes of B that this block of the cluster loads, with the summed dimension from k on.
+  template <class Epilogue>
+  static __device__ __forceinline__ void load_b(const Maps& maps, const Tile& tile, int k, int rank,
+                                                unsigned char* ring, int stage, uint64_t* arrived) {
+#pragma unroll
+    for (int i = 0; i < kBoxesPerBlock; ++i) {
+      const int box = rank * kBoxesPerBlock + i, n = tile.n0 + box * kBoxRowsB;
+      load_box_to_cluster(box_b(ring, stage, box), &maps.b,
+                          Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Epilogue::kHintB);
+    }
+  }
 };
 using WideStage = Stage<kTileN, kBox>;
 static_assert(WideStage::kBytes == kStageBytes);
@@ -53,27 +70,21 @@ struct Ring {
   }
 };
 
-// TMA descriptors. Operand A may be in panels of 128 columns and in two buffers: rows from `rows_in_first` on
-// are in the second one.
-struct Maps {
-  CUtensorMap a[2], b;
-};
-
 // Boxes need an alignment of 1024 bytes, as the 128-byte swizzle requires.
 __device__ __forceinline__ unsigned char* aligned_ring(unsigned char* shared_memory) {
   return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(shared_memory) + 1023) &
                                           ~uintptr_t{1023});
 }
 
-// By one thread, before a barrier of the cluster.
+// By one thread, before a barrier of the cluster. releases: warpgroups that release a stage.
 template <int kCount>
 __device__ __forceinline__ void init_ring(const Maps& maps, uint64_t (&full)[kCount],
-                                          uint64_t (&empty)[kCount]) {
+                                          uint64_t (&empty)[kCount], int releases = kCluster * kConsumers) {
   for (const CUtensorMap& map : maps.a) prefetch_map(&map);
   prefetch_map(&maps.b);
   for (int i = 0; i < kCount; ++i) {
     barrier_init(&full[i], 1);
-    barrier_init(&empty[i], kCluster * kConsumers);
+    barrier_init(&empty[i], releases);
   }
   mbarrier_init_fence();
 }
@@ -101,12 +112,7 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
       if constexpr (Epilogue::kPanels) at = {at.column % kPanel, at.row, at.column / kPanel};
       load_box(Stage::box_a(ring_memory, ring.stage, box), map_a, at, arrived, Epilogue::kHintA);
     }
-#pragma unroll
-    for (int i = 0; i < Stage::kBoxesPerBlock; ++i) {
-      const int box = rank * Stage::kBoxesPerBlock + i, n = tile.n0 + box * Stage::kBoxRowsB;
-      load_box_to_cluster(Stage::box_b(ring_memory, ring.stage, box), &maps.b,
-                          Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Epilogue::kHintB);
-    }
+    Stage::template load_b<Epilogue>(maps, tile, k, rank, ring_memory, ring.stage, arrived);
   }
 }
 

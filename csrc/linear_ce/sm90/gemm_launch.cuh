@@ -10,6 +10,7 @@
 #include "host/tensor_map.h"
 #include "host/torch.h"
 #include "linear_ce/sm90/gemm_overlapped.cuh"
+#include "linear_ce/sm90/gemm_pingpong.cuh"
 
 namespace liger::linear_ce {
 
@@ -52,6 +53,14 @@ struct GemmOf<Epilogue> {
   static constexpr auto kKernel = sm90::gemm_kernel_overlapped<Epilogue>;
   static constexpr int kSharedBytes = sm90::kOverlappedSharedBytes<Epilogue>;
   using Maps = sm90::OverlappedMaps;
+};
+
+template <class Epilogue>
+  requires requires { Epilogue::kHalves; }
+struct GemmOf<Epilogue> {
+  static constexpr auto kKernel = sm90::gemm_kernel_pingpong<Epilogue>;
+  static constexpr int kSharedBytes = sm90::kPingpongSharedBytes<Epilogue>;
+  using Maps = sm90::Maps;
 };
 
 // The result points to `attributes`, which must outlive it.

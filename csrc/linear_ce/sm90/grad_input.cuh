@@ -92,7 +92,8 @@ struct GradInputEpilogue : GradInput<T> {
     for (int j = 0; j < kColumns / 8; ++j) sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
     const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
     if (target.index >= 0)
-      subtract_row(sums, h, target.amount, weight + target.index * weight_stride + tile.n0, lane, width);
+      subtract_row<kColumns / 8>(sums, h, target.amount, weight + target.index * weight_stride + tile.n0,
+                                 lane, width);
     if (smoothing.vector != nullptr && valid)
       subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
   }

@@ -21,6 +21,7 @@ namespace liger::linear_ce {
 // store() applies.
 template <typename T, bool kPartialTiles, int kTileColumns>
 struct GradWeightEpilogue {
+  using Fields = GradWeightEpilogue;  // what a launch sets, of epilogues derived from it, too
   using Element = T;
   static constexpr bool kAMn = true, kBMn = true, kPanels = true;
   static constexpr int kColumns = kTileColumns;
@@ -106,7 +107,11 @@ struct GradWeightEpilogue {
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) sums[i] *= unit;
     }
-    if (panel_read_counts != nullptr) wait_for_panel_reads(tile, lane);
+    if (panel_read_counts != nullptr) {
+      const int own = tile.m0 / sm90::kTileM;
+      if (threadIdx.x == 128) count_panel_read(own);
+      wait_for_panel_reads(own);
+    }
     if (!first) {
       sm90::copy_async_wait();
       const uint4* const smem_partial = reinterpret_cast<const uint4*>(smem.memory) + lane;
@@ -121,8 +126,8 @@ struct GradWeightEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (e.one_hot[h].index >= 0)
-        subtract_row(sums, h, e.one_hot[h].amount, input + e.one_hot[h].index * input_stride + tile.n0, lane,
-                     width);
+        subtract_row<kColumns / 8>(sums, h, e.one_hot[h].amount,
+                                   input + e.one_hot[h].index * input_stride + tile.n0, lane, width);
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (smoothing.vector != nullptr && r < vocab)
         subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
@@ -142,7 +147,7 @@ struct GradWeightEpilogue {
                kPartialTiles ? vocab - tile.m0 - row : 16, lane, width);
   }
 
- private:
+ protected:
   // The segments of a warp, which follow each other through the rows of the tile. With kTileN columns each is a row.
   struct Segments {
     uint4* sums;
@@ -177,18 +182,19 @@ struct GradWeightEpilogue {
            lane / 4;
   }
 
-  // Waits until all column tiles have read the panel that this tile overwrites. Those belong to earlier
+  // By one thread of a block, when all operands of a tile of this panel have arrived.
+  __device__ __forceinline__ void count_panel_read(int panel) const {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(panel_read_counts + panel) : "memory");
+  }
+  // Waits until all column tiles have read the panel that a tile of this one overwrites. Those belong to earlier
   // tiles, and all blocks are resident, so the wait ends; panel_offset makes it short or none.
-  __device__ __forceinline__ void wait_for_panel_reads(const Tile& tile, int lane) const {
-    const int own = tile.m0 / sm90::kTileM;
-    if (threadIdx.x == 128)
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(panel_read_counts + own) : "memory");
-    if (own >= panel_offset) {
+  __device__ __forceinline__ void wait_for_panel_reads(int panel) const {
+    if (panel >= panel_offset) {
       int count;
       do {
         asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
                      : "=r"(count)
-                     : "l"(panel_read_counts + own - panel_offset)
+                     : "l"(panel_read_counts + panel - panel_offset)
                      : "memory");
       } while (count < columns());
     }

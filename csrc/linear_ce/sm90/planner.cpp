@@ -104,8 +104,8 @@ int64_t granularity(const LinearCeProblem& p) {
 }
 
 // One block-scale exponent, a byte, for the elements of a tile in a row of the weight gradient.
-int64_t scale_bytes(const LinearCeProblem& p, int64_t classes) {
-  return p.need_grad_weight ? classes * sm90::column_tiles(p.hidden) : 0;
+int64_t scale_bytes(const LinearCeProblem& p, int64_t classes, int64_t tiles) {
+  return p.need_grad_weight ? classes * tiles : 0;
 }
 
 // What a plan of fused_linear_ce may use.
@@ -125,7 +125,7 @@ Limits limits(const LinearCeProblem& p, int64_t panel_offset) {
   l.rows_in_grad_weight = p.need_grad_weight ? p.hidden / kTileM * kTileM : 0;
   l.row_bytes = panels * kPanel * 2 + (1 + p.with_metrics + p.with_squares) * sums;
   l.budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
-  l.available = l.budget - panels * scale_bytes(p, kPanel);
+  l.available = l.budget - panels * scale_bytes(p, kPanel, sm90::grad_weight_tiles(p.hidden));
   return l;
 }
 
@@ -190,7 +190,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kFewestRowsPerPass)
     return std::nullopt;
   plan.rows_in_grad_weight = std::min(l.rows_in_grad_weight, best.first_rows);
-  plan.scale_bytes = scale_bytes(p, kPanel);
+  plan.scale_bytes = scale_bytes(p, kPanel, sm90::grad_weight_tiles(p.hidden));
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
   // The block scales of the first chunk overwrite exponentials that were read before, if those are stored
   // panel_offset panels behind; else they need their own memory.
@@ -305,7 +305,9 @@ class LinearBackwardPlanner {
 
  private:
   // One chunk needs no accumulation.
-  int64_t scales(int64_t first_rows) const { return first_rows < p_.rows ? scale_bytes(p_, p_.vocab) : 0; }
+  int64_t scales(int64_t first_rows) const {
+    return first_rows < p_.rows ? scale_bytes(p_, p_.vocab, sm90::column_tiles(p_.hidden)) : 0;
+  }
   int64_t bytes_left(int64_t rows) const { return budget_ - scales(rows) - rows * row_bytes_; }
 
   // Equal slices of a chunk; 0 if the memory left is too small for one.

@@ -118,6 +118,14 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// Groups of copies: until at most the kPending newest ones are not complete.
+__device__ __forceinline__ void copy_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 __device__ __forceinline__ uint4 load_with_hint(const uint4* p, CacheHint keep) {
   uint4 v;

@@ -44,6 +44,14 @@ constexpr bool overlaps_epilogue(int64_t hidden, const LogitsWork& work) {
   const int columns = piece_columns(work);
   return columns > 0 && hidden > (kOverlappedColumns / columns - 1) * kTileK;
 }
+// Builds with -DLIGER_PINGPONG=1: gemm_kernel_pingpong computes the weight gradient of a chunk (docs/performance/
+// fused_linear_ce_sm90.md, "A tile per warpgroup").
+#ifndef LIGER_PINGPONG
+#define LIGER_PINGPONG 0
+#endif
+inline constexpr bool kPingpongGradWeight = LIGER_PINGPONG;
+inline constexpr int kPingpongColumns = 192;
+
 // Classes per tile of the logits, for which there is one sum per row.
 constexpr int logits_columns(bool overlapped) {
   return overlapped ? kOverlappedColumns : kTileN;
@@ -65,6 +73,10 @@ constexpr int tile_columns(int64_t hidden) {
 constexpr int64_t column_tiles(int64_t hidden) {
   const int width = tile_columns(hidden);
   return (hidden + width - 1) / width;
+}
+// Tiles of columns of the weight gradient of a chunk.
+constexpr int64_t grad_weight_tiles(int64_t hidden) {
+  return kPingpongGradWeight ? (hidden + kPingpongColumns - 1) / kPingpongColumns : column_tiles(hidden);
 }
 template <typename T>
 constexpr T panels(T columns) {
