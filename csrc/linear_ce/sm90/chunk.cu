@@ -321,7 +321,7 @@ void Chunk::grad_input_gemm() const {
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_weight_gemm() const {
   if (!batch_.need_grad_weight) return;
-  if constexpr (sm90::kPingpongGradWeight) {
+  if constexpr (sm90::kPingpong) {
     if constexpr (!kSmallRange<T>) {  // that of float16 would spill 5 KB
       const bool whole =
           batch_.hidden() % sm90::kPingpongColumns == 0 && !sm90::has_partial_panel(batch_.vocab());

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "linear_ce/sm90/chunk.h"
-#include "linear_ce/sm90/exponentials_overlapped.cuh"
+#include "linear_ce/sm90/exponentials_pingpong.cuh"
 #include "linear_ce/sm90/gemm_launch.cuh"
 #include "linear_ce/sm90/rows.cuh"
 #include "linear_ce/sm90/step.h"
@@ -15,6 +15,10 @@ namespace liger::linear_ce {
 namespace {
 
 constexpr const char* kOp = kGemmOp;
+
+template <sm90::LogitsWork kWork, bool kPartialTiles>
+using LogitsEpilogue = std::conditional_t<sm90::kPingpong, PingpongExpEpilogue<kWork, kPartialTiles>,
+                                          OverlappedExpEpilogue<kWork, kPartialTiles>>;
 
 }  // namespace
 
@@ -53,9 +57,9 @@ void Chunk::overlapped_logits_gemm() const {
     if (batch_.logits_work() != kWork) return;
     // A kernel with the transform handles both, as that of ExpEpilogue does.
     if constexpr (!kWork.transform()) {
-      if (!partial_panel) return logits_gemm<OverlappedExpEpilogue<kWork, false>>();
+      if (!partial_panel) return logits_gemm<LogitsEpilogue<kWork, false>>();
     }
-    logits_gemm<OverlappedExpEpilogue<kWork, true>>();
+    logits_gemm<LogitsEpilogue<kWork, true>>();
   };
   [&]<size_t... i>(std::index_sequence<i...>) {
     (run.template operator()<i>(), ...);

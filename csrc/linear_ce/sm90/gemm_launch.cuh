@@ -48,19 +48,19 @@ struct GemmOf {
   using Maps = sm90::Maps;
 };
 template <class Epilogue>
-  requires requires { typename Epilogue::Pending; }
+concept IsPingpong = requires { Epilogue::kHalves; };
+template <class Epilogue>
+  requires(!IsPingpong<Epilogue> && requires { typename Epilogue::Pending; })
 struct GemmOf<Epilogue> {
   static constexpr auto kKernel = sm90::gemm_kernel_overlapped<Epilogue>;
   static constexpr int kSharedBytes = sm90::kOverlappedSharedBytes<Epilogue>;
   using Maps = sm90::OverlappedMaps;
 };
-
-template <class Epilogue>
-  requires requires { Epilogue::kHalves; }
+template <IsPingpong Epilogue>
 struct GemmOf<Epilogue> {
   static constexpr auto kKernel = sm90::gemm_kernel_pingpong<Epilogue>;
   static constexpr int kSharedBytes = sm90::kPingpongSharedBytes<Epilogue>;
-  using Maps = sm90::Maps;
+  using Maps = typename Epilogue::Maps;
 };
 
 // The result points to `attributes`, which must outlive it.

@@ -1,12 +1,12 @@
 // The GEMM of gemm.cuh with a tile per warpgroup, "ping-pong": while one consumer warpgroup runs the epilogue of its tile,
 // the other one has the tensor cores for its own (sm_90a only).
 //
-// Tiles of a block are 128 x 192, two instructions of 64 rows, so a thread has 2 x 96 accumulators. The mainloops of the two
+// Operand B is K-major or MN-major. Tiles of a block are 128 x 192, two instructions of 64 rows, so a thread has 2 x 96 accumulators. The mainloops of the two
 // warpgroups follow each other: the parity of an mbarrier is that of one fill of its stage only for a warpgroup which
 // knows that the fill before has arrived.
 #pragma once
 
-#include "linear_ce/sm90/gemm.cuh"
+#include "linear_ce/sm90/gemm_overlapped.cuh"
 
 namespace liger::sm90 {
 
@@ -33,15 +33,26 @@ struct HalfDepthStage : Stage<kPingpongColumns, kPingpongColumns / kCluster> {
   }
 };
 template <class Epilogue>
+using PingpongStage = std::conditional_t<Epilogue::kBMn, HalfDepthStage, NarrowStage>;
+template <class Epilogue>
 inline constexpr int kPingpongSharedBytes =
-    kPingpongStages * HalfDepthStage::kBytes + kWarps * Epilogue::kSmemBytes + 1024;
+    kPingpongStages * PingpongStage<Epilogue>::kBytes + kWarps * Epilogue::kSmemBytes + 1024;
+
+// An epilogue that stores by TMA has descriptors of its results, too.
+__device__ __forceinline__ const Maps& operands_of(const Maps& maps) {
+  return maps;
+}
+__device__ __forceinline__ const Maps& operands_of(const OverlappedMaps& maps) {
+  return maps.operands;
+}
 
 #ifdef LIGER_SM90A
 // issue_k_block() of gemm.cuh for both halves of a tile, which share the operand B, and for its first kColumns columns.
 template <int kColumns, class Epilogue, class Stage>
 __device__ __forceinline__ void issue_halves(float (&sums)[kPingpongHalves][kSums], uint32_t a, uint32_t b,
                                              int ring_stage, int previous) {
-  constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4, kStepB = 16 * 128 >> 4;
+  constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
+                kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
   const uint32_t stage = ring_stage * (Stage::kBytes >> 4);
   wgmma_fence();
 #pragma unroll
@@ -57,10 +68,10 @@ __device__ __forceinline__ void issue_halves(float (&sums)[kPingpongHalves][kSum
 }
 #endif
 
-// An Epilogue is as that of gemm_kernel, with an MN-major B, the same number of k-blocks in all tiles, and instead of
-// load() and store()
+// An Epilogue is as that of gemm_kernel, with the same number of k-blocks in all tiles, and instead of load() and store()
+//   using Maps                                 Maps, or OverlappedMaps
 //   static constexpr int kSmemBytes            per warp, a multiple of 128
-//   void store(float (&sums)[kPingpongHalves][kSums], Operands, Tile, int row, int lane, EpilogueSmem) const
+//   void store(float (&sums)[kPingpongHalves][kSums], Operands, Tile, int row, int lane, EpilogueSmem, Maps) const
 //       as that of gemm_kernel, for two halves: row is that of the first one, in the second one it is kBox more
 //   Operands prefetch(Tile, int row, int lane, EpilogueSmem) const
 //       near the end of the mainloop
@@ -68,10 +79,11 @@ __device__ __forceinline__ void issue_halves(float (&sums)[kPingpongHalves][kSum
 //   int columns_of(Tile) const                 the columns that store() needs, the same for a cluster
 template <class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1)
-    gemm_kernel_pingpong(const __grid_constant__ Maps maps, const __grid_constant__ Epilogue epilogue) {
+    gemm_kernel_pingpong(const __grid_constant__ typename Epilogue::Maps maps,
+                         const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  static_assert(Epilogue::kBMn && Epilogue::kColumns == kPingpongColumns);
-  using Stage = HalfDepthStage;
+  static_assert(Epilogue::kColumns == kPingpongColumns);
+  using Stage = PingpongStage<Epilogue>;
   extern __shared__ unsigned char shared_memory[];
   __shared__ alignas(8) uint64_t full[kPingpongStages], empty[kPingpongStages];
   unsigned char* const ring_memory = aligned_ring(shared_memory);
@@ -79,23 +91,32 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
   // One warpgroup of each block of the cluster releases a stage.
-  if (threadIdx.x == 0) init_ring(maps, full, empty, kCluster);
+  if (threadIdx.x == 0) init_ring(operands_of(maps), full, empty, kCluster);
   cluster_arrive();
   cluster_wait();
   const int tiles = epilogue.tiles();
 
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if constexpr (Epilogue::kBMn) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    } else {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    }
     if (warp == 0) {
       Ring<kPingpongStages> ring;
       for (int t = cluster; t < tiles; t += clusters) {
         const Tile tile = epilogue.tile(t, rank);
-        if (lane == 0) load_tile<Stage>(maps, epilogue, tile, rank, ring_memory, full, empty, ring);
+        if (lane == 0)
+          load_tile<Stage>(operands_of(maps), epilogue, tile, rank, ring_memory, full, empty, ring);
         __syncwarp();
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    if constexpr (Epilogue::kBMn) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    } else {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    }
     const int group = warpgroup - 1;
     // Of stage 0; the boxes of A follow each other.
     const uint32_t descriptor_a = descriptor_low(Stage::box_a(ring_memory, 0, 0)),
@@ -153,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             asm volatile("mov.b32 %0, 0;" : "=f"(half[i]));
         }
         if (previous >= 0) release(previous);
-        epilogue.store(sums, operands, tile, own_row, lane, smem);
+        epilogue.store(sums, operands, tile, own_row, lane, smem, maps);
       };
       // The last tile of columns may be narrow.
       const int width = epilogue.columns_of(tile);

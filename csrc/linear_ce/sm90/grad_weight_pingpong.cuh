@@ -18,6 +18,7 @@ struct PingpongGradWeightEpilogue : GradWeightEpilogue<T, kPartialTiles, sm90::k
   static constexpr int kInFlight = 6, kHalves = sm90::kPingpongHalves;
   static constexpr int kSmemBytes = kInFlight * 32 * sizeof(uint4);
   static constexpr bool kMayBeNarrow = kPartialTiles;
+  using Maps = sm90::Maps;
   struct Operands {
     float block_scale[kHalves][2];  // of the two rows of this lane
   };
@@ -45,8 +46,8 @@ struct PingpongGradWeightEpilogue : GradWeightEpilogue<T, kPartialTiles, sm90::k
   }
 
   __device__ __forceinline__ void store(float (&sums)[kHalves][sm90::kSums], const Operands& e,
-                                        const Tile& tile, int row, int lane,
-                                        const sm90::EpilogueSmem& smem) const {
+                                        const Tile& tile, int row, int lane, const sm90::EpilogueSmem& smem,
+                                        const Maps&) const {
     if (tile.m0 + row >= vocab) return;
     forget_value(lane);
     if (panel_read_counts != nullptr) {

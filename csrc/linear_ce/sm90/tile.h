@@ -19,6 +19,14 @@ struct LogitsWork {
   constexpr bool transform() const { return bias || softcap; }
   constexpr bool operator==(const LogitsWork&) const = default;
 };
+// Builds with -DLIGER_PINGPONG=1: gemm_kernel_pingpong computes the weight gradient of a chunk, and the logits that
+// gemm_kernel_overlapped computes otherwise (docs/performance/fused_linear_ce_sm90.md, "A tile per warpgroup").
+#ifndef LIGER_PINGPONG
+#define LIGER_PINGPONG 0
+#endif
+inline constexpr bool kPingpong = LIGER_PINGPONG;
+inline constexpr int kPingpongColumns = 192;
+
 // Columns of a tile of gemm_kernel_overlapped, of which a thread has two sets of accumulators.
 inline constexpr int kOverlappedColumns = 192;
 // Columns of a piece of its epilogue, one piece per k-block of the next tile. gemm_kernel computes what is not listed.
@@ -42,16 +50,9 @@ constexpr int piece_columns(const LogitsWork& work) {
 // Whether gemm_kernel_overlapped computes the logits: where the next tile has a k-block for every piece.
 constexpr bool overlaps_epilogue(int64_t hidden, const LogitsWork& work) {
   const int columns = piece_columns(work);
+  if (kPingpong) return columns > 0;
   return columns > 0 && hidden > (kOverlappedColumns / columns - 1) * kTileK;
 }
-// Builds with -DLIGER_PINGPONG=1: gemm_kernel_pingpong computes the weight gradient of a chunk (docs/performance/
-// fused_linear_ce_sm90.md, "A tile per warpgroup").
-#ifndef LIGER_PINGPONG
-#define LIGER_PINGPONG 0
-#endif
-inline constexpr bool kPingpongGradWeight = LIGER_PINGPONG;
-inline constexpr int kPingpongColumns = 192;
-
 // Classes per tile of the logits, for which there is one sum per row.
 constexpr int logits_columns(bool overlapped) {
   return overlapped ? kOverlappedColumns : kTileN;
@@ -76,7 +77,7 @@ constexpr int64_t column_tiles(int64_t hidden) {
 }
 // Tiles of columns of the weight gradient of a chunk.
 constexpr int64_t grad_weight_tiles(int64_t hidden) {
-  return kPingpongGradWeight ? (hidden + kPingpongColumns - 1) / kPingpongColumns : column_tiles(hidden);
+  return kPingpong ? (hidden + kPingpongColumns - 1) / kPingpongColumns : column_tiles(hidden);
 }
 template <typename T>
 constexpr T panels(T columns) {
