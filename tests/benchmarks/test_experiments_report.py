@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from experiments import MODULES, pictures, report, results, tables
+from experiments import MODULES, ops, pictures, report, results, tables
 
 
 def record(method, order, status="ok", **values):
@@ -105,3 +105,40 @@ def test_the_page_has_markers_for_every_experiment():
     for name in MODULES:
         first, last = report.markers(name)
         assert text.count(first) == text.count(last) == 1
+
+
+def op_row(**times):
+    """A row of E1: provider -> (ms, MiB)."""
+    names = {"ours": "liger[cuda]", "in_place": "liger[cuda] in place", "liger_kernel": "liger-kernel"}
+    providers = {
+        names.get(name, name): {"status": "ok", "ms": {"median": ms}, "peak_mib": mib}
+        for name, (ms, mib) in times.items()
+    }
+    return {"name": "a row", "work": "forward and backward", "shape": {}, "providers": providers}
+
+
+def test_the_form_with_less_memory_counts_if_it_is_as_fast():
+    row = op_row(ours=(1.00, 64), in_place=(1.01, 0), liger_kernel=(0.9, 8))
+    assert ops.best(row, "liger[")["peak_mib"] == 0
+    assert ops.best(op_row(ours=(1.00, 64), in_place=(1.10, 0)), "liger[")["peak_mib"] == 64
+    assert ops.best(row, "torch eager") is None
+
+
+def test_where_an_op_is_behind():
+    rows = [
+        op_row(ours=(1.0, 64), liger_kernel=(0.8, 64)),
+        op_row(ours=(1.0, 64), liger_kernel=(0.99, 16)),
+        op_row(ours=(1.0, 64)),
+    ]
+    assert ops.behind(rows) == (
+        "liger-kernel is up to 25 % faster in 1 of 2 rows; liger-kernel needs up to 48 MiB less in 1 of 2 rows"
+    )
+    assert ops.behind(rows[2:]) == "nowhere in this table"
+
+
+def test_commits_of_one_machine_are_one_line():
+    facts = {"device": "H200", "torch": "2.11", "commit": "a" * 40}
+    others = [facts, {**facts, "commit": "b" * 7}, {**facts, "device": "H100"}]
+    assert tables.environments({"environments": others}) == (
+        f"device H200, torch 2.11, commits {'a' * 9}, {'b' * 7}; device H100, torch 2.11, commit {'a' * 9}"
+    )
