@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from liger_bench.environment import CHECKOUT, RESULTS
+from liger_bench.processes import count_gpus
 
 from . import MODULES, experiment, results
 
@@ -79,9 +80,9 @@ def main(arguments=None):
     if measures and not given.names:
         print("experiments: name the experiments to run, or all; --list names them", file=sys.stderr)
         return 2
-    from . import driver, launch
+    from . import driver
 
-    gpus = launch.count_gpus() if measures else 0
+    gpus = count_gpus() if measures else 0
     if measures and not given.tiny and gpus == 0:
         print("experiments: no CUDA device; --tiny runs tiny sizes on the CPU", file=sys.stderr)
         return 2

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from liger_bench.processes import count_gpus, may_fork
+
 from . import experiment, launch, results
 from .measurement import Measurement
 
@@ -30,7 +32,7 @@ class Run:
     sizes: tuple[str, ...] = ()
     retry: bool = False
     deadline: float = float("inf")
-    gpus: int = field(default_factory=launch.count_gpus)
+    gpus: int = field(default_factory=count_gpus)
     fork: bool | None = None  # None: where that is safe
     parallel: bool = False  # a cell on each GPU
     facts: dict | None = None  # the environment, from the first process that has measured a cell
@@ -91,8 +93,7 @@ def fill(run, names, say=print):
     One cell at a time, or with ``run.parallel`` one on each GPU; one of several GPUs has all of them.
     """
     if run.fork is None:
-        launch.preload()
-        run.fork = launch.may_fork()
+        run.fork = may_fork(launch.PRELOAD)
         if not run.fork:
             say(
                 "an imported package has initialised the CUDA driver: processes start anew, which takes longer"

@@ -1,51 +1,22 @@
 """Starts the process of a cell, or those of its ranks: forked where that is safe, and else anew."""
 
 import contextlib
-import ctypes
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from multiprocessing import connection
 
-import torch
-
-from liger_bench.processes import end_with_parent, rendezvous
+from liger_bench.processes import FORK, end_with_parent, rendezvous, write_output_to
 
 from . import process
 
-_CUDA_ERROR_NOT_INITIALIZED = 3
-_FORK = multiprocessing.get_context("fork")
-
-
-def may_fork():
-    """Whether a forked process can use CUDA: nothing in this process has initialised the driver."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return True
-    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _CUDA_ERROR_NOT_INITIALIZED
-
-
-def count_gpus():
-    """The number of GPUs, asked in a process of its own: torch may initialise the driver to find out."""
-    with _FORK.Pool(1) as pool:
-        return pool.apply(torch.cuda.device_count)
-
-
-def preload():
-    """Imports what most cells import, so that forked processes start at once."""
-    import importlib
-
-    # Packages ask at import whether there is a GPU. torch then asks NVML, which leaves the driver as it is.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    for name in (
-        "transformers.models.llama.modeling_llama",
-        "liger.transformers",
-        "liger_bench.model_trainee",
-    ):
-        importlib.import_module(name)
+# What most cells import: forked processes then start at once.
+PRELOAD = (
+    "transformers.models.llama.modeling_llama",
+    "liger.transformers",
+    "liger_bench.model_trainee",
+)
 
 
 def _rank(environment, arguments):
@@ -57,7 +28,7 @@ def _rank(environment, arguments):
 def _ranks(count, arguments):
     """Forks the ranks of a cell. The first failure ends the others, which would wait for it; returns the exit code."""
     with rendezvous(count) as environments:
-        ranks = [_FORK.Process(target=_rank, args=(e, arguments)) for e in environments]
+        ranks = [FORK.Process(target=_rank, args=(e, arguments)) for e in environments]
         for rank in ranks:
             rank.start()
         running = list(ranks)
@@ -84,9 +55,7 @@ class Forked:
     """
 
     def __init__(self, cell, arguments, log, variables):
-        self._process = _FORK.Process(
-            target=self._child, args=(cell, arguments, log, variables), daemon=False
-        )
+        self._process = FORK.Process(target=self._child, args=(cell, arguments, log, variables), daemon=False)
         self._process.start()
         self.pid = self._process.pid
 
@@ -95,9 +64,7 @@ class Forked:
         os.environ.update(variables)
         os.setsid()
         end_with_parent()
-        with open(log, "wb") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        write_output_to(log)
         if cell.gpus == 1:
             process.run(*arguments)
             return

@@ -34,6 +34,7 @@ from .model_contestants import OPTIMIZERS, entered
 from .model_report import GIB, markdown, shape_of, write
 from .model_sizes import SIZES, size_of
 from .model_trainee import Trainee, random_batches
+from .processes import count_gpus, elsewhere
 
 # --- measuring ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +157,8 @@ def _parser():
 
 
 def _check(parser, parsed):
-    if not parsed.self_test and not torch.cuda.is_available():
+    gpus = count_gpus()
+    if not parsed.self_test and gpus == 0:
         parser.error("no CUDA device; --self-test runs a tiny model on the CPU")
     if parsed.ranks < 1:
         parser.error(f"--ranks is {parsed.ranks}, expected at least 1")
@@ -164,8 +166,8 @@ def _check(parser, parsed):
         parser.error("--minutes needs --own-processes or --ranks of at least 2")
     if parsed.ranks == 1:
         return
-    if not parsed.self_test and parsed.ranks > torch.cuda.device_count():
-        parser.error(f"--ranks is {parsed.ranks}, but here are {torch.cuda.device_count()} CUDA devices")
+    if not parsed.self_test and parsed.ranks > gpus:
+        parser.error(f"--ranks is {parsed.ranks}, but here are {gpus} CUDA devices")
     if parsed.graphs or parsed.compile:
         parser.error("--ranks cannot be combined with --graphs or --compile")
 
@@ -180,7 +182,8 @@ def main(arguments=None):
     options = Options(
         device, "self-test" if parsed.self_test else "full", tuple(backends), parsed.compile, dtype=size.dtype
     )
-    facts = {**environment(options), "transformers": importlib.metadata.version("transformers")}
+    # Contestants in processes of their own are forked from this one.
+    facts = {**elsewhere(environment, options), "transformers": importlib.metadata.version("transformers")}
     entry = {
         "compile": parsed.compile,
         "memories": parsed.memory,

@@ -23,7 +23,7 @@ from .model_contestants import entered
 from .model_report import GIB, tokens_per_second, write
 from .model_sizes import size_of
 from .model_trainee import SAME_LOSS, Trainee, random_batches
-from .processes import end_with_parent, rendezvous
+from .processes import FORK, end_with_parent, may_fork, rendezvous, write_output_to
 
 # Samples of a contestant on several ranks, of one step each.
 ROUNDS = 4
@@ -31,6 +31,8 @@ ROUNDS = 4
 LIMIT, STRAGGLER = 240.0, 10.0
 # With less time left, in seconds, no contestant is started.
 LEAST = 20.0
+# What most contestants import: forked ranks then start at once.
+PRELOAD = ("transformers.models.llama.modeling_llama", "liger.transformers")
 
 
 # --- a rank -------------------------------------------------------------------------------------------------------
@@ -109,8 +111,34 @@ def _measure_rank(spec, path):
 # --- all ranks of a contestant ------------------------------------------------------------------------------------
 
 
-def _start(variables, folder):
+class _Forked:
+    """A rank, forked from this process; methods as of Popen."""
+
+    def __init__(self, variables, folder):
+        self._process = FORK.Process(target=self._run, args=(variables, folder))
+        self._process.start()
+
+    @staticmethod
+    def _run(variables, folder):
+        end_with_parent()
+        os.environ.update(variables)
+        write_output_to(folder / f"{variables['RANK']}.log")
+        _measure_rank(json.loads((folder / "spec.json").read_text()), folder / "record.json")
+
+    def poll(self):
+        return self._process.exitcode
+
+    def kill(self):
+        self._process.kill()
+
+    def wait(self):
+        self._process.join()
+
+
+def _start(variables, folder, fork):
     """A rank with these environment variables."""
+    if fork:
+        return _Forked(variables, folder)
     root = Path(__file__).parents[__name__.count(".")]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | variables | {"PYTHONPATH": path}
@@ -138,13 +166,13 @@ def _wait(processes, seconds):
             process.wait()
 
 
-def run(spec, ranks, seconds):
-    """The record of one contestant at one shape; None if it takes longer than that."""
+def run(spec, ranks, seconds, fork=False):
+    """The record of one contestant at one shape; None if it takes longer than that. ``fork``: whether that is safe."""
     with tempfile.TemporaryDirectory(prefix="liger-ranks-") as name:
         folder = Path(name)
         (folder / "spec.json").write_text(json.dumps(spec))
         with rendezvous(ranks) as environments:
-            ended = _wait([_start(variables, folder) for variables in environments], seconds)
+            ended = _wait([_start(variables, folder, fork) for variables in environments], seconds)
         if (folder / "record.json").exists():
             return json.loads((folder / "record.json").read_text())
         if not ended:
@@ -212,6 +240,7 @@ def measure(parsed, size, backends, facts, entry):
     """
     chosen = entered(size, backends, only=parsed.only, **entry)
     records = _earlier(parsed.json)
+    fork = may_fork(PRELOAD)
     start, left, longest = time.monotonic(), [], LEAST
     for shape in parsed.shapes or size.shapes:
         record = _row(records, shape, parsed.ranks)
@@ -231,7 +260,7 @@ def measure(parsed, size, backends, facts, entry):
             elif remaining < longest:
                 provider = None
             else:
-                provider = run(spec, parsed.ranks, min(LIMIT, remaining))
+                provider = run(spec, parsed.ranks, min(LIMIT, remaining), fork)
             seconds = time.monotonic() - now
             if provider is None and remaining >= LIMIT:
                 provider = {"status": "failed", "reason": f"not done after {LIMIT:.0f} s"}

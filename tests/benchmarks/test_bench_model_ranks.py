@@ -37,7 +37,7 @@ def drive(monkeypatch, tmp_path):
     def run(results, *arguments, shapes=("2x16",)):
         started = []
 
-        def fake(spec, ranks, seconds):
+        def fake(spec, ranks, seconds, fork):
             assert ranks == 2
             started.append(spec["name"])
             return results[spec["name"]]
