@@ -1,6 +1,10 @@
 """A function run by the processes of a group that talk through gloo."""
 
+import os
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,21 +20,26 @@ _TIMEOUT = 240
 def _process(rank, world, store, function):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    try:
-        torch.manual_seed(0)
-        function(rank, world)
-        # What is still sent in the background, such as parameters, also by the groups of meshes: a process that leaves
-        # before aborts.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            dist.barrier(group)
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(0)
+    function(rank, world)
+    # What is still sent in the background, such as parameters, also by the groups of meshes.
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.barrier(group)
+    # No process leaves while another one may still wait for it. Without destructors: those of gloo's threads abort now
+    # and then ("terminate called without an active exception") on a machine under load.
+    (end := dist.FileStore(f"{store}-end", world)).set(str(rank), "")
+    end.wait([str(other) for other in range(world)])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def on_processes(tmp_path, function, world=2):
     """Runs ``function(rank, world)`` in every process of a group. Raises what one of them raised first, and fails when
     they take too long, as they would waiting for each other."""
-    context = mp.spawn(_process, (world, tmp_path / "store", function), world, join=False)
+    # A new store: the processes leave theirs behind.
+    store = Path(tempfile.mkdtemp(dir=tmp_path), "store")
+    context = mp.spawn(_process, (world, store, function), world, join=False)
     until = time.monotonic() + _TIMEOUT
     try:
         while not context.join(max(until - time.monotonic(), 0.1)):

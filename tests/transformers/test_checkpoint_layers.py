@@ -100,7 +100,7 @@ def strided():
     yield torch.tensor(2.5, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("x", strided(), ids=lambda x: f"{tuple(x.shape)} {x.stride()}")
+@pytest.mark.parametrize("x", list(strided()), ids=lambda x: f"{tuple(x.shape)} {x.stride()}")
 def test_copies_on_the_host_come_back_with_their_strides(x):
     copy = HostCopy(x)
     again = copy.restored()
