@@ -7,8 +7,6 @@
 //
 // Variants take turns; the first one of each kind is that of gemm.cuh, whose time is 1. Exits with 1 if results differ by a
 // single bit.
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -17,54 +15,13 @@
 #include <string>
 #include <vector>
 
+#include "gemm_program.cuh"
 #include "linear_ce/sm90/exponentials_pingpong.cuh"
 
 namespace {
 
-using namespace liger;
-using namespace liger::linear_ce;
-using Bf16 = __nv_bfloat16;
-
 constexpr int kRounds = 11;
 
-void check(cudaError_t status, int line) {
-  if (status == cudaSuccess) return;
-  std::fprintf(stderr, "line %d: %s\n", line, cudaGetErrorString(status));
-  std::exit(1);
-}
-#define CHECK(call) check(call, __LINE__)
-
-template <typename T>
-T* allocate(int64_t count) {
-  void* memory = nullptr;
-  CHECK(cudaMalloc(&memory, count * sizeof(T)));
-  return static_cast<T*>(memory);
-}
-
-CUtensorMap map_of(const Bf16* memory, int64_t columns, int64_t rows, int64_t panels, int64_t row_stride,
-                   int64_t panel_stride, int box_rows, CUtensorMapSwizzle swizzle) {
-  static const auto encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
-                                           &result));
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }();
-  const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(panels)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(row_stride) * 2,
-                                 static_cast<cuuint64_t>(panel_stride) * 2};
-  const cuuint32_t box[3] = {sm90::kBox, static_cast<cuuint32_t>(box_rows), 1}, steps[3] = {1, 1, 1};
-  CUtensorMap map;
-  const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<Bf16*>(memory), sizes,
-                                 strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    std::fprintf(stderr, "cuTensorMapEncodeTiled failed with %d\n", static_cast<int>(status));
-    std::exit(1);
-  }
-  return map;
-}
 CUtensorMap matrix_map(const Bf16* memory, int64_t rows, int64_t columns, int box_rows) {
   return map_of(memory, columns, rows, 1, columns, rows * columns, box_rows, CU_TENSOR_MAP_SWIZZLE_128B);
 }
@@ -131,10 +88,8 @@ __global__ void stored_sums(Panels panels, int vocab, double* out) {
   __syncthreads();
   if (threadIdx.x == 0) out[blockIdx.x] = total;
 }
-// Elements that differ in the rows [0, rows) of two sets of panels. most: 0, or the largest relative difference that is
-// not counted; then `least` times the exponential of 0 is not counted either.
-__global__ void count_differences(Panels a, Panels b, int rows, int panels, float most, float least,
-                                  const float* reference, unsigned long long* count) {
+// Pairs of elements that differ in the rows [0, rows) of two sets of panels.
+__global__ void count_differences(Panels a, Panels b, int rows, int panels, unsigned long long* count) {
   unsigned long long found = 0;
   const int64_t words = int64_t{panels} * rows * (sm90::kPanel / 2), stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words; i += stride) {
@@ -144,13 +99,7 @@ __global__ void count_differences(Panels a, Panels b, int rows, int panels, floa
     const auto at = [&](const Panels& p) {
       return reinterpret_cast<const uint32_t*>(p.row_at(row, panel * sm90::kPanel))[word];
     };
-    const uint32_t of_a = at(a), of_b = at(b);
-    if (of_a == of_b) continue;
-    const auto far = [&](float x, float y) {
-      return !(fabsf(x - y) <= most * fmaxf(fabsf(x), fabsf(y)) + least * expf(-reference[row]));
-    };
-    found += most == 0.0f || far(low_of<Bf16>(of_a), low_of<Bf16>(of_b)) ||
-             far(high_of<Bf16>(of_a), high_of<Bf16>(of_b));
+    found += at(a) != at(b);
   }
   if (found != 0) atomicAdd(count, found);
 }
@@ -243,33 +192,6 @@ void free_inputs(const Inputs& in) {
   if (in.transform.bias != nullptr) CHECK(cudaFree(const_cast<float*>(in.transform.bias)));
 }
 
-template <typename Maps, class Epilogue>
-void launch(void (*kernel)(Maps, Epilogue), int shared_bytes, const Maps& maps, const Epilogue& epilogue) {
-  static const int clusters = [&] {
-    CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
-    return 0;
-  }();
-  (void)clusters;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = sm90::kCluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(sm90::kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  static const int resident = [&] {
-    int sms = 0, active = 0;
-    CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
-    config.gridDim = dim3(static_cast<unsigned>(sms));
-    CHECK(cudaOccupancyMaxActiveClusters(&active, kernel, &config));
-    return active;
-  }();
-  config.gridDim = dim3(static_cast<unsigned>(resident * sm90::kCluster));
-  CHECK(cudaLaunchKernelEx(&config, kernel, maps, epilogue));
-}
-
 template <class Epilogue>
 void run_kernel(const Problem& p, const Inputs& in, const Results& r, Phase phase) {
   const CUtensorMap x = matrix_map(in.x, p.rows, p.hidden, sm90::kBox);
@@ -308,25 +230,24 @@ void run_kernel(const Problem& p, const Inputs& in, const Results& r, Phase phas
 struct Variant {
   const char* name;
   int tile_columns;
-  bool partial;    // takes a partial last panel
-  bool same_bits;  // as the first variant
+  bool partial;  // takes a partial last panel
   void (*run)(const Problem&, const Inputs&, const Results&, Phase);
 };
 // The kernel of gemm.cuh.
 template <sm90::LogitsWork kWork, bool kPartialTiles>
 Variant wide(const char* name) {
   using Epilogue = ExpEpilogue<Bf16, kWork.metrics, kPartialTiles, kWork.transform(), kWork.squares>;
-  return {name, sm90::kTileN, kPartialTiles, true, run_kernel<Epilogue>};
+  return {name, sm90::kTileN, kPartialTiles, run_kernel<Epilogue>};
 }
 template <sm90::LogitsWork kWork, bool kPartialTiles, int kPieceColumns>
 Variant overlapped(const char* name) {
   using Epilogue = OverlappedExpEpilogue<kWork, kPartialTiles, kPieceColumns>;
-  return {name, sm90::kOverlappedColumns, kPartialTiles, true, run_kernel<Epilogue>};
+  return {name, sm90::kOverlappedColumns, kPartialTiles, run_kernel<Epilogue>};
 }
 template <sm90::LogitsWork kWork, bool kPartialTiles, int kPieceColumns>
 Variant pingpong(const char* name) {
   using Epilogue = PingpongExpEpilogue<kWork, kPartialTiles, kPieceColumns>;
-  return {name, sm90::kPingpongColumns, kPartialTiles, true, run_kernel<Epilogue>};
+  return {name, sm90::kPingpongColumns, kPartialTiles, run_kernel<Epilogue>};
 }
 
 // Of each valid row: the sum or the maximum over its tiles.
@@ -368,11 +289,7 @@ bool same(const Problem& p, const Kind& kind, const Inputs& in, const Results& a
   CHECK(cudaMemset(count, 0, sizeof(*count)));
   const int rows = phase == Phase::kRecompute ? std::min(p.rows, sm90::kTileM) : p.rows;
   const bool maximum = phase == Phase::kMaxima;
-  // Two units in the last place of bfloat16. A derivative near 0 has an absolute error.
-  const float most = variant.same_bits ? 0.0f : 0x1p-7f;
-  const float least = in.transform.softcap < 10.0f ? 1e-5f * std::exp(in.transform.softcap) : 1e-6f;
-  if (!maximum)
-    count_differences<<<1024, 256>>>(a.panels, b.panels, rows, p.panels(), most, least, in.reference, count);
+  if (!maximum) count_differences<<<1024, 256>>>(a.panels, b.panels, rows, p.panels(), count);
   unsigned long long differ = 0;
   CHECK(cudaMemcpy(&differ, count, sizeof(differ), cudaMemcpyDeviceToHost));
   CHECK(cudaFree(count));
