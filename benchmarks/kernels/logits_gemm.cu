@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "gemm_program.cuh"
+#include "linear_ce/sm90/exponentials_pieces.cuh"
 #include "linear_ce/sm90/exponentials_pingpong.cuh"
 
 namespace {
@@ -207,7 +208,7 @@ void run_kernel(const Problem& p, const Inputs& in, const Results& r, Phase phas
   e.phase = phase;
   e.metrics = r.metrics;
   e.transform = in.transform;
-  if constexpr (requires { typename Epilogue::Pending; }) {
+  if constexpr (requires { typename Epilogue::Pending; } || requires { Epilogue::kHalves; }) {
     const auto panels = [&](int i, int rows) {
       return map_of(r.panels.memory[i], sm90::kPanel, rows, p.panels(), sm90::kPanel, r.panels.stride[i],
                     sm90::kResultBoxRows, CU_TENSOR_MAP_SWIZZLE_NONE);
@@ -245,8 +246,13 @@ Variant overlapped(const char* name) {
   return {name, sm90::kOverlappedColumns, kPartialTiles, run_kernel<Epilogue>};
 }
 template <sm90::LogitsWork kWork, bool kPartialTiles, int kPieceColumns>
+Variant pieces(const char* name) {
+  using Epilogue = PiecesExpEpilogue<kWork, kPartialTiles, kPieceColumns>;
+  return {name, sm90::kPingpongColumns, kPartialTiles, run_kernel<Epilogue>};
+}
+template <sm90::LogitsWork kWork, bool kPartialTiles>
 Variant pingpong(const char* name) {
-  using Epilogue = PingpongExpEpilogue<kWork, kPartialTiles, kPieceColumns>;
+  using Epilogue = PingpongExpEpilogue<kWork, kPartialTiles>;
   return {name, sm90::kPingpongColumns, kPartialTiles, run_kernel<Epilogue>};
 }
 
@@ -476,31 +482,35 @@ std::vector<Group> all_groups() {
   return {
       {{"plain", false, false, false, false},
        {wide<kPlain, false>(before), wide<kPlain, true>("gemm.cuh, partial panels"),
-        overlapped<kPlain, false, 16>("overlapped"), pingpong<kPlain, false, 16>("ping-pong"),
-        pingpong<kPlain, true, 16>("ping-pong, partial panels")},
-       {{640, 262144}, {896, 151936}, {1152, 262144}, {2048, 128256}, {4096, 151936}}},
+        overlapped<kPlain, false, 16>("overlapped"), pieces<kPlain, false, 16>("pieces of 16"),
+        pingpong<kPlain, false>("ping-pong"), pingpong<kPlain, true>("ping-pong, partial panels")},
+       {{640, 262144},
+        {896, 151936},
+        {1152, 262144},
+        {1536, 151936},
+        {2048, 128256},
+        {2560, 151936},
+        {4096, 151936}}},
       {{"softcap", false, true, false, false},
        {wide<kSoftcap, true>(before), overlapped<kSoftcap, true, 8>("overlapped"),
-        pingpong<kSoftcap, true, 8>("ping-pong, 8 columns"),
-        pingpong<kSoftcap, true, 16>("ping-pong, 16 columns")},
+        pieces<kSoftcap, true, 16>("pieces of 16"), pingpong<kSoftcap, true>("ping-pong")},
        {{2304, 256000}, {3584, 256000}, {1536, 151936}}},
       {{"bias", true, false, false, false},
        {wide<kBias, true>(before), overlapped<kBias, true, 8>("overlapped"),
-        pingpong<kBias, true, 8>("ping-pong, 8 columns"), pingpong<kBias, true, 16>("ping-pong, 16 columns")},
+        pieces<kBias, true, 16>("pieces of 16"), pingpong<kBias, true>("ping-pong")},
        {{2048, 128256}, {4096, 151936}}},
       {{"bias and softcap", true, true, false, false},
-       {wide<kBoth, true>(before), pingpong<kBoth, true, 8>("ping-pong, 8 columns")},
+       {wide<kBoth, true>(before), pingpong<kBoth, true>("ping-pong")},
        {{2048, 128256}, {4096, 151936}}},
       {{"entropy", false, false, true, false},
        {wide<kMetrics, false>(before), wide<kMetrics, true>("gemm.cuh, partial panels"),
-        overlapped<kMetrics, false, 8>("overlapped"), pingpong<kMetrics, false, 8>("ping-pong, 8 columns"),
-        pingpong<kMetrics, false, 16>("ping-pong, 16 columns"),
-        pingpong<kMetrics, true, 8>("ping-pong, partial panels")},
-       {{2048, 128256}, {4096, 151936}}},
+        overlapped<kMetrics, false, 8>("overlapped"), pieces<kMetrics, false, 16>("pieces of 16"),
+        pingpong<kMetrics, false>("ping-pong"), pingpong<kMetrics, true>("ping-pong, partial panels")},
+       {{1152, 262144}, {2048, 128256}, {4096, 151936}}},
       {{"squares", false, false, true, true},
        {wide<kSquares, false>(before), wide<kSquares, true>("gemm.cuh, partial panels"),
-        overlapped<kSquares, false, 8>("overlapped"), pingpong<kSquares, false, 8>("ping-pong, 8 columns"),
-        pingpong<kSquares, true, 8>("ping-pong, partial panels")},
+        overlapped<kSquares, false, 8>("overlapped"), pieces<kSquares, false, 8>("pieces of 8"),
+        pingpong<kSquares, false>("ping-pong"), pingpong<kSquares, true>("ping-pong, partial panels")},
        {{2048, 128256}, {4096, 151936}}},
   };
 }

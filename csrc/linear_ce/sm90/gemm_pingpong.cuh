@@ -50,7 +50,7 @@ __device__ __forceinline__ const Maps& operands_of(const OverlappedMaps& maps) {
 // issue_k_block() of gemm.cuh for both halves of a tile, which share the operand B, and for its first kColumns columns.
 template <int kColumns, class Epilogue, class Stage>
 __device__ __forceinline__ void issue_halves(float (&sums)[kPingpongHalves][kSums], uint32_t a, uint32_t b,
-                                             int ring_stage, int previous) {
+                                             int ring_stage) {
   constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
                 kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
   const uint32_t stage = ring_stage * (Stage::kBytes >> 4);
@@ -60,8 +60,7 @@ __device__ __forceinline__ void issue_halves(float (&sums)[kPingpongHalves][kSum
 #pragma unroll
     for (int half = 0; half < kPingpongHalves; ++half) {
       wgmma<typename Epilogue::Element, kColumns, Epilogue::kAMn, Epilogue::kBMn>(
-          sums[half], a + stage + half * (kBoxBytes >> 4) + k * kStepA, b + stage + k * kStepB,
-          k > 0 || previous >= 0);
+          sums[half], a + stage + half * (kBoxBytes >> 4) + k * kStepA, b + stage + k * kStepB, true);
     }
   }
   wgmma_commit();
@@ -148,11 +147,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto compute = [&](auto width) __attribute__((always_inline)) {
         constexpr int kColumns = width.value;
         float sums[kPingpongHalves][kSums];
+        // While the other warpgroup computes. It also tells the compiler that the registers are free until here.
+        for (auto& half : sums) clear<kPingpongColumns>(half);
         int previous = -1;
         const auto add_k_blocks = [&](int count) __attribute__((always_inline)) {
           for (int i = 0; i < count; ++i, ring.next()) {
             mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-            issue_halves<kColumns, Epilogue, Stage>(sums, descriptor_a, descriptor_b, ring.stage, previous);
+            issue_halves<kColumns, Epilogue, Stage>(sums, descriptor_a, descriptor_b, ring.stage);
             wgmma_wait<1>();
             if (previous >= 0) release(previous);
             previous = ring.stage;
@@ -165,14 +166,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         add_k_blocks(late);
         if (t + clusters < tiles) pass_turn();
         wgmma_wait<0>();
-#pragma unroll
-        for (auto& half : sums) {
-          pin<kColumns>(half);
-          if (tile.k_blocks == 0) clear<kColumns>(half);
-#pragma unroll
-          for (int i = kColumns / 2; i < kPingpongColumns / 2; ++i)
-            asm volatile("mov.b32 %0, 0;" : "=f"(half[i]));
-        }
+        for (auto& half : sums) pin<kColumns>(half);
         if (previous >= 0) release(previous);
         epilogue.store(sums, operands, tile, own_row, lane, smem, maps);
       };

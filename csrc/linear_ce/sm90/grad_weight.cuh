@@ -75,12 +75,14 @@ struct GradWeightEpilogue {
                                            const sm90::EpilogueSmem& smem) const {
     if (first || tile.m0 + row >= vocab) return;
     uint4* const to = reinterpret_cast<uint4*>(smem.memory) + lane;
-    const Segments from = segments(tile, row, lane);
     static_assert((kSegments - kEarly) * 32 * sizeof(uint4) <= sm90::kEpilogueSmemBytes);
+    by_width(tile, [&](auto partial) {
+      const auto from = segments<partial.value>(tile, row, lane);
 #pragma unroll
-    for (int i = kEarly; i < kSegments; ++i) {
-      if (from.has(i)) sm90::copy_async(to + (i - kEarly) * 32, from.at(i), kHintSums);
-    }
+      for (int i = kEarly; i < kSegments; ++i) {
+        if (from.has(i)) sm90::copy_async(to + (i - kEarly) * 32, from.at(i), kHintSums);
+      }
+    });
   }
   __device__ __forceinline__ Operands load(const Tile& tile, int row, int lane) const {
     Operands e{};
@@ -88,11 +90,13 @@ struct GradWeightEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) e.one_hot[h] = one_hot[tile.m0 + row + lane / 4 + 8 * h];
     if (first) return e;
-    const Segments from = segments(tile, row, lane);
+    by_width(tile, [&](auto partial) {
+      const auto from = segments<partial.value>(tile, row, lane);
 #pragma unroll
-    for (int i = 0; i < kEarly; ++i) {
-      if (from.has(i)) e.partial[i] = sm90::load_with_hint(from.at(i), kHintSums);
-    }
+      for (int i = 0; i < kEarly; ++i) {
+        if (from.has(i)) e.partial[i] = sm90::load_with_hint(from.at(i), kHintSums);
+      }
+    });
 #pragma unroll
     for (int h = 0; h < 2; ++h) e.block_scale[h] = power_of_two(scale_exponents_of(tile, row, lane)[8 * h]);
     return e;
@@ -101,7 +105,24 @@ struct GradWeightEpilogue {
   __device__ __forceinline__ void store(float (&sums)[sm90::kSums], const Operands& e, const Tile& tile,
                                         int row, int lane, const sm90::EpilogueSmem& smem) const {
     if (tile.m0 + row >= vocab) return;
-    const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
+    by_width(tile, [&](auto partial) { store_tile<partial.value>(sums, e, tile, row, lane, smem); });
+  }
+
+ protected:
+  // Calls f(std::bool_constant), with true for a tile of fewer than kColumns columns. Tests of the width cost as many
+  // instructions as the rest of the epilogue, so code for whole tiles has none.
+  template <class F>
+  __device__ __forceinline__ void by_width(const Tile& tile, const F& f) const {
+    if constexpr (kPartialTiles) {
+      if (hidden - tile.n0 < kColumns) return f(std::true_type{});
+    }
+    f(std::false_type{});
+  }
+
+  template <bool kPartial>
+  __device__ __forceinline__ void store_tile(float (&sums)[sm90::kSums], const Operands& e, const Tile& tile,
+                                             int row, int lane, const sm90::EpilogueSmem& smem) const {
+    const TileWidth<kPartial, kColumns> width(tile, hidden);
     if constexpr (kSmallRange<T>) {
       const float unit = pow2(-unit_exponent(__uint_as_float(*largest_scaled)));
 #pragma unroll
@@ -135,7 +156,7 @@ struct GradWeightEpilogue {
     if (!last) {
       float inverse_scale[2];
       choose_block_scales(sums, inverse_scale, tile, row, lane);
-      const Segments to = segments(tile, row, lane);
+      const auto to = segments<kPartial>(tile, row, lane);
 #pragma unroll
       for (int i = 0; i < kSegments; ++i) {
         if (to.has(i)) sm90::store_with_hint(to.at(i), scaled(sums, 8 * i, inverse_scale), kHintSums);
@@ -147,34 +168,31 @@ struct GradWeightEpilogue {
                kPartialTiles ? vocab - tile.m0 - row : 16, lane, width);
   }
 
- protected:
   // The segments of a warp, which follow each other through the rows of the tile. With kTileN columns each is a row.
+  template <bool kPartial>
   struct Segments {
     uint4* sums;
     int stride;  // from a row to the next, in 16-byte vectors
     int lane, count;
     FastDivide vectors;
-    bool partial_tile;
 
-    __device__ __forceinline__ bool has(int i) const { return !kPartialTiles || i < count; }
+    __device__ __forceinline__ bool has(int i) const { return !kPartial || i < count; }
     // The 16 bytes of this lane of segment i.
     __device__ __forceinline__ uint4* at(int i) const {
       const uint32_t vector = i * 32 + lane;
-      if constexpr (kPartialTiles) {
-        if (partial_tile) {
-          const uint32_t row = vectors.quotient(vector);
-          return sums + row * stride + vectors.remainder(vector, row);
-        }
+      if constexpr (kPartial) {
+        const uint32_t row = vectors.quotient(vector);
+        return sums + row * stride + vectors.remainder(vector, row);
       }
       constexpr int kVectors = kColumns / 8;
       if constexpr (kVectors == 32) return sums + lane + i * stride;
       return sums + vector / kVectors * stride + vector % kVectors;
     }
   };
-  __device__ __forceinline__ Segments segments(const Tile& tile, int row, int lane) const {
+  template <bool kPartial>
+  __device__ __forceinline__ Segments<kPartial> segments(const Tile& tile, int row, int lane) const {
     uint4* const sums = reinterpret_cast<uint4*>(out + (tile.m0 + row) * int64_t{hidden} + tile.n0);
-    const int width = kPartialTiles ? min(kColumns, hidden - tile.n0) : kColumns;
-    return {sums, hidden / 8, lane, width / 16, last_vectors, width < kColumns};
+    return {sums, hidden / 8, lane, (hidden - tile.n0) / 16, last_vectors};
   }
   // The scale of the first of the two rows of this lane; that of the second one is 8 bytes further.
   __device__ __forceinline__ unsigned char* scale_exponents_of(const Tile& tile, int row, int lane) const {

@@ -40,8 +40,10 @@ struct PingpongGradWeightEpilogue : GradWeightEpilogue<T, kPartialTiles, sm90::k
       for (int h = 0; h < 2; ++h)
         e.block_scale[half][h] = power_of_two(Base::scale_exponents_of(tile, at, lane)[8 * h]);
     }
+    Base::by_width(tile, [&](auto partial) {
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) copy_segment(i, tile, row, lane, smem);
+      for (int i = 0; i < kInFlight; ++i) copy_segment<partial.value>(i, tile, row, lane, smem);
+    });
     return e;
   }
 
@@ -59,7 +61,9 @@ struct PingpongGradWeightEpilogue : GradWeightEpilogue<T, kPartialTiles, sm90::k
     for (int half = 0; half < kHalves; ++half) {
       const int at = row + half * sm90::kBox;
       if (kPartialTiles && tile.m0 + at >= vocab) break;
-      store_half(sums[half], half, e.block_scale[half], tile, at, lane, smem);
+      Base::by_width(tile, [&](auto partial) {
+        store_half<partial.value>(sums[half], half, e.block_scale[half], tile, at, lane, smem);
+      });
     }
   }
 
@@ -71,21 +75,23 @@ struct PingpongGradWeightEpilogue : GradWeightEpilogue<T, kPartialTiles, sm90::k
     return reinterpret_cast<uint4*>(smem.memory) + segment % kInFlight * 32 + lane;
   }
   // Segment i of a tile, of both halves; a group of copies of its own, which may be empty.
+  template <bool kPartial>
   __device__ __forceinline__ void copy_segment(int i, const Tile& tile, int row, int lane,
                                                const sm90::EpilogueSmem& smem) const {
     const int at = row + i / kSegments * sm90::kBox;
     if (i < kHalves * kSegments && tile.m0 + at < vocab) {
-      const typename Base::Segments from = Base::segments(tile, at, lane);
+      const auto from = Base::template segments<kPartial>(tile, at, lane);
       if (from.has(i % kSegments)) sm90::copy_async(slot(i, lane, smem), from.at(i % kSegments), kHintSums);
     }
     sm90::copy_async_commit();
   }
 
   // at: the first row of this warp in the half.
+  template <bool kPartial>
   __device__ __forceinline__ void store_half(float (&sums)[sm90::kSums], int half,
                                              const float (&block_scale)[2], const Tile& tile, int at,
                                              int lane, const sm90::EpilogueSmem& smem) const {
-    const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
+    const TileWidth<kPartial, kColumns> width(tile, hidden);
     const int row = at - half * sm90::kBox;
     if constexpr (kSmallRange<T>) {
       const float unit = pow2(-unit_exponent(__uint_as_float(*largest_scaled)));
@@ -98,7 +104,7 @@ struct PingpongGradWeightEpilogue : GradWeightEpilogue<T, kPartialTiles, sm90::k
         sm90::copy_async_wait_groups<kInFlight - 1>();
         const int segment = half * kSegments + i;
         if (width.has(i * 16)) Base::add(sums, 8 * i, *slot(segment, lane, smem), block_scale);
-        copy_segment(segment + kInFlight, tile, row, lane, smem);
+        copy_segment<kPartial>(segment + kInFlight, tile, row, lane, smem);
       }
       __syncwarp();  // all lanes have read their segments of these rows, which write_rows() overwrites
     }
@@ -115,7 +121,7 @@ struct PingpongGradWeightEpilogue : GradWeightEpilogue<T, kPartialTiles, sm90::k
     if (!last) {
       float inverse_scale[2];
       Base::choose_block_scales(sums, inverse_scale, tile, at, lane);
-      const typename Base::Segments to = Base::segments(tile, at, lane);
+      const auto to = Base::template segments<kPartial>(tile, at, lane);
 #pragma unroll
       for (int i = 0; i < kSegments; ++i) {
         if (to.has(i)) sm90::store_with_hint(to.at(i), Base::scaled(sums, 8 * i, inverse_scale), kHintSums);
