@@ -10,7 +10,6 @@
 
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/planner.h"
-#include "linear_ce/sm90/tile.h"
 
 namespace liger {
 namespace {
@@ -55,16 +54,14 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int
            int64_t>
 plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
                     bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
-                    bool with_metrics, int64_t group_rows, bool float16, bool bias, bool softcap) {
+                    bool with_metrics, int64_t group_rows) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   check_chunk_problem({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
   require_at_least("plan_chunks_sm90", "clusters", clusters, 1);
   require_at_least("plan_chunks_sm90", "group_rows", group_rows, 1);
-  const bool overlaps =
-      sm90::overlaps_epilogue(hidden, {float16, with_metrics, /*squares=*/false, bias, softcap});
   const std::optional<LinearCePlan> plan =
       plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
-                 group_rows, with_metrics, false, overlaps});
+                 group_rows, with_metrics});
   if (!plan) return {};
   std::vector<int64_t> first, count, k_splits;
   for (const PlannedChunk& chunk : plan->chunks) {

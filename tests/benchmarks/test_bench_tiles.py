@@ -11,13 +11,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from liger import cli
-from liger.debug import TileMassCounts, _tile_mass, tile_mass_of_logits
+from liger._core.sm90_plan import TILE_CLASSES
+from liger.debug import TileMassCounts, tile_mass_of_logits
 from liger_bench import bench_tiles, tiles_report
 
 # Sizes that the engine takes.
 TINY = dataclasses.replace(bench_tiles.SELF_TEST, hidden=64, batch=4, steps=3)
 # 2 x 95 targets, 1024 classes.
-COLUMNS = -(-1024 // _tile_mass.TILE_CLASSES)
+COLUMNS = -(-1024 // TILE_CLASSES)
 TILES = 2 * COLUMNS
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from liger._core.sm90_plan import HIDDEN_UNIT, classes_per_tile
+from liger._core.sm90_plan import HIDDEN_UNIT, TILE_CLASSES
 
 MIB = 1 << 20
 TILE = PANEL = 128  # rows; columns
@@ -88,7 +88,7 @@ def test_sm90_stays_in_the_budget():
     for problem, (chunks, _, panel_bytes, scale_bytes, panel_offset) in TAKEN:
         _, hidden, vocab, *_, budget, _ = problem
         panels = ceil_div(vocab, PANEL) + panel_offset
-        tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, classes_per_tile(hidden))
+        tile = panels * PANEL * 2 * TILE + 4 * TILE * ceil_div(vocab, TILE_CLASSES)
         assert panels * panel_bytes <= max(budget, panels * scale_bytes) + tile, problem
         for _, rows, k_splits in chunks:
             assert 1 <= k_splits <= min(24, ceil_div(vocab, 64)), problem
@@ -104,7 +104,7 @@ def test_sm90_sums_of_metrics_are_within_the_budget():
         if not chunks:
             assert problem[4] and not problem[5], problem
             continue
-        panels, sums = ceil_div(vocab, PANEL) + panel_offset, 2 * (4 * ceil_div(vocab, 256) + 8)
+        panels, sums = ceil_div(vocab, PANEL) + panel_offset, 2 * (4 * ceil_div(vocab, TILE_CLASSES) + 8)
         rows = max(chunks[0][1] - in_grad_weight, max((count for _, count, _ in chunks[1:]), default=0))
         tile = (panels * PANEL * 2 + sums) * TILE
         assert panels * panel_bytes + rows * sums <= max(budget, panels * scale_bytes) + tile, problem

@@ -10,7 +10,7 @@ import torch
 from tile_mass_cases import sloped_layer
 
 import liger
-from liger._core.sm90_plan import classes_per_tile
+from liger._core.sm90_plan import TILE_CLASSES
 from liger.debug import TileMassCounts, _tile_mass, tile_mass, tile_mass_of_logits
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90"
@@ -20,10 +20,10 @@ def counted_one_by_one(logits, target, ignore_index=-100):
     """The definition, tile by tile and row by row."""
     rows = [i for i, t in enumerate(target.tolist()) if t != ignore_index]
     found = TileMassCounts(0, 0, (0, 0, 0), (0, 0, 0))
-    for first, start in itertools.product(range(0, len(rows), 128), range(0, logits.shape[1], 256)):
+    for first, start in itertools.product(range(0, len(rows), 128), range(0, logits.shape[1], TILE_CLASSES)):
         tile = rows[first : first + 128]
-        classes = range(start, min(start + 256, logits.shape[1]))
-        mass = max(math.fsum(logits[i].double().softmax(-1)[start : start + 256].tolist()) for i in tile)
+        classes = range(start, min(start + TILE_CLASSES, logits.shape[1]))
+        mass = max(math.fsum(logits[i].double().softmax(-1)[list(classes)].tolist()) for i in tile)
         free = not any(int(target[i]) in classes for i in tile)
         below = [mass < threshold for threshold in found.thresholds]
         found = TileMassCounts(
@@ -37,14 +37,14 @@ def counted_one_by_one(logits, target, ignore_index=-100):
 
 @pytest.mark.parametrize(
     ("rows", "vocab", "ignored"),
-    [(256, 2048, 0.0), (300, 2049, 0.3), (129, 4097, 0.0), (140, 1000, 0.9), (1, 255, 0.0)],
+    [(256, 2048, 0.0), (300, 2049, 0.3), (129, 4097, 0.0), (140, 1000, 0.9), (1, 191, 0.0)],
 )
 def test_reference_follows_the_definition(rows, vocab, ignored):
     x, weight, target = sloped_layer(rows, 64, vocab, "cpu", ignored, torch.float32)
     logits = x @ weight.T
     found = tile_mass_of_logits(logits, target)
     assert found == counted_one_by_one(logits, target)
-    assert found.tiles == -(-int((target >= 0).sum()) // 128) * -(-vocab // 256)
+    assert found.tiles == -(-int((target >= 0).sum()) // 128) * -(-vocab // TILE_CLASSES)
     if vocab > 2000:
         assert 0 < found.below[2] < found.below[0] < found.tiles
         assert 0 < found.below_without_target[0] < found.below[0]
@@ -52,10 +52,10 @@ def test_reference_follows_the_definition(rows, vocab, ignored):
 
 def test_largest_mass_of_the_rows_decides():
     """One row of 128 with half of its mass in a tile; below is strict; a target counts wherever its mass is."""
-    probabilities = torch.zeros(130, 512, dtype=torch.float64)
+    probabilities = torch.zeros(130, 2 * TILE_CLASSES, dtype=torch.float64)
     probabilities[:, 0] = 1
-    probabilities[:, 256] = 2.0**-16
-    probabilities[127, 256] = 1
+    probabilities[:, TILE_CLASSES] = 2.0**-16
+    probabilities[127, TILE_CLASSES] = 1
     target = torch.zeros(130, dtype=torch.int64)
     target[129] = 300
     found = tile_mass_of_logits(probabilities.log(), target)
@@ -88,8 +88,8 @@ def test_leading_dimensions_and_targets_out_of_range():
 
 
 def test_not_a_number_is_below_no_threshold():
-    logits = torch.zeros(2, 512)
-    logits[:, 256:] = -50
+    logits = torch.zeros(2, 2 * TILE_CLASSES)
+    logits[:, TILE_CLASSES:] = -50
     target = torch.zeros(2, dtype=torch.int64)
     assert tile_mass_of_logits(logits, target).below == (1, 1, 1)
     logits[1, 3] = torch.nan
@@ -106,15 +106,16 @@ def test_shapes_that_do_not_match():
 def test_the_bound_of_the_documents():
     """Gradients without the tiles below a threshold differ by no more than docs/performance says."""
     x, weight, target = (
-        t.double() if t.is_floating_point() else t for t in sloped_layer(256, 64, 4096, "cpu", 0.0)
+        t.double() if t.is_floating_point() else t
+        for t in sloped_layer(256, 64, 16 * TILE_CLASSES, "cpu", 0.0)
     )
     probabilities = (x @ weight.T).softmax(-1)
     one_hot = torch.nn.functional.one_hot(target, weight.shape[0])
     upstream = torch.rand(len(x), 1, dtype=torch.float64)
-    mass = probabilities.view(2, 128, 16, 256).sum(-1)
+    mass = probabilities.view(2, 128, 16, TILE_CLASSES).sum(-1)
     for threshold in _tile_mass.THRESHOLDS:
         skipped = mass.amax(1) < threshold  # (row tiles, class tiles)
-        kept = (~skipped).repeat_interleave(128, 0).repeat_interleave(256, 1)
+        kept = (~skipped).repeat_interleave(128, 0).repeat_interleave(TILE_CLASSES, 1)
         assert 0 < skipped.sum() < skipped.numel()
         full, short = (upstream * (p - one_hot) for p in (probabilities, probabilities * kept))
         tiles_of_row = skipped.sum(1).repeat_interleave(128)
@@ -124,7 +125,7 @@ def test_the_bound_of_the_documents():
         assert (grad_input <= allowed * weight.norm(dim=1).max()).all()
         grad_weight = ((full - short).T @ x).norm(dim=1)
         of_rows = (upstream.squeeze(1) * x.norm(dim=1)).view(2, 128).sum(1)
-        by_class = (skipped * of_rows.unsqueeze(1)).sum(0).repeat_interleave(256)
+        by_class = (skipped * of_rows.unsqueeze(1)).sum(0).repeat_interleave(TILE_CLASSES)
         assert (grad_weight <= threshold * by_class).all()
 
 
@@ -134,10 +135,7 @@ def test_the_bound_of_the_documents():
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="not a checkout")
 def test_numbers_are_those_of_the_kernel():
     tile = (SOURCES / "tile.h").read_text()
-    assert f"kTileM = {_tile_mass.TILE_ROWS}, kTileN = {_tile_mass.TILE_CLASSES}" in tile
-    # As classes_per_tile() has them.
-    assert "kOverlappedColumns = 192;" in tile and "    {{}, 16},\n" in tile and "kTileK = 64;" in tile
-    assert [classes_per_tile(hidden) for hidden in (704, 720)] == [256, 192]
+    assert f"kTileM = {_tile_mass.TILE_ROWS}," in tile and f"kPingpongColumns = {TILE_CLASSES};" in tile
     header = (SOURCES / "tile_mass.cuh").read_text()
     (listed,) = re.findall(r"kTileMassThresholds\[\] = \{(.*?)\}", header)
     assert tuple(float.fromhex(t.strip().rstrip("f")) for t in listed.split(",")) == _tile_mass.THRESHOLDS

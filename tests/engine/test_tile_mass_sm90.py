@@ -9,14 +9,13 @@ from tile_mass_cases import assert_counts, sloped_layer
 from torch.nn.functional import linear
 
 import liger
-from liger._core.sm90_plan import classes_per_tile
 from liger.debug import tile_mass
 
 pytestmark = pytest.mark.gpu
 
 
-def sloped(shape, device, ignored=0.25, classes=256):
-    return sloped_layer(shape.rows, shape.hidden, shape.vocab, device, ignored, classes=classes)
+def sloped(shape, device, ignored=0.25):
+    return sloped_layer(shape.rows, shape.hidden, shape.vocab, device, ignored)
 
 
 def exact_logits(x, weight):
@@ -27,13 +26,12 @@ def exact_logits(x, weight):
 def test_every_kind_of_plan(sm90, name):
     """Partial tiles of rows and classes, one chunk and several; and the gradients have the same bits."""
     shape = SHAPES[name]
-    classes = classes_per_tile(shape.hidden)
-    layer = sloped(shape, sm90, classes=classes)
+    layer = sloped(shape, sm90)
     plain = run(shape, *layer)
     with tile_mass() as mass:
         counted = run(shape, *layer)
     assert_same_bits([[[output.loss, output.logprobs], grads] for output, grads in (plain, counted)])
-    exact = assert_counts(mass.counts(), exact_logits(*layer[:2]), layer[2], classes=classes)
+    exact = assert_counts(mass.counts(), exact_logits(*layer[:2]), layer[2])
     if shape.vocab > 2000:
         assert 0 < exact.below[2] < exact.below[0] < exact.tiles
         assert 0 < exact.below_without_target[0] < exact.below[0]

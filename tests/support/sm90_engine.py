@@ -20,7 +20,7 @@ LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
 # The last one for float16, beyond one rounding of the exact gradient, which is larger where elements are below 2^-14.
 GRADIENT_FLOAT16 = 4e-4
 # kShiftShare of csrc/linear_ce/sm90/chunk.h.
-SHIFT_SHARE = 257
+SHIFT_SHARE = 129
 OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
 
 
@@ -46,7 +46,6 @@ class Shape:
         _, rows, k_splits, in_grad_weight, _, scale_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
             self.accum_dtype in (None, torch.float32), budget, clusters(), with_metrics,
-            float16=dtype == FLOAT16,
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
         return rows, k_splits, in_grad_weight, scale_bytes

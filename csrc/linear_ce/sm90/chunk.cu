@@ -5,7 +5,7 @@
 
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/gemm_launch.cuh"
-#include "linear_ce/sm90/grad_weight_pingpong.cuh"
+#include "linear_ce/sm90/grad_weight.cuh"
 #include "linear_ce/sm90/rows.cuh"
 #include "linear_ce/sm90/step.h"
 #include "linear_ce/sm90/tile_mass.cuh"
@@ -66,7 +66,7 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
     visit(b.range.reference, rows);
     visit(b.range.largest, chunk.rows);
     visit(b.range.shift, chunk.rows);
-    visit(b.range.panel_shifts, chunk.rows * batch.panels());
+    visit(b.range.box_shifts, chunk.rows * sm90::boxes(batch.vocab()));
     visit(b.range.largest_scaled, int64_t{1});
   }
 }
@@ -255,7 +255,7 @@ void Chunk::count_tile_mass() const {
   const int columns = static_cast<int>(batch_.sums_per_row());
   launch_count_tile_mass({rows(), batch_.row_index.index + chunk_.first, batch_.problem.targets,
                           static_cast<int>(batch_.vocab()), buffers_.tile_sums, columns, counts},
-                         batch_.logits_columns(), batch_.stream);
+                         batch_.stream);
 }
 
 void Chunk::gradients() const {
@@ -321,22 +321,6 @@ void Chunk::grad_input_gemm() const {
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_weight_gemm() const {
   if (!batch_.need_grad_weight) return;
-  if constexpr (sm90::kPingpong) {
-    if constexpr (!kSmallRange<T>) {  // that of float16 would spill 5 KB
-      const bool whole =
-          batch_.hidden() % sm90::kPingpongColumns == 0 && !sm90::has_partial_panel(batch_.vocab());
-      if (whole)
-        return launch_grad_weight<PingpongGradWeightEpilogue<T, false>>(sm90::HalfDepthStage::kDepth);
-    }
-    launch_grad_weight<PingpongGradWeightEpilogue<T, true>>(sm90::HalfDepthStage::kDepth);
-  } else {
-    launch_grad_weight<GradWeightEpilogue<T, kPartialTiles, kTileColumns>>(sm90::kBox);
-  }
-}
-
-template <class Epilogue>
-void Chunk::launch_grad_weight(int box_rows) const {
-  using T = typename Epilogue::Element;
   const int64_t hidden = batch_.hidden();
   if (in_grad_weight_) {
     const size_t counters = batch_.panels() * sizeof(int);
@@ -350,7 +334,7 @@ void Chunk::launch_grad_weight(int box_rows) const {
         batch_.stream);
   }
   const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
-  const typename Epilogue::Fields fields{
+  const GradWeightEpilogue<T, kPartialTiles, kTileColumns> epilogue{
       rows(),
       static_cast<int>(batch_.vocab()),
       static_cast<int>(hidden),
@@ -365,12 +349,12 @@ void Chunk::launch_grad_weight(int box_rows) const {
       is_last_,
       in_grad_weight_ ? grad_weight_.panel_read_counts : nullptr,
       static_cast<int>(plan_.panel_offset),
-      grouped ? kGroupM : static_cast<int>(ceil_div(hidden, int64_t{Epilogue::kColumns})),
-      last_vectors(hidden, Epilogue::kColumns),
+      grouped ? kGroupM : static_cast<int>(ceil_div(hidden, int64_t{kTileColumns})),
+      last_vectors(hidden, kTileColumns),
       RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
       buffers_.range.largest_scaled};
-  launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden, box_rows)), Epilogue{fields},
-              batch_.device, batch_.stream, in_grad_weight_);
+  launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), epilogue, batch_.device,
+              batch_.stream, in_grad_weight_);
 }
 
 template <typename T>

@@ -58,23 +58,16 @@ struct Batch {
   int64_t hidden() const { return input.size(1); }
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
-  // Whether gemm_kernel_overlapped computes the logits.
-  bool overlaps_epilogue() const { return sm90::overlaps_epilogue(hidden(), logits_work()); }
-  sm90::LogitsWork logits_work() const {
-    return {is_float16(), with_metrics, with_squares, terms.transform.bias != nullptr,
-            terms.transform.softcap != 0.0f};
-  }
-  // Classes per tile of the logits GEMM, and tiles per row.
-  int logits_columns() const { return sm90::logits_columns(overlaps_epilogue()); }
-  int64_t sums_per_row() const { return ceil_div(vocab(), logits_columns()); }
+  // Tiles of a row of logits.
+  int64_t sums_per_row() const { return ceil_div(vocab(), int64_t{sm90::kPingpongColumns}); }
   bool need_grad_bias() const { return terms.grad_bias != nullptr; }
   bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
   // One-hot terms per class.
   bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
 };
 
-// Of the memory budget, what is left beside the shifts of float16: a byte for each row of a panel of 256 bytes.
-inline constexpr int64_t kShiftShare = 257;
+// Of the memory budget, what is left beside the shifts of float16: a byte for each row of a box of 128 bytes.
+inline constexpr int64_t kShiftShare = 129;
 inline int64_t budget_beside_shifts(const Tensor& input, int64_t memory_budget) {
   return input.scalar_type() == ScalarType::Half ? memory_budget - memory_budget / kShiftShare
                                                  : memory_budget;
@@ -173,10 +166,8 @@ class Chunk {
  private:
   template <typename T>
   void gather_rows() const;
-  // Epilogue: ExpEpilogue or OverlappedExpEpilogue.
   template <class Epilogue>
   void logits_gemm() const;
-  void overlapped_logits_gemm() const;
   template <typename T>
   void apply_rule_of(bool gradient) const;
   template <typename T, bool kPartialTiles, int kTileColumns>
@@ -185,9 +176,6 @@ class Chunk {
   void grad_input_gemm() const;
   template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_weight_gemm() const;
-  // box_rows: of the boxes of the input rows.
-  template <class Epilogue>
-  void launch_grad_weight(int box_rows) const;
   template <typename T>
   void add_to_grad_bias() const;
   // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns).

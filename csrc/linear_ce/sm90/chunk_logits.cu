@@ -1,12 +1,10 @@
 // The steps of a chunk up to its exponentials: gathered rows, the logits GEMM, tiles that overflowed.
 #include <algorithm>
 #include <array>
-#include <iterator>
 #include <type_traits>
-#include <utility>
 
 #include "linear_ce/sm90/chunk.h"
-#include "linear_ce/sm90/exponentials_pingpong.cuh"
+#include "linear_ce/sm90/exponentials.cuh"
 #include "linear_ce/sm90/gemm_launch.cuh"
 #include "linear_ce/sm90/rows.cuh"
 #include "linear_ce/sm90/step.h"
@@ -15,10 +13,6 @@ namespace liger::linear_ce {
 namespace {
 
 constexpr const char* kOp = kGemmOp;
-
-template <sm90::LogitsWork kWork, bool kPartialTiles>
-using LogitsEpilogue = std::conditional_t<sm90::kPingpong, PingpongExpEpilogue<kWork, kPartialTiles>,
-                                          OverlappedExpEpilogue<kWork, kPartialTiles>>;
 
 }  // namespace
 
@@ -34,36 +28,18 @@ void Chunk::gather() const {
 }
 
 void Chunk::exponentials_of_gathered() const {
-  if (batch_.overlaps_epilogue()) return overlapped_logits_gemm();
+  const LogitTransform& transform = batch_.terms.transform;
   with_flags(
-      [&](auto float16, auto metrics, auto partial_panel, auto transform) {
+      [&](auto float16, auto metrics, auto bias, auto softcap) {
         using T = std::conditional_t<float16.value, __half, Bf16>;
-        // A kernel with the transform handles partial tiles too, as one of float16 with metrics does.
-        constexpr bool kPartialTiles =
-            partial_panel.value || transform.value || (float16.value && metrics.value);
-        if constexpr (metrics.value && !transform.value) {
-          if (batch_.with_squares) return logits_gemm<ExpEpilogue<T, true, kPartialTiles, false, true>>();
+        constexpr LogitsWork kWork{.metrics = metrics.value, .bias = bias.value, .softcap = softcap.value};
+        if constexpr (metrics.value && !kWork.transform()) {
+          constexpr LogitsWork kSquares{.metrics = true, .squares = true};
+          if (batch_.with_squares) return logits_gemm<ExpEpilogue<T, kSquares>>();
         }
-        logits_gemm<ExpEpilogue<T, metrics.value, kPartialTiles, transform.value>>();
+        logits_gemm<ExpEpilogue<T, kWork>>();
       },
-      batch_.is_float16(), batch_.with_metrics, sm90::has_partial_panel(batch_.vocab()),
-      batch_.terms.transform.any());
-}
-
-void Chunk::overlapped_logits_gemm() const {
-  const bool partial_panel = sm90::has_partial_panel(batch_.vocab());
-  const auto run = [&]<size_t i>() {
-    constexpr sm90::LogitsWork kWork = sm90::kPieceColumns[i].work;
-    if (batch_.logits_work() != kWork) return;
-    // A kernel with the transform handles both, as that of ExpEpilogue does.
-    if constexpr (!kWork.transform()) {
-      if (!partial_panel) return logits_gemm<LogitsEpilogue<kWork, false>>();
-    }
-    logits_gemm<LogitsEpilogue<kWork, true>>();
-  };
-  [&]<size_t... i>(std::index_sequence<i...>) {
-    (run.template operator()<i>(), ...);
-  }(std::make_index_sequence<std::size(sm90::kPieceColumns)>{});
+      batch_.is_float16(), batch_.with_metrics, transform.bias != nullptr, transform.softcap != 0.0f);
 }
 
 template <typename T>
@@ -88,7 +64,8 @@ void Chunk::gather_rows() const {
                                 buffers_.weighted_sum,
                                 buffers_.range};
   if constexpr (kSmallRange<T>) {
-    check_cuda(cudaMemsetAsync(buffers_.range.panel_shifts, 0, chunk_.rows * batch_.panels(), batch_.stream),
+    check_cuda(cudaMemsetAsync(buffers_.range.box_shifts, 0, chunk_.rows * sm90::boxes(batch_.vocab()),
+                               batch_.stream),
                kOp);
     check_cuda(cudaMemsetAsync(buffers_.range.largest_scaled, 0, sizeof(*buffers_.range.largest_scaled),
                                batch_.stream),
@@ -109,15 +86,10 @@ void Chunk::logits_gemm() const {
                kOp);
   }
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
-  typename GemmOf<Epilogue>::Maps maps;
-  if constexpr (std::is_same_v<decltype(maps), sm90::OverlappedMaps>) {
-    maps.operands = {{input, input}, matrix_map(batch_.weight, sm90::kOverlappedBoxRows)};
-    // Without gradients there are no panels, and nothing is stored.
-    const auto panels = batch_.need_gradient() ? panel_maps(sm90::kResultBoxRows) : std::array{input, input};
-    std::copy(panels.begin(), panels.end(), maps.results);
-  } else {
-    maps = {{input, input}, matrix_map(batch_.weight)};
-  }
+  // Without gradients there are no panels, and nothing is stored.
+  const auto panels = batch_.need_gradient() ? panel_maps(sm90::kResultBoxRows) : std::array{input, input};
+  const sm90::PingpongMaps maps{{{input, input}, matrix_map(batch_.weight, sm90::kPingpongBoxRows)},
+                                {panels[0], panels[1]}};
   Epilogue epilogue;
   epilogue.chunk = rows();
   epilogue.vocab = vocab;
@@ -143,7 +115,7 @@ void Chunk::logits_gemm() const {
                            buffers_.scale,
                            batch_.terms.transform,
                            buffers_.range,
-                           static_cast<int>(batch_.panels())};
+                           static_cast<int>(sm90::boxes(batch_.vocab()))};
   recompute_reference<T><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(overflow);
   check_launch(kOp);
   epilogue.phase = Phase::kRecompute;

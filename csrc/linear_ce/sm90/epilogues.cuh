@@ -66,37 +66,6 @@ struct ChunkRows {
   __device__ __forceinline__ int operator()() const { return max(0, min(rows, *count - first)); }
 };
 
-// Rounds 16 columns of a warp's accumulators, from sums[j] on, to T and writes them by stmatrix; row: as for
-// store_matrices().
-template <typename T>
-__device__ __forceinline__ void stage_vectors(const float (&sums)[sm90::kSums], int j, void* row) {
-  sm90::store_matrices(row, pack_pair<T>(sums[j], sums[j + 1]), pack_pair<T>(sums[j + 2], sums[j + 3]),
-                       pack_pair<T>(sums[j + 4], sums[j + 5]), pack_pair<T>(sums[j + 6], sums[j + 7]));
-}
-
-// The same for 8 columns. address: in shared memory, of lanes 0 to 15.
-template <typename T>
-__device__ __forceinline__ void stage_vector(const float (&sums)[sm90::kSums], int j, uint32_t address) {
-  sm90::store_matrices(address, pack_pair<T>(sums[j], sums[j + 1]), pack_pair<T>(sums[j + 2], sums[j + 3]));
-}
-
-// Rounds half of a warp's accumulators (16 rows of 128 columns, a panel) to T and writes them, swizzled, to the
-// shared memory of the warp.
-template <typename T>
-__device__ __forceinline__ void stage_half(const float (&sums)[sm90::kSums], int half, int lane,
-                                           const sm90::EpilogueSmem& smem) {
-  // For stmatrix: lane 8m + r addresses row r of matrix m, which is the upper or lower 8 rows of one of two
-  // vectors.
-  const int row = lane % 16, odd = lane / 16;
-  constexpr int kVectors = sm90::kPanel / 8;
-#pragma unroll
-  for (int v = 0; v < kVectors; v += 2) {
-    stage_vectors<T>(
-        sums, 4 * (half * kVectors + v),
-        reinterpret_cast<T*>(smem.memory) + row * sm90::kPanel + Panels::swizzle(row, (v + odd) * 8));
-  }
-}
-
 // Transposes 4 x 4 words over the four lanes of a quad.
 __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   const bool odd = lane & 1, upper = lane & 2;

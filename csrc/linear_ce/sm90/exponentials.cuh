@@ -6,11 +6,13 @@
 // apply_rule() shifts the other tiles of the row (RangeRows).
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 
 #include "cross_entropy/rule.cuh"
 #include "device/sigmoid.cuh"
 #include "linear_ce/sm90/epilogues.cuh"
+#include "linear_ce/sm90/gemm_pingpong.cuh"
 
 namespace liger::linear_ce {
 
@@ -24,7 +26,7 @@ enum class Phase { kAll, kMaxima, kRecompute };
 
 // Accumulated with the exponentials, for entropy and argmax.
 struct RowMetrics {
-  // (rows, column tiles): sums of e * log2(e); then, with kSquares, as many sums of e * e
+  // (rows, column tiles): sums of e * log2(e); then, with squares, as many sums of e * e
   float* entropy_sums;
   unsigned long long* best_keys;  // (rows): the largest key of the logits of a row; initially zero
 };
@@ -41,24 +43,31 @@ __device__ __forceinline__ int column_of_key(unsigned long long key) {
 
 // Where a lane accumulates the sums of its two rows of a tile.
 struct LaneSums {
-  float (&sum)[2], (&entropy)[2], (&squares)[2];
-  float (&best)[2];       // the largest logit
-  int (&best_column)[2];  // relative to the first column of this lane
+  float sum[2] = {}, entropy[2] = {}, squares[2] = {};
+  float best[2] = {-INFINITY, -INFINITY};  // the largest logit
+  int best_column[2] = {};                 // relative to the first column of this lane
 };
 
-// kTransform: with a bias or a softcap. The softcap multiplies an exponential by its derivative after it was
-// added to the sum. kSquares, with kMetrics: also sums of squares. Below kMaxRowSum one of a tile is finite.
-template <typename T, bool kMetrics, bool kPartialTiles, bool kTransform, bool kSquares = false,
-          int kTileColumns = sm90::kTileN>
+// What is computed beside exponentials and their sums. The softcap multiplies an exponential by its derivative after it
+// was added to the sum. Below kMaxRowSum a sum of squares of a tile is finite.
+struct LogitsWork {
+  bool metrics = false, squares = false;  // entropy and argmax; with them, sums of squares
+  bool bias = false, softcap = false;
+
+  constexpr bool transform() const { return bias || softcap; }
+};
+
+// For a warp with 16 rows in each half of a tile. Panels have 128 columns and tiles 192, so exponentials are stored in
+// boxes of 64 columns, half a row of a panel. Rows and panels beyond the chunk are clipped by TMA.
+template <typename T, LogitsWork kWork>
 struct ExpEpilogue {
-  static_assert(kMetrics || !kSquares, "sums of squares are behind those of the entropy");
+  static_assert(kWork.metrics || !kWork.squares, "sums of squares are behind those of the entropy");
   using Element = T;
-  struct Operands {};
-  __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
-  __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
   static constexpr bool kAMn = false, kBMn = false, kPanels = false;
-  static constexpr int kColumns = kTileColumns;
+  static constexpr int kColumns = sm90::kPingpongColumns, kHalves = sm90::kPingpongHalves;
   static constexpr CacheHint kHintA = CacheHint::kEvictLast, kHintB = CacheHint::kNormal;
+  // Behind the box is the bias of the tile.
+  static constexpr int kSmemBytes = sm90::kResultBoxBytes + (kWork.bias ? kColumns * int{sizeof(float)} : 0);
   ChunkRows chunk;
   int vocab, hidden;
   float factor;            // log2(e) / temperature
@@ -68,8 +77,8 @@ struct ExpEpilogue {
   bool write;                // false: sums only
   int* overflow;             // per row tile, set if a sum is too large
   Phase phase;               // other than kAll: tiles with overflow only
-  RowMetrics metrics;        // with kMetrics
-  LogitTransform transform;  // with kTransform
+  RowMetrics metrics;        // with kWork.metrics
+  LogitTransform transform;  // with kWork.transform()
   RangeRows range;           // with kSmallRange
 
   __device__ __forceinline__ int columns() const { return ceil_div(vocab, kColumns); }
@@ -90,143 +99,138 @@ struct ExpEpilogue {
             ceil_div(hidden, sm90::kTileK), 0};
   }
 
-  __device__ __forceinline__ void store(float (&z)[sm90::kSums], Operands, const Tile& tile, int row,
-                                        int lane, const sm90::EpilogueSmem& smem) const {
+  __device__ __forceinline__ void prefetch(const Tile& tile, int lane, const sm90::EpilogueSmem& smem) const {
+    if constexpr (kWork.bias) load_bias(tile, lane, smem);
+  }
+  __device__ __forceinline__ void store(float (&z)[kHalves][sm90::kSums], const Tile& tile, int row, int lane,
+                                        const sm90::EpilogueSmem& smem, const CUtensorMap (&maps)[2]) const {
+    // Keeps the compiler from computing addresses of the epilogue before the loop over tiles, for which it would spill.
+    asm volatile("" : "+r"(lane), "+r"(row));
     if (tile.m0 >= chunk()) return;
     if (phase != Phase::kAll && !overflow[tile.m0 / sm90::kTileM]) return;
-    if constexpr (kTransform) {
-      if (transform.bias != nullptr) add_bias(z, 0, kColumns, tile, lane);
+    if constexpr (kWork.bias) {
+      sm90::copy_async_wait();
+      __syncwarp();
     }
-    if (phase == Phase::kMaxima) return write_maxima(z, tile, row, lane);
-    float from[2], sum[2] = {0.0f, 0.0f}, entropy_sum[2] = {0.0f, 0.0f};
-    float square_sum[2] = {0.0f, 0.0f}, best[2] = {-INFINITY, -INFINITY};
-    int best_column[2] = {0, 0};
-    LaneSums sums{sum, entropy_sum, square_sum, best, best_column};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      from[h] = reference_of(tile.m0 + row + lane / 4 + 8 * h) * kLog2e;
-      if constexpr (kOffset<T> != 0) from[h] -= kOffset<T>;
+    for (int half = 0; half < kHalves; ++half)
+      store_half(z[half], tile, row + half * sm90::kBox, lane, smem, maps);
+  }
+
+ private:
+  // row: the first row of this warp in the half.
+  __device__ __forceinline__ void store_half(float (&z)[sm90::kSums], const Tile& tile, int row, int lane,
+                                             const sm90::EpilogueSmem& smem,
+                                             const CUtensorMap (&maps)[2]) const {
+    if (phase == Phase::kMaxima) {
+      if constexpr (kWork.bias) add_bias(z, 0, kColumns, lane, smem);
+      return write_maxima(z, tile, row, lane);
     }
-    __nv_bfloat16* const rows = write ? out.row_at(tile.m0 + row, tile.n0) : nullptr;
-    const int64_t panel = out.stride[tile.m0 >= out.rows_in_first];
+    LaneSums sums;
+    float from[2];
 #pragma unroll
-    for (int half = 0; half < kColumns / sm90::kPanel; ++half) {
-      const int first = half * sm90::kPanel;
-      if (tile.n0 + first >= vocab) break;
-      if constexpr (kPartialTiles) exclude_beyond(vocab - tile.n0, z, first, sm90::kPanel, lane);
-      exponentials(z, first, sm90::kPanel, from, tile, lane, sums);
+    for (int h = 0; h < 2; ++h)
+      from[h] = reference_of(tile.m0 + row + lane / 4 + 8 * h) * kLog2e - kOffset<T>;
+    // A panel that the vocabulary ends in has zeros up to its end, where the other GEMMs read it.
+    const int end = round_up(vocab, sm90::kPanel);
+#pragma unroll
+    for (int first = 0; first < kColumns; first += sm90::kBox) {
+      if (tile.n0 + first >= end) break;
+      if constexpr (kWork.bias) add_bias(z, first, sm90::kBox, lane, smem);
+      const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
+      exclude_beyond(left, z, first);
+      exponentials(z, first, left, from, sums);
       if (!write) continue;
-      if constexpr (kSmallRange<T>) shift_down(z, half, sums.sum, tile, row, lane);
-      if (lane == 0) sm90::bulk_store_wait_read();
-      __syncwarp();
-      stage_half<T>(z, half, lane, smem);
-      async_fence();
-      __syncwarp();
-      if (lane == 0) sm90::bulk_store(rows + half * panel, smem.memory, 16 * sm90::kPanel * 2);
+      if constexpr (kSmallRange<T>) shift_down(z, first, sums.sum, tile, row, lane);
+      wait_for_store(lane);
+      stage_box(z, first, lane, smem);
+      store_box(tile, tile.n0 + first, row, lane, smem, maps);
     }
+    if (write) clear_rest_of_panel(tile, row, lane, smem, maps);
     write_sums(sums, tile, row, lane);
   }
 
- protected:
+  // --- logits -> exponentials --------------------------------------------------------------------------------------
+
   __device__ __forceinline__ float reference_of(int row) const {
     // With a bias a row of zeros may have large logits; all its exponentials become 0.
-    return row < chunk.rows ? reference[row] : kTransform ? INFINITY : 0.0f;
+    return row < chunk.rows ? reference[row] : kWork.transform() ? INFINITY : 0.0f;
   }
-  __device__ __forceinline__ void write_maxima(const float (&z)[sm90::kSums], const Tile& tile, int row,
-                                               int lane) const {
-    float max[2] = {-INFINITY, -INFINITY};
+  // Copies the bias of the tile to shared memory, while its mainloop runs. The vector has zeros up to a multiple of
+  // kTileN; the tile may end behind it, in columns that are beyond the vocabulary.
+  //
+  // No copy has a predicate, so some lanes repeat those of others: ptxas 13.0 encodes the second of two predicated ones
+  // with a descriptor in an odd uniform register, an illegal instruction.
+  __device__ __forceinline__ void load_bias(const Tile& tile, int lane,
+                                            const sm90::EpilogueSmem& smem) const {
+    sm90::copy_async_wait();  // for those of a tile whose results are not needed
+    const int last = round_up(vocab, sm90::kTileN) - 4;
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      const int column = tile.n0 + i / 4 * 8 + (kPartialTiles ? lane % 4 * 2 + i % 2 : 0);
-      const bool inside = column < vocab;
-      if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
-    }
-    write_tile_results<Max>(tile_sums, max, tile, row, lane);
-  }
-  // Logits of that many columns of the tile -> exponentials. from: references of the rows of this lane, as exponents
-  // to base 2.
-  __device__ __forceinline__ void exponentials(float (&z)[sm90::kSums], int first, int count,
-                                               const float (&from)[2], const Tile& tile, int lane,
-                                               const LaneSums& sums) const {
-    if constexpr (kTransform) {
-      transform.softcap != 0.0f ? exponentials_of<true>(z, first, count, from, tile, lane, sums)
-                                : exponentials_of<false>(z, first, count, from, tile, lane, sums);
-    } else {
-      exponentials_of<false>(z, first, count, from, tile, lane, sums);
+    for (int i = 0; i < kColumns; i += 32 * 4) {
+      const int column = i + lane * 4 % std::min(kColumns - i, 32 * 4);
+      copy_async(
+          reinterpret_cast<Vec<float, 4>*>(smem.memory + sm90::kResultBoxBytes + column * sizeof(float)),
+          transform.bias + min(tile.n0 + column, last));
     }
   }
-  // kCapped: with a softcap. kPartial: columns may be beyond the vocabulary.
-  template <bool kCapped, bool kPartial = kPartialTiles>
-  __device__ __forceinline__ void exponentials_of(float (&z)[sm90::kSums], int first, int count,
-                                                  const float (&from)[2], const Tile& tile, int lane,
-                                                  const LaneSums& sums) const {
-    const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
+  static __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], int first, int count, int lane,
+                                                  const sm90::EpilogueSmem& smem) {
+    const float2* const pairs =
+        reinterpret_cast<const float2*>(smem.memory + sm90::kResultBoxBytes) + lane % 4;
 #pragma unroll
     for (int j = first / 8; j < (first + count) / 8; ++j) {
+      const float2 b = pairs[4 * j];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
+    }
+  }
+  // The logits of columns of a box that are beyond the vocabulary become -inf.
+  static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int first) {
+    if (left >= first + sm90::kBox) return;
+#pragma unroll
+    for (int i = first / 2; i < (first + sm90::kBox) / 2; ++i) {
+      if (i / 4 * 8 + i % 2 >= left) z[i] = -INFINITY;
+    }
+  }
+  // Logits of a box -> exponentials. from: references of the rows of this lane, as exponents to base 2.
+  __device__ __forceinline__ void exponentials(float (&z)[sm90::kSums], int first, int left,
+                                               const float (&from)[2], LaneSums& sums) const {
+#pragma unroll
+    for (int j = first / 8; j < (first + sm90::kBox) / 8; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = z[4 * j + i];
         const int h = i / 2;
-        if constexpr (kMetrics) {
+        if constexpr (kWork.metrics) {
           if (x > sums.best[h]) sums.best[h] = x, sums.best_column[h] = 8 * j + i % 2;
         }
         float y, derivative;
-        if constexpr (kCapped) {
+        if constexpr (kWork.softcap) {
           // The logit of an excluded column is -inf, where the derivative is 0.
           y = capped_exponent(x, from[h], derivative);
-          if (kPartial && 8 * j + i % 2 >= left) y = -INFINITY;
+          if (8 * j + i % 2 >= left) y = -INFINITY;
         } else {
           y = fmaf(x, factor, -from[h]);
         }
         x = exp2_fast(y);
         sums.sum[h] += x;
-        if constexpr (kSquares) sums.squares[h] = fmaf(x, x, sums.squares[h]);
+        if constexpr (kWork.squares) sums.squares[h] = fmaf(x, x, sums.squares[h]);
         // A logit of -inf, of an excluded column or by the bias, has no entropy.
-        if constexpr (kMetrics) sums.entropy[h] = fmaf(x, kPartial ? fmaxf(y, -FLT_MAX) : y, sums.entropy[h]);
-        if constexpr (kCapped) x *= derivative;
+        if constexpr (kWork.metrics) sums.entropy[h] = fmaf(x, fmaxf(y, -FLT_MAX), sums.entropy[h]);
+        if constexpr (kWork.softcap) x *= derivative;
       }
     }
   }
-  // The results of a tile, and whether it overflowed.
-  __device__ __forceinline__ void write_sums(const LaneSums& sums, const Tile& tile, int row,
-                                             int lane) const {
-    if constexpr (kOffset<T> != 0) remove_offset(sums);
-    write_tile_results<Sum>(tile_sums, sums.sum, tile, row, lane);
-    if constexpr (kMetrics) {
-      write_tile_results<Sum>(metrics.entropy_sums, sums.entropy, tile, row, lane);
-      if constexpr (kSquares) {
-        write_tile_results<Sum>(metrics.entropy_sums + int64_t{chunk.rows} * columns(), sums.squares, tile,
-                                row, lane);
-      }
-      update_best_keys(sums.best, sums.best_column, tile, row, lane);
-    }
-    const bool too_large = !(sums.sum[0] < kMaxRowSum) || !(sums.sum[1] < kMaxRowSum);
-    if (phase == Phase::kAll && too_large) overflow[tile.m0 / sm90::kTileM] = 1;
+  // The exponent of a logit after the softcap, and the derivative of the softcap: with u = z / softcap and
+  // r = 1 / (1 + e^2u), tanh(u) = 1 - 2r, and its derivative is 4r (1 - r).
+  __device__ __forceinline__ float capped_exponent(float z, float from, float& derivative) const {
+    const float r = reciprocal_fast(1.0f + exp2_fast(z * (2.0f * kLog2e / transform.softcap)));
+    derivative = fmaf(-4.0f * r, r, 4.0f * r);
+    return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
   }
-  // The logits of columns from `left` on become -inf, of `count` columns of the tile.
-  static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int first,
-                                                        int count, int lane) {
-    if (left >= first + count) return;
-#pragma unroll
-    for (int i = first / 2; i < (first + count) / 2; ++i) {
-      if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left) z[i] = -INFINITY;
-    }
-  }
-  __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], int first, int count, const Tile& tile,
-                                           int lane) const {
-    const float2* const pairs = reinterpret_cast<const float2*>(transform.bias + tile.n0) + lane % 4;
-#pragma unroll
-    for (int j = first / 8; j < (first + count) / 8; ++j) {
-      const float2 b = __ldg(pairs + 4 * j);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
-    }
-  }
-
- private:
-  // Before half of a tile is rounded: multiplies the exponentials of rows whose sum so far is at least
-  // 2^kLargestSumExponent by a power of two, so that each is below that.
-  __device__ __forceinline__ void shift_down(float (&z)[sm90::kSums], int half, const float (&sum)[2],
+  // Before a box is rounded: multiplies the exponentials of rows whose sum so far is at least 2^kLargestSumExponent by a
+  // power of two, so that each is below that.
+  __device__ __forceinline__ void shift_down(float (&z)[sm90::kSums], int first, const float (&sum)[2],
                                              const Tile& tile, int row, int lane) const {
     float total[2];
 #pragma unroll
@@ -236,36 +240,100 @@ struct ExpEpilogue {
       constexpr float kLargestSum = static_cast<float>(1 << kLargestSumExponent);
       if (total[h] < kLargestSum) continue;
       const int shift = exponent_of(total[h]) - (kLargestSumExponent - 1);
-      const float factor = pow2(-shift);
-      constexpr int kPerPanel = sm90::kSums * sm90::kPanel / sm90::kTileN;
+      const float by = pow2(-shift);
 #pragma unroll
-      for (int i = half * kPerPanel; i < (half + 1) * kPerPanel; ++i) {
-        if (i / 2 % 2 == h) z[i] *= factor;
+      for (int i = first / 2; i < (first + sm90::kBox) / 2; ++i) {
+        if (i / 2 % 2 == h) z[i] *= by;
       }
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (lane % 4 == 0 && r < chunk.rows) {
-        const int64_t panels = ceil_div(vocab, sm90::kPanel);
-        range.panel_shifts[r * panels + tile.n0 / sm90::kPanel + half] = static_cast<unsigned char>(shift);
+        range.box_shifts[int64_t{r} * sm90::boxes(vocab) + (tile.n0 + first) / sm90::kBox] =
+            static_cast<unsigned char>(shift);
         atomicMax(range.shift + r, shift);
       }
     }
   }
+
+  // --- results -----------------------------------------------------------------------------------------------------
+
+  // Until the box before has been read from shared memory.
+  static __device__ __forceinline__ void wait_for_store(int lane) {
+    if (lane == 0) sm90::bulk_store_wait_read();
+    __syncwarp();
+  }
+  // Vectors of 16 bytes of a row are swizzled: vector v of row r is v ^ r % 8.
+  static __device__ __forceinline__ void stage_box(const float (&z)[sm90::kSums], int first, int lane,
+                                                   const sm90::EpilogueSmem& smem) {
+    // For stmatrix: lane 8m + r addresses row r of matrix m, which is the upper or lower 8 rows of one of two vectors.
+    const int r = lane % 16, odd = lane / 16;
+    T* const row = reinterpret_cast<T*>(smem.memory) + r * sm90::kBox;
+#pragma unroll
+    for (int v = 0; v < sm90::kBox / 8; v += 2) {
+      const int j = first / 2 + 4 * v;
+      sm90::store_matrices(row + (((v + odd) ^ r) & 7) * 8, pack_pair<T>(z[j], z[j + 1]),
+                           pack_pair<T>(z[j + 2], z[j + 3]), pack_pair<T>(z[j + 4], z[j + 5]),
+                           pack_pair<T>(z[j + 6], z[j + 7]));
+    }
+  }
+  __device__ __forceinline__ void store_box(const Tile& tile, int column, int row, int lane,
+                                            const sm90::EpilogueSmem& smem,
+                                            const CUtensorMap (&maps)[2]) const {
+    async_fence();
+    __syncwarp();
+    if (lane != 0) return;
+    const bool second = tile.m0 >= out.rows_in_first;
+    sm90::store_box(
+        &maps[second], smem.memory,
+        {column % sm90::kPanel, tile.m0 + row - (second ? out.rows_in_first : 0), column / sm90::kPanel});
+  }
+  // The last panel may end 64 columns behind the last tile.
+  __device__ __forceinline__ void clear_rest_of_panel(const Tile& tile, int row, int lane,
+                                                      const sm90::EpilogueSmem& smem,
+                                                      const CUtensorMap (&maps)[2]) const {
+    const int end = tile.n0 + kColumns;
+    if (end < vocab || end % sm90::kPanel == 0) return;
+    wait_for_store(lane);
+#pragma unroll
+    for (int i = 0; i < sm90::kResultBoxBytes; i += 32 * 16)
+      store_shared(smem.memory + i + lane * 16, 0.0f, 0.0f, 0.0f, 0.0f);
+    store_box(tile, end, row, lane, smem, maps);
+  }
+
+  __device__ __forceinline__ void write_maxima(const float (&z)[sm90::kSums], const Tile& tile, int row,
+                                               int lane) const {
+    float max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      const bool inside = tile.n0 + i / 4 * 8 + lane % 4 * 2 + i % 2 < vocab;
+      if (inside) max[i / 2 % 2] = fmaxf(max[i / 2 % 2], z[i]);
+    }
+    write_tile_results<Max>(tile_sums, max, tile, row, lane);
+  }
+  // The results of a tile, and whether it overflowed.
+  __device__ __forceinline__ void write_sums(LaneSums& sums, const Tile& tile, int row, int lane) const {
+    if constexpr (kOffset<T> != 0) remove_offset(sums);
+    write_tile_results<Sum>(tile_sums, sums.sum, tile, row, lane);
+    if constexpr (kWork.metrics) {
+      write_tile_results<Sum>(metrics.entropy_sums, sums.entropy, tile, row, lane);
+      if constexpr (kWork.squares) {
+        write_tile_results<Sum>(metrics.entropy_sums + int64_t{chunk.rows} * columns(), sums.squares, tile,
+                                row, lane);
+      }
+      update_best_keys(sums.best, sums.best_column, tile, row, lane);
+    }
+    const bool too_large = !(sums.sum[0] < kMaxRowSum) || !(sums.sum[1] < kMaxRowSum);
+    if (phase == Phase::kAll && too_large) overflow[tile.m0 / sm90::kTileM] = 1;
+  }
   // The sums of a lane for exponentials and exponents without kOffset.
-  static __device__ __forceinline__ void remove_offset(const LaneSums& sums) {
+  static __device__ __forceinline__ void remove_offset(LaneSums& sums) {
     constexpr float kFactor = 1.0f / (1 << kOffset<T>);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if constexpr (kMetrics) sums.entropy[h] = fmaf(-kOffset<T>, sums.sum[h], sums.entropy[h]) * kFactor;
-      if constexpr (kSquares) sums.squares[h] *= kFactor * kFactor;
+      if constexpr (kWork.metrics)
+        sums.entropy[h] = fmaf(-kOffset<T>, sums.sum[h], sums.entropy[h]) * kFactor;
+      if constexpr (kWork.squares) sums.squares[h] *= kFactor * kFactor;
       sums.sum[h] *= kFactor;
     }
-  }
-  // The exponent of a logit after the softcap, and the derivative of the softcap: with u = z / softcap and
-  // r = 1 / (1 + e^2u), tanh(u) = 1 - 2r, and its derivative is 4r (1 - r).
-  __device__ __forceinline__ float capped_exponent(float z, float from, float& derivative) const {
-    const float r = reciprocal_fast(1.0f + exp2_fast(z * (2.0f * kLog2e / transform.softcap)));
-    derivative = fmaf(-4.0f * r, r, 4.0f * r);
-    return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
   }
   // Reduces over the four lanes that share a row; all of them get the result.
   template <class Reduction>

@@ -99,11 +99,9 @@ std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
   const int64_t budget =
       linear_ce::budget_beside_shifts(call.input, call.memory_budget - 4 * TermElements(call).total());
   const bool with_metrics = (extras & (ce::kArgmax | ce::kEntropy)) != 0;
-  const sm90::LogitsWork work{half, with_metrics, false, call.bias.has_value(), (extras & ce::kSoftcap) != 0};
   return linear_ce::plan_on_device(
       {call.input.size(0), call.input.size(1), call.weight.size(0), call.need_grad_input,
-       call.need_grad_weight, call.exact_accumulation, budget, 0, 1, with_metrics, false,
-       sm90::overlaps_epilogue(call.input.size(1), work)},
+       call.need_grad_weight, call.exact_accumulation, budget, 0, 1, with_metrics},
       call.device);
 }
 

@@ -117,12 +117,12 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
 }
 
 #ifdef LIGER_SM90A
-// Issues the wgmmas of a k-block, of that stage. a, b: the low words of the descriptors of stage 0, to which constants
-// are added: between wgmmas few instructions keep the tensor cores busy. previous: the stage of the k-block before,
-// -1 if this is the first one of its tile.
-template <class Epilogue, class Stage>
-__device__ __forceinline__ void issue_k_block(float (&sums)[kSums], uint32_t a, uint32_t b, int ring_stage,
-                                              int previous) {
+// Issues the wgmmas of a k-block, of that stage: for kCount times 64 rows, which share the operand B. a, b: the low words
+// of the descriptors of stage 0, to which constants are added: between wgmmas few instructions keep the tensor cores busy.
+// add: to the accumulators; else they are overwritten.
+template <class Epilogue, class Stage, int kCount>
+__device__ __forceinline__ void issue_k_block(float (&sums)[kCount][kSums], uint32_t a, uint32_t b,
+                                              int ring_stage, bool add) {
   // Descriptor increments for 16 elements of K within a box: along its rows, or down 16 of them.
   constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
                 kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
@@ -130,8 +130,11 @@ __device__ __forceinline__ void issue_k_block(float (&sums)[kSums], uint32_t a, 
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kTileK / 16; ++k) {
-    wgmma<typename Epilogue::Element, Epilogue::kColumns, Epilogue::kAMn, Epilogue::kBMn>(
-        sums, a + stage + k * kStepA, b + stage + k * kStepB, k > 0 || previous >= 0);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      wgmma<typename Epilogue::Element, Epilogue::kColumns, Epilogue::kAMn, Epilogue::kBMn>(
+          sums[i], a + stage + i * (kBoxBytes >> 4) + k * kStepA, b + stage + k * kStepB, k > 0 || add);
+    }
   }
   wgmma_commit();
 }
@@ -197,14 +200,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
     const EpilogueSmem smem{epilogue_smem + own_warp * kEpilogueSmemBytes};
     Ring<kStages> ring;
-    float sums[kSums];
+    float sums[1][kSums];
     for (int t = cluster; t < tiles; t += clusters) {
       const Tile tile = epilogue.tile(t, rank);
       int previous = -1;
       const auto add_k_blocks = [&](int count) {
         for (int i = 0; i < count; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-          issue_k_block<Epilogue, WideStage>(sums, descriptor_a, descriptor_b, ring.stage, previous);
+          issue_k_block<Epilogue, WideStage>(sums, descriptor_a, descriptor_b, ring.stage, previous >= 0);
           wgmma_wait<1>();
           if (previous >= 0) release(previous);
           previous = ring.stage;
@@ -218,10 +221,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       const typename Epilogue::Operands operands = epilogue.load(tile, own_row, lane);
       add_k_blocks(late);
       wgmma_wait<0>();
-      pin<Epilogue::kColumns>(sums);
-      if (tile.k_blocks == 0) clear<Epilogue::kColumns>(sums);
+      pin<Epilogue::kColumns>(sums[0]);
+      if (tile.k_blocks == 0) clear<Epilogue::kColumns>(sums[0]);
       if (previous >= 0) release(previous);
-      epilogue.store(sums, operands, tile, own_row, lane, smem);
+      epilogue.store(sums[0], operands, tile, own_row, lane, smem);
     }
     bulk_store_wait();
   }

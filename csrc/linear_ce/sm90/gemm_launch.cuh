@@ -9,7 +9,6 @@
 #include "host/shared_memory.h"
 #include "host/tensor_map.h"
 #include "host/torch.h"
-#include "linear_ce/sm90/gemm_overlapped.cuh"
 #include "linear_ce/sm90/gemm_pingpong.cuh"
 
 namespace liger::linear_ce {
@@ -48,19 +47,11 @@ struct GemmOf {
   using Maps = sm90::Maps;
 };
 template <class Epilogue>
-concept IsPingpong = requires { Epilogue::kHalves; };
-template <class Epilogue>
-  requires(!IsPingpong<Epilogue> && requires { typename Epilogue::Pending; })
-struct GemmOf<Epilogue> {
-  static constexpr auto kKernel = sm90::gemm_kernel_overlapped<Epilogue>;
-  static constexpr int kSharedBytes = sm90::kOverlappedSharedBytes<Epilogue>;
-  using Maps = sm90::OverlappedMaps;
-};
-template <IsPingpong Epilogue>
+  requires requires { Epilogue::kHalves; }
 struct GemmOf<Epilogue> {
   static constexpr auto kKernel = sm90::gemm_kernel_pingpong<Epilogue>;
   static constexpr int kSharedBytes = sm90::kPingpongSharedBytes<Epilogue>;
-  using Maps = typename Epilogue::Maps;
+  using Maps = sm90::PingpongMaps;
 };
 
 // The result points to `attributes`, which must outlive it.

@@ -21,7 +21,6 @@ namespace liger::linear_ce {
 // store() applies.
 template <typename T, bool kPartialTiles, int kTileColumns>
 struct GradWeightEpilogue {
-  using Fields = GradWeightEpilogue;  // what a launch sets, of epilogues derived from it, too
   using Element = T;
   static constexpr bool kAMn = true, kBMn = true, kPanels = true;
   static constexpr int kColumns = kTileColumns;

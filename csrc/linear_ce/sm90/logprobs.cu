@@ -91,8 +91,7 @@ LinearCePlan plan_of(const linear_ce::Batch& batch, bool one_chunk, int64_t memo
                                 0,
                                 1,
                                 batch.with_metrics,
-                                batch.with_squares,
-                                batch.overlaps_epilogue()};
+                                batch.with_squares};
   const std::optional<LinearCePlan> plan = one_chunk
                                                ? linear_ce::plan_one_chunk_on_device(problem, batch.device)
                                                : linear_ce::plan_on_device(problem, batch.device);

@@ -17,7 +17,7 @@ using sm90::kTileM;
 
 // Tiles of a row of logits.
 int64_t logits_tiles(const LinearCeProblem& p) {
-  return ceil_div(p.vocab, int64_t{sm90::logits_columns(p.overlaps_epilogue)});
+  return ceil_div(p.vocab, int64_t{sm90::kPingpongColumns});
 }
 // Below these the generic engine is faster: rows of the batch, and rows of a chunk where it may sum in bf16
 // (its float32 sum needs far more memory).
@@ -125,7 +125,7 @@ Limits limits(const LinearCeProblem& p, int64_t panel_offset) {
   l.rows_in_grad_weight = p.need_grad_weight ? p.hidden / kTileM * kTileM : 0;
   l.row_bytes = panels * kPanel * 2 + (1 + p.with_metrics + p.with_squares) * sums;
   l.budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
-  l.available = l.budget - panels * scale_bytes(p, kPanel, sm90::grad_weight_tiles(p.hidden));
+  l.available = l.budget - panels * scale_bytes(p, kPanel, sm90::column_tiles(p.hidden));
   return l;
 }
 
@@ -190,7 +190,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kFewestRowsPerPass)
     return std::nullopt;
   plan.rows_in_grad_weight = std::min(l.rows_in_grad_weight, best.first_rows);
-  plan.scale_bytes = scale_bytes(p, kPanel, sm90::grad_weight_tiles(p.hidden));
+  plan.scale_bytes = scale_bytes(p, kPanel, sm90::column_tiles(p.hidden));
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
   // The block scales of the first chunk overwrite exponentials that were read before, if those are stored
   // panel_offset panels behind; else they need their own memory.

@@ -9,7 +9,6 @@
 
 namespace liger::sm90 {
 
-inline constexpr int kBox = 64;  // rows and columns of a TMA box
 inline constexpr int kStages = 4;
 inline constexpr int kCluster = 2;
 inline constexpr int kConsumers = 2;                     // consumer warpgroups, which issue wgmma
@@ -85,15 +84,8 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// cp.async.bulk from shared to global memory; addresses and size are multiples of 16 bytes. Generic stores to
-// the source need async_fence() and a barrier before.
-__device__ __forceinline__ void bulk_store(void* destination, const void* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(destination),
-               "r"(shared_address(source)), "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// The same for a box of a tensor; what is out of bounds is not stored.
+// Stores a box of a tensor from shared memory; what is out of bounds is not stored. Generic stores to the source need
+// async_fence() and a barrier before.
 __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* source, Corner at) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared_address(source)), "r"(at.column), "r"(at.row), "r"(at.panel)
@@ -118,15 +110,6 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Groups of copies: until at most the kPending newest ones are not complete.
-__device__ __forceinline__ void copy_async_commit() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int kPending>
-__device__ __forceinline__ void copy_async_wait_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 __device__ __forceinline__ uint4 load_with_hint(const uint4* p, CacheHint keep) {
   uint4 v;
   asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -146,11 +129,6 @@ __device__ __forceinline__ void store_matrices(void* row, uint32_t m0, uint32_t 
                                                uint32_t m3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(row)),
                "r"(m0), "r"(m1), "r"(m2), "r"(m3)
-               : "memory");
-}
-// The same for two of them, at an address in shared memory, of lanes 0 to 15.
-__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t m0, uint32_t m1) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(m0), "r"(m1)
                : "memory");
 }
 
@@ -180,13 +158,7 @@ __device__ __forceinline__ void pin(float (&d)[kSums]) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
-// Their values are not needed any more: the first wgmma of a tile ignores them, which the compiler does not know.
-template <int kColumns>
-__device__ __forceinline__ void forget(float (&d)[kSums]) {
-#pragma unroll
-  for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "=f"(d[i]));
-}
-// Sets them to 0. Only rare tiles need it: the asm statements keep the compiler from turning the branch into selections.
+// Sets them to 0. The asm statements keep the compiler from turning a branch around them into selections.
 template <int kColumns>
 __device__ __forceinline__ void clear(float (&d)[kSums]) {
 #pragma unroll

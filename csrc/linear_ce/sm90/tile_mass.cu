@@ -21,7 +21,6 @@ std::atomic<TileMassCounts*> counts_of_device[kMaxDevices];
 
 // A block counts the tiles of 128 rows. A row below a threshold has sum < threshold * total: the product with a power
 // of two is exact. grid: tiles of rows.
-template <int kTileColumns>
 __global__ void __launch_bounds__(kThreads) count_tile_mass(const TileMass p) {
   // A copy: device code cannot read an array in host memory.
   constexpr float kThresholds[] = {kTileMassThresholds[0], kTileMassThresholds[1], kTileMassThresholds[2]};
@@ -41,7 +40,8 @@ __global__ void __launch_bounds__(kThreads) count_tile_mass(const TileMass p) {
     // A row with NaN or infinity is below no threshold.
     totals[row] = isfinite(total) ? total : 0.0f;
     const int64_t target = p.targets[p.index[row0 + row]];
-    target_tiles[row] = target >= 0 && target < p.vocab ? static_cast<int>(target / kTileColumns) : -1;
+    target_tiles[row] =
+        target >= 0 && target < p.vocab ? static_cast<int>(target / sm90::kPingpongColumns) : -1;
   }
   __syncthreads();
   for (int column = threadIdx.x; column < p.columns; column += kThreads) {
@@ -91,11 +91,9 @@ TileMassCounts* tile_mass_counts(int device) {
   return counts_of_device[device].load(std::memory_order_relaxed);
 }
 
-void launch_count_tile_mass(const TileMass& mass, int tile_columns, cudaStream_t stream) {
+void launch_count_tile_mass(const TileMass& mass, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>(ceil_div(mass.chunk.rows, sm90::kTileM));
-  const auto kernel = tile_columns == sm90::kTileN ? count_tile_mass<sm90::kTileN>
-                                                   : count_tile_mass<sm90::kOverlappedColumns>;
-  kernel<<<tiles, kThreads, 0, stream>>>(mass);
+  count_tile_mass<<<tiles, kThreads, 0, stream>>>(mass);
   check_launch(kOp);
 }
 

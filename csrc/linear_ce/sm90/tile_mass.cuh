@@ -34,7 +34,6 @@ struct TileMass {
 
 // Where the counts of a device are added; null while the counter is off.
 TileMassCounts* tile_mass_counts(int device);
-// tile_columns: Batch::logits_columns().
-void launch_count_tile_mass(const TileMass& mass, int tile_columns, cudaStream_t stream);
+void launch_count_tile_mass(const TileMass& mass, cudaStream_t stream);
 
 }  // namespace liger::linear_ce

@@ -7,6 +7,8 @@ import torch
 # What the engine takes: hidden sizes that are divisible by kHiddenUnit of csrc/linear_ce/sm90/tile.h, and these dtypes.
 HIDDEN_UNIT = 16
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
+# Classes per tile of the logits GEMM, each with a sum per row: kPingpongColumns of the same file.
+TILE_CLASSES = 192
 
 
 class PlannedChunk(NamedTuple):
@@ -56,12 +58,6 @@ class LinearBackwardPlan(NamedTuple):
     scale_bytes: int
     first_workspace_bytes: int
     workspace_bytes: int
-
-
-def classes_per_tile(hidden, float16=False):
-    """Classes per tile of the logits GEMM, without bias, softcap and metrics."""
-    # kOverlappedColumns, (kOverlappedColumns / 16 - 1) * kTileK and kTileN of csrc/linear_ce/sm90/tile.h.
-    return 192 if hidden > 704 and not float16 else 256
 
 
 def plan_chunks_sm90(*problem, **options):

@@ -37,7 +37,7 @@ import liger
 
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
-from .._core.sm90_plan import ENGINE_DTYPES, classes_per_tile, plan_chunks_sm90
+from .._core.sm90_plan import ENGINE_DTYPES, TILE_CLASSES, plan_chunks_sm90
 from . import _plan_model
 from ._format import human_bytes, table
 
@@ -53,7 +53,7 @@ SM90 = (9, 0)
 # The dtypes of the sm_90a engine: plan_sm90() of csrc/linear_ce/sm90/fused_linear_ce.cu.
 SM90_DTYPES = (torch.bfloat16, torch.float16)
 # The part of the budget for the shifts of float16: kShiftShare of csrc/linear_ce/sm90/chunk.h.
-SHIFT_SHARE = 257
+SHIFT_SHARE = 129
 
 
 def add_arguments(parser):
@@ -156,19 +156,17 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         exact_accumulation,
         budget,
         clusters=_clusters(),
-        float16=half,
     )
     if not plan.chunks:
         return None
     panels = math.ceil(vocab / 128) + plan.panel_offset
-    tile_classes = classes_per_tile(hidden, half)
     offset_bytes = plan.panel_offset * 128 * hidden * 2
     working = 0
     for chunk in plan.chunks:
         is_first = chunk.first == 0
-        need = 4 * chunk.rows * (math.ceil(vocab / tile_classes) + 4)
+        need = 4 * chunk.rows * (math.ceil(vocab / TILE_CLASSES) + 4)
         if half:
-            need += chunk.rows * (math.ceil(vocab / 128) + 12)
+            need += chunk.rows * (2 * math.ceil(vocab / 128) + 12)
         if is_first and plan.rows_in_grad_weight:
             need += 2 * chunk.rows * hidden
         if chunk.k_splits > 1:

@@ -15,21 +15,21 @@ import torch
 
 from .._core import load
 from .._core.build_info import build_info
+from .._core.sm90_plan import TILE_CLASSES
 from ..backend import FAMILIES
 
-# Rows and classes of a tile: csrc/linear_ce/sm90/tile.h. Thresholds: csrc/linear_ce/sm90/tile_mass.cuh.
-TILE_ROWS, TILE_CLASSES = 128, 256
+# Rows of a tile: csrc/linear_ce/sm90/tile.h. Thresholds: csrc/linear_ce/sm90/tile_mass.cuh.
+TILE_ROWS = 128
 THRESHOLDS = (2.0**-12, 2.0**-16, 2.0**-20)
 _NUMBERS = 2 + 2 * len(THRESHOLDS)
 
 
 @dataclass(frozen=True)
 class TileMassCounts:
-    """Numbers of tiles of 128 rows x 256 classes, or x 192 classes: those of the engine's logits GEMM.
+    """Numbers of tiles of 128 rows x 192 classes: those of the engine's logits GEMM.
 
-    Tiles have 192 classes with bfloat16 and a hidden size above 704, or above 1472 with a bias, or with entropies or
-    argmax. With both, or a softcap, tiles have 256 classes. The mass of a row in a tile is the sum of its probabilities
-    over the classes of the tile; a tile is below a threshold if the mass of each of its rows is.
+    The mass of a row in a tile is the sum of its probabilities over the classes of the tile; a tile is below a
+    threshold if the mass of each of its rows is.
 
     Attributes:
         tiles: all tiles.
@@ -86,7 +86,8 @@ class TileMass:
         if counts.tiles == 0:
             raise RuntimeError(
                 "tile_mass: the sm_90a engine has computed no gradient since the start of the with block. It takes "
-                "bfloat16, at least 256 rows and hidden sizes that are multiples of 64; LIGER_LOG=plan prints its plans"
+                "bfloat16 or float16, at least 256 rows and hidden sizes that are multiples of 16; LIGER_LOG=plan "
+                "prints its plans"
             )
         return counts
 
@@ -194,7 +195,7 @@ def tile_mass_of_logits(
         target: (...), integers; a class out of range is the target of no tile.
         ignore_index: the target of rows that do not count.
         thresholds: of the mass of a row; its total is 1.
-        tile_classes: classes of a tile, 192 for some calls (:class:`TileMassCounts`).
+        tile_classes: classes of a tile.
 
     Raises:
         RuntimeError: shapes that do not match.

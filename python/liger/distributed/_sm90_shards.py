@@ -114,7 +114,6 @@ def plan_of(input, weight, bias, options, group, vocab_size, needs_grad, accum_d
         accum_dtype in (None, torch.float32),
         memory_budget,
         clusters,
-        softcap=options.softcap is not None,
     )
     return plan if plan.chunks else None
 

@@ -1,8 +1,8 @@
-"""Tiles of 192 classes, as the logits GEMM has them from a hidden size of 768 on: where they end within a panel of 128
-classes, and the numbers of tiles per block."""
+"""Tiles of 192 classes of the logits GEMM, one per warpgroup: where they end within a panel of 128 classes, and the
+numbers of tiles per block."""
 
 import pytest
-from sm90_engine import MIB, ROWS, Shape, assert_same_bits, check, run
+from sm90_engine import BFLOAT16, FLOAT16, MIB, ROWS, Shape, assert_same_bits, check, run
 
 pytestmark = pytest.mark.gpu
 
@@ -10,14 +10,16 @@ TILE = 192
 # Tiles are followed by: nothing, one vector, half a panel, a panel, a panel and a vector. An odd number of tiles ends
 # within a panel.
 BEYOND = [0, 8, 64, 128, 136]
+DTYPES = pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 PARTIAL = pytest.mark.parametrize("vocab", [TILE * tiles + more for tiles in (6, 7) for more in BEYOND])
 
 
-@pytest.mark.parametrize("hidden", [768, 832], ids=lambda hidden: f"H={hidden}")
+@DTYPES
+@pytest.mark.parametrize("hidden", [64, 768, 832], ids=lambda hidden: f"H={hidden}")
 @PARTIAL
-def test_last_tiles(sm90, vocab, hidden):
+def test_last_tiles(sm90, vocab, hidden, dtype):
     shape = Shape(700, hidden, vocab)
-    check(shape, *shape.layer(sm90))
+    check(shape, *shape.layer(sm90, dtype=dtype))
 
 
 @PARTIAL
@@ -29,10 +31,10 @@ def test_last_tiles_in_two_buffers_and_several_chunks(sm90, vocab):
     check(shape, *shape.layer(sm90))
 
 
-@pytest.mark.parametrize("hidden", [64 * blocks for blocks in (11, 12, 13, 24)])
+@pytest.mark.parametrize("hidden", [64 * blocks for blocks in (1, 2, 4, 5, 6, 24)])
 @pytest.mark.parametrize("vocab", [16 * TILE, 33 * TILE + 8])
 def test_k_blocks(sm90, vocab, hidden):
-    """12 k-blocks have pieces of the epilogue before; with fewer the other kernel runs."""
+    """Fewer than stages, as many, and more; the mainloop of a warpgroup skips the stages of the other one."""
     shape = Shape(1300, hidden, vocab)
     check(shape, *shape.layer(sm90))
 
@@ -40,24 +42,25 @@ def test_k_blocks(sm90, vocab, hidden):
 @pytest.mark.parametrize("vocab", [37, 128, TILE, TILE + 1, 2 * TILE])
 @pytest.mark.parametrize("hidden", [768, 1024])
 def test_at_most_one_tile_per_block(sm90, vocab, hidden):
-    """The epilogue of every tile runs after the last mainloop."""
+    """One of the warpgroups has no tile."""
     shape = Shape(300, hidden, vocab)
     check(shape, *shape.layer(sm90))
 
 
 @pytest.mark.parametrize("tiles", [66, 67, 131, 132, 133, 199])
 def test_numbers_of_tiles_around_those_of_clusters(sm90, tiles):
-    """Blocks with an even and an odd number of tiles, of which the last one is in either set of accumulators."""
+    """Blocks with an even and an odd number of tiles, the last one of either warpgroup."""
     shape = Shape(256, 768, TILE * tiles)
     check(shape, *shape.layer(sm90))
 
 
+@DTYPES
 @pytest.mark.parametrize("share", [0.1, 1.0])
 @pytest.mark.parametrize("vocab", [TILE * 7, TILE * 10 + 72, TILE * 11 + 136])
-def test_recomputed_tiles(sm90, vocab, share):
+def test_recomputed_tiles(sm90, vocab, share, dtype):
     """Targets more than 41 below the largest logit, in a few tiles of rows or in all."""
     shape = Shape(900, 768, vocab)
-    x, weight, target = shape.layer(sm90, ignored=0.1)
+    x, weight, target = shape.layer(sm90, ignored=0.1, dtype=dtype)
     x[: round(share * shape.rows)] *= 60
     check(shape, x, weight, target, loss_tolerance=ROWS)
 
@@ -73,7 +76,7 @@ def test_the_same_bits_twice(sm90, hidden):
 
 @pytest.mark.parametrize("ignored", [0.4, 0.9, 1.0])
 def test_tiles_of_rows_without_a_valid_row(sm90, ignored):
-    """The mainloop of such a tile runs, its epilogue does not; nor does it delay that of the tile before."""
+    """The mainloop of such a tile runs, its epilogue does not."""
     shape = Shape(1300, 896, TILE * 21 + 136)
     if ignored == 1.0:
         x, weight, target = shape.layer(sm90, ignored)
