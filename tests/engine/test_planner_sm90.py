@@ -1,9 +1,12 @@
 """How the engine of compute capability 9.0 cuts its rows: properties of the plans of many problems."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from sm90_engine import SHAPES
 
 from liger._core.sm90_plan import HIDDEN_UNIT, TILE_CLASSES
 
@@ -38,6 +41,24 @@ def random_problems_sm90(count):
 
 SM90 = [(problem, plan_sm90(*problem)) for problem in random_problems_sm90(3000)]
 TAKEN = [(problem, plan) for problem, plan in SM90 if plan[0]]
+
+
+TILE_H = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90" / "tile.h"
+
+
+@pytest.mark.skipif(not TILE_H.is_file(), reason="not a checkout")
+def test_shapes_have_sums_in_tiles_of_every_width():
+    """Kernels of the weight gradient differ by the width of their tiles: none may be without a test."""
+    (listed,) = re.findall(r"kTileWidths\[\] = \{([\d, ]+), kTileN\}", TILE_H.read_text())
+    widths = [*map(int, listed.split(",")), 256]
+
+    def width(hidden):
+        return next(w for w in widths if ceil_div(hidden, 256) * w >= hidden)
+
+    several = [shape.hidden for shape in SHAPES.values() if len(shape.plan()[0]) > 1]
+    narrow_last = {width(hidden) for hidden in several if hidden % width(hidden)}
+    whole = {width(hidden) for hidden in several if hidden % width(hidden) == 0}
+    assert whole >= {224, 240, 256} and narrow_last >= {192, 224, 240} and whole | narrow_last == set(widths)
 
 
 def test_sm90_problems_are_of_every_kind():

@@ -48,7 +48,9 @@ struct Panels {
 };
 
 // Tile rasterisation over a grid of `wide` x `length` tiles for L2 reuse: active clusters work on groups of
-// kGroupM tiles across and about as many along, at the same k.
+// kGroupM tiles across and about as many along, at the same k. Each step along begins with another tile across: with a
+// number of clusters that is a multiple of the tiles across, some clusters would have the narrow ones alone, run ahead,
+// and read from DRAM what others read again later.
 inline constexpr int kGroupM = 8;
 struct TileIndex {
   int across, along;
@@ -56,7 +58,8 @@ struct TileIndex {
 __device__ __forceinline__ TileIndex swizzled_tile(int t, int wide, int length, int group = kGroupM) {
   const int first = t / (group * length) * group;
   const int width = min(group, wide - first), within = t - first * length;
-  return {first + within % width, within / width};
+  const int along = within / width;
+  return {first + (within + along) % width, along};
 }
 
 // The number of valid rows in this chunk, which only the device knows.
@@ -94,7 +97,9 @@ struct TileWidth {
   int columns;
   __device__ __forceinline__ TileWidth(const Tile& tile, int hidden)
       : columns(kPartialTiles ? min(kColumns, hidden - tile.n0) : kColumns) {}
-  __device__ __forceinline__ bool has(int column) const { return !kPartialTiles || column < columns; }
+  __device__ __forceinline__ bool has(int column) const {
+    return column < (kPartialTiles ? columns : kColumns);
+  }
 };
 
 // sums of row h -= amount * from[0..width - 1], for the columns of this lane; kBatch loads at a time, a register each.
