@@ -131,7 +131,6 @@ def test_the_constants_are_those_of_the_kernels():
     assert threads // 32 * constant("range_rows.cuh", r"kPerWarp = (\d+)") == float16_rule.SAMPLES
     assert constant("tile.h", r"kPingpongColumns = (\d+)") == float16_rule.TILE
     assert constant("tile.h", r"kTileN = (\d+)") == float16_rule.SCALE_COLUMNS
-    assert constant("tile.h", r"kBox = (\d+)") == float16_rule.BOX
     assert 2.0 ** constant("exponentials.cuh", r"kMaxRowSum = 0x1p(\d+)f") == float16_rule.MAX_ROW_SUM
     assert 2.0 ** constant("kept_rows.cuh", r"kError = 0x1p(-\d+)f") == float16_rule.BOUND_ERROR
 

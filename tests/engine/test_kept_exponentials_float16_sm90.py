@@ -101,7 +101,7 @@ def test_the_budget_decides(sm90, calls):
 
 @ENTROPY
 def test_memory(sm90, entropy):
-    """Exponentials of 500 MiB between forward and backward, and 4 MiB of shifts during each."""
+    """Exponentials of 500 MiB between forward and backward, and 1.3 MiB of shifts during each."""
     rows, hidden, vocab = 4096, 2048, 64000
     leaves = [torch.randn(n, hidden, device=sm90).to(FLOAT16).requires_grad_() for n in (rows, vocab)]
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_memory(sm90, entropy):
     torch.cuda.reset_peak_memory_stats()
     found = liger.fused_linear_logprobs(*leaves, target, return_entropy=entropy, return_argmax=entropy)
     assert 500 < (torch.cuda.memory_allocated() - before) / MIB <= 501
-    assert (torch.cuda.max_memory_allocated() - before) / MIB <= 500 + 16 + 18
+    assert (torch.cuda.max_memory_allocated() - before) / MIB <= 500 + 16 + 15
     torch.cuda.reset_peak_memory_stats()
     results = found[:2] if entropy else (found,)
     torch.autograd.backward(results, [torch.ones_like(r) for r in results])

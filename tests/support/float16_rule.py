@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 OFFSET, LARGEST_SUM_EXPONENT, MOST_SHIFT = 2, 15, 120
-SAMPLES, TILE, BOX, SCALE_COLUMNS = 16, 192, 64, 256
+SAMPLES, TILE, SCALE_COLUMNS = 16, 192, 256
 MAX_ROW_SUM = 2.0**60
 # Of a probability near 1, in the bound of largest_beside_target().
 BOUND_ERROR = 2.0**-6
@@ -44,11 +44,11 @@ def references(z, target):
 
 
 def row_sums(z, reference):
-    """Exponentials times 2^OFFSET, padded to whole tiles, and for each box its sum with those before in its tile."""
+    """Exponentials times 2^OFFSET, padded to whole tiles, and the sum of each tile."""
     rows, classes = z.shape
     e = z.new_zeros(rows, -(-classes // TILE) * TILE)
     e[:, :classes] = (z - reference).exp() * 2.0**OFFSET
-    return e, e.view(rows, -1, TILE // BOX, BOX).sum(-1).cumsum(-1).flatten(1)
+    return e, e.view(rows, -1, TILE).sum(-1)
 
 
 def exponentials(z, target, is_element):
@@ -66,7 +66,7 @@ def exponentials(z, target, is_element):
     e, totals = row_sums(z, reference)
     first = LARGEST_SUM_EXPONENT - 1
     shifts = torch.where(totals < 2.0**LARGEST_SUM_EXPONENT, 0, exponent(totals) - first)
-    scaled = e * 2.0 ** -shifts.repeat_interleave(BOX, 1)
+    scaled = e * 2.0 ** -shifts.repeat_interleave(TILE, 1)
     largest = scaled.max()
     stored = half(scaled)
 
@@ -75,7 +75,7 @@ def exponentials(z, target, is_element):
     is_element = is_element | (chosen > 0.5 * sums)
     of_element = torch.where(is_element, exponent(sums) + OFFSET - first, 0)
     shift = torch.maximum(shifts.amax(1), of_element).clamp(0, MOST_SHIFT)
-    stored = half(stored * 2.0 ** (shifts.repeat_interleave(BOX, 1) - shift[:, None]))
+    stored = half(stored * 2.0 ** (shifts.repeat_interleave(TILE, 1) - shift[:, None]))
     one = 2.0 ** (OFFSET - shift)
     rows = is_element.nonzero().squeeze(1)
     elements = ((chosen - sums) * one)[rows]

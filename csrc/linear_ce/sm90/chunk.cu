@@ -66,7 +66,7 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
     visit(b.range.reference, rows);
     visit(b.range.largest, chunk.rows);
     visit(b.range.shift, chunk.rows);
-    visit(b.range.box_shifts, chunk.rows * sm90::boxes(batch.vocab()));
+    visit(b.range.tile_shifts, sums);
     visit(b.range.largest_scaled, int64_t{1});
   }
 }

@@ -59,15 +59,15 @@ struct Batch {
   int64_t vocab() const { return weight.size(0); }
   int64_t panels() const { return sm90::panels(vocab()); }
   // Tiles of a row of logits.
-  int64_t sums_per_row() const { return ceil_div(vocab(), int64_t{sm90::kPingpongColumns}); }
+  int64_t sums_per_row() const { return sm90::logits_tiles(vocab()); }
   bool need_grad_bias() const { return terms.grad_bias != nullptr; }
   bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
   // One-hot terms per class.
   bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
 };
 
-// Of the memory budget, what is left beside the shifts of float16: a byte for each row of a box of 128 bytes.
-inline constexpr int64_t kShiftShare = 129;
+// Of the memory budget, what is left beside the shifts of float16: a byte for each row of a tile of 384 bytes.
+inline constexpr int64_t kShiftShare = 385;
 inline int64_t budget_beside_shifts(const Tensor& input, int64_t memory_budget) {
   return input.scalar_type() == ScalarType::Half ? memory_budget - memory_budget / kShiftShare
                                                  : memory_budget;

@@ -64,9 +64,9 @@ void Chunk::gather_rows() const {
                                 buffers_.weighted_sum,
                                 buffers_.range};
   if constexpr (kSmallRange<T>) {
-    check_cuda(cudaMemsetAsync(buffers_.range.box_shifts, 0, chunk_.rows * sm90::boxes(batch_.vocab()),
-                               batch_.stream),
-               kOp);
+    check_cuda(
+        cudaMemsetAsync(buffers_.range.tile_shifts, 0, chunk_.rows * batch_.sums_per_row(), batch_.stream),
+        kOp);
     check_cuda(cudaMemsetAsync(buffers_.range.largest_scaled, 0, sizeof(*buffers_.range.largest_scaled),
                                batch_.stream),
                kOp);
@@ -114,8 +114,7 @@ void Chunk::logits_gemm() const {
                            batch_.inverse_temperature,
                            buffers_.scale,
                            batch_.terms.transform,
-                           buffers_.range,
-                           static_cast<int>(sm90::boxes(batch_.vocab()))};
+                           buffers_.range};
   recompute_reference<T><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(overflow);
   check_launch(kOp);
   epilogue.phase = Phase::kRecompute;

@@ -19,7 +19,7 @@ inline constexpr bool kSmallRange = std::is_same_v<T, __half>;
 template <typename T>
 inline constexpr int kOffset = kSmallRange<T> ? 2 : 0;
 
-// What one row of exponentials may sum to, per tile, before a box of it is shifted down. Twice as much still is finite.
+// What one row of exponentials may sum to, per tile, before it is shifted down. Twice as much still is finite.
 inline constexpr int kLargestSumExponent = 15;
 
 // Two elements in a word, the first one in its lower half.
@@ -90,11 +90,11 @@ __device__ __forceinline__ int exponent_of(float x) {
 // What float16 needs to know of the rows of a chunk; all null with bfloat16. Where a row is shifted, exponentials are
 // stored times 2^-shift.
 struct RangeRows {
-  float* reference;           // over the temperature; a lower bound of the logarithm of the sum
-  float* largest;             // absolute value in the row of the input
-  int* shift;                 // the largest one of the row so far
-  unsigned char* box_shifts;  // (rows, boxes)
-  uint32_t* largest_scaled;   // bits of the largest absolute value in all rows times their scales
+  float* reference;            // over the temperature; a lower bound of the logarithm of the sum
+  float* largest;              // absolute value in the row of the input
+  int* shift;                  // the largest one of the row so far
+  unsigned char* tile_shifts;  // (rows, column tiles)
+  uint32_t* largest_scaled;    // bits of the largest absolute value in all rows times their scales
 };
 
 // The exponent of the power of two by which numbers are multiplied before they are rounded to float16, so that the

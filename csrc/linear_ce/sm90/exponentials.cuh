@@ -133,15 +133,20 @@ struct ExpEpilogue {
       from[h] = reference_of(tile.m0 + row + lane / 4 + 8 * h) * kLog2e - kOffset<T>;
     // A panel that the vocabulary ends in has zeros up to its end, where the other GEMMs read it.
     const int end = round_up(vocab, sm90::kPanel);
+    // float16: all exponentials of a row, before any of them is rounded.
+    if constexpr (kSmallRange<T>) {
+#pragma unroll
+      for (int first = 0; first < kColumns; first += sm90::kBox) {
+        if (tile.n0 + first >= end) break;
+        exponentials_of_box(z, first, from, tile, lane, smem, sums);
+      }
+      if (write) shift_down(z, sums.sum, tile, row, lane);
+    }
 #pragma unroll
     for (int first = 0; first < kColumns; first += sm90::kBox) {
       if (tile.n0 + first >= end) break;
-      if constexpr (kWork.bias) add_bias(z, first, sm90::kBox, lane, smem);
-      const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
-      exclude_beyond(left, z, first);
-      exponentials(z, first, left, from, sums);
+      if constexpr (!kSmallRange<T>) exponentials_of_box(z, first, from, tile, lane, smem, sums);
       if (!write) continue;
-      if constexpr (kSmallRange<T>) shift_down(z, first, sums.sum, tile, row, lane);
       wait_for_store(lane);
       stage_box(z, first, lane, smem);
       store_box(tile, tile.n0 + first, row, lane, smem, maps);
@@ -184,6 +189,16 @@ struct ExpEpilogue {
       for (int h = 0; h < 2; ++h) z[4 * j + 2 * h] += b.x, z[4 * j + 2 * h + 1] += b.y;
     }
   }
+  // Logits of a box -> exponentials, 0 beyond the vocabulary. from: references of the rows of this lane, as exponents to
+  // base 2.
+  __device__ __forceinline__ void exponentials_of_box(float (&z)[sm90::kSums], int first,
+                                                      const float (&from)[2], const Tile& tile, int lane,
+                                                      const sm90::EpilogueSmem& smem, LaneSums& sums) const {
+    if constexpr (kWork.bias) add_bias(z, first, sm90::kBox, lane, smem);
+    const int left = vocab - tile.n0 - lane % 4 * 2;  // columns from that of this lane on
+    exclude_beyond(left, z, first);
+    exponentials(z, first, left, from, sums);
+  }
   // The logits of columns of a box that are beyond the vocabulary become -inf.
   static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int first) {
     if (left >= first + sm90::kBox) return;
@@ -192,7 +207,6 @@ struct ExpEpilogue {
       if (i / 4 * 8 + i % 2 >= left) z[i] = -INFINITY;
     }
   }
-  // Logits of a box -> exponentials. from: references of the rows of this lane, as exponents to base 2.
   __device__ __forceinline__ void exponentials(float (&z)[sm90::kSums], int first, int left,
                                                const float (&from)[2], LaneSums& sums) const {
 #pragma unroll
@@ -228,10 +242,10 @@ struct ExpEpilogue {
     derivative = fmaf(-4.0f * r, r, 4.0f * r);
     return fmaf(fmaf(-2.0f, r, 1.0f), transform.softcap * factor, -from);
   }
-  // Before a box is rounded: multiplies the exponentials of rows whose sum so far is at least 2^kLargestSumExponent by a
-  // power of two, so that each is below that.
-  __device__ __forceinline__ void shift_down(float (&z)[sm90::kSums], int first, const float (&sum)[2],
-                                             const Tile& tile, int row, int lane) const {
+  // Before the exponentials of a tile are rounded: multiplies those of rows whose sum is at least 2^kLargestSumExponent
+  // by a power of two, so that each is below that.
+  __device__ __forceinline__ void shift_down(float (&z)[sm90::kSums], const float (&sum)[2], const Tile& tile,
+                                             int row, int lane) const {
     float total[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) total[h] = warp_reduce<Sum, 4>(sum[h]);
@@ -242,13 +256,12 @@ struct ExpEpilogue {
       const int shift = exponent_of(total[h]) - (kLargestSumExponent - 1);
       const float by = pow2(-shift);
 #pragma unroll
-      for (int i = first / 2; i < (first + sm90::kBox) / 2; ++i) {
+      for (int i = 0; i < kColumns / 2; ++i) {
         if (i / 2 % 2 == h) z[i] *= by;
       }
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (lane % 4 == 0 && r < chunk.rows) {
-        range.box_shifts[int64_t{r} * sm90::boxes(vocab) + (tile.n0 + first) / sm90::kBox] =
-            static_cast<unsigned char>(shift);
+        range.tile_shifts[int64_t{r} * columns() + tile.n0 / kColumns] = static_cast<unsigned char>(shift);
         atomicMax(range.shift + r, shift);
       }
     }

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kKeptRowThreads) keep_rows(const KeepRows p) {
     included = included || (valid && is_mostly_target(ce::exp_from(z_target, reference), sum));
     const int shift = row_shift(p.range.shift[row], included ? sum : 0.0f, kOffset<T>);
     if (shift > 0) {
-      shift_boxes<T>(p.range, p.exponentials, p.vocab, row, shift);
+      shift_tiles<T>(p.range, p.exponentials, p.vocab, row, shift);
       __syncthreads();
     }
     if (threadIdx.x != 0) return;

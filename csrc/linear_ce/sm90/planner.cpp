@@ -17,7 +17,7 @@ using sm90::kTileM;
 
 // Tiles of a row of logits.
 int64_t logits_tiles(const LinearCeProblem& p) {
-  return ceil_div(p.vocab, int64_t{sm90::kPingpongColumns});
+  return sm90::logits_tiles(p.vocab);
 }
 // Below these the generic engine is faster: rows of the batch, and rows of a chunk where it may sum in bf16
 // (its float32 sum needs far more memory).

@@ -52,15 +52,17 @@ __device__ __forceinline__ float largest_sample(const Classes<T>& p, const uint4
   return block_reduce<Max>(largest, scratch);
 }
 
-// Shifts the boxes of a row that are shifted by less than `shift`. A barrier has to follow.
+// Shifts the tiles of a row that are shifted by less than `shift`. A barrier has to follow.
 template <typename T>
-__device__ __forceinline__ void shift_boxes(const RangeRows& range, const Panels& exponentials, int vocab,
+__device__ __forceinline__ void shift_tiles(const RangeRows& range, const Panels& exponentials, int vocab,
                                             int row, int shift) {
-  constexpr int kVectors = sm90::kPanel / 8, kVectorsOfBox = sm90::kBox / 8;
-  const int boxes = sm90::boxes(vocab);
+  constexpr int kVectors = sm90::kPanel / 8, kVectorsOfTile = sm90::kPingpongColumns / 8;
+  const int tiles = sm90::logits_tiles(vocab), panels = sm90::panels(vocab);
 #pragma unroll 2
-  for (int i = threadIdx.x; i < boxes * kVectorsOfBox; i += kRowThreads) {
-    const int more = shift - range.box_shifts[int64_t{row} * boxes + i / kVectorsOfBox];
+  for (int i = threadIdx.x; i < panels * kVectors; i += kRowThreads) {
+    // The last panel may end behind the last tile, in zeros.
+    const int tile = min(i / kVectorsOfTile, tiles - 1);
+    const int more = shift - range.tile_shifts[int64_t{row} * tiles + tile];
     if (more <= 0) continue;
     uint4* const row_of_panel =
         reinterpret_cast<uint4*>(exponentials.row_at(row, i / kVectors * sm90::kPanel));
@@ -69,11 +71,11 @@ __device__ __forceinline__ void shift_boxes(const RangeRows& range, const Panels
   }
 }
 
-// The shift of a row: the largest one of its boxes, or more if it has the one-hot term as an element, which
+// The shift of a row: the largest one of its tiles, or more if it has the one-hot term as an element, which
 // is `one_hot` times an exponential of 1.
-__device__ __forceinline__ int row_shift(int of_boxes, float one_hot, int offset) {
+__device__ __forceinline__ int row_shift(int of_tiles, float one_hot, int offset) {
   constexpr int kMost = 120;  // so that powers of two are normal numbers
-  return min(max(of_boxes, exponent_of(one_hot) + offset - (kLargestSumExponent - 1)), kMost);
+  return min(max(of_tiles, exponent_of(one_hot) + offset - (kLargestSumExponent - 1)), kMost);
 }
 
 // Whether the gradient of the target's logit is a small difference, of its exponential and `one_hot`. As an

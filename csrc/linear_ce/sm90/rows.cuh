@@ -123,7 +123,6 @@ struct Recompute {
   float* reference;  // over the temperature; not written for other tiles
   LogitTransform transform;
   RangeRows range;  // with kSmallRange: the shifts are computed again
-  int boxes;        // of a row
 };
 
 template <typename T>
@@ -133,8 +132,8 @@ __global__ void __launch_bounds__(kRowThreads) recompute_reference(const Recompu
   if (!p.overflow[row / sm90::kTileM]) return;
   if constexpr (kSmallRange<T>) {
     if (threadIdx.x == 0) p.range.shift[row] = 0;
-    for (int i = threadIdx.x; i < p.boxes; i += kRowThreads)
-      p.range.box_shifts[int64_t{row} * p.boxes + i] = 0;
+    for (int i = threadIdx.x; i < p.columns; i += kRowThreads)
+      p.range.tile_shifts[int64_t{row} * p.columns + i] = 0;
   }
   if (row >= p.chunk()) {
     if (threadIdx.x == 0) p.reference[row] = p.transform.bias != nullptr ? INFINITY : 0.0f;
@@ -231,7 +230,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<Of> p) {
           (relative_target != 0.0f && is_mostly_target(ce::exp_from(z_target, stats.max), relative_target));
     const int shift = row_shift(p.range.shift[row], is_element ? relative_target : 0.0f, kOffset<T>);
     if (shift > 0) {
-      shift_boxes<T>(p.range, p.exponentials, p.problem.vocab, row, shift);
+      shift_tiles<T>(p.range, p.exponentials, p.problem.vocab, row, shift);
       __syncthreads();
     }
     one = pow2(kOffset<T> - shift);

@@ -12,6 +12,10 @@ inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
 inline constexpr int kHiddenUnit = 16;
 // Columns of a tile of gemm_kernel_pingpong, which computes the logits: there is one sum per row and tile.
 inline constexpr int kPingpongColumns = 192;
+template <typename T>
+constexpr T logits_tiles(T vocab) {
+  return (vocab + kPingpongColumns - 1) / kPingpongColumns;
+}
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
 
@@ -33,12 +37,6 @@ constexpr int64_t column_tiles(int64_t hidden) {
 template <typename T>
 constexpr T panels(T columns) {
   return (columns + kPanel - 1) / kPanel;
-}
-// Rows and columns of a TMA box, and boxes in a row of panels.
-inline constexpr int kBox = 64;
-template <typename T>
-constexpr T boxes(T columns) {
-  return panels(columns) * (kPanel / kBox);
 }
 // Whether the last panel of classes, or the last tile of columns of the hidden size, is partial. Kernels of
 // their own (kPartialTiles) handle such sizes.

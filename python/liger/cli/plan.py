@@ -53,7 +53,7 @@ SM90 = (9, 0)
 # The dtypes of the sm_90a engine: plan_sm90() of csrc/linear_ce/sm90/fused_linear_ce.cu.
 SM90_DTYPES = (torch.bfloat16, torch.float16)
 # The part of the budget for the shifts of float16: kShiftShare of csrc/linear_ce/sm90/chunk.h.
-SHIFT_SHARE = 129
+SHIFT_SHARE = 385
 
 
 def add_arguments(parser):
@@ -166,7 +166,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         is_first = chunk.first == 0
         need = 4 * chunk.rows * (math.ceil(vocab / TILE_CLASSES) + 4)
         if half:
-            need += chunk.rows * (2 * math.ceil(vocab / 128) + 12)
+            need += chunk.rows * (math.ceil(vocab / TILE_CLASSES) + 12)
         if is_first and plan.rows_in_grad_weight:
             need += 2 * chunk.rows * hidden
         if chunk.k_splits > 1:
