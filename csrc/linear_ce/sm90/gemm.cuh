@@ -113,7 +113,6 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
       load_box(Stage::box_a(ring_memory, ring.stage, box), map_a, at, arrived, Epilogue::kHintA);
     }
     Stage::template load_b<Epilogue>(maps, tile, k, rank, ring_memory, ring.stage, arrived);
-    if constexpr (requires { epilogue.prefetch_to_l2(tile, i); }) epilogue.prefetch_to_l2(tile, i);
   }
 }
 
@@ -152,8 +151,6 @@ inline constexpr int kLateBlocks = 2;
 //   int tiles() const                          number of tiles, a cluster each; the same for all threads
 //   Tile tile(int t, int rank) const
 //   static constexpr int kColumns              of a tile, at most kTileN; the other accumulators are undefined
-//   void prefetch_to_l2(Tile, int k_block) const
-//       optional: by the thread that loads the operands, with each k-block
 //   void prefetch(Tile, int row, int lane, EpilogueSmem) const
 //       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay the
 //       operands

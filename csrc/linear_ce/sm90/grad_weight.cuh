@@ -70,16 +70,6 @@ struct GradWeightEpilogue {
             ceil_div(chunk(), sm90::kTileK), 0};
   }
 
-  // The rows of the partial sums, as many with each k-block. All blocks end their tiles at about the same time, and would
-  // read all sums from DRAM then, while it is idle during the mainloops.
-  __device__ __forceinline__ void prefetch_to_l2(const Tile& tile, int k_block) const {
-    if (first) return;
-    const int rows = ceil_div(sm90::kTileM, tile.k_blocks), from = tile.m0 + k_block * rows;
-    const int count = min(min(rows, sm90::kTileM - k_block * rows), vocab - from);
-    const uint32_t bytes = TileWidth<kPartialTiles, kColumns>(tile, hidden).columns * 2;
-    const T* at = out + from * int64_t{hidden} + tile.n0;
-    for (int i = 0; i < count; ++i, at += hidden) sm90::prefetch_to_l2(at, bytes);
-  }
   __device__ __forceinline__ void prefetch(const Tile& tile, int row, int lane,
                                            const sm90::EpilogueSmem& smem) const {
     if (first || tile.m0 + row >= vocab) return;

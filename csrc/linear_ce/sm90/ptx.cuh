@@ -111,11 +111,6 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
-// Starts a copy of so many bytes from DRAM to L2; address and size are multiples of 16.
-__device__ __forceinline__ void prefetch_to_l2(const void* source, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ uint4 load_with_hint(const uint4* p, CacheHint keep) {
   uint4 v;
   asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
