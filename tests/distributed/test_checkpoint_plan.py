@@ -68,7 +68,8 @@ def test_same_gradients(wrapper, order):
         assert grads.keys() == expected.keys() and grads
         for name, grad in expected.items():
             assert torch.equal(ranks.whole(grads[name]), ranks.whole(grad)), name
-    assert seen == [0, 0, 2, LAYERS]
+    # On a GPU the first step that keeps anything keeps one layer, and measures its memory.
+    assert seen == [0, 0, 1 if ranks.ON_GPU else 2, LAYERS]
 
 
 def room_for(layers):
@@ -110,7 +111,7 @@ def test_a_group_of_one_rank():
     groups = [torch.distributed.new_group([rank]) for rank in range(ranks.WORLD)]
     model = make()
     lt.checkpoint(model, PLENTY, group=groups[ranks.RANK])
-    # The other rank runs another number of steps.
-    for _ in range(2 + 3 * ranks.RANK):
+    # The other rank runs another number of steps. On a GPU the second one keeps one layer.
+    for _ in range(3 + 3 * ranks.RANK):
         step(model)
     assert kept(model) == LAYERS
