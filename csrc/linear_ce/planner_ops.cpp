@@ -54,14 +54,13 @@ std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int
            int64_t>
 plan_chunks_sm90_op(int64_t rows, int64_t hidden, int64_t vocab, bool need_grad_input, bool need_grad_weight,
                     bool exact_accumulation, std::optional<int64_t> memory_budget, int64_t clusters,
-                    bool with_metrics, int64_t group_rows) {
+                    int64_t group_rows) {
   const int64_t budget = memory_budget ? *memory_budget : default_memory_budget();
   check_chunk_problem({rows, hidden, vocab, 2, need_grad_weight, exact_accumulation, budget});
   require_at_least("plan_chunks_sm90", "clusters", clusters, 1);
   require_at_least("plan_chunks_sm90", "group_rows", group_rows, 1);
-  const std::optional<LinearCePlan> plan =
-      plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight, exact_accumulation, budget, clusters,
-                 group_rows, with_metrics});
+  const std::optional<LinearCePlan> plan = plan_sm90({rows, hidden, vocab, need_grad_input, need_grad_weight,
+                                                      exact_accumulation, budget, clusters, group_rows});
   if (!plan) return {};
   std::vector<int64_t> first, count, k_splits;
   for (const PlannedChunk& chunk : plan->chunks) {

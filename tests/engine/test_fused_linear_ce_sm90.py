@@ -43,7 +43,7 @@ def test_the_shapes_are_what_they_are_named(sm90):
         "beside it": (False, True, False, True),
         "sums": (True, True, True, False),
         "sums, larger": (True, True, True, False),
-        "sums, more panels": (True, True, True, False),
+        "sums, more panels": (True, True, True, True),
         "bf16 allowed": (True, True, True, False),
         "parts": (False, False, False, True),
         "parts of chunks": (True, True, True, True),

@@ -169,10 +169,9 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     chosen = [f"--accum={accum}", f"--budget={budget}", f"--dtype={dtype}"]
     assert cli.main([*ARGUMENTS_90, "--capability=9.0", "--json", *chosen]) == 0
     found = json.loads(capsys.readouterr().out)
-    # float16 needs a byte more for each row of a tile of 384 bytes.
     memory = {"64M": 64 << 20, "512M": 512 << 20, "8G": 8 << 30}[budget]
     plan = plan_chunks_sm90(
-        *SIZES_90.values(), True, True, accum == "fp32", memory - (memory // 385 if dtype == "fp16" else 0),
+        *SIZES_90.values(), True, True, accum == "fp32", memory,
         clusters=plan_command._clusters(),
     )  # fmt: skip
     if not plan.chunks:

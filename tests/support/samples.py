@@ -378,8 +378,7 @@ SAMPLES = {
     "plan_chunks_sm90": lambda d: [
         (4096, 2048, 32000, True, True, True),
         (4096, 2048, 32000, False, True, True, 1 << 24, 60),
-        (4096, 2048, 32000, True, True, True, None, 66, True),
-        (4096, 2048, 32000, True, True, True, None, 66, False, 128),
+        (4096, 2048, 32000, True, True, True, None, 66, 128),
     ],
     "plan_linear_backward_sm90": lambda d: [
         (4096, 2048, 32000, True, True, 1),

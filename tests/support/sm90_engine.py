@@ -19,8 +19,6 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 LOSS, ROWS, GRADIENT = 2e-6, 1e-5, 3e-3
 # The last one for float16, beyond one rounding of the exact gradient, which is larger where elements are below 2^-14.
 GRADIENT_FLOAT16 = 4e-4
-# kShiftShare of csrc/linear_ce/sm90/chunk.h.
-SHIFT_SHARE = 385
 OBSERVED = {"return_entropy": True, "return_predicted_tokens": True, "return_token_accuracy": True}
 
 
@@ -39,13 +37,12 @@ class Shape:
     budget: int = 512 * MIB
     accum_dtype: torch.dtype | None = None
 
-    def plan(self, need_grad_input=True, need_grad_weight=True, with_metrics=False, dtype=BFLOAT16):
+    def plan(self, need_grad_input=True, need_grad_weight=True):
         """(rows of the chunks, split-K of the chunks, rows in the weight gradient, scale_bytes) if the engine
         runs, which is asserted."""
-        budget = self.budget - self.budget // SHIFT_SHARE if dtype == FLOAT16 else self.budget
         _, rows, k_splits, in_grad_weight, _, scale_bytes, _ = torch.ops.liger.plan_chunks_sm90(
             self.rows, self.hidden, self.vocab, need_grad_input, need_grad_weight,
-            self.accum_dtype in (None, torch.float32), budget, clusters(), with_metrics,
+            self.accum_dtype in (None, torch.float32), self.budget, clusters(),
         )  # fmt: skip
         assert rows, f"the generic engine would run: {self}"
         return rows, k_splits, in_grad_weight, scale_bytes
@@ -134,13 +131,12 @@ def engine(generic):
 def run(shape, x, weight, target, trained=(True, True), upstream=None, generic=False, bias=None, **chosen):
     """(output, gradients in float64) by this engine, or by the generic one; the last gradient is that of a bias."""
     summed = chosen.get("reduction", "mean") != "none"
-    observed = not OBSERVED.keys().isdisjoint(chosen)
     if summed or not any(trained):
-        shape.plan(*trained, observed, x.dtype)
+        shape.plan(*trained)
     else:
         # The gradients of losses per row come from a second pass, over their sum.
-        shape.plan(False, False, observed, x.dtype)
-        shape.plan(*trained, dtype=x.dtype)
+        shape.plan(False, False)
+        shape.plan(*trained)
     poison_memory()
     x, weight = (t.detach().requires_grad_(want) for t, want in zip((x, weight), trained, strict=True))
     bias = None if bias is None else bias.detach().requires_grad_(any(trained))

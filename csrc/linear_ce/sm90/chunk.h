@@ -66,13 +66,6 @@ struct Batch {
   bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
 };
 
-// Of the memory budget, what is left beside the shifts of float16: a byte for each row of a tile of 384 bytes.
-inline constexpr int64_t kShiftShare = 385;
-inline int64_t budget_beside_shifts(const Tensor& input, int64_t memory_budget) {
-  return input.scalar_type() == ScalarType::Half ? memory_budget - memory_budget / kShiftShare
-                                                 : memory_budget;
-}
-
 // The buffers of one chunk, except its exponentials.
 struct ChunkBuffers {
   Bf16* input;  // (rows, hidden): the gathered rows; in the memory of their gradient or in their own

@@ -96,12 +96,9 @@ std::optional<LinearCePlan> plan_sm90(const FusedLinearCe& call) {
                            ((extras & ce::kSoftcap) || call.options.problem.label_smoothing > kMostSmoothing);
   const bool half = call.input.scalar_type() == ScalarType::Half;
   if (unsupported || (call.input.scalar_type() != ScalarType::BFloat16 && !half)) return std::nullopt;
-  const int64_t budget =
-      linear_ce::budget_beside_shifts(call.input, call.memory_budget - 4 * TermElements(call).total());
-  const bool with_metrics = (extras & (ce::kArgmax | ce::kEntropy)) != 0;
   return linear_ce::plan_on_device(
       {call.input.size(0), call.input.size(1), call.weight.size(0), call.need_grad_input,
-       call.need_grad_weight, call.exact_accumulation, budget, 0, 1, with_metrics},
+       call.need_grad_weight, call.exact_accumulation, call.memory_budget, 0},
       call.device);
 }
 

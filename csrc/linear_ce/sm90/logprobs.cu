@@ -81,17 +81,8 @@ class IndexedRows {
 
 // The plan, which exists: the caller has asked takes().
 LinearCePlan plan_of(const linear_ce::Batch& batch, bool one_chunk, int64_t memory_budget) {
-  const LinearCeProblem problem{batch.rows(),
-                                batch.hidden(),
-                                batch.vocab(),
-                                batch.need_grad_input,
-                                batch.need_grad_weight,
-                                true,
-                                linear_ce::budget_beside_shifts(batch.input, memory_budget),
-                                0,
-                                1,
-                                batch.with_metrics,
-                                batch.with_squares};
+  const LinearCeProblem problem{batch.rows(),           batch.hidden(), batch.vocab(), batch.need_grad_input,
+                                batch.need_grad_weight, true,           memory_budget, 0};
   const std::optional<LinearCePlan> plan = one_chunk
                                                ? linear_ce::plan_one_chunk_on_device(problem, batch.device)
                                                : linear_ce::plan_on_device(problem, batch.device);

@@ -55,10 +55,10 @@ EncodedPlan plan(const Tensor& input, const Tensor& weight, int64_t group_rows, 
   const DeviceGuard guard(input.get_device_index());
   const linear_ce::Batch batch =
       batch_of(input, weight, need_grad_input, need_grad_weight, with_metrics, 1.0);
-  const std::optional<LinearCePlan> plan = linear_ce::plan_on_device(
-      {batch.rows(), batch.hidden(), batch.vocab(), need_grad_input, need_grad_weight, exact_accumulation,
-       linear_ce::budget_beside_shifts(input, memory_budget), 0, group_rows, with_metrics},
-      batch.device);
+  const std::optional<LinearCePlan> plan =
+      linear_ce::plan_on_device({batch.rows(), batch.hidden(), batch.vocab(), need_grad_input,
+                                 need_grad_weight, exact_accumulation, memory_budget, 0, group_rows},
+                                batch.device);
   if (!plan) return {};
   std::vector<int64_t> separate_rows, workspace_bytes;
   for (size_t i = 0; i < plan->chunks.size(); ++i) {

@@ -15,10 +15,6 @@ using sm90::kPanel;
 using sm90::kTileK;
 using sm90::kTileM;
 
-// Tiles of a row of logits.
-int64_t logits_tiles(const LinearCeProblem& p) {
-  return sm90::logits_tiles(p.vocab);
-}
 // Below these the generic engine is faster: rows of the batch, and rows of a chunk where it may sum in bf16
 // (its float32 sum needs far more memory).
 constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
@@ -35,6 +31,8 @@ constexpr int64_t kPanelOffset = 4;
 // The cost of each further split of the input gradient, as a part of the GEMM's time: its epilogue, and the traffic
 // of its float32 partial sums, which is divided by the number of classes.
 constexpr int64_t kMostSplits = 24;
+// The part of the budget that its partial sums may take, and by which they may exceed it with the exponentials.
+constexpr int64_t kPartialShare = 8, kExcessShare = 16;
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
 // The relative gain in utilisation for which more splits pay, given the memory of their sums.
 constexpr double kLeastGain = 0.025;
@@ -48,7 +46,9 @@ class CostModel {
     int64_t k_splits;
     double utilisation;  // of the SMs by the GEMM of the input gradient
   };
-  SplitK split_k(int64_t rows) const {
+  // room: bytes for the partial sums, which small chunks alone can afford.
+  SplitK split_k(int64_t rows) const { return split_k(rows, p_.memory_budget / kPartialShare); }
+  SplitK split_k(int64_t rows, int64_t room) const {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
     const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::column_tiles(p_.hidden);
@@ -58,8 +58,7 @@ class CostModel {
     // Every split sums at least one block of kTileK classes.
     const int64_t most = std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK}));
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
-      // Partial sums are an extra that small chunks alone can afford.
-      if (8 * partial_bytes(rows, k_splits) > p_.memory_budget) break;
+      if (partial_bytes(rows, k_splits) > room && k_splits > 1) break;
       const int64_t jobs = row_pairs * columns * k_splits;
       const double waves = static_cast<double>(ceil_div(jobs, p_.clusters));
       const double time = waves * p_.clusters / (useful * k_splits) + penalty * (k_splits - 1);
@@ -75,14 +74,15 @@ class CostModel {
 
   // The logits GEMM of these rows, with wave quantisation.
   double logits(int64_t rows) const {
-    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = logits_tiles(p_);
+    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::logits_tiles(p_.vocab);
     const double waves = static_cast<double>(ceil_div(row_pairs * columns, p_.clusters));
     return waves * p_.clusters * 2 * kTileM / columns;
   }
 
   // A chunk whose logits cost as much.
-  double chunk(int64_t rows, double logits) const {
-    const double input = p_.need_grad_input ? static_cast<double>(rows) / split_k(rows).utilisation : 0.0;
+  double chunk(int64_t rows, double logits) const { return chunk(rows, logits, split_k(rows)); }
+  double chunk(int64_t rows, double logits, SplitK split) const {
+    const double input = p_.need_grad_input ? static_cast<double>(rows) / split.utilisation : 0.0;
     const double weight = p_.need_grad_weight ? static_cast<double>(rows) : 0.0;
     return kLaunchRows + (logits + weight + input) / 3;
   }
@@ -108,57 +108,80 @@ int64_t scale_bytes(const LinearCeProblem& p, int64_t classes, int64_t tiles) {
   return p.need_grad_weight ? classes * tiles : 0;
 }
 
-// What a plan of fused_linear_ce may use.
-struct Limits {
-  int64_t rows_in_grad_weight;  // that the memory of the weight gradient holds
-  int64_t row_bytes;            // of the panel workspace and the buffers of a chunk, per row
-  int64_t budget;               // for those
-  int64_t available;            // for those, less the block scales
-};
+// A plan of fused_linear_ce: sizes, and the costs of its chunks. The budget is for the exponentials of a chunk in the
+// panel workspace; sums and other numbers per row, per class and per tile are beside it (1 to 2 %).
+class Cut {
+ public:
+  explicit Cut(const LinearCeProblem& problem)
+      : p_(problem),
+        model_(problem),
+        unit_(granularity(problem)),
+        row_bytes_(sm90::panels(problem.vocab) * kPanel * 2),
+        rows_in_grad_weight_(problem.need_grad_weight ? problem.hidden / kTileM * kTileM : 0) {}
 
-Limits limits(const LinearCeProblem& p, int64_t panel_offset) {
-  const int64_t panels = sm90::panels(p.vocab) + panel_offset;
-  // The sums of a row, one per tile, and the one-hot terms of rows and classes; with metrics and with squares as
-  // many sums again, and a key.
-  const int64_t sums = 4 * logits_tiles(p) + 8;
-  Limits l{};
-  l.rows_in_grad_weight = p.need_grad_weight ? p.hidden / kTileM * kTileM : 0;
-  l.row_bytes = panels * kPanel * 2 + (1 + p.with_metrics + p.with_squares) * sums;
-  l.budget = p.memory_budget - (p.need_grad_weight ? 8 * p.vocab : 0);
-  l.available = l.budget - panels * scale_bytes(p, kPanel, sm90::column_tiles(p.hidden));
-  return l;
-}
+  struct Candidate {
+    int64_t first_rows, chunk_rows;  // the last chunk may have fewer
+  };
 
-struct Candidate {
-  int64_t first_rows, chunk_rows;
-};
-
-// The cheapest cut into a first chunk and equal others. A few dozen candidates for each size: enough to reach
-// whole waves, and the search takes microseconds.
-Candidate cheapest(const LinearCeProblem& p, const CostModel& model, const Limits& l, int64_t most) {
-  const int64_t unit = granularity(p);
-  const auto step = [&](int64_t size) { return round_up(std::max<int64_t>(size / 64, 1), unit); };
-  const auto cost = [&](int64_t rows) { return model.chunk(rows, model.logits(rows)); };
-  double least = 1e300;
-  Candidate best{most, most};
-  for (int64_t rows = most; rows >= std::max(most / 2, unit); rows -= step(most)) {
-    const int64_t partial = model.partial_bytes(rows, model.split_k(rows).k_splits);
-    if (rows > unit && rows * l.row_bytes + partial > l.available) continue;
-    const int64_t room = std::min(l.rows_in_grad_weight + rows, p.rows);
-    for (int64_t first = room / unit * unit; first >= std::max(room / 2, unit); first -= step(room)) {
-      // The gathered rows of the first chunk use the memory of later input gradients, or some of their own.
-      const bool own_rows = l.rows_in_grad_weight > 0 && (!p.need_grad_input || 2 * first > p.rows);
-      const int64_t in_workspace = std::max(std::max<int64_t>(first - l.rows_in_grad_weight, 0), rows);
-      if (own_rows && first > unit && in_workspace * l.row_bytes + 2 * first * p.hidden > l.available)
-        continue;
-      const int64_t chunks = ceil_div(p.rows - first, rows);
-      const int64_t equal = chunks > 0 ? round_up(ceil_div(p.rows - first, chunks), unit) : 0;
-      const double total = cost(first) + chunks * (model.pass() + (chunks > 0 ? cost(equal) : 0));
-      if (total < least - 1e-9) least = total, best = {first, equal};
-    }
+  int64_t rows_in_grad_weight() const { return rows_in_grad_weight_; }
+  // Rows of exponentials that fit the budget, in whole tiles.
+  int64_t fitting() const { return p_.memory_budget / row_bytes_ / kTileM * kTileM; }
+  bool fits_one_chunk() const { return beside_grad_weight(p_.rows) * row_bytes_ <= p_.memory_budget; }
+  // Of the first chunk, what is not in the memory of the weight gradient.
+  int64_t beside_grad_weight(int64_t first_rows) const {
+    return std::max<int64_t>(first_rows - rows_in_grad_weight_, 0);
   }
-  return best;
-}
+  CostModel::SplitK split_k(int64_t rows, bool is_first) const {
+    const int64_t exponentials = (is_first ? beside_grad_weight(rows) : rows) * row_bytes_;
+    const int64_t most = p_.memory_budget + p_.memory_budget / kExcessShare;
+    return model_.split_k(rows, std::min(p_.memory_budget / kPartialShare, most - exponentials));
+  }
+
+  // The cheapest first chunk and others of up to `most` rows: equal ones, or full ones and what is left. A few dozen
+  // candidates for each size: enough to reach whole waves, and the search takes microseconds.
+  Candidate cheapest(int64_t most) const {
+    const auto step = [&](int64_t size) { return round_up(std::max<int64_t>(size / 64, 1), unit_); };
+    double least = 1e300;
+    Candidate best{most, most};
+    for (int64_t rows = most; rows >= std::max(most / 2, unit_); rows -= step(most)) {
+      const double full = cost(rows, false);
+      const int64_t room = std::min(rows_in_grad_weight_ + rows, p_.rows);
+      for (int64_t first = room / unit_ * unit_; first >= std::max(room / 2, unit_); first -= step(room)) {
+        const double of_first = cost(first, true);
+        const int64_t left = p_.rows - first, chunks = ceil_div(left, rows);
+        const auto consider = [&](int64_t size, double of_one) {
+          if (!has_room_for_rows(first, size)) return;
+          double total = of_first;
+          if (chunks > 0) {
+            total += static_cast<double>(chunks) * model_.pass() + static_cast<double>(chunks - 1) * of_one +
+                     cost(left - (chunks - 1) * size, false);
+          }
+          if (total < least - 1e-9) least = total, best = {first, size};
+        };
+        const int64_t equal = chunks > 0 ? round_up(ceil_div(left, chunks), unit_) : 0;
+        consider(equal, cost(equal, false));
+        if (chunks > 1 && equal != rows) consider(rows, full);
+      }
+    }
+    return best;
+  }
+
+ private:
+  double cost(int64_t rows, bool is_first) const {
+    return rows > 0 ? model_.chunk(rows, model_.logits(rows), split_k(rows, is_first)) : 0.0;
+  }
+  // The gathered rows of the first chunk use the memory of later input gradients, or some of their own.
+  bool has_room_for_rows(int64_t first, int64_t chunk_rows) const {
+    const bool own_rows = rows_in_grad_weight_ > 0 && (!p_.need_grad_input || 2 * first > p_.rows);
+    if (!own_rows || first <= unit_) return true;
+    const int64_t exponentials = std::max(beside_grad_weight(first), chunk_rows) * row_bytes_;
+    return exponentials + 2 * first * p_.hidden <= p_.memory_budget;
+  }
+
+  const LinearCeProblem& p_;
+  const CostModel model_;
+  const int64_t unit_, row_bytes_, rows_in_grad_weight_;
+};
 
 }  // namespace
 
@@ -166,30 +189,27 @@ namespace {
 
 std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
-  const CostModel model(p);
+  const Cut cut(p);
   LinearCePlan plan{};
   plan.panel_offset = p.need_grad_weight && p.hidden >= kTileM ? kPanelOffset : 0;
-  const Limits l = limits(p, plan.panel_offset);
   const auto chunk = [&](int64_t first, int64_t rows) {
-    return PlannedChunk{first, rows, model.split_k(rows).k_splits};
+    return PlannedChunk{first, rows, cut.split_k(rows, first == 0).k_splits};
   };
 
   // One chunk needs no accumulation.
-  const int64_t in_workspace = std::max<int64_t>(p.rows - l.rows_in_grad_weight, 0);
-  if (in_workspace == 0 || in_workspace * l.row_bytes <= l.budget) {
-    plan.rows_in_grad_weight = std::min(l.rows_in_grad_weight, p.rows);
-    plan.workspace_panel_bytes = round_up(in_workspace, kTileM) * kPanel * 2;
+  if (cut.fits_one_chunk()) {
+    plan.rows_in_grad_weight = std::min(cut.rows_in_grad_weight(), p.rows);
+    plan.workspace_panel_bytes = round_up(cut.beside_grad_weight(p.rows), kTileM) * kPanel * 2;
     plan.chunks = {chunk(0, p.rows)};
     return plan;
   }
 
-  const int64_t unit = granularity(p);
-  const int64_t fitting = std::max<int64_t>(l.available, 0) / l.row_bytes / kTileM * kTileM;
+  const int64_t unit = granularity(p), fitting = cut.fitting();
   if (p.group_rows > 1 && fitting < unit) return std::nullopt;
-  const Candidate best = cheapest(p, model, l, std::max(fitting / unit * unit, unit));
+  const Cut::Candidate best = cut.cheapest(std::max(fitting / unit * unit, unit));
   if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kFewestRowsPerPass)
     return std::nullopt;
-  plan.rows_in_grad_weight = std::min(l.rows_in_grad_weight, best.first_rows);
+  plan.rows_in_grad_weight = std::min(cut.rows_in_grad_weight(), best.first_rows);
   plan.scale_bytes = scale_bytes(p, kPanel, sm90::column_tiles(p.hidden));
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
   // The block scales of the first chunk overwrite exponentials that were read before, if those are stored

@@ -11,12 +11,10 @@ namespace liger {
 struct LinearCeProblem {
   int64_t rows, hidden, vocab;
   bool need_grad_input, need_grad_weight;
-  bool exact_accumulation;    // the weight gradient must be as exact as one float32 sum
-  int64_t memory_budget;      // bytes beside the gradients: exponentials, their sums, block scales
-  int64_t clusters;           // two-block clusters that are active on the device at a time
-  int64_t group_rows = 1;     // every chunk is a multiple of it
-  bool with_metrics = false;  // entropies and argmax are requested
-  bool with_squares = false;  // and sums of squared exponentials
+  bool exact_accumulation;  // the weight gradient must be as exact as one float32 sum
+  int64_t memory_budget;    // bytes for exponentials beside the gradients
+  int64_t clusters;         // two-block clusters that are active on the device at a time
+  int64_t group_rows = 1;   // every chunk is a multiple of it
 };
 
 struct PlannedChunk {

@@ -52,8 +52,6 @@ DTYPES = {
 SM90 = (9, 0)
 # The dtypes of the sm_90a engine: plan_sm90() of csrc/linear_ce/sm90/fused_linear_ce.cu.
 SM90_DTYPES = (torch.bfloat16, torch.float16)
-# The part of the budget for the shifts of float16: kShiftShare of csrc/linear_ce/sm90/chunk.h.
-SHIFT_SHARE = 385
 
 
 def add_arguments(parser):
@@ -145,8 +143,6 @@ def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
 def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
     """The plan of the sm_90a engine in the same form, or None if the generic engine runs the batch."""
     half = dtype == torch.float16
-    if half:
-        budget -= budget // SHIFT_SHARE
     plan = plan_chunks_sm90(
         tokens,
         hidden,

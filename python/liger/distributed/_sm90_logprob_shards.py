@@ -42,7 +42,7 @@ class Head(NamedTuple):
     def shards(self):
         return self.vocab_start, self.vocab_size, ""
 
-    def plan(self, needs_grad, metrics=False, memory_budget=None):
+    def plan(self, needs_grad, memory_budget=None):
         """The :class:`LinearCePlan` of a pass over all rows; None: the GEMMs of torch compute it."""
         clusters = clusters_for(self.input, self.weight, None, self.group)
         if clusters == 0:
@@ -54,7 +54,6 @@ class Head(NamedTuple):
             True,
             self.memory_budget if memory_budget is None else memory_budget,
             clusters,
-            with_metrics=metrics,
         )
         return plan if plan.chunks else None
 
