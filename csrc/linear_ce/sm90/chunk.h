@@ -75,6 +75,7 @@ struct ChunkBuffers {
   int* overflow;
   OneHot* one_hot;
   float* partial;                   // split-K partial sums of the input gradient; null without splits
+  int* turns;                       // of its tiles, with kSerialSplitK and splits
   RowMetrics metrics;               // null without metrics
   float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
   RangeRows range;                  // null with bfloat16

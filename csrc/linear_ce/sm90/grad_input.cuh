@@ -15,8 +15,10 @@ struct GradInput {
   const OneHot* one_hot;  // of the rows of the chunk
   const T* weight;
   int64_t weight_stride;
-  T* out;          // (chunk.rows, hidden)
-  float* partial;  // (k_splits, chunk.rows, hidden) partial sums, if k_splits > 1
+  T* out;  // (chunk.rows, hidden)
+  float*
+      partial;  // sums of the splits, if k_splits > 1: (k_splits, chunk.rows, hidden), or those of add_in_turn()
+  int* turns;  // with kSerialSplitK, per tile: warps that have added, initially zero
   RankOneTerm smoothing;
 };
 
@@ -25,7 +27,7 @@ struct GradInputEpilogue : GradInput<T> {
   using Element = T;
   using GradInput<T>::chunk, GradInput<T>::vocab, GradInput<T>::hidden, GradInput<T>::k_splits,
       GradInput<T>::scale, GradInput<T>::one_hot, GradInput<T>::weight, GradInput<T>::weight_stride,
-      GradInput<T>::out, GradInput<T>::partial, GradInput<T>::smoothing;
+      GradInput<T>::out, GradInput<T>::partial, GradInput<T>::turns, GradInput<T>::smoothing;
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
@@ -54,11 +56,14 @@ struct GradInputEpilogue : GradInput<T> {
                                         int lane, const sm90::EpilogueSmem& smem) const {
     const int count = chunk();
     const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
+    if constexpr (sm90::kSerialSplitK) {
+      if (k_splits > 1 && add_in_turn(sums, tile, row, lane)) return;
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       const bool valid = r < count;
-      if (k_splits > 1) {
+      if (!sm90::kSerialSplitK && k_splits > 1) {
         float* const at =
             partial + (int64_t{tile.k_split} * chunk.rows + r) * hidden + tile.n0 + lane % 4 * 2;
         write_float_row(sums, h, at, valid, width);
@@ -66,7 +71,7 @@ struct GradInputEpilogue : GradInput<T> {
       }
       scale_row(sums, h, r, valid, tile, lane, width);
     }
-    if (k_splits > 1) return;
+    if (!sm90::kSerialSplitK && k_splits > 1) return;
     const int first = tile.m0 + row;
     write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane, width);
   }
@@ -74,6 +79,34 @@ struct GradInputEpilogue : GradInput<T> {
  protected:
   using Width = TileWidth<kPartialTiles, kTileColumns>;
 
+  // Adds the sums of the splits before to these, in their order. True if more splits follow; then it has stored the result
+  // for them, in the order of the accumulators: a warp has 16 rows of the tile, and a lane all of its own in vectors.
+  //
+  // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends.
+  __device__ __forceinline__ bool add_in_turn(float (&sums)[sm90::kSums], const Tile& tile, int row,
+                                              int lane) const {
+    const int at = tile.m0 / sm90::kTileM * columns() + tile.n0 / kColumns;
+    constexpr int kVectors = kColumns / 8;  // of a lane
+    float4* const memory =
+        reinterpret_cast<float4*>(partial) + (int64_t{at} * sm90::kWarps + row / 16) * kVectors * 32 + lane;
+    if (tile.k_split > 0) {
+      sm90::wait_for_count(turns + at, tile.k_split * sm90::kWarps);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const float4 before = __ldcg(memory + i * 32);
+        sums[4 * i] += before.x, sums[4 * i + 1] += before.y;
+        sums[4 * i + 2] += before.z, sums[4 * i + 3] += before.w;
+      }
+    }
+    if (tile.k_split == k_splits - 1) return false;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+      __stcg(memory + i * 32, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+    __syncwarp();
+    if (lane == 0) sm90::count_release(turns + at);
+    return true;
+  }
   // The columns of this lane of row h in float32, if it is valid.
   static __device__ __forceinline__ void write_float_row(const float (&sums)[sm90::kSums], int h, float* at,
                                                          bool valid, const Width& width) {

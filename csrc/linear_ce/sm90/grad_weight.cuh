@@ -201,20 +201,12 @@ struct GradWeightEpilogue {
 
   // By one thread of a block, when all operands of a tile of this panel have arrived.
   __device__ __forceinline__ void count_panel_read(int panel) const {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(panel_read_counts + panel) : "memory");
+    sm90::count_release(panel_read_counts + panel);
   }
   // Waits until all column tiles have read the panel that a tile of this one overwrites. Those belong to earlier
   // tiles, and all blocks are resident, so the wait ends; panel_offset makes it short or none.
   __device__ __forceinline__ void wait_for_panel_reads(int panel) const {
-    if (panel >= panel_offset) {
-      int count;
-      do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                     : "=r"(count)
-                     : "l"(panel_read_counts + panel - panel_offset)
-                     : "memory");
-      } while (count < columns());
-    }
+    if (panel >= panel_offset) sm90::wait_for_count(panel_read_counts + panel - panel_offset, columns());
     __syncwarp();
   }
 

@@ -69,7 +69,7 @@ class CostModel {
 
   // Float32 partial sums of the input gradient.
   int64_t partial_bytes(int64_t rows, int64_t k_splits) const {
-    return k_splits > 1 ? 4 * k_splits * rows * p_.hidden : 0;
+    return 4 * sm90::split_sums(rows, p_.hidden, k_splits);
   }
 
   // The logits GEMM of these rows, with wave quantisation.

@@ -111,6 +111,18 @@ __device__ __forceinline__ void copy_async(void* destination, const void* source
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
+// Counts what blocks of a launch have done. What a thread, or its warp before __syncwarp(), has written to global memory is
+// visible to a thread that has waited for its count.
+__device__ __forceinline__ void count_release(int* counter) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void wait_for_count(const int* counter, int count) {
+  int found;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  } while (found < count);
+}
+
 __device__ __forceinline__ uint4 load_with_hint(const uint4* p, CacheHint keep) {
   uint4 v;
   asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"

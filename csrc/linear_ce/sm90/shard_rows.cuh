@@ -163,7 +163,10 @@ struct FloatGradInputEpilogue : GradInputEpilogue<T, kPartialTiles, kTileColumns
                                         int lane, const sm90::EpilogueSmem&) const {
     const int count = this->chunk();
     const typename Base::Width width(tile, this->hidden);
-    const bool split = this->k_splits > 1;
+    const bool split = !sm90::kSerialSplitK && this->k_splits > 1;
+    if constexpr (sm90::kSerialSplitK) {
+      if (this->k_splits > 1 && this->add_in_turn(sums, tile, row, lane)) return;
+    }
     float* const to = split ? this->partial + int64_t{tile.k_split} * this->chunk.rows * this->hidden : sum;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -119,9 +119,9 @@ void ShardChunk::grad_input(float* sum) const {
   with_gradient_tiles(batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
     const FloatGradInputEpilogue<Bf16, partial_tiles.value, columns.value> epilogue{
         {this->grad_input_of<Bf16>()}, sum};
-    launch_gemm(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
+    launch_grad_input(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
   });
-  if (chunk_.k_splits == 1) return;
+  if (sm90::kSerialSplitK || chunk_.k_splits == 1) return;
   reduce_k_splits_to_float<Bf16><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(
       this->grad_input_of<Bf16>(), sum);
   check_launch(kOp);
