@@ -66,6 +66,21 @@ struct Batch {
   bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
 };
 
+// A batch without a problem, on the current stream.
+inline Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad_input, bool need_grad_weight,
+                      bool with_metrics, double temperature) {
+  return {input,
+          weight,
+          need_grad_input,
+          need_grad_weight,
+          with_metrics,
+          static_cast<float>(1.0 / temperature),
+          {},
+          {},
+          input.get_device_index(),
+          current_stream(input)};
+}
+
 // The buffers of one chunk, except its exponentials.
 struct ChunkBuffers {
   Bf16* input;  // (rows, hidden): the gathered rows; in the memory of their gradient or in their own

@@ -46,16 +46,8 @@ class IndexedRows {
  public:
   IndexedRows(const Call& call, bool need_grad_input, bool need_grad_weight, bool with_metrics)
       : target_(torch::stable::contiguous(call.target)),
-        batch_{linear_ce::dense(call.input),
-               linear_ce::dense(call.weight),
-               need_grad_input,
-               need_grad_weight,
-               with_metrics,
-               static_cast<float>(1.0 / call.temperature),
-               {},
-               {},
-               call.input.get_device_index(),
-               current_stream(call.input)},
+        batch_(linear_ce::batch_of(linear_ce::dense(call.input), linear_ce::dense(call.weight),
+                                   need_grad_input, need_grad_weight, with_metrics, call.temperature)),
         index_memory_(empty({linear_ce::row_index_bytes(batch_.rows())}, ScalarType::Byte, call.input)) {
     require(call.input.scalar_type() == ScalarType::BFloat16 || batch_.is_float16(), kOp,
             ": the engine of compute capability 9.0 does not take input of dtype ",

@@ -31,20 +31,6 @@ int64_t step_workspace_bytes(const linear_ce::Batch& batch, const PlannedChunk& 
                                linear_ce::ChunkBuffers::bytes(batch, chunk, false)});
 }
 
-linear_ce::Batch batch_of(const Tensor& input, const Tensor& weight, bool need_grad_input,
-                          bool need_grad_weight, bool with_metrics, double temperature) {
-  return {input,
-          weight,
-          need_grad_input,
-          need_grad_weight,
-          with_metrics,
-          static_cast<float>(1.0 / temperature),
-          {},
-          {},
-          input.get_device_index(),
-          current_stream(input)};
-}
-
 // LinearCePlan::encode(); then of each chunk whether its gathered rows need memory apart from their gradient,
 // and the bytes of its workspace. Empty if the engine cannot take the problem.
 using EncodedPlan = std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>>;
@@ -54,7 +40,7 @@ EncodedPlan plan(const Tensor& input, const Tensor& weight, int64_t group_rows, 
   if (input.scalar_type() != ScalarType::BFloat16 && input.scalar_type() != ScalarType::Half) return {};
   const DeviceGuard guard(input.get_device_index());
   const linear_ce::Batch batch =
-      batch_of(input, weight, need_grad_input, need_grad_weight, with_metrics, 1.0);
+      linear_ce::batch_of(input, weight, need_grad_input, need_grad_weight, with_metrics, 1.0);
   const std::optional<LinearCePlan> plan =
       linear_ce::plan_on_device({batch.rows(), batch.hidden(), batch.vocab(), need_grad_input,
                                  need_grad_weight, exact_accumulation, memory_budget, 0, group_rows},
@@ -80,8 +66,8 @@ class Step {
        double temperature, bool with_metrics, const std::vector<int64_t>& plan, int64_t index, int64_t ranges,
        const Tensor& position, const Tensor& grad_weight, const Tensor& panel_workspace, const Tensor& rows,
        const Tensor& workspace, const Tensor& grad_input)
-      : batch_(batch_of(input, weight, grad_input.numel() > 0, grad_weight.numel() > 0, with_metrics,
-                        temperature)),
+      : batch_(linear_ce::batch_of(input, weight, grad_input.numel() > 0, grad_weight.numel() > 0,
+                                   with_metrics, temperature)),
         plan_(LinearCePlan::decode(plan)),
         ranges_(ranges) {
     require(ranges == 1 || ranges == 2, kOp, ": a chunk of ", ranges, " ranges, expected 1 or 2");

@@ -34,16 +34,7 @@ int64_t ShardState::bytes(int64_t rows) {
 
 Batch shard_batch(const Tensor& input, const Tensor& weight, bool need_grad_input, bool need_grad_weight,
                   std::optional<double> softcap, double temperature, bool with_metrics) {
-  Batch batch{input,
-              weight,
-              need_grad_input,
-              need_grad_weight,
-              with_metrics,
-              static_cast<float>(1.0 / temperature),
-              {},
-              {},
-              input.get_device_index(),
-              current_stream(input)};
+  Batch batch = batch_of(input, weight, need_grad_input, need_grad_weight, with_metrics, temperature);
   batch.terms.transform.softcap = static_cast<float>(softcap.value_or(0.0));
   return batch;
 }
