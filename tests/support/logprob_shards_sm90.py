@@ -46,9 +46,7 @@ def plans_of(shape, ranks, entropy=False, keep=False):
     x, weight = torch.empty(shape.rows, shape.hidden), torch.empty(shape.vocab, 0)
     (head, *_) = heads_of(shape, [0, shape.vocab], x, weight, None)
     with group_of(ranks):
-        return shards.forward_plan(head, True, True, keep), shards.backward_plan(
-            head, (True, True), entropy, keep
-        )
+        return shards.forward_plan(head, keep), shards.backward_plan(head, (True, True), entropy, keep)
 
 
 def _add(tensors):
@@ -63,7 +61,7 @@ def run_forward(heads, metrics=True, keep=False, compare=True):
     ``compare``: asserts that all ranks have the same bits, which waits for the device.
     """
     with group_of(len(heads)):
-        plan = shards.forward_plan(heads[0], metrics, metrics, keep)
+        plan = shards.forward_plan(heads[0], keep)
     calls = [shards.Forward(head, plan, metrics, metrics, keep) for head in heads]
     for call in calls:
         call.begin()

@@ -176,11 +176,11 @@ class Backward(LogProbCall):
 # --- all processes --------------------------------------------------------------------------------------------------
 
 
-def forward_plan(head: Head, entropy, argmax, keep):
+def forward_plan(head: Head, keep):
     """The plan of the forward; None: the GEMMs of torch compute it."""
     if keep:
         return one_chunk(head.input.shape[0])
-    return head.plan((False, False), entropy or argmax)
+    return head.plan((False, False))
 
 
 def forward(head: Head, plan, entropy, argmax, keep):

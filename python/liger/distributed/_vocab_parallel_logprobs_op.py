@@ -169,7 +169,7 @@ def _forward(
         head = _engine.Head(
             input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
         )
-        engine_plan = _engine.forward_plan(head, return_entropy, return_argmax, keep)
+        engine_plan = _engine.forward_plan(head, keep)
         if engine_plan is not None:
             found, *kept = _engine.forward(head, engine_plan, return_entropy, return_argmax, keep)
             no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
