@@ -22,8 +22,8 @@ inline constexpr int kPingpongSharedBytes =
 
 struct PingpongMaps {
   Maps operands;
-  CUtensorMap results
-      [2];  // panels, in boxes of kResultBoxRows x kBox; rows from `rows_in_first` on are in the second
+  // Panels, in boxes of kResultBoxRows x kBox; rows from `rows_in_first` on are in the second.
+  CUtensorMap results[2];
 };
 
 // An Epilogue is as that of gemm_kernel, with K-major operands, the same number of k-blocks in all tiles, and instead of

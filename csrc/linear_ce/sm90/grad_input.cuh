@@ -16,8 +16,8 @@ struct GradInput {
   const T* weight;
   int64_t weight_stride;
   T* out;  // (chunk.rows, hidden)
-  float*
-      partial;  // sums of the splits, if k_splits > 1: (k_splits, chunk.rows, hidden), or those of add_in_turn()
+  // If k_splits > 1, their sums: (k_splits, chunk.rows, hidden), or those of add_in_turn().
+  float* partial;
   int* turns;  // with kSerialSplitK, per tile: warps that have added, initially zero
   RankOneTerm smoothing;
 };

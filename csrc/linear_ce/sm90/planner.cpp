@@ -110,9 +110,9 @@ int64_t scale_bytes(const LinearCeProblem& p, int64_t classes, int64_t tiles) {
 
 // A plan of fused_linear_ce: sizes, and the costs of its chunks. The budget is for the exponentials of a chunk in the
 // panel workspace; sums and other numbers per row, per class and per tile are beside it (1 to 2 %).
-class Cut {
+class ChunkSearch {
  public:
-  explicit Cut(const LinearCeProblem& problem)
+  explicit ChunkSearch(const LinearCeProblem& problem)
       : p_(problem),
         model_(problem),
         unit_(granularity(problem)),
@@ -144,23 +144,24 @@ class Cut {
     double least = 1e300;
     Candidate best{most, most};
     for (int64_t rows = most; rows >= std::max(most / 2, unit_); rows -= step(most)) {
-      const double full = cost(rows, false);
       const int64_t room = std::min(rows_in_grad_weight_ + rows, p_.rows);
       for (int64_t first = room / unit_ * unit_; first >= std::max(room / 2, unit_); first -= step(room)) {
         const double of_first = cost(first, true);
         const int64_t left = p_.rows - first, chunks = ceil_div(left, rows);
-        const auto consider = [&](int64_t size, double of_one) {
+        const auto consider = [&](int64_t size) {
           if (!has_room_for_rows(first, size)) return;
           double total = of_first;
           if (chunks > 0) {
+            const int64_t rest = left - (chunks - 1) * size;
+            const double of_rest = cost(rest, false), of_one = rest == size ? of_rest : cost(size, false);
             total += static_cast<double>(chunks) * model_.pass() + static_cast<double>(chunks - 1) * of_one +
-                     cost(left - (chunks - 1) * size, false);
+                     of_rest;
           }
           if (total < least - 1e-9) least = total, best = {first, size};
         };
         const int64_t equal = chunks > 0 ? round_up(ceil_div(left, chunks), unit_) : 0;
-        consider(equal, cost(equal, false));
-        if (chunks > 1 && equal != rows) consider(rows, full);
+        consider(equal);
+        if (chunks > 1 && equal != rows) consider(rows);
       }
     }
     return best;
@@ -189,27 +190,27 @@ namespace {
 
 std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
-  const Cut cut(p);
+  const ChunkSearch search(p);
   LinearCePlan plan{};
   plan.panel_offset = p.need_grad_weight && p.hidden >= kTileM ? kPanelOffset : 0;
   const auto chunk = [&](int64_t first, int64_t rows) {
-    return PlannedChunk{first, rows, cut.split_k(rows, first == 0).k_splits};
+    return PlannedChunk{first, rows, search.split_k(rows, first == 0).k_splits};
   };
 
   // One chunk needs no accumulation.
-  if (cut.fits_one_chunk()) {
-    plan.rows_in_grad_weight = std::min(cut.rows_in_grad_weight(), p.rows);
-    plan.workspace_panel_bytes = round_up(cut.beside_grad_weight(p.rows), kTileM) * kPanel * 2;
+  if (search.fits_one_chunk()) {
+    plan.rows_in_grad_weight = std::min(search.rows_in_grad_weight(), p.rows);
+    plan.workspace_panel_bytes = round_up(search.beside_grad_weight(p.rows), kTileM) * kPanel * 2;
     plan.chunks = {chunk(0, p.rows)};
     return plan;
   }
 
-  const int64_t unit = granularity(p), fitting = cut.fitting();
+  const int64_t unit = granularity(p), fitting = search.fitting();
   if (p.group_rows > 1 && fitting < unit) return std::nullopt;
-  const Cut::Candidate best = cut.cheapest(std::max(fitting / unit * unit, unit));
+  const ChunkSearch::Candidate best = search.cheapest(std::max(fitting / unit * unit, unit));
   if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kFewestRowsPerPass)
     return std::nullopt;
-  plan.rows_in_grad_weight = std::min(cut.rows_in_grad_weight(), best.first_rows);
+  plan.rows_in_grad_weight = std::min(search.rows_in_grad_weight(), best.first_rows);
   plan.scale_bytes = scale_bytes(p, kPanel, sm90::column_tiles(p.hidden));
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
   // The block scales of the first chunk overwrite exponentials that were read before, if those are stored

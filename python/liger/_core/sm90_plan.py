@@ -7,7 +7,7 @@ import torch
 # What the engine takes: hidden sizes that are divisible by kHiddenUnit of csrc/linear_ce/sm90/tile.h, and these dtypes.
 HIDDEN_UNIT = 16
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
-# Classes per tile of the logits GEMM, each with a sum per row: kPingpongColumns of the same file.
+# Classes per tile of the logits GEMM, each with a sum per row: kPingpongColumns there.
 TILE_CLASSES = 192
 
 

@@ -50,8 +50,6 @@ DTYPES = {
     "float32": torch.float32,
 }
 SM90 = (9, 0)
-# The dtypes of the sm_90a engine: plan_sm90() of csrc/linear_ce/sm90/fused_linear_ce.cu.
-SM90_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def add_arguments(parser):
@@ -203,7 +201,7 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     """
     budget = default_memory_budget()
     plan = None
-    if capability == SM90 and dtype in SM90_DTYPES:
+    if capability == SM90 and dtype in ENGINE_DTYPES:
         plan = _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget)
     plan = plan or _plan_generic(tokens, hidden, vocab, dtype.itemsize, exact_accumulation)
     logits = tokens * vocab * 3 * 4
