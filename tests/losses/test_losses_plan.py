@@ -38,7 +38,7 @@ def plan_of(layout, hidden, vocab, budget):
     for _, count, k_splits in plan.chunks:
         # Index, logits of targets, scales, one-hot terms, and sums of rows; one-hot terms of classes, read counts.
         workspace = count * (4 + 8 + 8 + 4 * -(-vocab // TILE_CLASSES)) + 8 * vocab + vocab // 32
-        workspace += 4 * k_splits * count * hidden if k_splits > 1 else 0
+        workspace += 4 * count * hidden if k_splits > 1 else 0
         # Whole tiles, and every buffer is aligned to 1024 bytes.
         workspaces.append(workspace + 16 * 1024)
     return plan, [int(c.first == 0) for c in plan.chunks], workspaces

@@ -189,7 +189,7 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     gradients = 2 * 4096 * (16384 + 128256)
     assert gradients + workspace < found["peak_liger"]
     of_row = 2 * 4096 + 4 * (668 + 4) + (668 + 12 if dtype == "fp16" else 0)
-    splits = [4 * 4096 * c.k_splits if c.k_splits > 1 else 0 for c in plan.chunks]
+    splits = [4 * 4096 if c.k_splits > 1 else 0 for c in plan.chunks]
     most = 8 * 128256 + max(
         c.rows * (of_row + of_splits) for c, of_splits in zip(plan.chunks, splits, strict=True)
     )

@@ -53,9 +53,10 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
   visit(b.tile_sums, sums);
   visit(b.overflow, rows / sm90::kTileM);
   visit(b.one_hot, chunk.rows);
-  if (chunk.k_splits > 1) visit(b.partial, sm90::split_sums(chunk.rows, batch.hidden(), chunk.k_splits));
-  const int64_t tiles = sm90::split_tiles(chunk.rows, batch.hidden(), chunk.k_splits);
-  if (tiles > 0) visit(b.turns, tiles);
+  if (chunk.k_splits > 1) {
+    visit(b.partial, sm90::split_sums(chunk.rows, batch.hidden(), chunk.k_splits));
+    visit(b.turns, sm90::split_tiles(chunk.rows, batch.hidden(), chunk.k_splits));
+  }
   if (batch.with_metrics) {
     visit(b.metrics.entropy_sums, batch.with_squares ? 2 * sums : sums);
     visit(b.metrics.best_keys, chunk.rows);
@@ -315,10 +316,6 @@ void Chunk::grad_input_gemm() const {
   if (!batch_.need_grad_input) return;
   const GradInputEpilogue<T, kPartialTiles, kTileColumns> epilogue{grad_input_of<T>()};
   launch_grad_input(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
-  if (!sm90::kSerialSplitK && chunk_.k_splits > 1) {
-    reduce_k_splits<T><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(epilogue);
-    check_launch(kOp);
-  }
 }
 
 template <typename T, bool kPartialTiles, int kTileColumns>

@@ -16,9 +16,8 @@ struct GradInput {
   const T* weight;
   int64_t weight_stride;
   T* out;  // (chunk.rows, hidden)
-  // If k_splits > 1, their sums: (k_splits, chunk.rows, hidden), or those of add_in_turn().
-  float* partial;
-  int* turns;  // with kSerialSplitK, per tile: warps that have added, initially zero
+  float* partial;  // of add_in_turn(), if k_splits > 1
+  int* turns;      // per tile: warps that have added, initially zero
   RankOneTerm smoothing;
 };
 
@@ -56,22 +55,12 @@ struct GradInputEpilogue : GradInput<T> {
                                         int lane, const sm90::EpilogueSmem& smem) const {
     const int count = chunk();
     const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
-    if constexpr (sm90::kSerialSplitK) {
-      if (k_splits > 1 && add_in_turn(sums, tile, row, lane)) return;
-    }
+    if (k_splits > 1 && add_in_turn(sums, tile, row, lane)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
-      const bool valid = r < count;
-      if (!sm90::kSerialSplitK && k_splits > 1) {
-        float* const at =
-            partial + (int64_t{tile.k_split} * chunk.rows + r) * hidden + tile.n0 + lane % 4 * 2;
-        write_float_row(sums, h, at, valid, width);
-        continue;
-      }
-      scale_row(sums, h, r, valid, tile, lane, width);
+      scale_row(sums, h, r, r < count, tile, lane, width);
     }
-    if (!sm90::kSerialSplitK && k_splits > 1) return;
     const int first = tile.m0 + row;
     write_rows(sums, out + int64_t{first} * hidden + tile.n0, hidden, count - first, lane, width);
   }
@@ -85,6 +74,7 @@ struct GradInputEpilogue : GradInput<T> {
   // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends.
   __device__ __forceinline__ bool add_in_turn(float (&sums)[sm90::kSums], const Tile& tile, int row,
                                               int lane) const {
+    if (tile.m0 >= chunk()) return true;  // the second tile of the last pair can have no rows, and has no sums
     const int at = tile.m0 / sm90::kTileM * columns() + tile.n0 / kColumns;
     constexpr int kVectors = kColumns / 8;  // of a lane
     float4* const memory =
@@ -107,16 +97,6 @@ struct GradInputEpilogue : GradInput<T> {
     if (lane == 0) sm90::count_release(turns + at);
     return true;
   }
-  // The columns of this lane of row h in float32, if it is valid.
-  static __device__ __forceinline__ void write_float_row(const float (&sums)[sm90::kSums], int h, float* at,
-                                                         bool valid, const Width& width) {
-#pragma unroll
-    for (int j = 0; j < kColumns / 8; ++j) {
-      if (valid && width.has(8 * j)) {
-        *reinterpret_cast<float2*>(at + 8 * j) = make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
-      }
-    }
-  }
   // Sums of row h, which is row r of the chunk -> its gradient.
   __device__ __forceinline__ void scale_row(float (&sums)[sm90::kSums], int h, int r, bool valid,
                                             const Tile& tile, int lane, const Width& width) const {
@@ -131,49 +111,5 @@ struct GradInputEpilogue : GradInput<T> {
       subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
   }
 };
-
-// Split-K reduction of a row of grad_input, with scale and one-hot term: write(i, elements 4i to 4i + 3).
-template <typename T, typename Write>
-__device__ __forceinline__ void reduce_k_splits_of_row(const GradInput<T>& p, int row, const Write& write) {
-  const float factor = p.scale[row];
-  const OneHot one_hot = p.one_hot[row];
-  const uint2* const target =
-      reinterpret_cast<const uint2*>(p.weight + max(one_hot.index, 0) * p.weight_stride);
-  const int64_t step = int64_t{p.chunk.rows} * p.hidden / 4;
-  const float4* const from = reinterpret_cast<const float4*>(p.partial + int64_t{row} * p.hidden);
-  for (int i = threadIdx.x; i < p.hidden / 4; i += kRowThreads) {
-    float4 sum = from[i];
-    for (int k_split = 1; k_split < p.k_splits; ++k_split) {
-      const float4 more = from[i + k_split * step];
-      sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
-    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
-    if (p.smoothing.vector != nullptr) {
-      const float4 v = reinterpret_cast<const float4*>(p.smoothing.vector)[i];
-      const float amount = p.smoothing.amount_of(row);
-      sum.x = fmaf(-amount, v.x, sum.x), sum.y = fmaf(-amount, v.y, sum.y);
-      sum.z = fmaf(-amount, v.z, sum.z), sum.w = fmaf(-amount, v.w, sum.w);
-    }
-    if (one_hot.index >= 0) {
-      const uint2 w = target[i];
-      sum.x = fmaf(-one_hot.amount, low_of<T>(w.x), sum.x);
-      sum.y = fmaf(-one_hot.amount, high_of<T>(w.x), sum.y);
-      sum.z = fmaf(-one_hot.amount, low_of<T>(w.y), sum.z);
-      sum.w = fmaf(-one_hot.amount, high_of<T>(w.y), sum.w);
-    }
-    write(i, sum);
-  }
-}
-
-// grid: rows of the chunk.
-template <typename T>
-__global__ void __launch_bounds__(kRowThreads) reduce_k_splits(const GradInput<T> p) {
-  const int row = blockIdx.x;
-  if (row >= p.chunk()) return;
-  uint2* const to = reinterpret_cast<uint2*>(p.out + int64_t{row} * p.hidden);
-  reduce_k_splits_of_row(p, row, [&](int i, float4 sum) {
-    to[i] = make_uint2(pack_pair<T>(sum.x, sum.y), pack_pair<T>(sum.z, sum.w));
-  });
-}
 
 }  // namespace liger::linear_ce

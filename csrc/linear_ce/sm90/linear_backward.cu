@@ -87,10 +87,6 @@ void run_chunk(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* sc
           none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial, turns}}};
     launch_grad_input({{grad_logits, grad_logits}, matrix_map(chunk.weight)}, epilogue, chunk.device,
                       chunk.stream);
-    if (!sm90::kSerialSplitK && chunk.k_splits > 1) {
-      reduce_k_splits<Bf16><<<static_cast<unsigned>(rows), kRowThreads, 0, chunk.stream>>>(epilogue);
-      check_launch(kOp);
-    }
   }
 }
 

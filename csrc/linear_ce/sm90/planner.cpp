@@ -28,11 +28,10 @@ constexpr int64_t kRowsPerFloatLogits = 2;
 // Panels that may be read while the first tiles of the weight gradient are written. Two would keep blocks
 // from waiting for tiles that start later; the other two hide that blocks are not equally fast.
 constexpr int64_t kPanelOffset = 4;
-// The cost of each further split of the input gradient, as a part of the GEMM's time: its epilogue, and the traffic
-// of its float32 partial sums, which is divided by the number of classes.
-constexpr int64_t kMostSplits = 24;
-// The part of the budget that its partial sums may take, and by which they may exceed it with the exponentials.
-constexpr int64_t kPartialShare = 8, kExcessShare = 16;
+// Splits of the input gradient, and the part of the budget that their sums may take, beside the exponentials.
+constexpr int64_t kMostSplits = 24, kSplitShare = 8;
+// The cost of each further split, as a part of the GEMM's time: its epilogue, and the traffic of the float32 sums, which
+// is divided by the number of classes.
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
 // The relative gain in utilisation for which more splits pay, given the memory of their sums.
 constexpr double kLeastGain = 0.025;
@@ -46,9 +45,7 @@ class CostModel {
     int64_t k_splits;
     double utilisation;  // of the SMs by the GEMM of the input gradient
   };
-  // room: bytes for the partial sums, which small chunks alone can afford.
-  SplitK split_k(int64_t rows) const { return split_k(rows, p_.memory_budget / kPartialShare); }
-  SplitK split_k(int64_t rows, int64_t room) const {
+  SplitK split_k(int64_t rows) const {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
     const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::column_tiles(p_.hidden);
@@ -56,9 +53,9 @@ class CostModel {
         static_cast<double>(rows) / (2 * kTileM) * p_.hidden / sm90::tile_columns(p_.hidden);
     const double penalty = kSplitEpilogue + kSplitTraffic / static_cast<double>(p_.vocab);
     // Every split sums at least one block of kTileK classes.
-    const int64_t most = std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK}));
+    const bool fit = split_bytes(rows, kMostSplits) <= p_.memory_budget / kSplitShare;
+    const int64_t most = fit ? std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK})) : 1;
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
-      if (partial_bytes(rows, k_splits) > room && k_splits > 1) break;
       const int64_t jobs = row_pairs * columns * k_splits;
       const double waves = static_cast<double>(ceil_div(jobs, p_.clusters));
       const double time = waves * p_.clusters / (useful * k_splits) + penalty * (k_splits - 1);
@@ -67,8 +64,8 @@ class CostModel {
     return best;
   }
 
-  // Float32 partial sums of the input gradient.
-  int64_t partial_bytes(int64_t rows, int64_t k_splits) const {
+  // Float32 sums of the splits of the input gradient.
+  int64_t split_bytes(int64_t rows, int64_t k_splits) const {
     return 4 * sm90::split_sums(rows, p_.hidden, k_splits);
   }
 
@@ -80,9 +77,8 @@ class CostModel {
   }
 
   // A chunk whose logits cost as much.
-  double chunk(int64_t rows, double logits) const { return chunk(rows, logits, split_k(rows)); }
-  double chunk(int64_t rows, double logits, SplitK split) const {
-    const double input = p_.need_grad_input ? static_cast<double>(rows) / split.utilisation : 0.0;
+  double chunk(int64_t rows, double logits) const {
+    const double input = p_.need_grad_input ? static_cast<double>(rows) / split_k(rows).utilisation : 0.0;
     const double weight = p_.need_grad_weight ? static_cast<double>(rows) : 0.0;
     return kLaunchRows + (logits + weight + input) / 3;
   }
@@ -131,11 +127,7 @@ class ChunkSearch {
   int64_t beside_grad_weight(int64_t first_rows) const {
     return std::max<int64_t>(first_rows - rows_in_grad_weight_, 0);
   }
-  CostModel::SplitK split_k(int64_t rows, bool is_first) const {
-    const int64_t exponentials = (is_first ? beside_grad_weight(rows) : rows) * row_bytes_;
-    const int64_t most = p_.memory_budget + p_.memory_budget / kExcessShare;
-    return model_.split_k(rows, std::min(p_.memory_budget / kPartialShare, most - exponentials));
-  }
+  int64_t k_splits(int64_t rows) const { return model_.split_k(rows).k_splits; }
 
   // The cheapest first chunk and others of up to `most` rows: equal ones, or full ones and what is left. A few dozen
   // candidates for each size: enough to reach whole waves, and the search takes microseconds.
@@ -146,14 +138,14 @@ class ChunkSearch {
     for (int64_t rows = most; rows >= std::max(most / 2, unit_); rows -= step(most)) {
       const int64_t room = std::min(rows_in_grad_weight_ + rows, p_.rows);
       for (int64_t first = room / unit_ * unit_; first >= std::max(room / 2, unit_); first -= step(room)) {
-        const double of_first = cost(first, true);
+        const double of_first = cost(first);
         const int64_t left = p_.rows - first, chunks = ceil_div(left, rows);
         const auto consider = [&](int64_t size) {
           if (!has_room_for_rows(first, size)) return;
           double total = of_first;
           if (chunks > 0) {
             const int64_t rest = left - (chunks - 1) * size;
-            const double of_rest = cost(rest, false), of_one = rest == size ? of_rest : cost(size, false);
+            const double of_rest = cost(rest), of_one = rest == size ? of_rest : cost(size);
             total += static_cast<double>(chunks) * model_.pass() + static_cast<double>(chunks - 1) * of_one +
                      of_rest;
           }
@@ -168,9 +160,7 @@ class ChunkSearch {
   }
 
  private:
-  double cost(int64_t rows, bool is_first) const {
-    return rows > 0 ? model_.chunk(rows, model_.logits(rows), split_k(rows, is_first)) : 0.0;
-  }
+  double cost(int64_t rows) const { return rows > 0 ? model_.chunk(rows, model_.logits(rows)) : 0.0; }
   // The gathered rows of the first chunk use the memory of later input gradients, or some of their own.
   bool has_room_for_rows(int64_t first, int64_t chunk_rows) const {
     const bool own_rows = rows_in_grad_weight_ > 0 && (!p_.need_grad_input || 2 * first > p_.rows);
@@ -194,7 +184,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   LinearCePlan plan{};
   plan.panel_offset = p.need_grad_weight && p.hidden >= kTileM ? kPanelOffset : 0;
   const auto chunk = [&](int64_t first, int64_t rows) {
-    return PlannedChunk{first, rows, search.split_k(rows, first == 0).k_splits};
+    return PlannedChunk{first, rows, search.k_splits(rows)};
   };
 
   // One chunk needs no accumulation.
@@ -298,8 +288,8 @@ class LinearBackwardPlanner {
       const int64_t rows = std::min(size, p_.rows), k_splits = model_.split_k(rows).k_splits;
       const int64_t left = bytes_left(rows);
       if (left < 0) break;
-      // Partial sums of the input gradient reuse the memory of the auxiliary logits.
-      if (left < model_.partial_bytes(rows, k_splits)) continue;
+      // The sums of split-K reuse the memory of the auxiliary logits.
+      if (left < model_.split_bytes(rows, k_splits)) continue;
       const int64_t slice = slice_rows(rows, left);
       if (slice == 0) break;
       consider(cost_of_all(p_.rows, rows, slice), {rows, k_splits, rows, slice, k_splits, scales(rows)});
@@ -316,7 +306,7 @@ class LinearBackwardPlanner {
       const int64_t first = std::min(size, p_.rows), k_splits = model_.split_k(first).k_splits;
       const int64_t left = bytes_left(first);
       if (left < 0) break;
-      if (left < model_.partial_bytes(first, k_splits)) continue;
+      if (left < model_.split_bytes(first, k_splits)) continue;
       const double others = cost_of_all(p_.rows - first, even.chunk_rows, even.slice_rows);
       consider(cost(first, std::min(first, slice)) + others + (first < p_.rows ? model_.pass() : 0.0),
                {first, k_splits, even.chunk_rows, even.slice_rows, even.k_splits, scales(first)});

@@ -163,28 +163,20 @@ struct FloatGradInputEpilogue : GradInputEpilogue<T, kPartialTiles, kTileColumns
                                         int lane, const sm90::EpilogueSmem&) const {
     const int count = this->chunk();
     const typename Base::Width width(tile, this->hidden);
-    const bool split = !sm90::kSerialSplitK && this->k_splits > 1;
-    if constexpr (sm90::kSerialSplitK) {
-      if (this->k_splits > 1 && this->add_in_turn(sums, tile, row, lane)) return;
-    }
-    float* const to = split ? this->partial + int64_t{tile.k_split} * this->chunk.rows * this->hidden : sum;
+    if (this->k_splits > 1 && this->add_in_turn(sums, tile, row, lane)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       const bool valid = r < count;
-      if (!split) this->scale_row(sums, h, r, valid, tile, lane, width);
-      Base::write_float_row(sums, h, to + int64_t{r} * this->hidden + tile.n0 + lane % 4 * 2, valid, width);
+      this->scale_row(sums, h, r, valid, tile, lane, width);
+      float* const to = sum + int64_t{r} * this->hidden + tile.n0 + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < Base::kColumns / 8; ++j) {
+        if (valid && width.has(8 * j))
+          *reinterpret_cast<float2*>(to + 8 * j) = make_float2(sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+      }
     }
   }
 };
-
-// grid: rows of the chunk.
-template <typename T>
-__global__ void __launch_bounds__(kRowThreads) reduce_k_splits_to_float(const GradInput<T> p, float* sum) {
-  const int row = blockIdx.x;
-  if (row >= p.chunk()) return;
-  float4* const to = reinterpret_cast<float4*>(sum + int64_t{row} * p.hidden);
-  reduce_k_splits_of_row(p, row, [&](int i, float4 value) { to[i] = value; });
-}
 
 }  // namespace liger::linear_ce

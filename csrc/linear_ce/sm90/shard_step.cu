@@ -112,10 +112,6 @@ void ShardChunk::grad_input(float* sum) const {
         {this->grad_input_of<Bf16>()}, sum};
     launch_grad_input(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
   });
-  if (sm90::kSerialSplitK || chunk_.k_splits == 1) return;
-  reduce_k_splits_to_float<Bf16><<<static_cast<unsigned>(chunk_.rows), kRowThreads, 0, batch_.stream>>>(
-      this->grad_input_of<Bf16>(), sum);
-  check_launch(kOp);
 }
 
 // --- a step --------------------------------------------------------------------------------------------------

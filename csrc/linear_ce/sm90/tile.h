@@ -34,20 +34,13 @@ constexpr int64_t column_tiles(int64_t hidden) {
   const int width = tile_columns(hidden);
   return (hidden + width - 1) / width;
 }
-// Builds with -DLIGER_SERIAL_SPLIT_K=1: the splits of a tile of the input gradient add to the same sums in turn, and the last
-// one writes the result. Else each has sums of its own, which a kernel adds (docs/performance/fused_linear_ce_sm90.md).
-#ifndef LIGER_SERIAL_SPLIT_K
-#define LIGER_SERIAL_SPLIT_K 0
-#endif
-inline constexpr bool kSerialSplitK = LIGER_SERIAL_SPLIT_K;
-// Float32 sums of the splits of an input gradient, and tiles whose splits take turns.
-constexpr int64_t split_sums(int64_t rows, int64_t hidden, int64_t k_splits) {
-  if (k_splits == 1) return 0;
-  if (!kSerialSplitK) return k_splits * rows * hidden;
-  return (rows + kTileM - 1) / kTileM * kTileM * column_tiles(hidden) * tile_columns(hidden);
-}
+// Serial split-K of the input gradient: the splits of a tile add to the same float32 sums in turn. The tiles, and their
+// sums; none without splits.
 constexpr int64_t split_tiles(int64_t rows, int64_t hidden, int64_t k_splits) {
-  return kSerialSplitK && k_splits > 1 ? (rows + kTileM - 1) / kTileM * column_tiles(hidden) : 0;
+  return k_splits > 1 ? (rows + kTileM - 1) / kTileM * column_tiles(hidden) : 0;
+}
+constexpr int64_t split_sums(int64_t rows, int64_t hidden, int64_t k_splits) {
+  return split_tiles(rows, hidden, k_splits) * kTileM * tile_columns(hidden);
 }
 template <typename T>
 constexpr T panels(T columns) {

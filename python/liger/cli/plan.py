@@ -164,7 +164,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         if is_first and plan.rows_in_grad_weight:
             need += 2 * chunk.rows * hidden
         if chunk.k_splits > 1:
-            need += 4 * chunk.k_splits * chunk.rows * hidden
+            need += 4 * chunk.rows * hidden
         # Free memory: grad_input of later rows, or grad_weight past its last row.
         room = 2 * hidden * (tokens - chunk.rows) if is_first else offset_bytes
         working = max(working, need if need > room else 0)
