@@ -52,9 +52,9 @@ def test_memory_and_sizes():
         assert 0 < part <= chunk <= rows
         assert chunk == rows or chunk % TILE == 0
         assert part == chunk or (part % TILE == 0 and part >= min(256, chunk))
-        partial = 4 * parts * chunk * hidden if parts > 1 else 0
-        # The parts of the input gradient lie where the others were.
-        assert chunk * 2 * vocab + max(aux_rows * part * 2 * vocab, partial) + units <= budget
+        sums = 4 * chunk * hidden if parts > 1 else 0
+        # The sums of split-K lie where the auxiliary logits were.
+        assert chunk * 2 * vocab + max(aux_rows * part * 2 * vocab, sums) + units <= budget
         assert units == (vocab * hidden // 256 if needs[1] and chunk < rows else 0)
         assert parts == 1 or needs[0]
         # A longer first chunk has the budget for itself, and the others stay as they are.
@@ -64,8 +64,8 @@ def test_memory_and_sizes():
         assert longer == chunk or (needs[1] and aux_rows > 0 and chunk < longer <= rows)
         assert longer == chunk or hidden // aux_rows >= 256
         assert others == [chunk, part, parts]
-        partial = 4 * longer_parts * longer * hidden if longer_parts > 1 else 0
-        assert longer == chunk or longer * 2 * vocab + partial + units <= budget
+        sums = 4 * longer * hidden if longer_parts > 1 else 0
+        assert longer == chunk or longer * 2 * vocab + sums + units <= budget
         assert longer == rows or longer % TILE == 0
         grown += longer > chunk
     assert taken > 200 and grown > 10

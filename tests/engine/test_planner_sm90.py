@@ -105,17 +105,18 @@ def test_sm90_exponentials_have_room_where_the_plan_puts_them():
 
 
 def test_sm90_stays_in_the_budget():
-    """Exponentials, or one tile of rows of them. The sums of split-K take an eighth of it at most."""
+    """Exponentials, or one tile of rows of them. With the sums of split-K no more than a sixteenth beyond it."""
     splits = 0
     for problem, (chunks, in_grad_weight, *_) in TAKEN:
         _, hidden, vocab, *_, budget, _ = problem
         for first, rows, k_splits in chunks:
             beside = rows - in_grad_weight if first == 0 else rows
-            assert beside * ceil_div(vocab, PANEL) * PANEL * 2 <= budget or beside <= TILE, problem
+            exponentials = beside * ceil_div(vocab, PANEL) * PANEL * 2
+            assert exponentials <= budget or beside <= TILE, problem
             assert 1 <= k_splits <= min(24, ceil_div(vocab, 64)), problem
             if k_splits > 1:
                 splits += 1
-                assert 8 * 4 * rows * hidden <= budget, problem
+                assert exponentials + 4 * rows * hidden <= budget + budget // 16, problem
     assert splits > 200
 
 

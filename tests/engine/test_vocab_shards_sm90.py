@@ -26,6 +26,7 @@ SHAPES = {
     "beside it": Shape(901, 512, 8449),
     "sums": Shape(1901, 256, 2305, MIB),
     "sums, larger": Shape(3001, 768, 16385, 8 * MIB),
+    "sums, whole waves": Shape(6001, 2048, 2049, 4 * MIB),
     "split-K": Shape(257, 256, 32771),
     "split-K, chunks": Shape(901, 256, 16385, 8 * MIB),
     "partial tiles, sums": Shape(1901, 320, 2307, MIB),
@@ -82,7 +83,7 @@ def test_the_shapes_are_what_they_are_named():
     several = {name for name, plan in plans.items() if len(plan.chunks) > 1}
     split = {name for name, plan in plans.items() if max(c.k_splits for c in plan.chunks) > 1}
     assert several >= {"sums", "sums, larger", "split-K, chunks", "partial tiles, sums", "few columns"}
-    assert split >= {"split-K", "split-K, chunks"} and not split & {"sums, larger"}
+    assert split >= {"split-K", "split-K, chunks"} and not split & {"sums, whole waves"}
     assert not several & {"in the weight gradient", "beside it", "split-K"}
 
 

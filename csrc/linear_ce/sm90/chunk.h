@@ -89,8 +89,8 @@ struct ChunkBuffers {
   float* tile_sums;
   int* overflow;
   OneHot* one_hot;
-  float* partial;                   // split-K partial sums of the input gradient; null without splits
-  int* turns;                       // of its tiles, with kSerialSplitK and splits
+  float* partial;                   // sums of the splits of the input gradient; null without splits
+  int* turns;                       // of its tiles; null without splits
   RowMetrics metrics;               // null without metrics
   float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
   RangeRows range;                  // null with bfloat16

@@ -15,7 +15,7 @@ struct GradInput {
   const OneHot* one_hot;  // of the rows of the chunk
   const T* weight;
   int64_t weight_stride;
-  T* out;  // (chunk.rows, hidden)
+  T* out;          // (chunk.rows, hidden)
   float* partial;  // of add_in_turn(), if k_splits > 1
   int* turns;      // per tile: warps that have added, initially zero
   RankOneTerm smoothing;
@@ -71,10 +71,11 @@ struct GradInputEpilogue : GradInput<T> {
   // Adds the sums of the splits before to these, in their order. True if more splits follow; then it has stored the result
   // for them, in the order of the accumulators: a warp has 16 rows of the tile, and a lane all of its own in vectors.
   //
-  // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends.
+  // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends. The second tile of the last
+  // pair can be without rows, and has no sums.
   __device__ __forceinline__ bool add_in_turn(float (&sums)[sm90::kSums], const Tile& tile, int row,
                                               int lane) const {
-    if (tile.m0 >= chunk()) return true;  // the second tile of the last pair can have no rows, and has no sums
+    if (tile.m0 >= chunk()) return true;
     const int at = tile.m0 / sm90::kTileM * columns() + tile.n0 / kColumns;
     constexpr int kVectors = kColumns / 8;  // of a lane
     float4* const memory =

@@ -28,8 +28,8 @@ constexpr int64_t kRowsPerFloatLogits = 2;
 // Panels that may be read while the first tiles of the weight gradient are written. Two would keep blocks
 // from waiting for tiles that start later; the other two hide that blocks are not equally fast.
 constexpr int64_t kPanelOffset = 4;
-// Splits of the input gradient, and the part of the budget that their sums may take, beside the exponentials.
-constexpr int64_t kMostSplits = 24, kSplitShare = 8;
+// Splits of the input gradient, and the part of the budget by which their sums may exceed it with the exponentials.
+constexpr int64_t kMostSplits = 24, kExcessShare = 16;
 // The cost of each further split, as a part of the GEMM's time: its epilogue, and the traffic of the float32 sums, which
 // is divided by the number of classes.
 constexpr double kSplitEpilogue = 0.001, kSplitTraffic = 900;
@@ -45,7 +45,8 @@ class CostModel {
     int64_t k_splits;
     double utilisation;  // of the SMs by the GEMM of the input gradient
   };
-  SplitK split_k(int64_t rows) const {
+  // room: bytes for the sums.
+  SplitK split_k(int64_t rows, int64_t room) const {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
     const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::column_tiles(p_.hidden);
@@ -53,7 +54,7 @@ class CostModel {
         static_cast<double>(rows) / (2 * kTileM) * p_.hidden / sm90::tile_columns(p_.hidden);
     const double penalty = kSplitEpilogue + kSplitTraffic / static_cast<double>(p_.vocab);
     // Every split sums at least one block of kTileK classes.
-    const bool fit = split_bytes(rows, kMostSplits) <= p_.memory_budget / kSplitShare;
+    const bool fit = 4 * sm90::split_sums(rows, p_.hidden, kMostSplits) <= room;
     const int64_t most = fit ? std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK})) : 1;
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
       const int64_t jobs = row_pairs * columns * k_splits;
@@ -64,11 +65,6 @@ class CostModel {
     return best;
   }
 
-  // Float32 sums of the splits of the input gradient.
-  int64_t split_bytes(int64_t rows, int64_t k_splits) const {
-    return 4 * sm90::split_sums(rows, p_.hidden, k_splits);
-  }
-
   // The logits GEMM of these rows, with wave quantisation.
   double logits(int64_t rows) const {
     const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::logits_tiles(p_.vocab);
@@ -77,8 +73,8 @@ class CostModel {
   }
 
   // A chunk whose logits cost as much.
-  double chunk(int64_t rows, double logits) const {
-    const double input = p_.need_grad_input ? static_cast<double>(rows) / split_k(rows).utilisation : 0.0;
+  double chunk(int64_t rows, double logits, SplitK split) const {
+    const double input = p_.need_grad_input ? static_cast<double>(rows) / split.utilisation : 0.0;
     const double weight = p_.need_grad_weight ? static_cast<double>(rows) : 0.0;
     return kLaunchRows + (logits + weight + input) / 3;
   }
@@ -127,7 +123,10 @@ class ChunkSearch {
   int64_t beside_grad_weight(int64_t first_rows) const {
     return std::max<int64_t>(first_rows - rows_in_grad_weight_, 0);
   }
-  int64_t k_splits(int64_t rows) const { return model_.split_k(rows).k_splits; }
+  CostModel::SplitK split_k(int64_t rows, bool is_first) const {
+    const int64_t exponentials = (is_first ? beside_grad_weight(rows) : rows) * row_bytes_;
+    return model_.split_k(rows, p_.memory_budget + p_.memory_budget / kExcessShare - exponentials);
+  }
 
   // The cheapest first chunk and others of up to `most` rows: equal ones, or full ones and what is left. A few dozen
   // candidates for each size: enough to reach whole waves, and the search takes microseconds.
@@ -138,14 +137,14 @@ class ChunkSearch {
     for (int64_t rows = most; rows >= std::max(most / 2, unit_); rows -= step(most)) {
       const int64_t room = std::min(rows_in_grad_weight_ + rows, p_.rows);
       for (int64_t first = room / unit_ * unit_; first >= std::max(room / 2, unit_); first -= step(room)) {
-        const double of_first = cost(first);
+        const double of_first = cost(first, true);
         const int64_t left = p_.rows - first, chunks = ceil_div(left, rows);
         const auto consider = [&](int64_t size) {
           if (!has_room_for_rows(first, size)) return;
           double total = of_first;
           if (chunks > 0) {
             const int64_t rest = left - (chunks - 1) * size;
-            const double of_rest = cost(rest), of_one = rest == size ? of_rest : cost(size);
+            const double of_rest = cost(rest, false), of_one = rest == size ? of_rest : cost(size, false);
             total += static_cast<double>(chunks) * model_.pass() + static_cast<double>(chunks - 1) * of_one +
                      of_rest;
           }
@@ -160,7 +159,9 @@ class ChunkSearch {
   }
 
  private:
-  double cost(int64_t rows) const { return rows > 0 ? model_.chunk(rows, model_.logits(rows)) : 0.0; }
+  double cost(int64_t rows, bool is_first) const {
+    return rows > 0 ? model_.chunk(rows, model_.logits(rows), split_k(rows, is_first)) : 0.0;
+  }
   // The gathered rows of the first chunk use the memory of later input gradients, or some of their own.
   bool has_room_for_rows(int64_t first, int64_t chunk_rows) const {
     const bool own_rows = rows_in_grad_weight_ > 0 && (!p_.need_grad_input || 2 * first > p_.rows);
@@ -184,7 +185,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   LinearCePlan plan{};
   plan.panel_offset = p.need_grad_weight && p.hidden >= kTileM ? kPanelOffset : 0;
   const auto chunk = [&](int64_t first, int64_t rows) {
-    return PlannedChunk{first, rows, search.k_splits(rows)};
+    return PlannedChunk{first, rows, search.split_k(rows, first == 0).k_splits};
   };
 
   // One chunk needs no accumulation.
@@ -246,7 +247,7 @@ std::optional<LinearCePlan> plan_one_chunk_sm90(const LinearCeProblem& p) {
   if (!supported(p)) return std::nullopt;
   LinearCePlan plan{};
   plan.workspace_panel_bytes = round_up(p.rows, kTileM) * kPanel * 2;
-  plan.chunks = {{0, p.rows, CostModel(p).split_k(p.rows).k_splits}};
+  plan.chunks = {{0, p.rows, CostModel(p).split_k(p.rows, p.memory_budget / kExcessShare).k_splits}};
   if (logs_plans()) log_plan(text_of(p, plan));
   return plan;
 }
@@ -285,11 +286,9 @@ class LinearBackwardPlanner {
 
   std::optional<LinearBackwardPlan> equal_chunks() {
     for (int64_t size = unit_; size <= most_; size += unit_) {
-      const int64_t rows = std::min(size, p_.rows), k_splits = model_.split_k(rows).k_splits;
-      const int64_t left = bytes_left(rows);
+      const int64_t rows = std::min(size, p_.rows), left = bytes_left(rows);
       if (left < 0) break;
-      // The sums of split-K reuse the memory of the auxiliary logits.
-      if (left < model_.split_bytes(rows, k_splits)) continue;
+      const int64_t k_splits = split_k(rows).k_splits;
       const int64_t slice = slice_rows(rows, left);
       if (slice == 0) break;
       consider(cost_of_all(p_.rows, rows, slice), {rows, k_splits, rows, slice, k_splits, scales(rows)});
@@ -303,10 +302,9 @@ class LinearBackwardPlanner {
     const int64_t slice = p_.hidden / aux_rows_ / kTileM * kTileM;
     if (slice < kFewestRows) return best_;
     for (int64_t size = round_up(even.chunk_rows + 1, unit_); size <= most_; size += unit_) {
-      const int64_t first = std::min(size, p_.rows), k_splits = model_.split_k(first).k_splits;
-      const int64_t left = bytes_left(first);
-      if (left < 0) break;
-      if (left < model_.split_bytes(first, k_splits)) continue;
+      const int64_t first = std::min(size, p_.rows);
+      if (bytes_left(first) < 0) break;
+      const int64_t k_splits = split_k(first).k_splits;
       const double others = cost_of_all(p_.rows - first, even.chunk_rows, even.slice_rows);
       consider(cost(first, std::min(first, slice)) + others + (first < p_.rows ? model_.pass() : 0.0),
                {first, k_splits, even.chunk_rows, even.slice_rows, even.k_splits, scales(first)});
@@ -320,6 +318,8 @@ class LinearBackwardPlanner {
     return first_rows < p_.rows ? scale_bytes(p_, p_.vocab, sm90::column_tiles(p_.hidden)) : 0;
   }
   int64_t bytes_left(int64_t rows) const { return budget_ - scales(rows) - rows * row_bytes_; }
+  // Its sums reuse the memory of the auxiliary logits.
+  CostModel::SplitK split_k(int64_t rows) const { return model_.split_k(rows, bytes_left(rows)); }
 
   // Equal slices of a chunk; 0 if the memory left is too small for one.
   int64_t slice_rows(int64_t rows, int64_t left) const {
@@ -331,8 +331,8 @@ class LinearBackwardPlanner {
 
   double cost(int64_t rows, int64_t slice) const {
     const int64_t gemms = aux_rows_ / kRowsPerFloatLogits * ceil_div(rows, slice);
-    return model_.chunk(rows,
-                        aux_rows_ == 0 ? model_.logits(rows) : gemms * (kSliceRows + model_.logits(slice)));
+    const double logits = aux_rows_ == 0 ? model_.logits(rows) : gemms * (kSliceRows + model_.logits(slice));
+    return model_.chunk(rows, logits, split_k(rows));
   }
   // Rows in equal chunks, of which the last one may be shorter.
   double cost_of_all(int64_t rows, int64_t chunk_rows, int64_t slice) const {
