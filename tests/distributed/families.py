@@ -190,7 +190,8 @@ def to(inputs, device, dtype=None):
 
 def optimizer_of(model):
     """Momentum is linear in the gradients: errors of weights are errors of gradients."""
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    # foreach, the default on GPUs, takes no parameters of which some are DTensors.
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, foreach=False)
 
 
 class Result(NamedTuple):

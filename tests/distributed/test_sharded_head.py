@@ -3,6 +3,7 @@
 torch's parallelize_module shards the models, before or after they are patched, or transformers does.
 """
 
+import inspect
 import logging
 from functools import partial
 
@@ -55,6 +56,8 @@ def by_transformers(folder, name, patched=None, tied=False):
     if patched == "before":
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+        if "tp_plan" not in inspect.signature(apply_tensor_parallelism).parameters:
+            pytest.skip("this version of transformers shards placeholders alone, before weights are loaded")
         model = liger.patch(families.make(name, tied=tied))
         plan = {n: style for n, style in model.tp_plan.items() if "*" not in n}
         # It wraps parameters that have their values already.
@@ -157,6 +160,8 @@ def test_matches_plain_model(name, patched):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_plan_of_transformers(name, tied, tmp_path):
+    if name == "mixtral" and torch.__version__.startswith("2.11."):
+        pytest.skip("full_tensor() of torch 2.11 takes no mesh with a _StridedShard alone, as experts have it")
     make = partial(by_transformers, tmp_path, name, tied=tied)
     compare(name, lambda ours: make("after" if ours else None), tied=tied)
 
