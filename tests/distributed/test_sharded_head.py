@@ -161,7 +161,9 @@ def test_matches_plain_model(name, patched):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_plan_of_transformers(name, tied, tmp_path):
     if name == "mixtral" and torch.__version__.startswith("2.11."):
-        pytest.skip("full_tensor() of torch 2.11 takes no mesh with a _StridedShard alone, as experts have it")
+        pytest.skip(
+            "full_tensor() of torch 2.11 takes no mesh with a _StridedShard alone, as experts have it"
+        )
     make = partial(by_transformers, tmp_path, name, tied=tied)
     compare(name, lambda ours: make("after" if ours else None), tied=tied)
 
