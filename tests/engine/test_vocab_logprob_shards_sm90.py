@@ -12,36 +12,15 @@ from logprob_shards_sm90 import heads_of, plans_of, run_backward, run_forward, r
 from logprobs_sm90 import ENTROPY, KEPT, assert_gradients, exact, tolerance_of, upstream
 from processes import needs_gloo, on_processes
 from shard_logprob_steps import LogProbSteps
-from shards_sm90 import even_bounds
-from sm90_engine import MIB, ROWS, Shape, assert_observed
+from shards_sm90 import SHAPES, even_bounds, surprising
+from sm90_engine import MIB, ROWS, assert_observed
 
 import liger
 from liger.distributed import _sm90_logprob_shards, _sm90_shards
 
 gpu = pytest.mark.gpu
 
-# Odd sizes; of a rank: one chunk, several, partial tiles, split-K.
-SHAPES = {
-    "in the weight gradient": Shape(500, 512, 4099),
-    "beside it": Shape(901, 512, 8449),
-    "sums": Shape(1901, 256, 2305, MIB),
-    "sums, larger": Shape(3001, 768, 16385, 8 * MIB),
-    "sums, whole waves": Shape(6001, 2048, 2049, 4 * MIB),
-    "split-K": Shape(257, 256, 32771),
-    "split-K, chunks": Shape(901, 256, 16385, 8 * MIB),
-    "partial tiles, sums": Shape(1901, 320, 2307, MIB),
-    "few columns": Shape(1001, 64, 6001, MIB),
-    "few classes": Shape(701, 128, 75),
-}
 SUMS, ONE_CHUNK = SHAPES["sums"], SHAPES["beside it"]
-
-
-@pytest.fixture
-def shards(sm90):
-    assert _sm90_shards.CompiledSteps.are_built() and _sm90_shards.CompiledSteps.clusters(
-        torch.empty(1, device=sm90)
-    )
-    return sm90
 
 
 def check(shape, bounds, x, weight, target, entropy=False, trained=(True, True), temperature=1.0, **how):
@@ -69,14 +48,6 @@ def check(shape, bounds, x, weight, target, entropy=False, trained=(True, True),
         assert actual.isfinite().all(), name
         error = ((actual.double() - wanted).norm() / wanted.norm()).item()
         assert error <= tolerance, f"{name} gradient: error {error:.3g}, allowed {tolerance:.3g}"
-
-
-def surprising(shape, scale, x, weight, target):
-    """Targets far below the largest logit, which one shard may have and another not. With few classes as targets the
-    one-hot terms are elements of exponentials, of rows that are moved to another reference, too."""
-    weight[: shape.vocab // 2] /= 16
-    target[target >= 0] %= 1000
-    return (scale * x.float()).to(x.dtype), weight, target
 
 
 def test_the_shapes_are_what_they_are_named():

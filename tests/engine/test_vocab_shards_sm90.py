@@ -11,8 +11,8 @@ from cross_entropy_reference import leaves, reference
 from cuda_graphs import capture, no_synchronisation
 from processes import needs_gloo, on_processes
 from shard_steps import ReferenceSteps
-from shards_sm90 import even_bounds, plan_of, run_ranks
-from sm90_engine import GRADIENT, LOSS, MIB, ROWS, Shape, assert_close_to_exact, exact
+from shards_sm90 import SHAPES, even_bounds, plan_of, run_ranks, surprising
+from sm90_engine import GRADIENT, LOSS, MIB, ROWS, assert_close_to_exact, exact
 from torch.nn.functional import linear
 
 import liger
@@ -20,28 +20,7 @@ from liger.distributed import _sm90_shards
 
 gpu = pytest.mark.gpu
 
-# Odd sizes; of a rank: one chunk, several, partial tiles, split-K.
-SHAPES = {
-    "in the weight gradient": Shape(500, 512, 4099),
-    "beside it": Shape(901, 512, 8449),
-    "sums": Shape(1901, 256, 2305, MIB),
-    "sums, larger": Shape(3001, 768, 16385, 8 * MIB),
-    "sums, whole waves": Shape(6001, 2048, 2049, 4 * MIB),
-    "split-K": Shape(257, 256, 32771),
-    "split-K, chunks": Shape(901, 256, 16385, 8 * MIB),
-    "partial tiles, sums": Shape(1901, 320, 2307, MIB),
-    "few columns": Shape(1001, 64, 6001, MIB),
-    "few classes": Shape(701, 128, 75),
-}
 SUMS = SHAPES["sums"]
-
-
-@pytest.fixture
-def shards(sm90):
-    assert _sm90_shards.CompiledSteps.are_built() and _sm90_shards.CompiledSteps.clusters(
-        torch.empty(1, device=sm90)
-    )
-    return sm90
 
 
 def check(
@@ -67,14 +46,6 @@ def check(
     if trained[0]:
         assert not found.grad_input[ignored].any()
     return found
-
-
-def surprising(shape, scale, x, weight, target):
-    """Targets far below the largest logit, which one shard may have and another not. With few classes as targets the
-    one-hot terms are elements of exponentials, of rows that are moved to another reference, too."""
-    weight[: shape.vocab // 2] /= 16
-    target[target >= 0] %= 1000
-    return (scale * x.float()).to(x.dtype), weight, target
 
 
 def test_the_shapes_are_what_they_are_named():
