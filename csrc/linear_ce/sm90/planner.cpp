@@ -56,11 +56,16 @@ class CostModel {
     // Every split sums at least one block of kTileK classes.
     const bool fit = 4 * sm90::split_sums(rows, p_.hidden, kMostSplits) <= room;
     const int64_t most = fit ? std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK})) : 1;
+    const double least = static_cast<double>(row_pairs * columns) / useful;  // with whole waves
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
+      const double cost = penalty * static_cast<double>(k_splits - 1);
+      const double wanted = best.utilisation * (1.0 + kLeastGain);
+      if ((least + cost) * wanted >= 1.0) break;
       const int64_t jobs = row_pairs * columns * k_splits;
       const double waves = static_cast<double>(ceil_div(jobs, p_.clusters));
-      const double time = waves * p_.clusters / (useful * k_splits) + penalty * (k_splits - 1);
-      if (1.0 / time > best.utilisation * (1.0 + kLeastGain)) best = {k_splits, 1.0 / time};
+      const double time =
+          waves * static_cast<double>(p_.clusters) / (useful * static_cast<double>(k_splits)) + cost;
+      if (1.0 / time > wanted) best = {k_splits, 1.0 / time};
     }
     return best;
   }
