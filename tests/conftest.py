@@ -18,6 +18,11 @@ from liger._core.build_info import build_info
 from liger._core.environment import triton_interpreted
 
 GPU = torch.cuda.is_available()
+# Workers of pytest-xdist share the cores: where each has threads for all of them, tests that compute on the CPU take
+# several times as long.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if "OMP_NUM_THREADS" not in os.environ:
+    torch.set_num_threads(max(torch.get_num_threads() // WORKERS, 1))
 
 
 def _runnable():
