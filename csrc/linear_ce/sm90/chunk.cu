@@ -54,8 +54,8 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
   visit(b.overflow, rows / sm90::kTileM);
   visit(b.one_hot, chunk.rows);
   if (chunk.k_splits > 1) {
-    visit(b.partial, sm90::split_sums(chunk.rows, batch.hidden(), chunk.k_splits));
-    visit(b.turns, sm90::split_tiles(chunk.rows, batch.hidden(), chunk.k_splits));
+    visit(b.partial, sm90::split_k_sums(chunk.rows, batch.hidden(), chunk.k_splits));
+    visit(b.semaphores, sm90::split_k_semaphores(chunk.rows, batch.hidden(), chunk.k_splits));
   }
   if (batch.with_metrics) {
     visit(b.metrics.entropy_sums, batch.with_squares ? 2 * sums : sums);
@@ -306,7 +306,7 @@ GradInput<T> Chunk::grad_input_of() const {
           batch_.weight.stride(0),
           elements_of<T>(grad_input_),
           buffers_.partial,
-          buffers_.turns,
+          buffers_.semaphores,
           RankOneTerm{batch_.terms.class_sum, buffers_.smoothing}};
 }
 template GradInput<Bf16> Chunk::grad_input_of() const;

@@ -90,7 +90,7 @@ struct ChunkBuffers {
   int* overflow;
   OneHot* one_hot;
   float* partial;                   // sums of the splits of the input gradient; null without splits
-  int* turns;                       // of its tiles; null without splits
+  int* semaphores;                  // of its tiles, null without splits
   RowMetrics metrics;               // null without metrics
   float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
   RangeRows range;                  // null with bfloat16

@@ -106,13 +106,14 @@ void launch_gemm(const typename GemmOf<Epilogue>::Maps& maps, const Epilogue& ep
   check_cuda(cudaLaunchKernelEx(&config, GemmOf<Epilogue>::kKernel, maps, epilogue), kGemmOp);
 }
 
-// The same for an epilogue of the input gradient, whose splits may take turns.
+// The same for an epilogue of the input gradient, which may need semaphores of serial split-K.
 template <class Epilogue>
 void launch_grad_input(const sm90::Maps& maps, const Epilogue& epilogue, int device, cudaStream_t stream) {
-  const int64_t tiles = sm90::split_tiles(epilogue.chunk.rows, epilogue.hidden, epilogue.k_splits);
-  if (tiles > 0)
-    check_cuda(cudaMemsetAsync(epilogue.turns, 0, tiles * sizeof(*epilogue.turns), stream), kGemmOp);
-  launch_gemm(maps, epilogue, device, stream, tiles > 0);
+  const int64_t count = sm90::split_k_semaphores(epilogue.chunk.rows, epilogue.hidden, epilogue.k_splits);
+  if (count > 0)
+    check_cuda(cudaMemsetAsync(epilogue.semaphores, 0, count * sizeof(*epilogue.semaphores), stream),
+               kGemmOp);
+  launch_gemm(maps, epilogue, device, stream, count > 0);
 }
 
 }  // namespace liger::linear_ce

@@ -15,9 +15,9 @@ struct GradInput {
   const OneHot* one_hot;  // of the rows of the chunk
   const T* weight;
   int64_t weight_stride;
-  T* out;          // (chunk.rows, hidden)
-  float* partial;  // of add_in_turn(), if k_splits > 1
-  int* turns;      // per tile: warps that have added, initially zero
+  T* out;           // (chunk.rows, hidden)
+  float* partial;   // of serial_split_k(), if k_splits > 1
+  int* semaphores;  // of serial_split_k(), one per tile: warps that have added, initially zero
   RankOneTerm smoothing;
 };
 
@@ -26,7 +26,7 @@ struct GradInputEpilogue : GradInput<T> {
   using Element = T;
   using GradInput<T>::chunk, GradInput<T>::vocab, GradInput<T>::hidden, GradInput<T>::k_splits,
       GradInput<T>::scale, GradInput<T>::one_hot, GradInput<T>::weight, GradInput<T>::weight_stride,
-      GradInput<T>::out, GradInput<T>::partial, GradInput<T>::turns, GradInput<T>::smoothing;
+      GradInput<T>::out, GradInput<T>::partial, GradInput<T>::semaphores, GradInput<T>::smoothing;
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
@@ -55,7 +55,7 @@ struct GradInputEpilogue : GradInput<T> {
                                         int lane, const sm90::EpilogueSmem& smem) const {
     const int count = chunk();
     const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
-    if (k_splits > 1 && add_in_turn(sums, tile, row, lane)) return;
+    if (k_splits > 1 && serial_split_k(sums, tile, row, lane)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;
@@ -68,20 +68,20 @@ struct GradInputEpilogue : GradInput<T> {
  protected:
   using Width = TileWidth<kPartialTiles, kTileColumns>;
 
-  // Adds the sums of the splits before to these, in their order. True if more splits follow; then it has stored the result
-  // for them, in the order of the accumulators: a warp has 16 rows of the tile, and a lane all of its own in vectors.
+  // Adds the sums of the splits before to these. True if more splits follow; then it has stored the result for them, in the
+  // order of the accumulators: a warp has 16 rows of the tile, and a lane all of its own in vectors.
   //
   // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends. The second tile of the last
   // pair can be without rows, and has no sums.
-  __device__ __forceinline__ bool add_in_turn(float (&sums)[sm90::kSums], const Tile& tile, int row,
-                                              int lane) const {
+  __device__ __forceinline__ bool serial_split_k(float (&sums)[sm90::kSums], const Tile& tile, int row,
+                                                 int lane) const {
     if (tile.m0 >= chunk()) return true;
     const int at = tile.m0 / sm90::kTileM * columns() + tile.n0 / kColumns;
     constexpr int kVectors = kColumns / 8;  // of a lane
     float4* const memory =
         reinterpret_cast<float4*>(partial) + (int64_t{at} * sm90::kWarps + row / 16) * kVectors * 32 + lane;
     if (tile.k_split > 0) {
-      sm90::wait_for_count(turns + at, tile.k_split * sm90::kWarps);
+      sm90::wait_for_count(semaphores + at, tile.k_split * sm90::kWarps);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
@@ -95,7 +95,7 @@ struct GradInputEpilogue : GradInput<T> {
     for (int i = 0; i < kVectors; ++i)
       __stcg(memory + i * 32, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
     __syncwarp();
-    if (lane == 0) sm90::count_release(turns + at);
+    if (lane == 0) sm90::count_release(semaphores + at);
     return true;
   }
   // Sums of row h, which is row r of the chunk -> its gradient.

@@ -37,8 +37,8 @@ struct LinearBackward {
 int64_t linear_backward_bytes(int64_t rows, int64_t hidden, int64_t vocab, int64_t k_splits) {
   return Workspace::bytes_for({int64_t{sizeof(int)}, rows * int64_t{sizeof(float)},
                                std::max(rows, vocab) * int64_t{sizeof(OneHot)},
-                               sm90::split_sums(rows, hidden, k_splits) * int64_t{sizeof(float)},
-                               sm90::split_tiles(rows, hidden, k_splits) * int64_t{sizeof(int)}});
+                               sm90::split_k_sums(rows, hidden, k_splits) * int64_t{sizeof(float)},
+                               sm90::split_k_semaphores(rows, hidden, k_splits) * int64_t{sizeof(int)}});
 }
 
 // scale_exponents: block scales of the weight gradient, vocab * hidden / 256 bytes if there are several
@@ -52,8 +52,8 @@ void run_chunk(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* sc
   float* const scale = memory.allocate<float>(rows);
   // No row and no class has a one-hot term: all indices are -1.
   OneHot* const none = memory.allocate<OneHot>(std::max(rows, vocab));
-  float* const partial = memory.allocate<float>(sm90::split_sums(rows, hidden, chunk.k_splits));
-  int* const turns = memory.allocate<int>(sm90::split_tiles(rows, hidden, chunk.k_splits));
+  float* const partial = memory.allocate<float>(sm90::split_k_sums(rows, hidden, chunk.k_splits));
+  int* const semaphores = memory.allocate<int>(sm90::split_k_semaphores(rows, hidden, chunk.k_splits));
   check_cuda(cudaMemsetAsync(none, 0xff, std::max(rows, vocab) * sizeof(OneHot), chunk.stream), kOp);
   const unsigned blocks = static_cast<unsigned>(ceil_div(rows, int64_t{kRowThreads}));
   fill_row_scales<<<blocks, kRowThreads, 0, chunk.stream>>>(static_cast<int>(rows), count, scale);
@@ -84,7 +84,7 @@ void run_chunk(const LinearBackward& chunk, Bf16* grad_weight, unsigned char* sc
   if (grad_input != nullptr) {
     const OfMatrix<GradInputEpilogue<Bf16, false, sm90::kTileN>> epilogue{
         {{all, static_cast<int>(vocab), static_cast<int>(hidden), 0, static_cast<int>(chunk.k_splits), scale,
-          none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial, turns}}};
+          none, elements(chunk.weight), chunk.weight.stride(0), grad_input, partial, semaphores}}};
     launch_grad_input({{grad_logits, grad_logits}, matrix_map(chunk.weight)}, epilogue, chunk.device,
                       chunk.stream);
   }

@@ -54,7 +54,7 @@ class CostModel {
         static_cast<double>(rows) / (2 * kTileM) * p_.hidden / sm90::tile_columns(p_.hidden);
     const double penalty = kSplitEpilogue + kSplitTraffic / static_cast<double>(p_.vocab);
     // Every split sums at least one block of kTileK classes.
-    const bool fit = 4 * sm90::split_sums(rows, p_.hidden, kMostSplits) <= room;
+    const bool fit = 4 * sm90::split_k_sums(rows, p_.hidden, kMostSplits) <= room;
     const int64_t most = fit ? std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK})) : 1;
     const double least = static_cast<double>(row_pairs * columns) / useful;  // with whole waves
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {

@@ -163,7 +163,7 @@ struct FloatGradInputEpilogue : GradInputEpilogue<T, kPartialTiles, kTileColumns
                                         int lane, const sm90::EpilogueSmem&) const {
     const int count = this->chunk();
     const typename Base::Width width(tile, this->hidden);
-    if (this->k_splits > 1 && this->add_in_turn(sums, tile, row, lane)) return;
+    if (this->k_splits > 1 && this->serial_split_k(sums, tile, row, lane)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int r = tile.m0 + row + lane / 4 + 8 * h;

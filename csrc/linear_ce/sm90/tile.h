@@ -34,13 +34,13 @@ constexpr int64_t column_tiles(int64_t hidden) {
   const int width = tile_columns(hidden);
   return (hidden + width - 1) / width;
 }
-// Serial split-K of the input gradient: the splits of a tile add to the same float32 sums in turn. The tiles, and their
-// sums; none without splits.
-constexpr int64_t split_tiles(int64_t rows, int64_t hidden, int64_t k_splits) {
+// Serial split-K of the input gradient: the splits of a tile add to the same float32 sums, one after the other. A semaphore
+// per tile, and the sums; none without splits.
+constexpr int64_t split_k_semaphores(int64_t rows, int64_t hidden, int64_t k_splits) {
   return k_splits > 1 ? (rows + kTileM - 1) / kTileM * column_tiles(hidden) : 0;
 }
-constexpr int64_t split_sums(int64_t rows, int64_t hidden, int64_t k_splits) {
-  return split_tiles(rows, hidden, k_splits) * kTileM * tile_columns(hidden);
+constexpr int64_t split_k_sums(int64_t rows, int64_t hidden, int64_t k_splits) {
+  return split_k_semaphores(rows, hidden, k_splits) * kTileM * tile_columns(hidden);
 }
 template <typename T>
 constexpr T panels(T columns) {
