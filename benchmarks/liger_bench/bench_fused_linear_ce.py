@@ -16,14 +16,14 @@ from .candidates import (
     quack,
     selected,
 )
-from .harness import VOCABULARIES, Contest, Provider, Row, Work, normal, targets, training_work
+from .harness import VOCABULARIES, Contest, Provider, Row, Work, training_work
+from .head_inputs import REFERENCE_ROWS, layer
 
 LOW = " low-precision sum"
 SMALL = f"{LOW}, small"
 AS_SMALL = f"{LOW}, as small as liger-kernel"
 # At most 128 MiB in addition to the gradients: the logits of a chunk, and 2 MiB for values per row.
 SMALL_BUDGET = 126 << 20
-REFERENCE_ROWS = 2048
 
 
 def _eager(t):
@@ -147,13 +147,7 @@ def _reference(inputs):
 
 def _row(options, tokens, hidden, vocabulary, ignored=""):
     def inputs():
-        # Logits with standard deviation 2.5, as in a trained model.
-        std = 0.02
-        return {
-            "input": normal(options, tokens, hidden, std=2.5 / (std * hidden**0.5)),
-            "weight": normal(options, vocabulary, hidden, std=std),
-            "target": targets(options, tokens, vocabulary, ignored),
-        }
+        return layer(options, tokens, hidden, vocabulary, ignored)
 
     candidates = _candidates(options, tokens, hidden, vocabulary, ignored)
     ceilings = [Provider("three GEMMs", three_gemms(), "ceiling")]

@@ -21,7 +21,8 @@ import liger
 
 from .bench_heads import HEADS
 from .environment import environment
-from .harness import Options, normal, targets
+from .harness import Options
+from .head_inputs import layer
 
 # Parts of the names of kernels.
 GEMMS = {"logits": "ExpEpilogue", "grad_input": "GradInputEpilogue", "grad_weight": "GradWeightEpilogue"}
@@ -79,12 +80,7 @@ def cublas_ms(inputs):
 
 def measure(head, options, rounds):
     """{name, liger: {kernel: ms}, cublas: {GEMM: ms}}: medians over rounds."""
-    std = 0.02
-    inputs = {
-        "input": normal(options, head.tokens, head.hidden, std=2.5 / (std * head.hidden**0.5)),
-        "weight": normal(options, head.vocabulary, head.hidden, std=std),
-        "target": targets(options, head.tokens, head.vocabulary),
-    }
+    inputs = layer(options, head.tokens, head.hidden, head.vocabulary)
     samples = [(liger_ms(inputs), cublas_ms(inputs)) for _ in range(rounds)]
     ours, theirs = ([pair[i] for pair in samples] for i in (0, 1))
     return {

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 import liger
 
 from . import head_logprobs, head_lora, head_peers
-from .bench_fused_linear_ce import REFERENCE_ROWS, quack_head, torch_head
+from .bench_fused_linear_ce import quack_head, torch_head
 from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
-from .harness import Contest, normal, targets, training_work
+from .harness import Contest, normal, training_work
+from .head_inputs import float32_reference, layer
 
 
 @dataclass(frozen=True)
@@ -155,51 +156,20 @@ def _candidates(options, head):
     return selected(options, candidates)
 
 
-def _reference(head):
-    """The float32 result, in blocks of rows."""
-
-    def run(inputs):
-        leaves = {n: t.float().requires_grad_() for n, t in inputs.items() if n != "target"}
-        rows, names = inputs["input"].shape[0], list(leaves)
-        loss, grads = 0.0, [torch.zeros_like(leaves[n]) for n in names]
-        for part in torch.arange(rows, device=inputs["input"].device).split(REFERENCE_ROWS):
-            t = {**leaves, "input": leaves["input"][part]}
-            value = F.cross_entropy(
-                _logits(head, t),
-                inputs["target"][part],
-                reduction="sum",
-                label_smoothing=head.label_smoothing,
-            )
-            for total, grad in zip(
-                grads, torch.autograd.grad(value / rows, [leaves[n] for n in names]), strict=True
-            ):
-                total += grad
-            loss = loss + value.detach() / rows
-        return {"loss": loss, **{f"d{n}": g for n, g in zip(names, grads, strict=True)}}
-
-    return run
-
-
 def _row(options, head):
     dtype = options.dtype if head.dtype is None else head.dtype
-    # Logits with standard deviation 2.5, as in a trained model.
-    std = 0.02
 
     def inputs():
-        made = {
-            "input": normal(options, head.tokens, head.hidden, std=2.5 / (std * head.hidden**0.5)),
-            "weight": normal(options, head.vocabulary, head.hidden, std=std),
-        }
+        made = layer(options, head.tokens, head.hidden, head.vocabulary)
         if head.bias:
             made["bias"] = normal(options, head.vocabulary, std=0.5)
-        made = {name: t.to(dtype) for name, t in made.items()}
-        return {**made, "target": targets(options, head.tokens, head.vocabulary)}
+        return {name: t.to(dtype) if t.is_floating_point() else t for name, t in made.items()}
 
     leaves = ("input", "weight", "bias") if head.bias else ("input", "weight")
     contestants = providers(_candidates(options, head), training_work, (), leaves)
     contests = () if head.memory_budget else (Contest(label="it sums dW in bfloat16"),)
     return head_logprobs.head_row(
-        head, inputs, contestants, _reference(head), contests=contests, work="heads"
+        head, inputs, contestants, float32_reference(_eager(head), leaves), contests=contests, work="heads"
     )
 
 

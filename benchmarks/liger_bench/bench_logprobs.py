@@ -12,9 +12,9 @@ import torch.nn.functional as F
 import liger
 
 from . import head_peers
-from .bench_fused_linear_ce import REFERENCE_ROWS
 from .candidates import Candidate, compiled, ours, providers, selected
-from .harness import FASTEST, Provider, Row, Work, normal, targets, works
+from .harness import FASTEST, Provider, Row, Work, works
+from .head_inputs import REFERENCE_ROWS, layer
 
 FLOAT32 = " float32 logits"
 RESULTS, UPSTREAM = ("ratio",), ("grad_ratio",)
@@ -94,15 +94,11 @@ def _reference(work):
 
 
 def _row(options, work, maker, arguments, tokens, hidden, vocabulary):
-    # Logits with standard deviation 2.5, as in a trained model. The self-test has a bound on every error.
-    std, of_logits = 0.02, options.pick(2.5, 2.5, 0.5)
-
     def inputs():
-        x = normal(options, tokens, hidden, std=of_logits / (std * hidden**0.5))
-        weight, target = normal(options, vocabulary, hidden, std=std), targets(options, tokens, vocabulary)
-        upstream = torch.randn(tokens, device=x.device)
-        made = {"input": x, "weight": weight, "weight32": weight.float(), "target": target}
-        return {**made, "exact": _exact(x, weight, target), "grad_ratio": upstream}
+        made = layer(options, tokens, hidden, vocabulary)
+        upstream = torch.randn(tokens, device=made["input"].device)
+        exact = _exact(made["input"], made["weight"], made["target"])
+        return {**made, "weight32": made["weight"].float(), "exact": exact, "grad_ratio": upstream}
 
     narrow = [
         *ours(options, _ours),

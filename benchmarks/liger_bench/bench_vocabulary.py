@@ -29,7 +29,8 @@ import liger
 
 from .bench_fused_linear_ce import three_gemms
 from .environment import environment
-from .harness import Options, normal, targets, training_work
+from .harness import Options, normal, training_work
+from .head_inputs import layer
 from .measure import MIB, WRONG, Gpu, relative_error
 from .on_ranks import milliseconds, over_ranks, peak_mib
 from .verdict import SAME_MEMORY_MIB
@@ -59,12 +60,8 @@ class Head:
     def inputs(self, options):
         """The same tensors on all ranks."""
         torch.manual_seed(0)
-        # Logits with standard deviation 2.5, as in a trained model.
-        std = 0.02
         found = {
-            "input": normal(options, self.tokens, self.hidden, std=2.5 / (std * self.hidden**0.5)),
-            "weight": normal(options, self.vocabulary, self.hidden, std=std),
-            "target": targets(options, self.tokens, self.vocabulary),
+            **layer(options, self.tokens, self.hidden, self.vocabulary),
             # Of one sign: the relative error of a sum near zero says nothing.
             "advantages": normal(options, self.tokens).float().abs(),
         }

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 import liger
 
 from . import head_peers
-from .bench_fused_linear_ce import REFERENCE_ROWS, three_gemms
+from .bench_fused_linear_ce import three_gemms
 from .candidates import compiled, ours, providers, selected
-from .harness import FASTEST, Provider, Row, normal, targets, training_work
+from .harness import FASTEST, Provider, Row, normal, training_work
+from .head_inputs import float32_reference, layer
 
 # Weight of the entropies in the loss.
 BONUS = 0.01
@@ -117,33 +118,10 @@ def _peer(policy, logprobs):
     return lambda t: _loss(policy, logprobs(t, policy.temperature), None, t["advantages"])
 
 
-def _reference(policy):
-    """The float32 result, in blocks of rows."""
-    loss = _eager(policy)
-
-    def run(inputs):
-        x, weight = (inputs[n].float().requires_grad_() for n in ("input", "weight"))
-        total, grads = 0.0, [torch.zeros_like(x), torch.zeros_like(weight)]
-        for part in torch.arange(policy.tokens, device=x.device).split(REFERENCE_ROWS):
-            rows = {"input": x[part], "weight": weight}
-            rows |= {n: inputs[n][part] for n in ("target", "advantages")}
-            value = loss(rows) * (len(part) / policy.tokens)
-            for grad, more in zip(grads, torch.autograd.grad(value, (x, weight)), strict=True):
-                grad += more
-            total = total + value.detach()
-        return {"loss": total, "dinput": grads[0], "dweight": grads[1]}
-
-    return run
-
-
 def _row(options, policy):
-    std = 0.02
-
     def inputs():
         return {
-            "input": normal(options, policy.tokens, policy.hidden, std=2.5 / (std * policy.hidden**0.5)),
-            "weight": normal(options, policy.vocabulary, policy.hidden, std=std),
-            "target": targets(options, policy.tokens, policy.vocabulary),
+            **layer(options, policy.tokens, policy.hidden, policy.vocabulary),
             # Of one sign: the relative error of a sum near zero says nothing.
             "advantages": normal(options, policy.tokens).float().abs(),
         }
@@ -158,7 +136,8 @@ def _row(options, policy):
         ]
     contestants = providers(selected(options, candidates), training_work, (), ("input", "weight"))
     contests = () if policy.metrics else (FASTEST,)
-    return head_row(policy, inputs, contestants, _reference(policy), contests=contests, work="heads logprobs")
+    reference = float32_reference(_eager(policy), ("input", "weight"), ("target", "advantages"))
+    return head_row(policy, inputs, contestants, reference, contests=contests, work="heads logprobs")
 
 
 def rows(options):

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 
 import liger
 
-from .bench_fused_linear_ce import REFERENCE_ROWS
 from .candidates import Candidate, compiled, ours, providers, selected
-from .harness import FASTEST, normal, targets, training_work
+from .harness import FASTEST, normal, training_work
+from .head_inputs import WEIGHT_STD, float32_reference, layer
 from .head_logprobs import head_row
 
 SCALE = 2.0
@@ -53,30 +53,12 @@ def _eager(t):
     return F.cross_entropy((F.linear(t["input"], t["weight"]) + SCALE * term).float(), t["target"])
 
 
-def _reference(inputs):
-    """The float32 result, in blocks of rows."""
-    leaves = {n: inputs[n].float().requires_grad_() for n in LEAVES}
-    weight, rows = inputs["weight"].float(), inputs["input"].shape[0]
-    total, grads = 0.0, {n: torch.zeros_like(leaf) for n, leaf in leaves.items()}
-    for part in torch.arange(rows, device=weight.device).split(REFERENCE_ROWS):
-        t = {**leaves, "weight": weight, "input": leaves["input"][part], "target": inputs["target"][part]}
-        value = _eager(t) * (len(part) / rows)
-        for name, more in zip(LEAVES, torch.autograd.grad(value, [leaves[n] for n in LEAVES]), strict=True):
-            grads[name] += more
-        total = total + value.detach()
-    return {"loss": total, **{f"d{name}": grad for name, grad in grads.items()}}
-
-
 def _row(options, head):
-    std = 0.02
-
     def inputs():
         return {
-            "input": normal(options, head.tokens, head.hidden, std=2.5 / (std * head.hidden**0.5)),
-            "weight": normal(options, head.vocabulary, head.hidden, std=std),
+            **layer(options, head.tokens, head.hidden, head.vocabulary),
             "lora_a": normal(options, head.rank, head.hidden, std=head.hidden**-0.5),
-            "lora_b": normal(options, head.vocabulary, head.rank, std=std / 4),
-            "target": targets(options, head.tokens, head.vocabulary),
+            "lora_b": normal(options, head.vocabulary, head.rank, std=WEIGHT_STD / 4),
         }
 
     candidates = [
@@ -88,7 +70,9 @@ def _row(options, head):
         *compiled(options, _eager),
     ]
     contestants = providers(selected(options, candidates), training_work, (), LEAVES)
-    return head_row(head, inputs, contestants, _reference, contests=(FASTEST,), work="heads LoRA")
+    return head_row(
+        head, inputs, contestants, float32_reference(_eager, LEAVES), contests=(FASTEST,), work="heads LoRA"
+    )
 
 
 def rows(options):
