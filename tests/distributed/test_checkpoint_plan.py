@@ -107,11 +107,11 @@ def test_a_longer_step_of_one_rank_shrinks_the_plan_of_all(capsys):
     assert ("are more than in any step before" in capsys.readouterr().err) == (ranks.RANK == 0)
 
 
-def test_a_group_of_one_rank():
+def test_a_group_of_one_rank(capsys):
     groups = [torch.distributed.new_group([rank]) for rank in range(ranks.WORLD)]
     model = make()
     lt.checkpoint(model, PLENTY, group=groups[ranks.RANK])
-    # The other rank runs another number of steps. How many layers fit on a GPU depends on other processes, too.
+    # The other rank runs another number of steps. On a GPU the second one keeps one layer.
     for _ in range(3 + 3 * ranks.RANK):
         step(model)
-    assert kept(model) >= 1 if ranks.ON_GPU else kept(model) == LAYERS
+    assert kept(model) == LAYERS, capsys.readouterr().err

@@ -68,11 +68,11 @@ struct GradInputEpilogue : GradInput<T> {
  protected:
   using Width = TileWidth<kPartialTiles, kTileColumns>;
 
-  // Adds the sums of the splits before to these. True if more splits follow; then it has stored the result for them, in the
-  // order of the accumulators: a warp has 16 rows of the tile, and a lane all of its own in vectors.
+  // Adds the sums of the splits before to these. False for the last split, whose sums are those of the tile. For the others it
+  // has stored them, in the order of the accumulators: a warp has 16 rows of the tile, and a lane all of its own in vectors.
+  // The second tile of the last pair can be without rows, and then has nothing to store.
   //
-  // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends. The second tile of the last
-  // pair can be without rows, and has no sums.
+  // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends.
   __device__ __forceinline__ bool serial_split_k(float (&sums)[sm90::kSums], const Tile& tile, int row,
                                                  int lane) const {
     if (tile.m0 >= chunk()) return true;

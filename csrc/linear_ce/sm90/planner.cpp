@@ -56,7 +56,8 @@ class CostModel {
     // Every split sums at least one block of kTileK classes.
     const bool fit = 4 * sm90::split_k_sums(rows, p_.hidden, kMostSplits) <= room;
     const int64_t most = fit ? std::min(kMostSplits, ceil_div(p_.vocab, int64_t{kTileK})) : 1;
-    const double least = static_cast<double>(row_pairs * columns) / useful;  // with whole waves
+    // With whole waves; what even those cannot pay for ends the search.
+    const double least = static_cast<double>(row_pairs * columns) / useful;
     for (int64_t k_splits = 1; k_splits <= most; ++k_splits) {
       const double cost = penalty * static_cast<double>(k_splits - 1);
       const double wanted = best.utilisation * (1.0 + kLeastGain);
