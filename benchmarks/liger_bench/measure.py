@@ -207,14 +207,24 @@ class Contestant:
             self.record.update(status="wrong", reason="relative error: " + ", ".join(wrong))
 
 
-def _in_rounds(contestants, rounds, visit):
+def _visit(contestant, machine, visit):
+    """``visit(contestant)``, or None if that fails."""
+    was_alive = contestant.alive
+    result = contestant.attempt(visit, contestant)
+    if was_alive and not contestant.alive:
+        # The tensors of a failed call may be part of reference cycles, and take gigabytes.
+        machine.release()
+    return result
+
+
+def _in_rounds(contestants, machine, rounds, visit):
     """Every contestant in every round, in another order each time; ``visit(contestant)`` returns samples."""
     for contestant in contestants:
         contestant.seconds, contestant.rounds = 0.0, []
     for index in range(rounds):
         for contestant in random.Random(index).sample(contestants, len(contestants)):
             if contestant.seconds < SECONDS_PER_PROVIDER or index < 3:
-                samples = contestant.attempt(visit, contestant)
+                samples = _visit(contestant, machine, visit)
                 if samples is not None:
                     contestant.rounds.append(samples)
 
@@ -224,7 +234,7 @@ def _measure_device(row, machine, contestants, inputs):
         contestant.record["peak_mib"] = machine.peak(contestant.works[0])
 
     for contestant in contestants:
-        contestant.attempt(inspect, contestant)
+        _visit(contestant, machine, inspect)
     exact = row.reference(inputs) if row.reference else {}
     machine.release()
 
@@ -238,7 +248,7 @@ def _measure_device(row, machine, contestants, inputs):
             samples.append(machine.milliseconds(work, see, row.heat_ms))
         return samples
 
-    _in_rounds(contestants, row.rounds, time_it)
+    _in_rounds(contestants, machine, row.rounds, time_it)
     timed = [contestant for contestant in contestants if contestant.alive]
     ceilings = [contestant for contestant in timed if contestant.provider.group == "ceiling"]
     for contestant in timed:
@@ -247,7 +257,7 @@ def _measure_device(row, machine, contestants, inputs):
 
     quick = [c for c in timed if c.record["ms"]["median"] < LATENCY_LIMIT_MS]
     if quick:
-        _in_rounds(quick, row.rounds, lambda contestant: [machine.latency(contestant.works[0])])
+        _in_rounds(quick, machine, row.rounds, lambda contestant: [machine.latency(contestant.works[0])])
     for contestant in quick:
         if contestant.alive:
             contestant.record["latency_ms"] = spread(contestant.samples())
@@ -265,7 +275,7 @@ def _measure_host(row, machine, contestants):
         machine.synchronize()
         return [seconds * 1e6 / row.burst]
 
-    _in_rounds(contestants, row.rounds, time_it)
+    _in_rounds(contestants, machine, row.rounds, time_it)
     for contestant in contestants:
         if contestant.alive:
             contestant.record["host_us"] = spread(contestant.samples())
@@ -291,7 +301,7 @@ def measure(row, machine):
             work.release()
 
     for contestant in contestants:
-        contestant.attempt(warm_up, contestant)
+        _visit(contestant, machine, warm_up)
         contestant.record["first_s"] = contestant.seconds
     if row.kind == "host":
         _measure_host(row, machine, contestants)

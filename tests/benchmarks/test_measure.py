@@ -1,6 +1,8 @@
 """Measuring the providers of a row: their turns, their inputs, wrong results and failures."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -46,6 +48,37 @@ def test_a_failing_provider_is_recorded_and_the_others_go_on():
     assert record["providers"]["good"]["ms"]["n"] == 2
     text = report.markdown({"environment": {}, "rows": [record], "verdict": [], "goals": []})
     assert "out of luck" in text and "absent" not in text
+
+
+@pytest.mark.parametrize("failing_call", [1, 3])
+def test_tensors_of_a_failed_call_are_gone_before_the_next_one(failing_call):
+    left, calls, alive = [], [], []
+
+    def leaky(t):
+        calls.append(1)
+        if len(calls) == failing_call:
+            cycle = [torch.ones(4)]
+            cycle.append(cycle)
+            left.append(weakref.ref(cycle[0]))
+            raise RuntimeError("out of memory")
+        return double(t)
+
+    def observer(t):
+        alive.extend(tensor() is not None for tensor in left)
+        return double(t)
+
+    def reference(inputs):
+        return {"y": observer(inputs)}
+
+    gc.disable()
+    try:
+        measure.measure(
+            one_row(Candidate("leaky", leaky), Candidate("next", observer), sets=1, reference=reference),
+            measure.Cpu(),
+        )
+    finally:
+        gc.enable()
+    assert alive and not any(alive)
 
 
 @pytest.mark.parametrize("function", [lambda t: t["x"] * 2.2, lambda t: t["x"] * float("nan")])
@@ -105,7 +138,7 @@ def test_providers_take_turns():
     order = []
     names = list("abcdef")
     contestants = [measure.Contestant(Provider(name, None)) for name in names]
-    measure._in_rounds(contestants, 6, lambda contestant: order.append(contestant.provider.name))
+    measure._in_rounds(contestants, measure.Cpu(), 6, lambda contestant: order.append(contestant.provider.name))
     rounds = [order[i : i + 6] for i in range(0, 36, 6)]
     assert all(sorted(turns) == names for turns in rounds)
     # Nobody always has the same one before it.
@@ -117,7 +150,7 @@ def test_providers_take_turns():
 def test_a_slow_provider_gets_three_rounds_at_least_and_no_more(monkeypatch):
     monkeypatch.setattr(measure, "SECONDS_PER_PROVIDER", 0.0)
     count = []
-    measure._in_rounds([measure.Contestant(Provider("a", None))], 9, count.append)
+    measure._in_rounds([measure.Contestant(Provider("a", None))], measure.Cpu(), 9, count.append)
     assert len(count) == 3
 
 
