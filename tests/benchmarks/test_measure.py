@@ -138,7 +138,9 @@ def test_providers_take_turns():
     order = []
     names = list("abcdef")
     contestants = [measure.Contestant(Provider(name, None)) for name in names]
-    measure._in_rounds(contestants, measure.Cpu(), 6, lambda contestant: order.append(contestant.provider.name))
+    measure._in_rounds(
+        contestants, measure.Cpu(), 6, lambda contestant: order.append(contestant.provider.name)
+    )
     rounds = [order[i : i + 6] for i in range(0, 36, 6)]
     assert all(sorted(turns) == names for turns in rounds)
     # Nobody always has the same one before it.

@@ -111,8 +111,9 @@ def test_the_memory_without_liger_is_what_eager_needs(tokens, hidden, vocab, dty
 @pytest.mark.gpu
 @pytest.mark.parametrize("budget", [None, 32 << 20])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget, dtype):
-    tokens, hidden, vocab = 8192, 1024, 65536
+@pytest.mark.parametrize("hidden", [1024, 1152])  # whole tiles, and padded sums of split-K
+def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, hidden, budget, dtype):
+    tokens, vocab = 8192, 65536
     if budget is None:
         monkeypatch.delenv("LIGER_MEMORY_BUDGET", raising=False)
     else:
@@ -127,10 +128,11 @@ def test_the_memory_with_liger_is_what_the_kernels_need(monkeypatch, budget, dty
         liger.fused_linear_ce(states, weight, target).backward()
         used = torch.cuda.max_memory_allocated() - before
     planned = head_memory(tokens, hidden, vocab, dtype, capability=torch.cuda.get_device_capability())
-    # Beside the plan: numbers per token, and the workspace of the GEMMs.
-    assert used <= planned["peak_liger"] + (64 << 20)
+    # Beside the plan: the workspace of cuBLAS, and what the allocator rounds up.
     if planned["engine"] == "sm90":
-        assert used >= planned["peak_liger"] - (1 << 20)
+        assert abs(used - planned["peak_liger"]) <= 4 << 20
+    else:
+        assert used <= planned["peak_liger"] + (64 << 20)
 
 
 def test_plan_as_json_is_the_planner(capsys, monkeypatch):
@@ -190,8 +192,10 @@ def test_plan_for_capability_9_0_is_its_planner(capsys, monkeypatch, budget, acc
     assert gradients + workspace < found["peak_liger"]
     of_row = 2 * 4096 + 4 * (668 + 4) + (668 + 12 if dtype == "fp16" else 0)
     splits = [4 * 4096 if c.k_splits > 1 else 0 for c in plan.chunks]
-    most = 8 * 128256 + max(
-        c.rows * (of_row + of_splits) for c, of_splits in zip(plan.chunks, splits, strict=True)
+    most = (
+        8 * 128256
+        + 12 * 16384
+        + max(c.rows * (of_row + of_splits) for c, of_splits in zip(plan.chunks, splits, strict=True))
     )
     assert found["peak_liger"] <= gradients + workspace + plan.panel_offset * 128 * 4096 * 2 + most
     assert plan.rows_in_grad_weight == 4096

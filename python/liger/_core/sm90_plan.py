@@ -1,5 +1,6 @@
 """Plans of the wgmma engine of compute capability 9.0, with the fields of csrc/linear_ce/sm90/planner.h."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,15 @@ HIDDEN_UNIT = 16
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 # Classes per tile of the logits GEMM, each with a sum per row: kPingpongColumns there.
 TILE_CLASSES = 192
+# Rows of a tile of a gradient, and the widths there is a kernel for: kTileM and kTileWidths there.
+_TILE_ROWS, _TILE_WIDTHS = 128, (192, 224, 240, 256)
+
+
+def split_k_sum_bytes(rows, hidden):
+    """Bytes of the float32 sums of serial split-K: those of whole tiles (split_k_sums() there)."""
+    tiles = math.ceil(hidden / _TILE_WIDTHS[-1])
+    columns = tiles * next(width for width in _TILE_WIDTHS if tiles * width >= hidden)
+    return 4 * math.ceil(rows / _TILE_ROWS) * _TILE_ROWS * columns
 
 
 class PlannedChunk(NamedTuple):

@@ -12,10 +12,11 @@ is one; the gradients of the hidden states and of the weight. With a float32 sum
 the weight gradient is allocated.
 
 GPUs of compute capability 9.0 use the sm_90a engine for bfloat16 and float16, at least 256 rows, and hidden sizes
-divisible by 64. It stores exponentials instead of logits. Its first chunk is larger than the others, because most of
+divisible by 16. It stores exponentials instead of logits. Its first chunk is larger than the others, because most of
 its exponentials use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block
-scales in a separate buffer. Its working memory is a copy of the rows of a chunk, sums per row, shifts per row with
-float16, and float32 split-K partials of the input gradient, unless they fit into gradients that are not written yet.
+scales in a separate buffer. Its working memory is a copy of the rows of a chunk, numbers per row and class, shifts per
+row with float16, and the float32 sums of split-K of the input gradient, unless they fit into gradients that are not
+written yet.
 
 fused_linear_logprobs takes three GEMMs where this engine keeps the exponentials of all rows from the forward to the
 backward, because they fit the budget, and four elsewhere.
@@ -37,7 +38,7 @@ import liger
 
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
-from .._core.sm90_plan import ENGINE_DTYPES, TILE_CLASSES, plan_chunks_sm90
+from .._core.sm90_plan import ENGINE_DTYPES, TILE_CLASSES, plan_chunks_sm90, split_k_sum_bytes
 from . import _plan_model
 from ._format import human_bytes, table
 
@@ -164,7 +165,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         if is_first and plan.rows_in_grad_weight:
             need += 2 * chunk.rows * hidden
         if chunk.k_splits > 1:
-            need += 4 * chunk.rows * hidden
+            need += split_k_sum_bytes(chunk.rows, hidden)
         # Free memory: grad_input of later rows, or grad_weight past its last row.
         room = 2 * hidden * (tokens - chunk.rows) if is_first else offset_bytes
         working = max(working, need if need > room else 0)
@@ -175,7 +176,8 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         "chunks": len(plan.chunks),
         "logits_liger": panels * (plan.workspace_panel_bytes - plan.scale_bytes),
         "accumulator": panels * plan.scale_bytes,
-        "working": working + offset_bytes + 8 * vocab,
+        # With a one-hot term per class, and the index of valid rows and the loss of each.
+        "working": working + offset_bytes + 8 * vocab + 12 * tokens,
     }
 
 
