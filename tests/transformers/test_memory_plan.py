@@ -71,6 +71,37 @@ def test_a_phase_without_a_measurement_has_the_bound_of_the_other():
     assert plan.need(True, 1, (100,)) == 40 and plan.need(False, 1, (100,)) == 60
 
 
+def test_an_outdated_peak_is_a_bound_until_it_is_measured_again():
+    plan = plan_of()
+    plan.record(True, 0, 40, (100,))
+    plan.outdate()
+    assert not plan.is_measured(False, 0) and not plan.is_measured(True, 0)
+    assert plan.need(False, 1, (100,)) == 60 and plan.need(True, 1, (100,)) == 50
+    plan.record(False, 0, 30, (100,), outdated=True)
+    assert not plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 40
+    for peak, need in ((35, 45), (32, 45), (36, 46)):
+        plan.record(False, 0, peak, (100,))
+        assert plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == need
+    plan.record(False, 0, 99, (100,), outdated=True)
+    assert plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 46
+    assert not plan.is_measured(True, 0)
+
+
+def test_an_outdated_peak_does_not_raise_costs():
+    plan = plan_of()
+    plan.record(False, 1, 90, (100,), outdated=True)
+    assert plan.factor == 1.0
+    plan.record(False, 1, 75, (100,))
+    assert plan.factor == 2.5
+
+
+def test_peaks_of_another_load_are_not_outdated():
+    plan = plan_of()
+    plan.outdate()
+    plan.record(False, 0, 70, (200,))
+    assert plan.is_measured(False, 0) and plan.need(False, 0, (200,)) == 70
+
+
 def test_no_measurement_no_layer():
     assert MemoryPlan([1, 1], (5,)).most(False, (5,), 10**9, 2) == 0
 
@@ -172,6 +203,29 @@ def test_counts_that_are_too_low_are_corrected(simulated):
 def test_full_checkpointing_where_nothing_is_left(simulated):
     step, _, _ = simulated(limit=1500)
     assert [step() for _ in range(4)] == [0] * 4
+
+
+@pytest.mark.parametrize("micro_batches, expected", [(1, [0, 0, 1, 2, 2]), (2, [0, 1, 2, 0, 2, 2, 2, 2])])
+def test_states_of_an_optimizer_are_counted_once(simulated, micro_batches, expected):
+    """The first step of an optimizer allocates its states, at the end of a step; later steps start with them."""
+    states = 800
+    _, planner, device = simulated(limit=1000 + states + 500 + 250)
+    at_the_end, seen = [], []
+
+    def peak(counted):
+        of_layers = device.full + planner.step.kept * device.layer
+        return planner.step.start + max(of_layers, at_the_end[-1])
+
+    device.peak = peak
+    while len(seen) < len(expected):
+        is_last = (len(seen) + 1) % micro_batches == 0
+        planner.model(**tiny_models.batch()).loss.backward()
+        seen.append(planner.step.kept)
+        at_the_end.append(states if is_last and device.base == 1000 else 0)
+        if is_last:
+            device.base = 1000 + states
+            planner.model.zero_grad()
+    assert seen == expected and False in planner.settled
 
 
 def test_memory_that_something_else_takes_is_given_back(simulated, capsys):

@@ -25,6 +25,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 _GIB = 2**30
 # Steps in which a plan may grow; measurements that vary could otherwise change it for ever.
 _MOST_GROWING = 16
+# Between the starts of two steps, in units of a layer's activations: less does not change a plan.
+_LEAST_GROWTH = 0.25
 
 
 def checkpoint(
@@ -120,6 +122,7 @@ class Planner:
         self.longest: list[int] = []
         self.starts: deque[int] = deque(maxlen=64)
         # By phase, which is whether gradients exist at the start of the step.
+        self.phase_start: dict[bool, int] = {}
         self.kept: dict[bool, int] = {}
         self.settled: set[bool] = set()
         self.last_start: dict[bool, int] = {}
@@ -138,7 +141,7 @@ class Planner:
     def forget(self):
         """Discards all measurements: the next step recomputes all layers and is measured."""
         self.plan, self.step, self.probes = None, None, {}
-        self.kept, self.age = {}, 0
+        self.phase_start, self.kept, self.age = {}, {}, 0
         self.settled.clear()
 
     def __getstate__(self):
@@ -164,9 +167,10 @@ class Planner:
             self._begin(hidden)
         now, retries, ooms = self.meter.read()
         if self.step is None or self.step.is_over or ooms > self.step.ooms:
-            self._finish(retries, ooms)
-            self.starts.append(now)
             phase = any(p.grad is not None for p in self.trained)
+            self._finish(retries, ooms, now - self.phase_start.get(phase, now))
+            self.starts.append(now)
+            self.phase_start[phase] = now
             self.step = Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
         self._choose(self.step, hidden)
 
@@ -220,9 +224,11 @@ class Planner:
         else:
             self.step.is_disturbed = True
 
-    def _finish(self, retries, ooms):
-        """Adds the measurements of the last step."""
+    def _finish(self, retries, ooms, growth=0):
+        """Adds the measurements of the last step. growth: bytes since the start of the last step of the new phase."""
         step = self.step
+        if self.plan is not None and self._has_grown(growth):
+            self.plan.outdate()
         if step is None:
             return
         if ooms > step.ooms or (retries > step.retries and step.kept and step.phase in self.settled):
@@ -249,7 +255,17 @@ class Planner:
             self.probes = {}
         counted = len(self.layers) * step.inputs + self.largest_cost + self.plan.cost(step.kept)
         peak = self.meter.peak(counted)
-        self.plan.record(step.phase, step.kept, peak - step.start, step.load, step.forward_bytes)
+        self.plan.record(
+            step.phase,
+            step.kept,
+            peak - step.start,
+            step.load,
+            step.forward_bytes,
+            outdated=self._has_grown(growth),
+        )
+
+    def _has_grown(self, growth):
+        return growth > self.plan.cost(1) * _LEAST_GROWTH
 
     def _choose(self, step, hidden):
         """Sets the layers that keep their activations, before the first of them runs."""
@@ -269,7 +285,7 @@ class Planner:
         if is_longer or asked or phase not in self.settled:
             may_grow = phase not in self.settled and self.age < _MOST_GROWING
             kept = self._fitting(step, self.allowed if may_grow else before)
-            is_measured = self.plan is not None and before in self.plan.peaks[phase]
+            is_measured = self.plan is not None and self.plan.is_measured(phase, before)
             kept, is_measured, has_plan = self.agreement.smallest([kept, is_measured, self.plan is not None])
             if is_measured and kept == before and not is_longer:
                 self.settled.add(phase)

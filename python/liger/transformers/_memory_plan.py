@@ -38,6 +38,8 @@ class MemoryPlan:
         # The same of smaller loads, in proportion.
         self.estimates = defaultdict(dict)
         self.forwards = {}
+        # (phase, kept layers) of peaks that outdate() has marked.
+        self.outdated = set()
 
     def cost(self, kept, ratio=1.0):
         """Bytes of activations of the last ``kept`` layers."""
@@ -47,13 +49,25 @@ class MemoryPlan:
         """How much larger a load is than the measured one; 1 for smaller loads."""
         return max(1.0, *(a / b for a, b in zip(load, self.load, strict=True)))
 
-    def record(self, phase, kept, peak, load, forward=None):
+    def outdate(self):
+        """Marks all peaks, because a step has allocated memory that stays, as the first step of an optimizer allocates
+        its states. The next steps start with that memory, and a peak above the start of the step counts it, too. So a
+        marked peak is a bound, until a step with as many kept layers replaces it.
+        """
+        self.outdated.update((phase, kept) for phase, peaks in self.peaks.items() for kept in peaks)
+
+    def is_measured(self, phase, kept):
+        """Whether there is a peak of this phase and number of kept layers that is not outdated."""
+        return kept in self.peaks[phase] and (phase, kept) not in self.outdated
+
+    def record(self, phase, kept, peak, load, forward=None, outdated=False):
         """Adds a measured step; ignores one of a smaller load than the largest.
 
         Args:
             phase: steps of different phases are not compared: with or without gradients at their start.
             peak: bytes of the peak above the start of the step.
             forward: bytes that the forward has left allocated, or None.
+            outdated: whether the step has allocated memory that stays: outdate().
 
         Returns:
             Whether the step was recorded.
@@ -63,10 +77,16 @@ class MemoryPlan:
         if tuple(load) != self.load:
             self._scale(load)
         peaks = self.peaks[phase]
-        peaks[kept] = max(peak, peaks.get(kept, 0))
+        if not self.is_measured(phase, kept):
+            peaks[kept] = peak
+            self.outdated.discard((phase, kept))
+            if outdated:
+                self.outdated.add((phase, kept))
+        elif not outdated:
+            peaks[kept] = max(peak, peaks[kept])
         if forward is not None:
             self.forwards[kept] = max(forward, self.forwards.get(kept, 0))
-        self._confirm(peaks, self.forwards)
+        self._confirm({k: peak for k, peak in peaks.items() if self.is_measured(phase, k)}, self.forwards)
         return True
 
     def _scale(self, load):
@@ -77,6 +97,7 @@ class MemoryPlan:
             self.estimates[phase] = {kept: math.ceil(peak * ratio) for kept, peak in known.items()}
         # Differences between an estimate and a measured step say nothing about a layer.
         self.peaks.clear()
+        self.outdated.clear()
         self.forwards = {}
         self.load = tuple(load)
 
