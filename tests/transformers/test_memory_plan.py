@@ -87,6 +87,21 @@ def test_an_outdated_peak_is_a_bound_until_it_is_measured_again():
     assert not plan.is_measured(True, 0)
 
 
+def test_a_smaller_step_lowers_an_outdated_peak_in_proportion():
+    plan = plan_of()
+    plan.record(False, 0, 20, (80,))
+    assert plan.need(False, 0, (100,)) == 50
+    plan.outdate()
+    plan.record(False, 0, 20, (80,), outdated=True)
+    assert plan.need(False, 0, (100,)) == 50
+    plan.record(False, 0, 32, (80,))
+    assert plan.need(False, 0, (100,)) == 40 and not plan.is_measured(False, 0)
+    plan.record(False, 0, 36, (80,))
+    assert plan.need(False, 0, (100,)) == 40
+    plan.record(False, 1, 10, (80,))
+    assert plan.need(False, 1, (100,)) == 50
+
+
 def test_an_outdated_peak_does_not_raise_costs():
     plan = plan_of()
     plan.record(False, 1, 90, (100,), outdated=True)

@@ -61,7 +61,7 @@ class MemoryPlan:
         return kept in self.peaks[phase] and (phase, kept) not in self.outdated
 
     def record(self, phase, kept, peak, load, forward=None, outdated=False):
-        """Adds a measured step; ignores one of a smaller load than the largest.
+        """Adds a measured step. One of a smaller load than the largest only lowers an outdated peak, in proportion.
 
         Args:
             phase: steps of different phases are not compared: with or without gradients at their start.
@@ -73,6 +73,9 @@ class MemoryPlan:
             Whether the step was recorded.
         """
         if any(a < b for a, b in zip(load, self.load, strict=True)):
+            if (phase, kept) in self.outdated and not outdated:
+                ratio = max(b / a for a, b in zip(load, self.load, strict=True))
+                self.peaks[phase][kept] = min(self.peaks[phase][kept], math.ceil(peak * ratio))
             return False
         if tuple(load) != self.load:
             self._scale(load)
