@@ -225,7 +225,11 @@ class Planner:
             self.step.is_disturbed = True
 
     def _finish(self, retries, ooms, growth=0):
-        """Adds the measurements of the last step. growth: bytes since the start of the last step of the new phase."""
+        """Adds the measurements of the last step.
+
+        Args:
+            growth: bytes that the next step starts above the last one of its phase.
+        """
         step = self.step
         if self.plan is not None and self._has_grown(growth):
             self.plan.outdate()
