@@ -78,12 +78,12 @@ def test_an_outdated_peak_is_a_bound_until_it_is_measured_again():
     assert not plan.is_measured(False, 0) and not plan.is_measured(True, 0)
     assert plan.need(False, 1, (100,)) == 60 and plan.need(True, 1, (100,)) == 50
     plan.record(False, 0, 30, (100,), outdated=True)
-    assert not plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 40
+    assert not plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 60
     for peak, need in ((35, 45), (32, 45), (36, 46)):
         plan.record(False, 0, peak, (100,))
         assert plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == need
-    plan.record(False, 0, 99, (100,), outdated=True)
-    assert plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 46
+    plan.record(False, 0, 70, (100,), outdated=True)
+    assert not plan.is_measured(False, 0) and plan.need(False, 1, (100,)) == 80
     assert not plan.is_measured(True, 0)
 
 

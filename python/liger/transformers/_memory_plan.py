@@ -80,13 +80,13 @@ class MemoryPlan:
         if tuple(load) != self.load:
             self._scale(load)
         peaks = self.peaks[phase]
-        if not self.is_measured(phase, kept):
-            peaks[kept] = peak
+        if outdated or self.is_measured(phase, kept):
+            peak = max(peak, peaks.get(kept, 0))
+        peaks[kept] = peak
+        if outdated:
+            self.outdated.add((phase, kept))
+        else:
             self.outdated.discard((phase, kept))
-            if outdated:
-                self.outdated.add((phase, kept))
-        elif not outdated:
-            peaks[kept] = max(peak, peaks[kept])
         if forward is not None:
             self.forwards[kept] = max(forward, self.forwards.get(kept, 0))
         self._confirm({k: peak for k, peak in peaks.items() if self.is_measured(phase, k)}, self.forwards)
