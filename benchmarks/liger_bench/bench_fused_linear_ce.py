@@ -47,7 +47,7 @@ def _liger_kernel(t, accum_dtype):
     )[0]
 
 
-def _liger_kernel_cute(t):
+def cute_head(t):
     module = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
     function = peer(module, "LigerFusedLinearCrossEntropySM90Function")
     return function.apply(t["input"], t["weight"], t["target"])
@@ -94,7 +94,7 @@ def _candidates(options, tokens, hidden, vocabulary, ignored):
         candidates += [
             *_small(options, tokens, hidden, vocabulary),
             liger_kernel(lambda t: _liger_kernel(t, torch.float32), " fp32 sum"),
-            liger_kernel_cute(_liger_kernel_cute),
+            liger_kernel_cute(cute_head),
             quack(lambda t: quack_head(t, 4096)),
             Candidate("torch eager", _eager),
             *compiled(options, _eager),

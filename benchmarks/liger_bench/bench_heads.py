@@ -14,8 +14,18 @@ import torch.nn.functional as F
 import liger
 
 from . import head_logprobs, head_lora, head_peers
-from .bench_fused_linear_ce import quack_head, torch_head
-from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, quack, selected
+from .bench_fused_linear_ce import cute_head, quack_head, torch_head
+from .candidates import (
+    Candidate,
+    compiled,
+    liger_kernel,
+    liger_kernel_cute,
+    ours,
+    peer,
+    providers,
+    quack,
+    selected,
+)
 from .harness import Contest, normal, training_work
 from .head_inputs import float32_reference, layer
 
@@ -151,8 +161,10 @@ def _candidates(options, head):
         ]
         if not head.softcap:
             candidates.append(quack(_quack(head)))
-    if head.plain and hasattr(F, "linear_cross_entropy"):
-        candidates.append(Candidate("torch F.linear_cross_entropy", torch_head))
+    if head.plain:
+        candidates.append(liger_kernel_cute(cute_head))
+        if hasattr(F, "linear_cross_entropy"):
+            candidates.append(Candidate("torch F.linear_cross_entropy", torch_head))
     return selected(options, candidates)
 
 
