@@ -8,7 +8,7 @@ import pytest
 import torch
 from sm90_engine import SHAPES
 
-from liger._core.sm90_plan import HIDDEN_UNIT
+from liger._core.sm90_plan import HIDDEN_UNIT, TILE_WIDTHS, tile_columns
 
 MIB = 1 << 20
 TILE = PANEL = 128  # rows; columns
@@ -50,15 +50,19 @@ TILE_H = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90" / "tile.h"
 def test_shapes_have_sums_in_tiles_of_every_width():
     """Kernels of the weight gradient differ by the width of their tiles: none may be without a test."""
     (listed,) = re.findall(r"kTileWidths\[\] = \{([\d, ]+), kTileN\}", TILE_H.read_text())
-    widths = [*map(int, listed.split(",")), 256]
+    assert (*map(int, listed.split(",")), 256) == TILE_WIDTHS
 
     def width(hidden):
-        return next(w for w in widths if ceil_div(hidden, 256) * w >= hidden)
+        return tile_columns(hidden)[0]
 
     several = [shape.hidden for shape in SHAPES.values() if len(shape.plan()[0]) > 1]
     narrow_last = {width(hidden) for hidden in several if hidden % width(hidden)}
     whole = {width(hidden) for hidden in several if hidden % width(hidden) == 0}
-    assert whole >= {224, 240, 256} and narrow_last >= {192, 224, 240} and whole | narrow_last == set(widths)
+    assert (
+        whole >= {224, 240, 256}
+        and narrow_last >= {192, 224, 240}
+        and whole | narrow_last == set(TILE_WIDTHS)
+    )
 
 
 def test_sm90_problems_are_of_every_kind():

@@ -220,8 +220,9 @@ def test_full_checkpointing_where_nothing_is_left(simulated):
     assert [step() for _ in range(4)] == [0] * 4
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("micro_batches, expected", [(1, [0, 0, 1, 2, 2]), (2, [0, 1, 2, 0, 2, 2, 2, 2])])
-def test_states_of_an_optimizer_are_counted_once(simulated, micro_batches, expected):
+def test_states_of_an_optimizer_are_counted_once(simulated, micro_batches, expected, evaluates):
     """The first step of an optimizer allocates its states, at the end of a step; later steps start with them."""
     states = 800
     _, planner, device = simulated(limit=1000 + states + 500 + 250)
@@ -240,7 +241,11 @@ def test_states_of_an_optimizer_are_counted_once(simulated, micro_batches, expec
         if is_last:
             device.base = 1000 + states
             planner.model.zero_grad()
-    assert seen == expected and False in planner.settled
+            if evaluates:
+                with torch.no_grad():
+                    planner.model.eval()(**tiny_models.batch())
+                planner.model.train()
+    assert seen == expected and False in planner.settled and planner.plan.factor == 1.0
 
 
 def test_memory_that_something_else_takes_is_given_back(simulated, capsys):

@@ -10,15 +10,20 @@ HIDDEN_UNIT = 16
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 # Classes per tile of the logits GEMM, each with a sum per row: kPingpongColumns there.
 TILE_CLASSES = 192
-# Rows of a tile of a gradient, and the widths there is a kernel for: kTileM and kTileWidths there.
-_TILE_ROWS, _TILE_WIDTHS = 128, (192, 224, 240, 256)
+# Rows of a tile of a gradient, and its columns, of which the largest is usual: kTileM and kTileWidths there.
+_TILE_ROWS, TILE_WIDTHS = 128, (192, 224, 240, 256)
+
+
+def tile_columns(hidden):
+    """Columns of the tiles of a gradient, and the number of tiles: tile_columns() and column_tiles() there."""
+    tiles = math.ceil(hidden / TILE_WIDTHS[-1])
+    return next(width for width in TILE_WIDTHS if tiles * width >= hidden), tiles
 
 
 def split_k_sum_bytes(rows, hidden):
-    """Bytes of the float32 sums of serial split-K: those of whole tiles (split_k_sums() there)."""
-    tiles = math.ceil(hidden / _TILE_WIDTHS[-1])
-    columns = tiles * next(width for width in _TILE_WIDTHS if tiles * width >= hidden)
-    return 4 * math.ceil(rows / _TILE_ROWS) * _TILE_ROWS * columns
+    """Bytes of the float32 sums of serial split-K, in whole tiles: split_k_sums() there."""
+    columns, tiles = tile_columns(hidden)
+    return 4 * math.ceil(rows / _TILE_ROWS) * _TILE_ROWS * columns * tiles
 
 
 class PlannedChunk(NamedTuple):

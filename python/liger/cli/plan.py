@@ -176,7 +176,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
         "chunks": len(plan.chunks),
         "logits_liger": panels * (plan.workspace_panel_bytes - plan.scale_bytes),
         "accumulator": panels * plan.scale_bytes,
-        # With a one-hot term per class, and the index of valid rows and the loss of each.
+        # Beside it a one-hot term per class, and per row its loss and its place in the index of valid rows.
         "working": working + offset_bytes + 8 * vocab + 12 * tokens,
     }
 

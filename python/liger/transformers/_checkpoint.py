@@ -167,9 +167,9 @@ class Planner:
             self._begin(hidden)
         now, retries, ooms = self.meter.read()
         if self.step is None or self.step.is_over or ooms > self.step.ooms:
-            phase = any(p.grad is not None for p in self.trained)
-            self._finish(retries, ooms, now - self.phase_start.get(phase, now))
+            self._finish(now, retries, ooms)
             self.starts.append(now)
+            phase = self._phase()
             self.phase_start[phase] = now
             self.step = Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
         self._choose(self.step, hidden)
@@ -219,19 +219,23 @@ class Planner:
         if self.step is None or self.meter is None:
             return
         if self.step.backward:
-            self._finish(*self.meter.read()[1:])
+            self._finish(*self.meter.read())
             self.step = None
         else:
             self.step.is_disturbed = True
 
-    def _finish(self, retries, ooms, growth=0):
-        """Adds the measurements of the last step.
+    def _phase(self):
+        return any(p.grad is not None for p in self.trained)
 
-        Args:
-            growth: bytes that the next step starts above the last one of its phase.
-        """
+    def _has_grown(self, now):
+        """Whether more memory is allocated than at the start of the last step of this phase."""
+        growth = now - self.phase_start.get(self._phase(), now)
+        return growth > self.plan.cost(1) * _LEAST_GROWTH
+
+    def _finish(self, now, retries, ooms):
+        """Adds the measurements of the last step. The arguments are what the meter reads after it."""
         step = self.step
-        if self.plan is not None and self._has_grown(growth):
+        if self.plan is not None and self._has_grown(now):
             self.plan.outdate()
         if step is None:
             return
@@ -265,11 +269,8 @@ class Planner:
             peak - step.start,
             step.load,
             step.forward_bytes,
-            outdated=self._has_grown(growth),
+            outdated=self._has_grown(now),
         )
-
-    def _has_grown(self, growth):
-        return growth > self.plan.cost(1) * _LEAST_GROWTH
 
     def _choose(self, step, hidden):
         """Sets the layers that keep their activations, before the first of them runs."""
