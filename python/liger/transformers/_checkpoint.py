@@ -167,9 +167,9 @@ class Planner:
             self._begin(hidden)
         now, retries, ooms = self.meter.read()
         if self.step is None or self.step.is_over or ooms > self.step.ooms:
-            self._finish(now, retries, ooms)
-            self.starts.append(now)
             phase = self._phase()
+            self._finish(phase, now, retries, ooms)
+            self.starts.append(now)
             self.phase_start[phase] = now
             self.step = Step(now, retries, ooms, phase, [0] * len(self.longest), phase not in self.settled)
         self._choose(self.step, hidden)
@@ -219,7 +219,7 @@ class Planner:
         if self.step is None or self.meter is None:
             return
         if self.step.backward:
-            self._finish(*self.meter.read())
+            self._finish(self._phase(), *self.meter.read())
             self.step = None
         else:
             self.step.is_disturbed = True
@@ -227,15 +227,15 @@ class Planner:
     def _phase(self):
         return any(p.grad is not None for p in self.trained)
 
-    def _has_grown(self, now):
+    def _has_grown(self, phase, now):
         """Whether more memory is allocated than at the start of the last step of this phase."""
-        growth = now - self.phase_start.get(self._phase(), now)
+        growth = now - self.phase_start.get(phase, now)
         return growth > self.plan.cost(1) * _LEAST_GROWTH
 
-    def _finish(self, now, retries, ooms):
-        """Adds the measurements of the last step. The arguments are what the meter reads after it."""
+    def _finish(self, phase, now, retries, ooms):
+        """Adds the measurements of the last step. The arguments are the phase and the meter's numbers after it."""
         step = self.step
-        if self.plan is not None and self._has_grown(now):
+        if self.plan is not None and self._has_grown(phase, now):
             self.plan.outdate()
         if step is None:
             return
@@ -269,7 +269,7 @@ class Planner:
             peak - step.start,
             step.load,
             step.forward_bytes,
-            outdated=self._has_grown(now),
+            outdated=self._has_grown(phase, now),
         )
 
     def _choose(self, step, hidden):
