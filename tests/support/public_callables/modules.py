@@ -13,14 +13,14 @@ from .rows import biased_head, ignored_rows, logits_inputs
 
 def _module(build, inputs, parameters):
     """(call, make) of a module: ``inputs`` makes its arguments, ``parameters`` are theirs by name."""
-    module = build(device="meta")
-    shapes = {name: p.shape for name, p in module.named_parameters()}
+    shapes = {name: p.shape for name, p in build(device="meta").named_parameters()}
     assert set(shapes) == set(parameters.split()), shapes
 
     def call(**given):
         own = {name: given[name.replace(".", "_")] for name in shapes}
         rest = {k: v for k, v in given.items() if k not in {name.replace(".", "_") for name in shapes}}
-        return torch.func.functional_call(module, own, tuple(rest.values()))
+        # functional_call puts the parameters into the module while it runs, so threads may not share a module.
+        return torch.func.functional_call(build(device="meta"), own, tuple(rest.values()))
 
     def make(device, dtype):
         own = {
