@@ -1,5 +1,6 @@
 """Modules of liger.nn."""
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -11,16 +12,23 @@ from .ops import experts, rotary
 from .rows import biased_head, ignored_rows, logits_inputs
 
 
+class _ModuleOfThread(threading.local):
+    """A module per thread: functional_call puts the parameters into the module while it runs."""
+
+    def __init__(self, build):
+        self.module = build(device="meta")
+
+
 def _module(build, inputs, parameters):
     """(call, make) of a module: ``inputs`` makes its arguments, ``parameters`` are theirs by name."""
-    shapes = {name: p.shape for name, p in build(device="meta").named_parameters()}
+    local = _ModuleOfThread(build)
+    shapes = {name: p.shape for name, p in local.module.named_parameters()}
     assert set(shapes) == set(parameters.split()), shapes
 
     def call(**given):
         own = {name: given[name.replace(".", "_")] for name in shapes}
         rest = {k: v for k, v in given.items() if k not in {name.replace(".", "_") for name in shapes}}
-        # functional_call puts the parameters into the module while it runs, so threads may not share a module.
-        return torch.func.functional_call(build(device="meta"), own, tuple(rest.values()))
+        return torch.func.functional_call(local.module, own, tuple(rest.values()))
 
     def make(device, dtype):
         own = {
