@@ -216,7 +216,11 @@ def main(argv=None):
         print(f"liger bench --tiles: {complaint}", file=sys.stderr)
         return 2
     if arguments.source is not None:
-        _write(json.loads(arguments.source.read_text()), arguments.source, arguments.plots)
+        result = json.loads(arguments.source.read_text())
+        if not isinstance(result, dict) or "tokenizer_entries" not in result:
+            print(f"liger bench --tiles: {arguments.source}: no result of this command", file=sys.stderr)
+            return 2
+        _write(result, arguments.source, arguments.plots)
         return 0
 
     device = "cuda" if torch.cuda.is_available() and not arguments.self_test else "cpu"

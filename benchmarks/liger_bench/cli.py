@@ -14,8 +14,11 @@ from pathlib import Path
 import torch
 
 from liger.backend import BACKENDS
+from liger.cli._arguments import positive
 
 from . import OPS
+
+PEERS = ("liger-kernel", "quack", "TRL", "unsloth_zoo", "cut-cross-entropy", "torch", "transformers", "none")
 
 
 def _names(text):
@@ -51,8 +54,7 @@ def _parser():
     parser.add_argument(
         "--peers",
         type=_names,
-        help="only peers whose names begin so: liger-kernel,quack,TRL,unsloth_zoo,cut-cross-entropy,torch (default: "
-        "all); none",
+        help=f"only peers whose names begin so: {','.join(PEERS)} (default: all)",
     )
     parser.add_argument(
         "--rows",
@@ -61,7 +63,7 @@ def _parser():
         metavar="WORDS",
         help="only rows with these words in their names, such as gemma or Qwen3-4B; may be given several times",
     )
-    parser.add_argument("--minutes", type=float, help="no row starts after this time")
+    parser.add_argument("--minutes", type=positive(float), help="no row starts after this time")
     parser.add_argument(
         "--compile", action="store_true", help="torch.compile as a further peer (slow to start)"
     )
@@ -101,6 +103,12 @@ def _complaint(arguments):
         unknown = [name for name in given if name not in known]
         if unknown:
             return f"unknown {kind} {', '.join(unknown)}, expected some of {', '.join(known)}"
+    for name in arguments.peers or ():
+        # "torch F.rms_norm" and "liger" are as good as "torch" and "liger-kernel".
+        if not any(peer.startswith(name) or name.startswith(peer) for peer in PEERS):
+            return f"unknown peer {name}, expected some of {', '.join(PEERS)}"
+    if arguments.pictures is not None and not arguments.pictures.absolute().parent.is_dir():
+        return f"--pictures {arguments.pictures}: no such folder"
     for source in arguments.sources:
         if not source.is_file():
             return f"no such file: {source}"

@@ -5,6 +5,8 @@ import importlib.util
 import json
 import re
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -59,8 +61,10 @@ def _write_plots(result, path, wanted):
 
 def _read(path):
     result = json.loads(path.read_text())
-    if result["schema"] != SCHEMA:
-        raise ValueError(f"{path}: results of schema {result['schema']}, this version reads {SCHEMA}")
+    schema = result.get("schema") if isinstance(result, dict) else None
+    if schema != SCHEMA:
+        of = "no result of liger bench" if schema is None else f"results of schema {schema}"
+        raise ValueError(f"{path}: {of}, expected schema {SCHEMA}")
     return result
 
 
@@ -98,7 +102,10 @@ def run(ops, options, path=None, plots=None, words=(), minutes=None):
     rows = rows_of(ops or OPS, options, words)
     facts = environment(options)
     name = re.sub(r"[^\w.]+", "-", f"{facts['date'][:16].replace(':', '')}-{facts['device']}-{facts['size']}")
-    path = path or RESULTS / f"{name}.json"
+    if path is None:
+        # A self-test measures nothing that is worth keeping.
+        temporary = options.size == "self-test"
+        path = (Path(tempfile.mkdtemp(prefix="liger-bench-")) if temporary else RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {"schema": SCHEMA, "environment": facts, "rows": [], "verdict": [], "goals": []}
 

@@ -54,6 +54,20 @@ def test_info_as_text(capsys, monkeypatch):
     assert f"  autograd nodes  {load.NODES_REASON}" in lines
 
 
+def test_info_says_which_variables_are_invalid(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "lots")
+    monkeypatch.setenv("LIGER_WGMMA", "0")
+    assert cli.main(["info"]) == 0
+    lines = {
+        line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  LIGER")
+    }
+    assert (
+        "lots (invalid: LIGER_MEMORY_BUDGET: expected a positive number of bytes"
+        in lines["LIGER_MEMORY_BUDGET"]
+    )
+    assert "invalid" not in lines["LIGER_WGMMA"]
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() or triton_interpreted(), reason="about plain torch on machines without a GPU"
 )
@@ -287,8 +301,10 @@ def test_plan_as_text(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "8", "--budget", "lots"], "LIGER_MEMORY_BUDGET: expected a positive number of bytes"),
-        (["--tokens", "8", "--budget=-1M"], "LIGER_MEMORY_BUDGET: expected a positive number of bytes"),
+        (["--tokens", "8", "--budget", "lots"], "--budget: expected a positive number of bytes"),
+        (["--tokens", "8", "--budget=-1M"], "--budget: expected a positive number of bytes"),
+        (["--tokens", "8", "--budget="], "--budget is empty"),
+        (["--tokens", str(2**40), "--vocab", str(2**31)], "need more than 2^63 bytes"),
         (["--tokens", "-8"], "rows, hidden and vocab must not be negative"),
     ],
 )
@@ -296,6 +312,21 @@ def test_plan_with_bad_input(capsys, monkeypatch, arguments, words):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
     assert cli.main(["plan", "--hidden", "64", "--vocab", "1000", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_plan_reads_the_variables(capsys, monkeypatch):
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "lots")
+    assert cli.main(ARGUMENTS_90) == 2
+    assert "LIGER_MEMORY_BUDGET: expected a positive number of bytes" in capsys.readouterr().err
+    monkeypatch.setenv("LIGER_MEMORY_BUDGET", "4G")
+    for text, engine, gemms in (("0", "generic", 4), ("1", "sm90", 3), ("", "sm90", 3)):
+        monkeypatch.setenv("LIGER_WGMMA", text)
+        assert cli.main([*ARGUMENTS_90, "--capability=9.0", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["engine"], found["logprobs_gemms"]) == (engine, gemms)
+    monkeypatch.setenv("LIGER_WGMMA", "on")
+    assert cli.main([*ARGUMENTS_90, "--capability=9.0"]) == 2
+    assert "LIGER_WGMMA: expected 0 or 1, got 'on'" in capsys.readouterr().err
 
 
 def test_human_bytes():
@@ -358,6 +389,42 @@ def test_demo_refuses_too_few_steps(capsys):
 
 
 @needs_transformers
+def test_outputs_that_cannot_be_written_are_refused_before_the_work(capsys, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main(["demo", "--quick", "--output", str(file)]) == 2
+    assert f"--output {file}: File exists" in capsys.readouterr().err
+    for path, why in ((tmp_path / "none" / "page.md", "no such folder"), (tmp_path, "is a folder")):
+        assert cli.main(["models", "llama", "--write", str(path)]) == 2
+        assert f"--write {path}: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["demo", "--quick", "--size", "cpu"], "not allowed with argument --quick"),
+        (["models", "--jobs", "0"], "expected an integer above 0, got '0'"),
+        (["models", "--limit-s", "-1"], "expected a number above 0, got '-1'"),
+        (["models", "--limit-s", "inf"], "expected a number above 0, got 'inf'"),
+    ],
+)
+def test_arguments_that_make_no_sense(capsys, arguments, words):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_demo_says_how_many_steps_it_leaves_out():
+    few = {
+        kind: run | {"losses": run["losses"][:2], "seconds": run["seconds"][:2]}
+        for kind, run in runs(0, 0).items()
+    }
+    results = {"size": SIZES["tiny"].as_dict(), "device": "CPU, 2 threads", "runs": few}
+    results["comparison"] = _demo_report.compare(few, SIZES["tiny"])
+    assert "median after 1 steps" in _demo_report.text(results)
+
+
+@needs_transformers
 def test_demo_text_is_the_same_every_time():
     size = replace(SIZES["tiny"], text_bytes=1 << 16, vocab=512, steps=3)
     (batches, vocabulary), (again, _) = _demo_data.token_batches(size), _demo_data.token_batches(size)
@@ -371,7 +438,7 @@ def test_demo_reports_a_failed_run(capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], text_bytes=1 << 16, heads=5))
     assert cli.main(["demo", "--quick", "--output", str(tmp_path / "out")]) == 1
     assert "the unpatched run ended with exit code 1 after 0 steps" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not any((tmp_path / "out").iterdir())
 
 
 @needs_transformers

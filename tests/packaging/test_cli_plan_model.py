@@ -54,12 +54,39 @@ def test_json_and_dtype(config, capsys):
     [
         ({"model_type": "gpt2", "n_layer": 1}, "no decoder layer of GPT2LMHeadModel"),
         ({"hidden_size": 64}, "no model_type"),
+        (5, "no model_type"),
+        ({"model_type": "nope"}, "transformers has no model_type 'nope'"),
+        ({"model_type": "t5"}, "t5 is no causal language model of transformers"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
+        (
+            {"model_type": "llama", "hidden_act": "nope"},
+            "no model can be built from the configuration: 'nope'",
+        ),
     ],
 )
 def test_other_models(settings, message, tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(settings))
     assert cli.main(["plan", "--model", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_text_decoder_of_an_image_text_model(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "qwen2_vl"}))
+    assert cli.main(["plan", "--model", str(path)]) == 0
+    assert "all layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["--hidden", "64", "--budget", "1G"], "--model takes no --hidden, --budget"),
+        (["--tokens", "-5"], "--tokens is -5, expected at least 0"),
+    ],
+)
+def test_options_without_a_meaning(given, message, config, capsys):
+    assert cli.main(["plan", "--model", config, *given]) == 2
     assert message in capsys.readouterr().err
 
 

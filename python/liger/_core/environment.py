@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 
-def environment_flag(name: str) -> bool:
-    """Whether an environment variable is 1. Unset and empty mean 0.
+def environment_flag(name: str, default: str = "0") -> bool:
+    """Whether an environment variable is 1. Unset and empty mean ``default``.
 
     Raises:
         ValueError: any other value than 0 or 1.
     """
-    text = os.environ.get(name) or "0"
+    text = os.environ.get(name) or default
     if text not in ("0", "1"):
         raise ValueError(f"{name}: expected 0 or 1, got '{text}'")
     return text == "1"
@@ -26,6 +26,12 @@ def targets_checked() -> bool:
     """Whether LIGER_CHECK_TARGETS is 1: targets on a GPU are then checked, with a synchronisation. Raises ValueError as
     environment_flag."""
     return environment_flag("LIGER_CHECK_TARGETS")
+
+
+def wgmma_engine_allowed() -> bool:
+    """Whether LIGER_WGMMA is 1, its default: else the generic engine runs everywhere. Raises ValueError as
+    environment_flag."""
+    return environment_flag("LIGER_WGMMA", "1")
 
 
 def python_nodes() -> bool:

@@ -51,9 +51,12 @@ def compare(runs, size):
     }
 
 
+def _excluded(run):
+    return min(WARMUP_STEPS, len(run["seconds"]) - 1)
+
+
 def _tokens_per_second(run, size):
-    seconds = run["seconds"]
-    return size.tokens / statistics.median(seconds[min(WARMUP_STEPS, len(seconds) - 1) :])
+    return size.tokens / statistics.median(run["seconds"][_excluded(run) :])
 
 
 def text(results):
@@ -77,7 +80,7 @@ def text(results):
     summary = table(
         [
             (
-                f"tokens/s (median after {WARMUP_STEPS} steps)",
+                f"tokens/s (median after {_excluded(runs['liger'])} steps)",
                 f"{speed['unpatched']:,.0f}",
                 f"{speed['liger']:,.0f}",
                 f"{comparison['speedup']:.2f} x",

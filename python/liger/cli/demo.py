@@ -27,12 +27,13 @@ RUNS = {"unpatched": "unpatched", "liger": "patched with liger", "nudged": "roun
 
 
 def add_arguments(parser):
-    parser.add_argument(
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
         "--size",
         choices=list(SIZES),
         help="of the model: tiny, cpu (a few million parameters), gpu (Llama-3.2-1B's shape); default: by the device",
     )
-    parser.add_argument("--quick", action="store_true", help="the tiny size: half a minute on two CPU cores")
+    size.add_argument("--quick", action="store_true", help="the tiny size: half a minute on two CPU cores")
     parser.add_argument("--steps", type=int, help="training steps (default: by the size)")
     parser.add_argument(
         "--snapshot",
@@ -59,6 +60,11 @@ def run(arguments):
     if arguments.steps is not None and arguments.steps < 2:
         print(f"liger demo: --steps is {arguments.steps}, expected at least 2", file=sys.stderr)
         return 2
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"liger demo: --output {arguments.output}: {error.strerror}", file=sys.stderr)
+        return 2
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = "tiny" if arguments.quick else arguments.size or ("gpu" if device == "cuda" else "cpu")
     size = SIZES[name] if arguments.steps is None else replace(SIZES[name], steps=arguments.steps)
@@ -76,7 +82,6 @@ def run(arguments):
     results["comparison"] = report.compare(results["runs"], size)
     print(report.text(results))
 
-    arguments.output.mkdir(parents=True, exist_ok=True)
     saved = [arguments.output / "results.json"]
     saved[0].write_text(json.dumps(results, indent=2))
     if importlib.util.find_spec("matplotlib") is None:

@@ -11,7 +11,8 @@ import liger
 
 from .._core import load
 from .._core.build_info import build_info
-from .._core.environment import triton_interpreted
+from .._core.environment import triton_interpreted, wgmma_engine_allowed
+from .._core.memory_budget import default_memory_budget
 
 # Variable -> its default. docs/environment.md describes them.
 VARIABLES = {
@@ -21,11 +22,14 @@ VARIABLES = {
     "LIGER_WGMMA": "1",
     "LIGER_CHECK_TARGETS": "0",
     "LIGER_LOG": "",
+    "LIGER_COMPAT_OVERRIDE": "0 (read by liger.compat)",
     "TRITON_INTERPRET": "0",
     "LIGER_BENCHMARKS": "benchmarks/ of a checkout (read by liger bench)",
     "LIGER_BUILD_CUDA": "auto (read when building)",
     "LIGER_CUDA_ARCHS": "80;86;89;90a;100;120 as far as nvcc knows them (read when building)",
 }
+# What reads, at each call, a variable that no import has checked.
+_READERS = {"LIGER_MEMORY_BUDGET": default_memory_budget, "LIGER_WGMMA": wgmma_engine_allowed}
 
 
 def add_arguments(parser):
@@ -90,11 +94,20 @@ def run(arguments):
     _section(
         "environment",
         [
-            (name, f"not set: {VARIABLES[name]}" if value is None else value)
+            (name, f"not set: {VARIABLES[name]}" if value is None else value + _complaint(name))
             for name, value in info["environment"].items()
         ],
     )
     return 0
+
+
+def _complaint(name):
+    """What is wrong with the value of a variable, in brackets."""
+    try:
+        _READERS.get(name, bool)()
+    except ValueError as error:
+        return f" (invalid: {error})"
+    return ""
 
 
 def _on_the_cpu(report):

@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from ._arguments import positive
 from ._quiet import quiet_patching
 
 
@@ -20,11 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write", type=Path, metavar="FILE", help="write the page to this file, not to stdout"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="seconds for one model class")
+    parser.add_argument("--jobs", type=positive(int), default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--limit-s", type=positive(float), default=300.0, help="seconds for one model class")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.write is not None:
+        is_folder = arguments.write.is_dir()
+        if is_folder or not arguments.write.absolute().parent.is_dir():
+            why = "is a folder" if is_folder else "no such folder"
+            print(f"liger models: --write {arguments.write}: {why}", file=sys.stderr)
+            return 2
     try:
         from ..transformers.scan import models, runner, table
     except ModuleNotFoundError as error:
@@ -40,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.types:
         classes = [pair for pair in classes if pair[0] in arguments.types]
     with quiet_patching():
-        reports = runner.scan(classes, max(arguments.jobs, 1), arguments.limit_s, progress=_progress)
+        reports = runner.scan(classes, arguments.jobs, arguments.limit_s, progress=_progress)
     page = table.render(reports)
     if arguments.write is None:
         print(page)

@@ -36,6 +36,7 @@ import torch
 
 import liger
 
+from .._core.environment import wgmma_engine_allowed
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
 from .._core.sm90_plan import ENGINE_DTYPES, TILE_CLASSES, plan_chunks_sm90, split_k_sum_bytes
@@ -51,6 +52,9 @@ DTYPES = {
     "float32": torch.float32,
 }
 SM90 = (9, 0)
+# What describes the lm_head, and has no meaning with --model.
+_HEAD_OPTIONS = ("hidden", "vocab", "budget", "accum", "capability")
+_LARGEST_BYTES = 2**63 - 1
 
 
 def add_arguments(parser):
@@ -73,7 +77,6 @@ def add_arguments(parser):
     parser.add_argument(
         "--accum",
         choices=["fp32", "same"],
-        default="fp32",
         help="how the weight gradient is summed over chunks: in float32, or in its own dtype (default: fp32)",
     )
     parser.add_argument(
@@ -87,8 +90,7 @@ def add_arguments(parser):
 
 
 def _size(largest):
-    """argparse type: an integer up to ``largest``, so that products of sizes fit 64 bits. The planner rejects negative
-    values."""
+    """argparse type: an integer up to ``largest``. head_memory and the planner reject the rest."""
 
     def parse(text):
         try:
@@ -198,12 +200,16 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
         logprobs_budget, with which there are three GEMMs (None: with no budget).
 
     Raises:
-        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
+        ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes, a LIGER_WGMMA other than 0 and 1, or
+            sizes whose products do not fit 64 bits.
         RuntimeError: negative sizes.
     """
     budget = default_memory_budget()
+    if max(12 * tokens * vocab, 4 * tokens * hidden, 4 * vocab * hidden) > _LARGEST_BYTES:
+        raise ValueError(f"{tokens} tokens, hidden {hidden} and vocabulary {vocab} need more than 2^63 bytes")
+    has_engine = capability == SM90 and dtype in ENGINE_DTYPES and wgmma_engine_allowed()
     plan = None
-    if capability == SM90 and dtype in ENGINE_DTYPES:
+    if has_engine:
         plan = _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget)
     plan = plan or _plan_generic(tokens, hidden, vocab, dtype.itemsize, exact_accumulation)
     logits = tokens * vocab * 3 * 4
@@ -213,7 +219,7 @@ def head_memory(tokens, hidden, vocab, dtype, exact_accumulation=True, capabilit
     # The generic engine allocates the final gradient after its last chunk of logits.
     sequential = plan["engine"] == "generic" and plan["accumulator"] > 0
     together = (max if sequential else sum)((plan["logits_liger"], weight_gradient))
-    can_keep = capability == SM90 and dtype in ENGINE_DTYPES and sizes_for_engine(tokens, hidden)
+    can_keep = has_engine and sizes_for_engine(tokens, hidden)
     exponentials = exponentials_bytes(tokens, vocab)
     keeps = can_keep and exponentials <= budget
     return {
@@ -247,21 +253,34 @@ def _describe_logprobs(memory):
 
 def run(arguments):
     if arguments.model is not None:
+        unused = [f"--{name}" for name in _HEAD_OPTIONS if getattr(arguments, name) is not None]
+        if unused:
+            print(f"liger plan: --model takes no {', '.join(unused)}", file=sys.stderr)
+            return 2
+        if arguments.tokens is not None and arguments.tokens < 0:
+            print(f"liger plan: --tokens is {arguments.tokens}, expected at least 0", file=sys.stderr)
+            return 2
         return _plan_model.run(arguments.model, DTYPES[arguments.dtype], arguments.tokens, arguments.json)
     missing = [f"--{name}" for name in ("tokens", "hidden", "vocab") if getattr(arguments, name) is None]
     if missing:
         print(f"liger plan: without --model, {', '.join(missing)} must be given", file=sys.stderr)
         return 2
     if arguments.budget is not None:
+        if not arguments.budget:
+            print("liger plan: --budget is empty, expected bytes such as 256M", file=sys.stderr)
+            return 2
         # The planner parses the budget and reports errors.
         os.environ["LIGER_MEMORY_BUDGET"] = arguments.budget
     dtype = DTYPES[arguments.dtype]
-    exact = arguments.accum == "fp32"
+    exact = arguments.accum != "same"
     capability = arguments.capability or _device_capability()
     try:
         memory = head_memory(arguments.tokens, arguments.hidden, arguments.vocab, dtype, exact, capability)
     except (ValueError, RuntimeError) as error:
-        print(f"liger plan: {error}", file=sys.stderr)
+        message = str(error)
+        if arguments.budget is not None:
+            message = message.replace("LIGER_MEMORY_BUDGET", "--budget")
+        print(f"liger plan: {message}", file=sys.stderr)
         return 2
     if arguments.json:
         print(json.dumps(memory, indent=2))

@@ -6,7 +6,6 @@ docs/performance/fused_linear_ce_sm90.md defines it, and has the bound on the er
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 
 from .._core import load
 from .._core.build_info import build_info
+from .._core.environment import wgmma_engine_allowed
 from .._core.sm90_plan import TILE_CLASSES
 from ..backend import FAMILIES
 
@@ -113,7 +113,7 @@ def _why_unavailable(index: int) -> str | None:
     family = FAMILIES["fused_linear_ce"]
     if family.choice != "cuda":
         return f"fused_linear_ce runs on the {family.choice} backend ({family.reason})"
-    if os.environ.get("LIGER_WGMMA") == "0":
+    if not wgmma_engine_allowed():
         return "LIGER_WGMMA=0 selects the generic engine"
     return None
 
