@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._core.arguments import ANYTHING, FLAG, FUNCTION, INTEGER
 from ._core.arguments import arguments as rules_of
-from ._core.autograd import differentiable_once, is_transformed
+from ._core.autograd import differentiable_once, graph_of_its_own, is_transformed
 from ._core.dtensor import is_dtensor
 from ._core.dtypes import accumulate_dtype
 
@@ -91,8 +91,9 @@ class _Sharding:
         self.ones = (1,) * max(x.dim() - 2, 0)
         step = max(-(-self.rows // num_shards), 1)
         self.shards = [slice(i, min(i + step, self.rows)) for i in range(0, max(self.rows, 1), step)]
-        # Positions of the tensors that are sharded; every shard gets the other arguments whole.
-        self.arguments = list(arguments)
+        # Positions of the tensors that are sharded; every shard gets the other arguments whole. The tensors themselves
+        # are not kept here: autograd saves and frees them.
+        self.arguments = [None if isinstance(value, torch.Tensor) else value for value in arguments]
         self.sharded = [i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor)]
 
     def flat(self, tensor):
@@ -230,7 +231,7 @@ class _Tiled(torch.autograd.Function):
                 ]
                 if ctx.states is not None:
                     ctx.states[i].restore()
-                with torch.enable_grad(), ctx.autocast.restored():
+                with torch.enable_grad(), graph_of_its_own(), ctx.autocast.restored():
                     output = sharding.call(inputs[0], inputs[1:], dict(zip(ctx.names, shared, strict=True)))
                 if i == 0:
                     _refuse_unknown_leaves(output, (*inputs, *shared, *parameters))

@@ -48,6 +48,21 @@ def test_rms_norm_is_that_of_torch(device, shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_default_eps_is_that_of_torch(device, dtype):
+    """Of rows so small that it counts."""
+    x = (1e-4 * torch.randn(5, 48)).to(device, dtype)
+    ours = liger.nn.RMSNorm(48, casting_mode="gemma", device=device, dtype=dtype)
+    assert_like(ours, nn.RMSNorm(48, device=device, dtype=dtype), [x])
+
+
+def test_sizes_that_are_integers_of_numpy():
+    numpy = pytest.importorskip("numpy")
+    for cls in (liger.nn.RMSNorm, liger.nn.LayerNorm):
+        assert cls(numpy.int64(8)).weight.shape == (8,)
+        assert cls([numpy.int64(2), 8]).normalized_shape == (2, 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [48, (48,), (6, 8)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_norm_is_that_of_torch(device, shape, dtype, bias):

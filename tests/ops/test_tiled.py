@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +155,25 @@ def test_a_second_backward(device):
     wanted = [x, *module.parameters()]
     first = torch.autograd.grad(y.sum(), wanted, retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(y.sum(), wanted), strict=True))
+
+
+def test_hooks_on_saved_tensors_see_the_inputs_alone(device):
+    """Not the activations of a shard, also where the backward runs under the same hooks: they would be offloaded."""
+    seen = []
+    x = torch.randn(9, HIDDEN, device=device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t.shape), t)[1], lambda t: t):
+        liger.tiled(expert(device), x, num_shards=3).sum().backward()
+    assert seen == [x.shape]
+
+
+def test_arguments_of_tokens_are_freed_by_the_backward(device):
+    x = torch.randn(9, HIDDEN, device=device, requires_grad=True)
+    other = torch.randn(9, HIDDEN, device=device)
+    y = liger.tiled(lambda x, other: x * other, x, other, num_shards=3)
+    reference = weakref.ref(other)
+    del other
+    y.sum().backward()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -335,6 +355,32 @@ def test_modules_take_the_state_of_hugging_face_ones():
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(5, 16)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_modules_with_projections_that_are_not_plain(device, activation):
+    """LoRA layers of PEFT, whose weight is that of the layer below them: the adapters must take part."""
+
+    class Adapted(nn.Linear):
+        def __init__(self, base):
+            super().__init__(base.in_features, base.out_features, bias=False, device=device)
+            self.weight = base.weight
+            self.delta = nn.Parameter(torch.randn_like(base.weight))
+
+        def forward(self, x):
+            return F.linear(x, self.weight + self.delta)
+
+    kind = liger.nn.TiledSwiGLUMLP if activation == "silu" else liger.nn.TiledGEGLUMLP
+    module = kind(config(hidden_act=activation), num_shards=3, device=device)
+    module.up_proj = Adapted(module.up_proj)
+    function = {"silu": F.silu, "gelu": F.gelu}.get(activation, lambda x: F.gelu(x, approximate="tanh"))
+    x = torch.randn(2, 5, 16, device=device, requires_grad=True)
+    expected = module.down_proj(function(module.gate_proj(x)) * module.up_proj(x))
+    y = module(x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    wanted = [x, *module.parameters()]
+    for a, b in zip(grads(y, wanted, y), grads(expected, wanted, y), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_modules_refuse_another_activation():

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from public_callables import CASES, arguments
+from public_callables import CASES, arguments, differentiable_outputs, weighted_sum
 from samples import SAMPLES
 
 from liger import backend
@@ -122,3 +122,7 @@ def test_meta_tensors_give_the_shapes(name):
     results = CASES[name].call(**moved)
     assert all(r.is_meta for r in as_tuple(results))
     assert described(results) == described(CASES[name].call(**given))
+    if keys := CASES[name].differentiable:
+        leaves = [moved[key] for key in keys]
+        grads = torch.autograd.grad(weighted_sum(differentiable_outputs(name, moved)), leaves)
+        assert all(g.is_meta for g in grads) and [g.shape for g in grads] == [t.shape for t in leaves]

@@ -131,7 +131,9 @@ class ChunkSearch {
   }
   CostModel::SplitK split_k(int64_t rows, bool is_first) const {
     const int64_t exponentials = (is_first ? beside_grad_weight(rows) : rows) * row_bytes_;
-    return model_.split_k(rows, p_.memory_budget + p_.memory_budget / kExcessShare - exponentials);
+    // Any budget of 64 bits is allowed, also one whose sixteenth would overflow the sum.
+    const int64_t budget = std::min(p_.memory_budget, int64_t{1} << 62);
+    return model_.split_k(rows, budget + budget / kExcessShare - exponentials);
   }
 
   // The cheapest first chunk and others of up to `most` rows: equal ones, or full ones and what is left. A few dozen

@@ -6,6 +6,7 @@ to run it than the op itself takes. Plain eager calls therefore bypass the dispa
 docs/performance/host_time.md has the figures.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -190,6 +191,35 @@ def is_traced(*tensors):
     """Whether a compiler (torch.compile, or a direct AOT trace with tensor subclasses) or a transform processes these
     tensors. Both need functional code and decide themselves what is saved."""
     return is_compiling() or is_transformed() or not _TENSORS.issuperset(map(type, tensors))
+
+
+def may_write_inputs(*tensors):
+    """Whether an in-place form may run.
+
+    Compilers and transforms (:func:`is_traced`), dispatch modes and torch.jit.trace need functional code: selective
+    checkpointing, for example, does not repeat the write of an op whose result it saved.
+    """
+    return (
+        not is_traced(*tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+@contextlib.contextmanager
+def graph_of_its_own():
+    """For a graph that is recorded and differentiated inside: the hooks on saved tensors of the caller (checkpointing,
+    offloading) must not see its tensors. They would count them as tensors of the graph around, or keep them."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        # Under torch.func.grad: there are no hooks then, and setting some is an error.
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        yield
+
+
+def _same(tensor):
+    return tensor
 
 
 def at_positions(count, positions, grads, needed):

@@ -12,7 +12,7 @@ from .autograd import (
     differentiable,
     differentiable_once,
     forbid_autograd,
-    is_traced,
+    may_write_inputs,
     may_write_saved,
     non_overlapping,
     refuse_inplace_leaf,
@@ -219,7 +219,7 @@ class _Form:
 
         Compiled code takes the functional form; the compiler reuses buffers itself.
         """
-        if is_traced(*tensors) or not torch.is_grad_enabled():
+        if not may_write_inputs(*tensors) or not torch.is_grad_enabled():
             return False
         refuse_inplace_leaf(self.name, self.arguments, tensors)
         return all(t.requires_grad for t in tensors) and non_overlapping(tensors)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.autograd import graph_of_its_own
 from .._core.dtypes import accumulate_dtype
 from ..ops.cross_entropy import cross_entropy
 from ..ops.fused_linear_ce import fused_linear_ce
@@ -225,7 +226,7 @@ def fused_linear_cross_entropy_forward(
     leaves = [
         None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (_input, weight, bias)
     ]
-    with torch.enable_grad():
+    with torch.enable_grad(), graph_of_its_own():
         result = _apply_fused_linear_cross_entropy(
             leaves[0], leaves[1], target, leaves[2], ce_weight, ignore_index, lse_square_scale, label_smoothing,
             reduction, softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._core.autograd import graph_of_its_own
 from ..ops.cross_entropy import cross_entropy
 
 
@@ -90,7 +91,7 @@ class LigerFusedLinearDistillationBase(torch.autograd.Function):
         for start in range(0, student_input.shape[0], chunk_size):
             rows = slice(start, start + chunk_size)
             inputs = student_input[rows].detach().requires_grad_()
-            with torch.enable_grad():
+            with torch.enable_grad(), graph_of_its_own():
                 loss, (soft, hard, *_) = compute(
                     inputs, weight, teacher_input[rows], teacher_weight, target[rows], bias, teacher_bias
                 )

@@ -23,7 +23,12 @@ from torch._C import (
 )
 
 from .._core.arguments import check_classes
-from .._core.autograd import differentiable, differentiable_once, refuse_gradient_outputs
+from .._core.autograd import (
+    differentiable,
+    differentiable_once,
+    graph_of_its_own,
+    refuse_gradient_outputs,
+)
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
@@ -68,7 +73,7 @@ _AUTOGRAD = (
 def _enable_autograd_in_kernel():
     """Inside a kernel: includes the autograd keys again, so that autograd records as outside of any op."""
     include, exclude = _dispatch_tls_local_include_set(), _dispatch_tls_local_exclude_set()
-    with _ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad():
+    with _ForceDispatchKeyGuard(include, exclude - _AUTOGRAD), torch.enable_grad(), graph_of_its_own():
         yield
 
 

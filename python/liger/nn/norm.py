@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from .._core.arguments import ANYTHING, COUNT, DTYPE, FINITE, FLAG, NOT_NEGATIVE, SIZES, TEXT, arguments
+from .._core.dtypes import accumulate_dtype
 from .._core.types import CastingMode, Device, GateActivation, Sizes
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
@@ -13,7 +17,9 @@ from ..ops.rms_norm_gated import rms_norm_gated
 
 
 def _sizes(normalized_shape: Sizes) -> tuple[int, ...]:
-    return (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    # The sizes may be integers of NumPy.
+    sizes = normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,)
+    return tuple(map(operator.index, sizes))
 
 
 def _require_shape(name, x, sizes):
@@ -35,7 +41,8 @@ class RMSNorm(nn.Module):
 
     Args:
         normalized_shape: the size of the last dimension, or the sizes of the last dimensions.
-        eps: added to the mean square; None means ``torch.finfo(x.dtype).eps``.
+        eps: added to the mean square; None means that of float32, and of float64 for a float64 x, as in
+            :class:`torch.nn.RMSNorm` (whose docstring names the eps of the dtype of x).
         elementwise_affine: whether there is a weight. It starts so that ``offset + weight`` is one.
         offset: added to the weight; 1.0 for Gemma, whose weights are stored around zero.
         casting_mode: where intermediate results are rounded to the dtype of x: ``"llama"``, ``"gemma"`` or ``"none"``,
@@ -88,7 +95,7 @@ class RMSNorm(nn.Module):
 
     @arguments(late=True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(accumulate_dtype(x.dtype)).eps if self.eps is None else self.eps
         dims = len(self.normalized_shape)
         _require_shape("RMSNorm", x, self.normalized_shape)
         if dims == 1:

@@ -9,7 +9,11 @@ from torch import nn
 
 from .._core.arguments import ANYTHING, BYTES, COUNT, DTYPE, arguments
 from .._core.dtensor import is_dtensor
+from .._core.linear_layers import computes_linear_alone
 from .._core.types import Activation, Device
+from .._tiled import tiled
+from ..ops.geglu import geglu
+from ..ops.swiglu import swiglu
 from ..ops.tiled_mlp import tiled_mlp
 
 # Hugging Face's name of an activation -> the name in liger.tiled_mlp.
@@ -26,9 +30,10 @@ _GELU: dict[str, Activation] = {
 class _TiledMLP(nn.Module):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
-    The projections are modules only for the names of their parameters: the forward does not call them, so hooks on the
-    projections do not run. DDP, FSDP and ZeRO-1 and 2 have their hooks on this module, on a layer around it, or on the
-    parameters; ZeRO-3 gathers a parameter when a module's attribute is read.
+    Plain projections are modules only for the names of their parameters: the forward does not call them, so hooks on
+    the projections do not run. With others (LoRA, quantised) the forward calls all of them, shard by shard. DDP, FSDP
+    and ZeRO-1 and 2 have their hooks on this module, on a layer around it, or on the parameters; ZeRO-3 gathers a
+    parameter when a module's attribute is read.
     """
 
     _activations: dict[str, Activation]
@@ -70,10 +75,20 @@ class _TiledMLP(nn.Module):
     @arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if not all(map(computes_linear_alone, (gate, up, down))):
+            return tiled(self._of_modules, x, num_shards=self._shards(x))
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
         if is_dtensor(weights[0]):
             return self._tensor_parallel(x, weights, biases)
         return tiled_mlp(x, *weights, *biases, self.activation, self._shards(x), self.memory_budget)
+
+    def _of_modules(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.activation == "silu":
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(
+            geglu(gate, up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        )
 
     def _shards(self, x):
         """At most one shard per token: the last batch of an epoch may have fewer tokens than shards."""
@@ -160,7 +175,8 @@ class TiledSwiGLUMLP(_TiledMLP):
 
     The submodules have the names of LlamaMLP's, so state dicts are compatible. Weights may be DTensors, sharded
     column-wise (gate_proj, up_proj) and row-wise (down_proj) along one dimension of a mesh, and replicated along the
-    others.
+    others. Projections that are no plain linear layers (LoRA, quantised) run by :func:`liger.tiled`, which recomputes
+    more and takes no memory_budget.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.

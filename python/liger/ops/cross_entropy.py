@@ -15,6 +15,7 @@ from .._core.autograd import (
     differentiable_once,
     forbid_autograd,
     is_traced,
+    may_write_inputs,
     may_write_saved,
     non_overlapping,
     refuse_gradient_outputs,
@@ -179,7 +180,7 @@ def _inplace_applies(logits):
 
     Compiled code takes the functional form; the compiler reuses buffers itself.
     """
-    if is_traced(logits) or not wants_grad(logits)[0]:
+    if not may_write_inputs(logits) or not wants_grad(logits)[0]:
         return False
     refuse_inplace_leaf("cross_entropy", ["logits"], [logits])
     return non_overlapping([logits])

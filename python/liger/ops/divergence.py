@@ -157,7 +157,8 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
             )
     _, teacher, _ = align_tokens(op, x, teacher, None)
     x, target, token_weight = align_tokens(op, x, target, token_weight)
-    tokens = Tokens(x.select(-1, 0), None)
+    # A last dimension of size 0 has nothing to select; the op accepts it or names it.
+    tokens = Tokens(x.select(-1, 0) if x.shape[-1] else x.sum(-1), None)
     if x.dim() == 1:
         x, teacher = x.unsqueeze(0), teacher.unsqueeze(0)
         target, token_weight = (None if t is None else t.unsqueeze(0) for t in (target, token_weight))

@@ -307,9 +307,9 @@ def fused_linear_logprobs(
         return_entropy: also return the entropy of each row, which is differentiable, too.
         return_argmax: also return the most probable class, -1 in ignored rows.
         recompute: None: the forward keeps exponentials, two bytes per row and class, if the wgmma engine takes the call
-            (bfloat16, no bias, no softcap, no DTensor) and they fit the budget. True: it keeps nothing. False: it keeps
-            exponentials of any size, and where the engine does not take the call the logits, in the dtype of hidden or
-            in logits_dtype; then ignored rows cost as much as others.
+            (bfloat16 or float16, no bias, no softcap, no DTensor) and they fit the budget. True: it keeps nothing.
+            False: it keeps exponentials of any size, and where the engine does not take the call the logits, in the
+            dtype of hidden or in logits_dtype; then ignored rows cost as much as others.
         logits_dtype: ``torch.float32``: logits are as exact as those of IEEE float32 arithmetic on the given values,
             also in the backward, on every backend and whatever the process allows for float32 products (TF32). None:
             a backend may round them to the dtype of hidden. docs/logits_dtype.md has errors and costs.

@@ -216,7 +216,8 @@ def _backward(ctx, grad_y, _grad_kept):
     differentiable_inputs = [i for i in range(_TENSORS) if i != _INDEX]
     needed = [ctx.needs_input_grad[i] for i in differentiable_inputs]
     saved = ctx.saved_tensors
-    if may_write_saved(ctx, *saved):
+    # The formula reads the number of tokens of each expert, which a meta tensor does not have; the fake does not.
+    if may_write_saved(ctx, *saved) and not grad_y.is_meta:
         # This node is the last user of gate and up: their gradients overwrite them, and their memory is freed early.
         increment_version(saved[:1])
         kept, saved = [saved[0].detach()], saved[1:]

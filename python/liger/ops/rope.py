@@ -22,7 +22,13 @@ from .._core.arguments import (
     described,
     wrong_shape,
 )
-from .._core.autograd import differentiable, forbid_autograd, is_traced, non_overlapping, refuse_inplace_leaf
+from .._core.autograd import (
+    differentiable,
+    forbid_autograd,
+    may_write_inputs,
+    non_overlapping,
+    refuse_inplace_leaf,
+)
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.vmap import to_front
@@ -165,7 +171,7 @@ def _same_memory(x):
 
 def _inplace_applies(q, k):
     """Whether the in-place form runs. Raises RuntimeError if it would overwrite a parameter."""
-    if is_traced(q, k):
+    if not may_write_inputs(q, k):
         return False
     if torch.is_grad_enabled():
         refuse_inplace_leaf("rope", ("q", "k"), (q, k))

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_utils import PreTrainedModel
 
+from .._core.linear_layers import is_forward_of_class, overrides_forward
+
 
 @functools.cache
 def _metaclass(base):
@@ -72,7 +74,7 @@ def recipe_of(module):
 
 def give_class(module, cls):
     """Sets the class of a module, and updates the forward that accelerate stored as ``_old_forward``."""
-    stored = _is_of_class(module, "_old_forward")
+    stored = is_forward_of_class(module, "_old_forward")
     if not overrides_forward(module):
         module.__dict__.pop("forward", None)
     module.__class__ = cls
@@ -80,21 +82,12 @@ def give_class(module, cls):
         module._old_forward = MethodType(cls.forward, module)
 
 
-def overrides_forward(module):
-    """Whether the instance has a forward other than that of its class.
-
-    accelerate stores the forward of the class in the instance when it removes its hooks.
-    """
-    forward = module.__dict__.get("forward")
-    return forward is not None and not (_is_of_class(module, "forward") and forward.__self__ is module)
-
-
 def instance_forward(module):
     """The forward attribute of the instance, which overrides that of the class; None if there is none.
 
     None also for the hooks of accelerate, which call the forward of the class.
     """
-    if _is_of_class(module, "_old_forward") or not overrides_forward(module):
+    if is_forward_of_class(module, "_old_forward") or not overrides_forward(module):
         return None
     return module.__dict__["forward"]
 
@@ -105,7 +98,7 @@ def overriding_forward(module):
     None also for a wrapper of the patched forward, such as the autocast of ``accelerator.prepare``.
     """
     forward = instance_forward(module)
-    if forward is None or _is_of_class(module, "_original_forward"):
+    if forward is None or is_forward_of_class(module, "_original_forward"):
         return None
     return module.__dict__.get("_original_forward", forward)
 
@@ -143,10 +136,6 @@ def changing_hook(module):
 def is_called_plainly(module):
     """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
     return not _has_hooks(module) and not overrides_forward(module) and not _has_any_global_hook()
-
-
-def _is_of_class(module, name):
-    return getattr(module.__dict__.get(name), "__func__", None) is type(module).forward
 
 
 def restore_class(module):

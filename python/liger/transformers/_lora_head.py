@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from .._core.dtensor import is_dtensor
+from .._core.linear_layers import overrides_forward
 from .._core.quantised import is_quantised
-from ._classes import overrides_forward
 
 
 def is_lora_linear(module):

@@ -8,17 +8,15 @@ import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
 from .._core.dtensor import is_dtensor
 from .._core.gated import GELU_NAMES
-from .._core.quantised import is_quantised
+from .._core.linear_layers import computes_linear_alone
 from .._tiled import tiled
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.swiglu import swiglu, swiglu_packed
 from ..ops.tiled_mlp import tiled_mlp
 from . import _recompute
-from ._classes import is_hooked, overrides_forward
+from ._classes import is_hooked
 from ._gated_linear import SAME_VALUE_IN_BACKWARD, Form, applies, gated_linear
 from ._reuse import linear_over
 
@@ -150,8 +148,7 @@ class TiledMLPRecipe:
 
 def _is_plain_linear(projection):
     """Whether a layer is a plain nn.Linear without hooks, with an unsharded weight that is not quantised."""
-    own_forward = type(projection).forward is not nn.Linear.forward or overrides_forward(projection)
-    if own_forward or is_dtensor(projection.weight) or is_quantised(projection.weight):
+    if not computes_linear_alone(projection) or is_dtensor(projection.weight):
         return False
     # The hooks of ZeRO-3 only gather the weight, and reading the weight gathers it as well.
     partitioned = hasattr(projection.weight, "ds_id")

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from .._core.autograd import is_traced, may_write_saved
+from .._core.linear_layers import overrides_forward
 from .._core.main_grad import add_in_backward
-from ._classes import overrides_forward
 
 # --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
 
