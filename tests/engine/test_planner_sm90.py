@@ -43,6 +43,12 @@ SM90 = [(problem, plan_sm90(*problem)) for problem in random_problems_sm90(3000)
 TAKEN = [(problem, plan) for problem, plan in SM90 if plan[0]]
 
 
+def test_the_largest_budget_of_64_bits():
+    for rows in (256, 384, 8192):
+        problem = rows, 4096, 128256, True, True, True
+        assert plan_sm90(*problem, 2**63 - 1, 66) == plan_sm90(*problem, 2**50, 66)
+
+
 TILE_H = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90" / "tile.h"
 
 
