@@ -1,7 +1,0 @@
-"""The names of liger-kernel on the ops of liger: see liger.compat."""
-
-import sys
-
-from liger import compat
-
-compat.provide(sys.modules[__name__])
