@@ -156,6 +156,27 @@ def test_vocab_parallel_fused_linear_logprobs(rows):
     assert_vocab_gradients(leaves, whole, rows)
 
 
+def _loss(hidden, weight, target):
+    return liger.vocab_parallel_fused_linear_ce(hidden, weight, target, reduction="sum")
+
+
+def _logprobs(hidden, weight, target):
+    return -liger.vocab_parallel_fused_linear_logprobs(hidden, weight, target).sum()
+
+
+@pytest.mark.parametrize("function", [_loss, _logprobs])
+def test_vocab_parallel_tokens_of_a_sharded_sequence(function):
+    """Flattened (batch, tokens) with shards of the tokens: the rows of a rank alternate with those of others."""
+    hidden, weight, target = random(4, 6, H).requires_grad_(), random(V, H, seed=1) / 4, targets(4, 6)
+    weight = weight.requires_grad_()
+    expected = liger.fused_linear_ce(hidden, weight, target, reduction="sum")
+    expected.backward()
+    leaves, given = [spread(hidden, S1, R), spread(weight, R, S0)], spread(target, S1, R)
+    function(leaves[0].flatten(0, 1), leaves[1], given.flatten(0, 1)).backward()
+    for part, full in zip(leaves, (hidden, weight), strict=True):
+        assert error(part.grad.full_tensor(), full.grad) <= LIMIT
+
+
 @pytest.mark.parametrize("rows", ["plain", (S0, R), (R, R)], ids=str)
 def test_vocab_parallel_cross_entropy(rows):
     logits, target = random(4, T, V).requires_grad_(), targets(4, T)
@@ -229,22 +250,45 @@ def test_tiled_mlp(rows, weights):
         assert error(part.grad.full_tensor(), full.grad) <= LIMIT
 
 
-@pytest.mark.parametrize("rows", ["plain", (S0, R), (S0, S1), (R, R)], ids=str)
-def test_tiled_module(rows):
-    """Shards of the intermediate size along the second dimension, tokens of each rank along the first."""
-    module = liger.nn.TiledSwiGLUMLP(MLP, num_shards=3, device=ranks.DEVICE)
+def sharded_module():
+    """(a tiled module with shards of the intermediate size along the second dimension of the mesh, the whole one)."""
+    module, whole = (liger.nn.TiledSwiGLUMLP(MLP, num_shards=3, device=ranks.DEVICE) for _ in range(2))
     names = ("gate_proj", "up_proj", "down_proj")
     with torch.no_grad():
         for i, tensor in enumerate(mlp_weights()):
-            getattr(getattr(module, names[i % 3]), "weight" if i < 3 else "bias").copy_(tensor)
-    x, upstream = random(4, T, H, seed=8).requires_grad_(), random(4, T, H, seed=9)
-    expected = module(x)
+            getattr(getattr(whole, names[i % 3]), "weight" if i < 3 else "bias").copy_(tensor)
+    for name, projection in whole.named_children():
+        row, sharded = name == "down_proj", getattr(module, name)
+        sharded.weight = torch.nn.Parameter(spread(projection.weight, R, S1 if row else S0))
+        sharded.bias = torch.nn.Parameter(spread(projection.bias, R, R if row else S0))
+    return module, whole
+
+
+def assert_parameter_gradients(module, whole):
+    for (name, part), full in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert error(part.grad.full_tensor(), full.grad) <= LIMIT, name
+
+
+def test_tiled_module_with_tokens_of_a_sharded_sequence():
+    module, whole = sharded_module()
+    x, upstream = random(4, 6, H, seed=8).requires_grad_(), random(4, 6, H, seed=9)
+    expected = whole(x)
     expected.backward(upstream)
-    grads = {name: p.grad for name, p in module.named_parameters()}
-    for name, projection in module.named_children():
-        row = name == "down_proj"
-        projection.weight = torch.nn.Parameter(spread(projection.weight, R, S1 if row else S0))
-        projection.bias = torch.nn.Parameter(spread(projection.bias, R, R if row else S0))
+    given = spread(x, S1, R)
+    y = module(given.flatten(0, 1))
+    (y * spread(upstream, S1, R).detach().flatten(0, 1)).sum().full_tensor().backward()
+    assert error(y.full_tensor(), expected.flatten(0, 1)) <= LIMIT
+    assert error(given.grad.full_tensor(), x.grad) <= LIMIT
+    assert_parameter_gradients(module, whole)
+
+
+@pytest.mark.parametrize("rows", ["plain", (S0, R), (S0, S1), (R, R)], ids=str)
+def test_tiled_module(rows):
+    """Shards of the intermediate size along the second dimension, tokens of each rank along the first."""
+    module, whole = sharded_module()
+    x, upstream = random(4, T, H, seed=8).requires_grad_(), random(4, T, H, seed=9)
+    expected = whole(x)
+    expected.backward(upstream)
     given = own(x).requires_grad_() if rows == "plain" else spread(x, *rows)
     y = module(given)
     if rows == "plain":
@@ -255,8 +299,7 @@ def test_tiled_module(rows):
         y, grad = y.full_tensor(), given.grad.full_tensor()
     assert error(y, expected) <= LIMIT
     assert error(grad, x.grad) <= LIMIT
-    for name, parameter in module.named_parameters():
-        assert error(parameter.grad.full_tensor(), grads[name]) <= LIMIT, name
+    assert_parameter_gradients(module, whole)
 
 
 def test_tiled_module_refuses_weights_of_fully_shard():

@@ -63,7 +63,10 @@ def test_index_of_a_teacher_that_is_no_class(device, name, wrong):
         loss = run()
         (grad,) = torch.autograd.grad(loss, x)
         assert loss.isnan() and grad.isnan().any(-1).nonzero().tolist() == [[0, 1]]
-    # Where the log-probability is -inf, the index means nothing.
+    # At an ignored token, and where the log-probability is -inf, the index means nothing.
+    ignored = tensors["labels"].clone()
+    ignored[0, 1] = -100
+    assert module(x, tensors["weight"], log_p, indices, ignored, tensors["bias"]).isfinite()
     log_p[0, 1, 2] = -torch.inf
     assert run().isfinite()
 
@@ -101,7 +104,7 @@ def test_bad_input(device):
     refuses(RuntimeError, r"teacher_input has shape \(3, 5, 40\)", {"teacher_x": tensors["teacher_x"][:, 1:]})
     refuses(RuntimeError, r"student_input has shape \(24,\)", {"x": tensors["x"][0, 0]})
     refuses(RuntimeError, "num_items_in_batch has shape", num_items_in_batch=tensors["labels"])
-    refuses(RuntimeError, "teacher requires grad", {"teacher_x": leaf(tensors["teacher_x"])})
+    refuses(RuntimeError, "teacher_input requires grad", {"teacher_x": leaf(tensors["teacher_x"])})
     refuses(RuntimeError, "student_weight has dtype float64", {"weight": tensors["weight"].double()})
     refuses(RuntimeError, "true_labels has dtype float32", {"labels": tensors["labels"].float()})
     refuses(
@@ -118,7 +121,7 @@ def test_bad_input(device):
         ("teacher_indices has dtype float32", log_p, indices.float()),
         ("teacher_logprobs has dtype int64", indices, indices),
         ("at least one class", log_p[..., :0], indices[..., :0]),
-        ("teacher requires grad", leaf(log_p), indices),
+        ("teacher_logprobs requires grad", leaf(log_p), indices),
     ):
         with pytest.raises(RuntimeError, match=match):
             module(tensors["x"], tensors["weight"], *arguments, tensors["labels"])

@@ -145,3 +145,86 @@ def test_checked_on_a_gpu():
     environment = {**os.environ, "LIGER_CHECK_TARGETS": "1"}
     done = subprocess.run([sys.executable, "-c", _CHECKED], env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and "cu_seqlens do not fit 12 tokens" in done.stderr + done.stdout
+
+
+# --- padding of the rows that a loss gets -----------------------------------------------------------------------------
+
+IGNORED = -100
+LENGTHS = torch.tensor([3, 1, 2])
+ENDS = torch.tensor([0, 3, 4, 6])
+
+
+class NegativeLogLikelihood(losses.FusedLinearLoss):
+    """Relies on log-probabilities of 0 at ignored tokens, as ``compute`` promises."""
+
+    unit = "sequence"
+
+    def compute(self, logprobs, entropy):
+        return -logprobs.sum(-1)
+
+    def forward(self, hidden, weight, target, bias=None, cu_seqlens=None):
+        return self.run(self.batch(hidden, target, cu_seqlens=cu_seqlens), weight, bias)[0]
+
+
+def padded_batch(device):
+    """(hidden, weight, target, bias, which tokens there are): the first token is next to impossible."""
+    target = torch.randint(1, VOCAB, (3, 3))
+    target[0, 0] = 0
+    is_token = torch.arange(3) < LENGTHS[:, None]
+    bias = torch.zeros(VOCAB)
+    bias[0] = -100.0
+    hidden, weight = torch.randn(3, 3, HIDDEN), torch.randn(VOCAB, HIDDEN) / 3
+    return [t.to(device) for t in (hidden, weight, target.where(is_token, IGNORED), bias, is_token)]
+
+
+def assert_packed_as_padded(loss, device):
+    """``loss(hidden, weight, target, bias, is_token, **where)``: loss and gradients of both layouts."""
+    hidden, weight, target, bias, is_token = padded_batch(device)
+    leaves = [leaf(t) for t in (hidden, weight, bias)]
+    padded = loss(leaves[0], leaves[1], target, leaves[2], is_token)
+    where = {"cu_seqlens": ENDS.to(device)}
+    packed = loss(leaves[0][is_token], leaves[1], target[is_token], leaves[2], is_token, **where)
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(packed, leaves), torch.autograd.grad(padded, leaves), strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_own_loss(device):
+    module = NegativeLogLikelihood()
+    assert_packed_as_padded(lambda h, w, t, b, _, **where: module(h, w, t, b, **where), device)
+
+
+@pytest.mark.parametrize(
+    "options", [{"importance_sampling_level": "sequence"}, {"loss_type": "vespo"}], ids=str
+)
+def test_padding_far_from_the_reference(device, options):
+    """Of a first token that policy and reference find impossible: expm1 of the padding would overflow."""
+    module = losses.FusedLinearGRPOLoss(beta=0.04, **options)
+
+    def loss(hidden, weight, target, bias, is_token, **where):
+        with torch.no_grad():
+            logprobs = (hidden @ weight.T + bias).log_softmax(-1)
+            ref = logprobs.gather(-1, target.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+        advantages = torch.tensor([1.0, -1.0, 0.5], device=device)
+        return module(hidden, weight, target, None, advantages, bias, ref, **where)[0]
+
+    assert_packed_as_padded(loss, device)
+
+
+def test_longest_sequence_without_max_length(device):
+    """dr_grpo divides by the padded length."""
+    module = losses.FusedLinearGRPOLoss(beta=0.0, loss_type="dr_grpo")
+    advantages = torch.tensor([1.0, -1.0, 0.5], device=device)
+    assert_packed_as_padded(
+        lambda h, w, t, b, _, **where: module(h, w, t, None, advantages, b, **where)[0], device
+    )
+
+
+def test_nan_for_a_sequence_without_tokens(device):
+    hidden, weight, target, *_ = padded_batch(device)
+    leaves = [leaf(hidden.flatten(0, 1)), leaf(weight)]
+    advantages = torch.tensor([1.0, torch.nan, 0.5], device=device)
+    ends = torch.tensor([0, 4, 4, 9], device=device)
+    loss = GSPO(*leaves, target.flatten(), None, advantages, cu_seqlens=ends)[0]
+    assert loss.isfinite() and all(g.isfinite().all() for g in torch.autograd.grad(loss, leaves))

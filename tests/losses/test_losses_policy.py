@@ -123,6 +123,19 @@ def test_num_items_in_batch(device, kind):
     torch.testing.assert_close(loss(slice(0, 2)) + loss(slice(2, None)), whole, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["dapo", "grpo"])
+def test_less_than_one_item_per_process(device, kind):
+    """The global number over that of processes may be below 1; no items at all are no division by 0."""
+    hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
+    module = losses.FusedLinearGRPOLoss(loss_type=kind)
+
+    def loss(items, target=target):
+        return module(hidden, weight, target, None, advantages, bias, ref, old, num_items_in_batch=items)[0]
+
+    torch.testing.assert_close(loss(0.25), 4 * loss(1.0))
+    assert loss(torch.tensor(0.0, device=device), torch.full_like(target, IGNORED)) == 0
+
+
 @pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)
 def test_clip_ratio(device, kind):
     """The share of tokens whose importance weight is clipped, so that their gradient is zero; two kinds clip none."""

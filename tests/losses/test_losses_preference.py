@@ -302,3 +302,45 @@ def test_hidden_states_with_strides(device, budget, strides):
         results.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
     torch.testing.assert_close(*results)
     assert torch.equal(hidden, before)
+
+
+@pytest.mark.parametrize("name", ["DPO", "ORPO", "CPO", "SimPO"])
+def test_micro_batches(device, name):
+    """With the numbers of pairs and of tokens of all micro-batches, their sum is the loss of the whole."""
+    hidden, weight, target, bias = make(device, 8)
+    module = {
+        "DPO": losses.FusedLinearDPOLoss(use_ref_model=False, compute_nll_loss=True),
+        "ORPO": losses.FusedLinearORPOLoss(),
+        "CPO": losses.FusedLinearCPOLoss(),
+        "SimPO": losses.FusedLinearSimPOLoss(compute_nll_loss=True),
+    }[name]
+    tokens = (target[:4] != -100).sum()
+    leaves = [leaf(t) for t in (weight, hidden, bias)]
+
+    def loss(pairs, **counts):
+        rows = torch.cat((pairs, pairs + 4)).to(device)
+        return module(leaves[0], leaves[1][rows], target[rows], leaves[2], **counts)[0]
+
+    counts = {"num_items_in_batch": 4, "num_nll_tokens": tokens}
+    parts = sum(loss(pairs, **counts) for pairs in torch.arange(4).split(2))
+    whole = loss(torch.arange(4))
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    gradients = (torch.autograd.grad(total, leaves) for total in (parts, whole))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_names_of_tensors_in_errors():
+    hidden, weight, target, _ = make(torch.device("cpu"))
+    wrong = target.clone()
+    wrong[0, 0] = weight.shape[0] + 5
+    with pytest.raises(
+        RuntimeError, match=r"FusedLinearORPOLoss: nll_target at index \(0, 0\) is 34, expected"
+    ):
+        losses.FusedLinearORPOLoss()(weight, hidden, target, nll_target=wrong)
+    kto = losses.FusedLinearKTOLoss()
+    scores = torch.zeros(len(target))
+    with pytest.raises(RuntimeError, match="FusedLinearKTOLoss: lin_weight has shape"):
+        kto.estimate_kl(hidden, weight[:, 1:], target, ref_logps=scores)
+    with pytest.raises(RuntimeError, match="FusedLinearKTOLoss: bias has shape"):
+        kto.estimate_kl(hidden, weight, target, torch.zeros(3), ref_logps=scores)

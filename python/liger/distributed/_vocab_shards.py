@@ -73,7 +73,8 @@ def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
 
     ``rows``: the other operand of a weight, which has the rows; None: the tensor has them itself. The gradient of a
     weight is a ``Partial`` sum along the dimensions of the mesh where processes have rows of their own: everywhere but
-    along the vocabulary and where ``rows`` is not sharded.
+    along the vocabulary and where ``rows`` is replicated, or will be. A _StridedShard has rows of its own as well, but
+    its ``is_shard()`` is False in torch 2.13.
     """
     if not isinstance(tensor, DTensor):
         return tensor, group, vocab_size
@@ -91,7 +92,8 @@ def local_shard(op, name, tensor, dim, group, vocab_size, rows=None):
     if rows is not None and mesh.ndim > 1:
         same = isinstance(rows, DTensor) and rows.device_mesh == mesh
         for i in range(mesh.ndim):
-            if i != dimension and not (same and not rows.placements[i].is_shard()):
+            replicated = same and (rows.placements[i].is_replicate() or rows.placements[i].is_partial())
+            if i != dimension and not replicated:
                 gradient[i] = Partial()
     return tensor.to_local(grad_placements=gradient), found, tensor.shape[dim]
 

@@ -50,6 +50,8 @@ class Batch:
 
     Attributes:
         shape: (S, L).
+        longest: the longest length that the caller names, L, or of a packed batch without ``max_length`` the longest of
+            its sequences, a scalar tensor.
         token_shape: the shape of the targets as given: (S, L), (T,) or (1, T).
         hidden, target: (N, H) and (N,). The target is ``ignore_index`` wherever the mask is 0.
         valid: (S, L) bool, whether a token counts.
@@ -63,6 +65,7 @@ class Batch:
 
     token_index: Tensor | None
     packing_factor: Tensor | None
+    longest: int | Tensor
 
     def __init__(
         self, op: str, hidden: Tensor, target: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
@@ -90,7 +93,7 @@ class Batch:
                 raise RuntimeError(
                     f"{op}: {names.target} has shape {tuple(target.shape)}, expected (sequences, length), or cu_seqlens"
                 )
-            self.shape, self.valid = target.shape, valid
+            self.shape, self.valid, self.longest = target.shape, valid, target.shape[1]
             return
         if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
             raise RuntimeError(
@@ -104,6 +107,9 @@ class Batch:
         tokens = self.target.shape[0]
         length = tokens if max_length is None or tokens == 0 else max_length
         self.shape = torch.Size((cu_seqlens.shape[0] - 1, length))
+        self.longest = length
+        if max_length is None and self.shape[0]:
+            self.longest = cu_seqlens.diff().amax().clamp_min(1)
         self.packing_factor = torch.ops.liger_losses.check_packing.default(
             op, cu_seqlens, tokens, self.shape[1]
         )

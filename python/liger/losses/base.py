@@ -134,7 +134,7 @@ class FusedLinearLoss(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Calls :meth:`compute` with tensors of the op, whose rows are (parts, groups, length)."""
         shared = dict(shared)
-        token_index = shared.pop("token_index", None)
+        token_index, is_token = shared.pop("token_index", None), shared.pop("is_token", None)
 
         def by_unit(tensor):
             if tensor is None or self.unit == "pair":
@@ -145,7 +145,9 @@ class FusedLinearLoss(nn.Module):
             if tensor is None:
                 return None
             if token_index is not None:
-                return _split_pairs(self.unit, gather_tokens(tensor, token_index))
+                # Padding has the value of some token, which may be -inf, and must not send it a gradient.
+                tokens = torch.where(is_token, gather_tokens(tensor, token_index), 0.0)
+                return _split_pairs(self.unit, tokens)
             return tensor.reshape(-1) if self.unit == "token" else by_unit(tensor)
 
         given = {name: by_unit(tensor) for name, tensor in given.items()}
@@ -213,11 +215,17 @@ class FusedLinearLoss(nn.Module):
         if ref_weight is None:
             raise ValueError(f"{batch.op}: ref_input was given without ref_weight")
         self.check_reference(batch, weight, ref_input, ref_weight)
-        with torch.no_grad():
-            logprobs, *_ = logprobs_of_layer(
-                batch.op, _REFERENCE, ref_input.flatten(0, -2), ref_weight, batch.target, ref_bias, self.temperature,
-                self.ignore_index, self.softcap, self.memory_budget, logits_dtype=self.logits_dtype,
-            )  # fmt: skip
+        return self.scored(batch, _REFERENCE, ref_input, ref_weight, ref_bias)
+
+    @torch.no_grad()
+    def scored(
+        self, batch: Batch, names: LayerNames, hidden: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        """Log-probabilities of the targets in their shape, without gradients. ``names``: of the three tensors."""
+        logprobs, *_ = logprobs_of_layer(
+            batch.op, names, hidden.flatten(0, -2), weight, batch.target, bias, self.temperature, self.ignore_index,
+            self.softcap, self.memory_budget, logits_dtype=self.logits_dtype,
+        )  # fmt: skip
         return logprobs.view(batch.token_shape)
 
     def reference_scores(
@@ -288,7 +296,7 @@ class FusedLinearLoss(nn.Module):
             # The host does not know cu_seqlens, so it cannot slice by sequence: the batch is one group.
             parts, groups = 1, 1
             whole |= {name: _split_pairs(self.unit, t) for name, t in sliced.items()}
-            whole["token_index"] = batch.token_index
+            whole |= {"token_index": batch.token_index, "is_token": batch.valid}
             sliced = {}
         elif self.unit == "pair":
             parts, groups = 2, sequences // 2

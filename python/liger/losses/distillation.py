@@ -28,6 +28,7 @@ from .._core.arguments import (
     wrong_shape,
 )
 from .._core.autocast import autocast_operands
+from .._core.loss_rows import refuse_gradients
 from .._core.memory_budget import check_budget_variable
 from ..ops.divergence import jsd_divergence
 from ..ops.fused_linear_divergence import fused_linear_distillation
@@ -125,6 +126,7 @@ class DistillationLoss(nn.Module):
                 f"{tuple(hidden.shape)}, but for the last dimension"
             )
         check_device(rows.op, name, teacher, "student_input", hidden)
+        refuse_gradients(rows.op, **{name: teacher})
         return teacher.flatten(0, -2)
 
     def _run(self, rows, weight, teacher, teacher_weight, indices, bias, teacher_bias, num_items_in_batch):
@@ -143,8 +145,11 @@ class DistillationLoss(nn.Module):
         if rows.target is not None and self.weight_hard_loss:
             check_given_classes(rows.op, _STUDENT.target, rows.target, weight.shape[0], self.ignore_index)
         if indices is not None:
-            # Padding of a row has no class.
-            present = torch.where(teacher > -torch.inf, indices, 0)
+            # Padding of a row has no class, and an ignored row has none that counts.
+            known = teacher > -torch.inf
+            if rows.target is not None:
+                known = known & (rows.target != self.ignore_index).unsqueeze(-1)
+            present = torch.where(known, indices, 0)
             check_given_classes(rows.op, "teacher_indices", present, weight.shape[0])
         elif teacher_weight is None:
             check_floating(rows.op, _TEACHER.input, teacher)

@@ -40,8 +40,8 @@ class PolicyMetrics(NamedTuple):
         kl: scalar, the mean KL divergence from the reference in nats; None without a reference.
         logprobs: (S, L) log-probabilities of the tokens in nats; 0 at ignored tokens.
         entropy: scalar, the mean entropy in nats; None if ``entropy_coef`` is 0.
-        clip_ratio: scalar, the fraction of tokens whose importance weight is clipped; 0 with sapo and vespo,
-            which do not clip.
+        clip_ratio: scalar, the fraction of tokens whose importance weight is clipped by ``epsilon_low`` and
+            ``epsilon_high``, not by ``delta``; 0 with sapo and vespo, which do not clip.
     """
 
     kl: Tensor | None
@@ -63,7 +63,8 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             over ``num_items_in_batch``), ``"cispo"`` (2506.13585), ``"sapo"`` (2511.20347), ``"luspo"`` (2602.05261:
             sum over the tokens of a sequence, mean over sequences) and ``"vespo"`` (2602.10693: a gamma weight of the
             sequence; not with ``importance_sampling_level="sequence"``).
-        max_completion_length: in tokens, for dr_grpo; None means the padded length of the batch.
+        max_completion_length: in tokens, for dr_grpo; None means the padded length of the batch, or, packed,
+            ``max_length`` or the longest sequence.
         importance_sampling_level: ``"token"``, or ``"sequence"`` for GSPO (2507.18071).
         sapo_temperature_pos, sapo_temperature_neg: of sapo, for positive and for all other advantages.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of vespo, exponent and rate of the gamma weight,
@@ -71,7 +72,9 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         temperature: the sampling temperature, a divisor of the logits.
         delta: upper bound of the unclipped importance weights (two-sided clipping); None: no bound.
         use_bias_correction_kl: multiplies the divergence by the importance weight.
-        entropy_coef: factor of the mean entropy, which is subtracted from the loss.
+        entropy_coef: factor of the mean entropy, which is subtracted from the loss. The mean is over the valid tokens
+            of a call for every loss type, whatever ``num_items_in_batch`` is: with micro-batches, divide the factor by
+            their number.
         options: those of :class:`liger.losses.FusedLinearLoss`.
 
     Raises:
@@ -184,20 +187,22 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
     def _weights(self, batch, num_items_in_batch):
         """(S,) weight of the loss of each token of a sequence."""
         lengths = batch.lengths()
-        sequences, length = batch.shape
+        sequences = batch.shape[0]
         count = max(sequences, 1)
+        items = None
+        if num_items_in_batch is not None:
+            items = as_scalar("num_items_in_batch", num_items_in_batch, batch)
+            # No items: the sum is 0, too.
+            items = torch.where(items > 0, items, 1.0)
         if self.loss_type in ("grpo", "sapo", "luspo"):
-            if num_items_in_batch is not None:
-                count = as_scalar("num_items_in_batch", num_items_in_batch, batch)
+            count = count if items is None else items
             if self.loss_type == "luspo":
                 return torch.ones_like(lengths, dtype=batch.accumulate_dtype) / count
             return (lengths.clamp_min(1) * count).to(batch.accumulate_dtype).reciprocal()
         if self.loss_type == "dr_grpo":
-            divisor = count * (self.max_completion_length or length)
+            divisor = count * (self.max_completion_length or batch.longest)
         else:
-            divisor = lengths.sum().clamp_min(1)
-        if num_items_in_batch is not None and self.loss_type != "dr_grpo":
-            divisor = as_scalar("num_items_in_batch", num_items_in_batch, batch).clamp_min(1)
+            divisor = lengths.sum().clamp_min(1) if items is None else items
         return batch.valid.new_ones(sequences, dtype=batch.accumulate_dtype) / divisor
 
     def _per_token(self, batch, name, tensor):

@@ -23,6 +23,7 @@ from .._core.arguments import (
     LayerNames,
     arguments,
     check,
+    check_given_classes,
     check_indices,
 )
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
@@ -99,13 +100,13 @@ class PreferenceLoss(FusedLinearLoss):
             return terms
         return terms - self.alpha * (logprobs[0] * nll_mask[0]).sum(-1) / nll_tokens
 
-    @arguments(num_items_in_batch=DIVISOR, max_length=INTEGER)
+    @arguments(num_items_in_batch=DIVISOR, num_nll_tokens=DIVISOR, max_length=INTEGER)
     def forward(
         self, lin_weight: Tensor, _input: Tensor, target: Tensor, bias: Tensor | None = None,
         ref_input: Tensor | None = None, ref_weight: Tensor | None = None, ref_bias: Tensor | None = None, *,
         ref_logps: Tensor | None = None, nll_target: Tensor | None = None, nll_mask: Tensor | None = None,
         mask: Tensor | None = None, cu_seqlens: Tensor | None = None, max_length: int | None = None,
-        num_items_in_batch: float | Tensor | None = None,
+        num_items_in_batch: float | Tensor | None = None, num_nll_tokens: float | Tensor | None = None,
     ) -> tuple[Tensor, PreferenceMetrics]:  # fmt: skip
         """The loss of a batch of pairs, and its metrics.
 
@@ -126,7 +127,10 @@ class PreferenceLoss(FusedLinearLoss):
             cu_seqlens, max_length: of a packed batch: cumulative lengths (2 * pairs + 1,), int32 or int64, and the
                 longest length.
             num_items_in_batch: the divisor of the sum over pairs, a number or a tensor with one element; None means the
-                number of pairs.
+                number of pairs. For micro-batches, pass the number of pairs of all of them; if gradients are averaged
+                over processes, the global number over the number of processes.
+            num_nll_tokens: the same of the likelihood term, whose sum is over tokens of chosen sequences; None means
+                the number of those that are valid.
 
         Returns:
             (loss, :class:`PreferenceMetrics`); the loss is a scalar in float32, or float64 for float64 inputs.
@@ -152,6 +156,9 @@ class PreferenceLoss(FusedLinearLoss):
                 preference_batch.check(name, tensor, target.shape)
         if self.compute_nll_loss and nll_target is not None:
             check_indices(batch.op, "nll_target", nll_target)
+            check_given_classes(
+                batch.op, "nll_target", nll_target, lin_weight.shape[:1].numel(), self.ignore_index
+            )
             nll_batch = make_batch(nll_target)
         elif self.compute_nll_loss and nll_mask is not None:
             nll_batch = make_batch(target, nll_mask)
@@ -162,6 +169,8 @@ class PreferenceLoss(FusedLinearLoss):
             batch = make_batch(merged.view(target.shape))
             nll_valid = nll_batch.valid & batch.padded(nll_batch.target == batch.target)
         nll_tokens = nll_batch.valid[:half].sum().clamp_min(1)
+        if num_nll_tokens is not None:
+            nll_tokens = as_scalar("num_nll_tokens", num_nll_tokens, batch)
         pairs = max(batch.shape[0] // 2, 1) if num_items_in_batch is None else num_items_in_batch
         pairs = as_scalar("num_items_in_batch", pairs, batch)
         ref_logps = self.reference_scores(

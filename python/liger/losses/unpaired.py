@@ -172,7 +172,7 @@ class FusedLinearKTOLoss(FusedLinearLoss):
         ref_logps = self.reference_scores(
             batch, lin_weight, ref_input, ref_weight, ref_bias, ref_logps, True, self.average_log_prob
         )
-        own = self.reference(batch, lin_weight, _input, lin_weight, bias)
+        own = self.scored(batch, self.names, _input, lin_weight, bias)
         scores = sequence_scores(batch.padded_valid(own), batch.lengths(), self.average_log_prob)
         mean = (scores - ref_logps).sum() / max(batch.shape[0], 1)
         factor = batch.packing_factor

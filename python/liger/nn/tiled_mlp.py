@@ -99,7 +99,7 @@ class _TiledMLP(nn.Module):
         dimension of the mesh that has these shards; along others the ranks have tokens of their own."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        from .._core.placements import dense_strides, where_sharded
+        from .._core.placements import dense_strides
 
         mesh, dimension = weights[0].device_mesh, self._tensor_dimension(weights)
 
@@ -112,7 +112,8 @@ class _TiledMLP(nn.Module):
         else:
             tokens = along([Shard(0)] * mesh.ndim, Replicate())
             distributed = DTensor.from_local(x, mesh, tokens, run_check=False)
-        sums = where_sharded(tokens, Partial())
+        # Also along a _StridedShard, as of flattened (batch, tokens), the ranks have tokens of their own.
+        sums = [p if p.is_replicate() else Partial() for p in tokens]
         local = distributed.to_local(grad_placements=along(tokens, Partial()))
         column, row = along(sums, Shard(0)), along(sums, Shard(1))
         y = tiled_mlp(
