@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ._core.arguments import ANYTHING, FLAG, FUNCTION, INTEGER
 from ._core.arguments import arguments as rules_of
-from ._core.autograd import differentiable_once, graph_of_its_own, is_transformed
+from ._core.autograd import differentiable_once, graph_of_its_own, is_transformed, without_base
 from ._core.dtensor import is_dtensor
 from ._core.dtypes import accumulate_dtype
 
@@ -128,13 +128,14 @@ def _run(sharding, flats, shared, states):
         x, *tensors = (sharding.shard_of(flat, shard) for flat in flats)
         output = sharding.call(x, tensors, shared)
         if len(sharding.shards) == 1:
-            result = output
+            result = output.view(*sharding.leading, output.shape[-1])
         else:
             if result is None:
-                result = output.new_empty(sharding.rows, output.shape[-1])
-            result[shard] = output
+                result = output.new_empty(*sharding.leading, output.shape[-1])
+                rows = result.view(sharding.rows, output.shape[-1])
+            rows[shard] = output
         del output
-    return result.view(*sharding.leading, result.shape[-1])
+    return result
 
 
 def _refuse_unknown_leaves(output, known):
@@ -195,7 +196,9 @@ class _Tiled(torch.autograd.Function):
             # would get these casts, and no gradient.
             torch.clear_autocast_cache()
         memory = {_memory_of(t) for t in tensors}
-        return result.clone() if _memory_of(result) in memory else result
+        if _memory_of(result) in memory:
+            return result.clone()
+        return without_base(result) if result._is_view() and not is_dtensor(result) else result
 
     @staticmethod
     @differentiable_once("tiled", dependencies=lambda ctx: ctx.find_parameters())

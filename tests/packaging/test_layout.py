@@ -21,7 +21,7 @@ BELOW = {
     "losses": {"_core", "ops"},
     "distributed": {"_core", "ops"},
     "debug": {"_core"},
-    "nn": {"_core", "ops", "distributed"},
+    "nn": {"_core", "ops", "_tiled", "distributed"},
     "transformers": {"_core", "ops", "_tiled", "distributed"},
     "trl": {"_core", "ops", "losses", "transformers"},
     "compat": {"_core", "_tiled", "ops", "losses", "nn", "distributed", "transformers", "trl"},

@@ -247,3 +247,65 @@ def test_the_largest_row_of_layers():
     lt.checkpoint(model, PLENTY)
     (planner,) = planners(model)
     assert {type(layer).__name__ for layer in planner.layers} == {"Gemma3DecoderLayer"}
+
+
+# --- layers that are none of transformers -----------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.second(torch.relu(self.first(x)))
+
+
+class Blocks(torch.nn.Module):
+    """Checkpoints the calls of its layers itself, as older models do."""
+
+    gradient_checkpointing = False
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                x = self._gradient_checkpointing_func(layer.__call__, x)
+            else:
+                x = layer(x)
+        return x
+
+    def step(self):
+        self.zero_grad()
+        self(torch.ones(2, 5, 8)).sum().backward()
+
+
+def test_a_model_that_checkpoints_its_layers_itself():
+    model = Blocks()
+    lt.checkpoint(model, PLENTY)
+    for _ in range(3):
+        model.step()
+    calls = [layer.calls for layer in model.layers]
+    model.step()
+    assert [layer.calls - before for layer, before in zip(model.layers, calls, strict=True)] == [1] * 4
+    lt.checkpoint(model, None)
+    assert "gradient_checkpointing" not in vars(model)
+
+
+def test_a_forward_of_the_instance_runs_and_returns():
+    model, seen = Blocks(), []
+    for layer in model.layers:
+        layer.forward = lambda x, forward=layer.forward: (seen.append(1), forward(x))[1]
+    forwards = [vars(layer)["forward"] for layer in model.layers]
+    lt.checkpoint(model, PLENTY)
+    for _ in range(3):
+        model.step()
+    seen.clear()
+    model.step()
+    assert len(seen) == 4
+    lt.checkpoint(model, None)
+    assert [vars(layer)["forward"] for layer in model.layers] == forwards

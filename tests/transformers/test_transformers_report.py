@@ -144,3 +144,10 @@ def test_copies_take_the_reasons_along(tmp_path):
     torch.save(model, tmp_path / "model.pt")
     loaded = torch.load(tmp_path / "model.pt", weights_only=False)
     assert patch_report(loaded) == patch_report(twin(model)) == patch_report(model)
+
+
+def test_patch_in_inference_mode():
+    """The trials need gradients; the report is that of a call outside."""
+    expected = str(patch_report(liger.patch(make("llama"))))
+    with torch.inference_mode():
+        assert str(patch_report(liger.patch(make("llama")))) == expected

@@ -222,6 +222,12 @@ def _same(tensor):
     return tensor
 
 
+def without_base(tensor):
+    """A tensor with the same memory that is no view for autograd. Results of a node may be written in place then, which
+    autograd refuses for views that were made inside of the node."""
+    return tensor.new_empty(0).set_(tensor.detach())
+
+
 def at_positions(count, positions, grads, needed):
     """What a backward returns: the gradients that are needed at their positions among ``count`` arguments."""
     result = [None] * count

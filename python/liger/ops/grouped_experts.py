@@ -13,7 +13,14 @@ from torch.autograd.graph import increment_version
 
 from .._core.arguments import FLAG, POSITIVE, TEXT, arguments
 from .._core.autocast import autocast_operands
-from .._core.autograd import at_positions, differentiable, differentiable_once, may_write_saved, wants_grad
+from .._core.autograd import (
+    at_positions,
+    differentiable,
+    differentiable_once,
+    may_write_saved,
+    wants_grad,
+    without_base,
+)
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.grouped_mm import multiply_group_columns, multiply_groups, sum_groups
@@ -65,7 +72,7 @@ def grouped_experts_forward_kernel(
     del product
     routing.add_bias_(out, down_proj_bias)
     y = routing.combine(out, _weights_of(top_k_weights, top_k_index))
-    return y.view(x.shape), kept
+    return without_base(y.view(x.shape)), kept
 
 
 def _grad_of_matrices(inputs, grads, ends, is_transposed):

@@ -28,6 +28,7 @@ from .._core.autograd import (
     may_write_inputs,
     non_overlapping,
     refuse_inplace_leaf,
+    without_base,
 )
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
@@ -153,7 +154,7 @@ class _Inplace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
-        output = _same_memory(q), _same_memory(k)
+        output = without_base(q), without_base(k)
         _setup(ctx, (q, k, cos, sin, interleaved), output)
         # Detached tensors share the version counters of q and k, so autograd detects the write.
         _rope_(q.detach(), k.detach(), cos, sin, interleaved)
@@ -162,11 +163,6 @@ class _Inplace(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_q_out, grad_k_out):
         return _backward(ctx, grad_q_out, grad_k_out)
-
-
-def _same_memory(x):
-    """A tensor with the memory of x that is not a view of x for autograd."""
-    return x.new_empty(0).set_(x.detach())
 
 
 def _inplace_applies(q, k):

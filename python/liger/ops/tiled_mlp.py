@@ -63,7 +63,9 @@ def tiled_mlp_forward_kernel(
     rows, hidden, intermediate = problem[:3]
     tiles = plan_tiles(problem, num_shards, memory_budget, keep)
     projections = Projections(gate_weight, up_weight, gate_bias, up_bias, intermediate)
-    flat, y = x.reshape(rows, hidden), x.new_empty(rows, hidden)
+    # Results of a node that are views could not be written in place.
+    result = x.new_empty(x.shape)
+    flat, y = x.reshape(rows, hidden), result.view(rows, hidden)
     kept, kept_up = _new_kept(x, problem, tiles)
     results_kept = [kept, kept_up] if kept_up.shape[0] else projections.results_in(kept)
     step = forward_step(problem, tiles)
@@ -71,14 +73,14 @@ def tiled_mlp_forward_kernel(
     working = kept if tiles.kept_rows else x.new_empty(min(step, rows), 2 * intermediate)
     for shard in slices(tiles.kept_rows, rows, step) + slices(0, tiles.kept_rows, step):
         if shard.start < tiles.kept_rows:
-            results = [result[shard] for result in results_kept]
+            results = [kept_rows[shard] for kept_rows in results_kept]
         else:
             results = projections.results_in(working[: shard.stop - shard.start])
         projections.write(flat[shard], results)
         product = gated_product(*projections.gate_and_up(results), activation)
         write_linear(product, down_weight, down_bias, y[shard])
         del product
-    return y.view(x.shape), kept, kept_up
+    return result, kept, kept_up
 
 
 class _Backward:

@@ -73,14 +73,20 @@ class Switches:
     def __init__(self, model, layers):
         self.layers, self._kept = layers, None
         own = {id(layer) for layer in layers}
+        self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
+        wrapped = {id(layer) for layer in self._wrapped}
         self._before = []
         for module in model.modules():
             if FLAG in vars(module) or hasattr(type(module), FLAG) or id(module) in own:
                 self._before.append((module, [vars(module).get(name, _MISSING) for name in (FLAG, FUNCTION)]))
                 _set(module, _checkpointing_of(module))
-        self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
-        for layer in self._wrapped:
-            layer.forward = functools.partial(_forward, layer)
+                if id(module) not in wrapped and any(id(child) in wrapped for child in module.modules()):
+                    # Older code of models checkpoints the calls of its layers itself, all or none.
+                    vars(module)[FLAG] = False
+        # accelerate's hooks and users set a forward of the instance.
+        self._forwards = [vars(layer).get("forward") for layer in self._wrapped]
+        for layer, replaced in zip(self._wrapped, self._forwards, strict=True):
+            layer.forward = functools.partial(_forward, layer, replaced)
 
     @property
     def has_wrapped(self):
@@ -106,8 +112,10 @@ class Switches:
 
     def restore(self):
         """Sets the attributes that the model had before."""
-        for layer in self._wrapped:
+        for layer, replaced in zip(self._wrapped, self._forwards, strict=True):
             vars(layer).pop("forward", None)
+            if replaced is not None:
+                layer.forward = replaced
         for module, before in self._before:
             vars(module).pop(_RECOMPUTE, None)
             for name, value in zip((FLAG, FUNCTION), before, strict=True):
@@ -142,9 +150,10 @@ def _is_set(layer, keeps):
     return vars(layer).get(FLAG) is True and (vars(layer).get(FUNCTION) is keep) == keeps
 
 
-def _forward(layer, *args, **kwargs):
-    """The forward of a layer that is none of transformers."""
-    original = functools.partial(type(layer).forward, layer, **kwargs)
+def _forward(layer, replaced, *args, **kwargs):
+    """The forward of a layer that is none of transformers, around that of its class or instance (``replaced``)."""
+    forward = functools.partial(type(layer).forward, layer) if replaced is None else replaced
+    original = functools.partial(forward, **kwargs)
     if layer.training and vars(layer)[FLAG]:
         return vars(layer)[FUNCTION](original, *args)
     return original(*args)

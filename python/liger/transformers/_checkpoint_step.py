@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
+import torch
+
 
 @dataclass
 class Step:
@@ -20,6 +22,8 @@ class Step:
     inputs: int = 0
     forwards: int = 0
     forward_bytes: int | None = None
+    # Allocated bytes after the first forward; the peak of the step cannot be below.
+    after_forward: int = 0
     # Whether the backward has started; whether the peak includes other work.
     backward: bool = False
     is_disturbed: bool = False
@@ -33,10 +37,13 @@ class Step:
 
 
 class BackwardHook:
-    """Hook of an output that records the start of the backward."""
+    """Hook of an output that records the start of the backward, and has the meter note the peak at its end."""
 
-    def __init__(self, step):
-        self.step = step
+    def __init__(self, step, meter):
+        self.step, self.meter = step, meter
 
     def __call__(self, gradient):
+        if self.step.is_measured and not self.step.backward:
+            # The code of a training loop, which may reset the peak, runs after the backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self.meter.note)
         self.step.backward = True

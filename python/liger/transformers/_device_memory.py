@@ -1,5 +1,10 @@
 """The memory of a device during a step: measured by the allocator of CUDA, counted on a CPU."""
 
+from __future__ import annotations
+
+import weakref
+from typing import ClassVar
+
 import torch
 
 from ._activation_bytes import plain_tensors
@@ -31,14 +36,21 @@ def check(memory):
 class CudaMemory:
     """Allocated bytes by the statistics of the caching allocator.
 
-    ``read`` costs about 20 microseconds and does not synchronise.
+    ``read`` costs about 20 microseconds and does not synchronise. The allocator has one peak for a device, which every
+    meter resets, and other code as well: so each remembers the peak until then (:meth:`note`).
     """
 
     exact = False
+    _meters: ClassVar[weakref.WeakSet[CudaMemory]] = weakref.WeakSet()
 
     def __init__(self, memory, device):
         self.memory, self.device = memory, device
-        self.limit = 0
+        self.limit = self.noted = 0
+        self._meters.add(self)
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._meters.add(self)
 
     def read(self):
         """(allocated bytes, number of retries after a flush of the cache, number of errors for lack of memory)."""
@@ -46,17 +58,27 @@ class CudaMemory:
         return stats["allocated_bytes"]["all"]["current"], stats["num_alloc_retries"], stats["num_ooms"]
 
     def start(self):
+        for meter in self._meters:
+            if meter.device == self.device:
+                meter.note()
         torch.cuda.reset_peak_memory_stats(self.device)
+        self.noted = 0
+
+    def note(self):
+        """Remembers the peak of allocated bytes, before it is reset."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        self.noted = max(self.noted, stats["allocated_bytes"]["all"]["peak"])
 
     def peak(self, counted):
         """Peak of allocated bytes since :meth:`start`; updates ``limit``, the bytes that a step may allocate."""
+        self.note()
+        peak = self.noted
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        peak = stats["allocated_bytes"]["all"]["peak"]
         free, total = torch.cuda.mem_get_info(self.device)
         available = free + stats["reserved_bytes"]["all"]["current"]
         if hasattr(torch.cuda, "get_per_process_memory_fraction"):
             available = min(available, int(torch.cuda.get_per_process_memory_fraction(self.device) * total))
-        slack = stats["reserved_bytes"]["all"]["peak"] - peak
+        slack = max(stats["reserved_bytes"]["all"]["peak"] - peak, 0)
         headroom = min(max(slack, LEAST_HEADROOM * total), MOST_HEADROOM * total)
         self.limit = int(available - headroom)
         if isinstance(self.memory, int):
@@ -89,6 +111,9 @@ class CountedMemory:
     def start(self):
         missing = (_local_bytes(p) for p in self.model.parameters() if p.requires_grad and p.grad is None)
         self._start = self.read()[0] + sum(missing)
+
+    def note(self):
+        pass
 
     def peak(self, counted):
         return self._start + counted

@@ -224,6 +224,7 @@ def _recognised(module):
     """
     with (
         torch.device("cpu"),
+        torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),

@@ -128,6 +128,7 @@ def apply(model: nn.Module, options: Options) -> PatchReport:
     # Trials run on the CPU, even if the model is constructed on the meta device, and may draw random numbers.
     with (
         torch.device("cpu"),
+        torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),
