@@ -330,6 +330,19 @@ def test_micro_batches(device, name):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_float16_with_fewer_tokens_than_pairs(device):
+    """The numbers of all processes over that of processes: the smaller divisor sets the scale of the gradients."""
+    hidden, weight, target, bias = make(device, 8)
+    counts = {"num_items_in_batch": 4.0, "num_nll_tokens": 0.5}
+    grads = []
+    for dtype in (torch.float16, torch.float32):
+        leaves = [leaf(t, dtype) for t in (weight, hidden, bias)]
+        loss = losses.FusedLinearCPOLoss()(leaves[0], leaves[1], target, leaves[2], **counts)[0]
+        grads.append(torch.autograd.grad(loss, leaves))
+    for half, full in zip(*grads, strict=True):
+        assert (half.float() - full).norm() < 2e-2 * full.norm()
+
+
 def test_names_of_tensors_in_errors():
     hidden, weight, target, _ = make(torch.device("cpu"))
     wrong = target.clone()

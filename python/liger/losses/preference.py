@@ -182,7 +182,8 @@ class PreferenceLoss(FusedLinearLoss):
             given={
                 "mask": valid, "ref_logps": ref_logps, "nll_mask": nll_valid if self.compute_nll_loss else None,
             },
-            shared={"pairs": pairs, "nll_tokens": nll_tokens}, divisor=lambda: pairs,
+            shared={"pairs": pairs, "nll_tokens": nll_tokens},
+            divisor=lambda: pairs if num_nll_tokens is None else torch.minimum(pairs, nll_tokens),
         )  # fmt: skip
         scores = sequence_scores(logprobs * valid, valid.sum(-1), self.average_log_prob)
         rewards = self.beta * (scores - ref_logps)
