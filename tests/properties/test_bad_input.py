@@ -174,6 +174,30 @@ def test_options_of_constructors(name):
             refused(lambda a=argument, v=value: cls(**{**needed, a: v}), cls.__name__, argument, value)
 
 
+def takes_ignore_index(name):
+    found = public(name)
+    return "ignore_index" in (constructor_of if isinstance(found, type) else parameters_of)(found)
+
+
+@pytest.mark.parametrize("name", list(filter(takes_ignore_index, PUBLIC)))
+def test_an_ignore_index_beyond_the_dtype_of_the_target(device, name):
+    """Compared in int32, 2^32 + 3 would be class 3."""
+    found, given = public(name), arguments(PUBLIC[name], device, requires_grad=False)
+
+    def call(given, ignore_index):
+        if isinstance(found, type):
+            return found(ignore_index=ignore_index)(**given)
+        return found(**{**given, "ignore_index": ignore_index})
+
+    is_index = {key: isinstance(t, torch.Tensor) and t.dtype == torch.int64 for key, t in given.items()}
+    narrow = {key: t.int() if is_index[key] else t for key, t in given.items()}
+    for beyond in (2**32 + 3, -(2**40), 2**31, -(2**31) - 1):
+        words = f"{found.__name__}: ignore_index is {beyond}, expected a value of int32, the dtype of "
+        with pytest.raises(RuntimeError, match=re.escape(words)):
+            call(narrow, beyond)
+    call({key: t.clamp_min(0) if is_index[key] else t for key, t in given.items()}, 2**32 + 3)
+
+
 # What a module calls, in whose name it may raise.
 CALLED = {
     "RMSNorm": "rms_norm", "RMSNormGated": "rms_norm_gated", "LayerNorm": "layer_norm",

@@ -251,6 +251,17 @@ def check_divisor(op, name, tensor):
         raise wrong_dtype(op, name, tensor, "a floating dtype, int64 or int32")
 
 
+def check_ignore_index(op, name, target, ignore_index):
+    """Raises RuntimeError for an ``ignore_index`` that the dtype of the target cannot hold.
+
+    No target has that value, but torch compares in the dtype of the target, where it is the value of another class.
+    """
+    if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
+        raise RuntimeError(
+            f"{op}: ignore_index is {ignore_index}, expected a value of int32, the dtype of {name}"
+        )
+
+
 class LayerNames(NamedTuple):
     """The names that a public function gives to the tensors of an lm_head."""
 

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._core.arguments import LayerNames, check_device, check_divisor, check_shape, wrong_dtype, wrong_shape
+from .._core.arguments import (
+    LayerNames,
+    check_device,
+    check_divisor,
+    check_ignore_index,
+    check_shape,
+    wrong_dtype,
+    wrong_shape,
+)
 from .._core.dtypes import accumulate_dtype
 from .._core.environment import targets_checked
 from .._core.fakes import register_fake
@@ -79,6 +87,7 @@ class Batch:
             op, names.target, target, hidden.shape[:-1], f"that of {names.input} without its last dimension"
         )
         check_device(op, names.target, target, names.input, hidden)
+        check_ignore_index(op, names.target, target, ignore_index)
         valid = target != ignore_index
         if mask is not None:
             self.check(mask_name, mask, target.shape)

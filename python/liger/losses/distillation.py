@@ -20,6 +20,7 @@ from .._core.arguments import (
     check_device,
     check_floating,
     check_given_classes,
+    check_ignore_index,
     check_indices,
     check_layer,
     check_like,
@@ -105,6 +106,8 @@ class DistillationLoss(nn.Module):
                 check_device(op, name, tensor, "student_input", hidden)
                 if tensor.is_complex():
                     raise wrong_dtype(op, name, tensor, "a real one")
+        if labels is not None:
+            check_ignore_index(op, "true_labels", labels, self.ignore_index)
         if labels is None:
             if self.weight_hard_loss:
                 raise ValueError(

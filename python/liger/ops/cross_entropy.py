@@ -9,7 +9,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .._core.arguments import CE_OPTIONS, FLAG, arguments
+from .._core.arguments import CE_OPTIONS, FLAG, arguments, check_ignore_index
 from .._core.autograd import (
     differentiable,
     differentiable_once,
@@ -190,6 +190,7 @@ def _inplace_applies(logits):
 
 
 def _run(logits, target, options, metrics, inplace):
+    check_ignore_index("cross_entropy", "target", target, options.ignore_index)
     logits, target, token_weight = align_tokens("cross_entropy", logits, target, options.token_weight)
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "cross_entropy", "logits", logits, target, token_weight

@@ -18,6 +18,7 @@ from .._core.arguments import (
     check_device,
     check_divisor,
     check_floating,
+    check_ignore_index,
     wrong_shape,
 )
 from .._core.autograd import (
@@ -181,6 +182,8 @@ def row_weights(op, rows, batch, target, token_weight, denominator, ignore_index
 
     A tensor on the device of the rows, computed without synchronisation.
     """
+    if target is not None:
+        check_ignore_index(op, "target", target, ignore_index)
     check_one_device(
         op, {"the rows": rows, "target": target, "token_weight": token_weight, "denominator": denominator}
     )

@@ -12,7 +12,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from .._core.arguments import CE_OPTIONS, FLAG, LORA, arguments
+from .._core.arguments import CE_OPTIONS, FLAG, LORA, arguments, check_ignore_index
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
@@ -193,6 +193,7 @@ def _run(
     input, weight, target, bias, options, accum_dtype, memory_budget, metrics, accumulate_grad_weight=False,
     lora=None,
 ):  # fmt: skip
+    check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
     parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
     if parameter is not None:
         weight = weight.detach()

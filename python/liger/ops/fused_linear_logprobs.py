@@ -19,6 +19,7 @@ from .._core.arguments import (
     LayerNames,
     arguments,
     check_given_classes,
+    check_ignore_index,
     check_layer,
     check_logits_dtype,
 )
@@ -162,6 +163,7 @@ def logprobs_of_layer(
     function in messages."""
     check_budget_variable(memory_budget)
     check_logits_dtype(op, names.input, hidden, logits_dtype)
+    check_ignore_index(op, names.target, targets, ignore_index)
     parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
     if parameter is not None:
         weight = weight.detach()
