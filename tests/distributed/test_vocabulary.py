@@ -3,7 +3,7 @@
 import pytest
 import ranks
 import torch
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import liger
 
@@ -77,3 +77,38 @@ def test_fused_linear_logprobs(dtype, temperature, budget):
         assert error <= tolerance, f"gradient of {name}: error {error.item():.3g}"
     for result in found[:2]:
         assert torch.equal(ranks.total(result.detach()), ranks.WORLD * result.detach())
+
+
+@pytest.mark.parametrize("name", ["fused_linear_ce", "cross_entropy"])
+def test_distributed_options(name):
+    """Class weights, token weights and a denominator may be DTensors, such as a count that each rank has a part of."""
+    (x, weight, bias), target = tensors(torch.float32)
+    logits = torch.nn.functional.linear(x, weight, bias)
+    generator = torch.Generator().manual_seed(5)
+    class_weight, token_weight = (torch.rand(n, generator=generator).to(ranks.DEVICE) for n in (VOCAB, ROWS))
+    count = torch.tensor(float(ranks.WORLD * 20), device=ranks.DEVICE)
+    expected = liger.cross_entropy(
+        logits, target, ce_weight=class_weight, token_weight=token_weight, denominator=count
+    )
+
+    mesh = ranks.mesh()
+
+    def sharded(tensor, dim=0):
+        return distribute_tensor(tensor.detach(), mesh, [Shard(dim)])
+
+    def loss_of(denominator, **options):
+        if name == "cross_entropy":
+            return liger.vocab_parallel_cross_entropy(
+                sharded(logits, 1), target, denominator=denominator, **options
+            )
+        return liger.vocab_parallel_fused_linear_ce(
+            x, sharded(weight), target, sharded(bias), denominator=denominator, **options
+        )
+
+    of_rank = DTensor.from_local(torch.full_like(count, 20.0), mesh, [Partial()])
+    replicated = distribute_tensor(count.reshape(1), mesh, [Replicate()])
+    for denominator in (of_rank, replicated):
+        loss = loss_of(denominator, ce_weight=sharded(class_weight), token_weight=sharded(token_weight))
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match=f"vocab_parallel_{name}: denominator requires grad"):
+        loss_of(replicated.requires_grad_())

@@ -1,5 +1,7 @@
 """What the ops over a vocabulary in parts refuse, with the same words on every process or before they meet."""
 
+import re
+
 import pytest
 import torch
 from cross_entropy_reference import random_layer
@@ -31,8 +33,55 @@ def _bad_input(rank, world):
     refuses("reduction is 'max'", x, mine, target, reduction="max")
     refuses("logits has 17 classes, expected", x @ mine.t(), target, vocab_size=30,
             function=liger.vocab_parallel_cross_entropy)  # fmt: skip
+    _names_in_messages(x, mine, bias, target)
     with pytest.raises(ValueError, match="metric 'entropy' needs all classes in one process"):
         liger.nn.VocabParallelFusedLinearCrossEntropyLoss(metrics=("entropy",))
+
+
+def _names_in_messages(x, weight, bias, target):
+    """Each op appears under the name by which it was called, and not under that of its form for one process."""
+    logits, wide = x @ weight.t(), {"ignore_index": 2**32 + 3}
+    meta, no_class = torch.empty(9, device="meta"), "has no classes, expected at least one"
+    ops = {
+        liger.vocab_parallel_fused_linear_ce: [
+            ("weight has shape (17, 7)", (x, weight[:, :7], target), {}),
+            (f"weight {no_class}", (x, weight[:0], target), {}),
+            (f"weight {no_class}", (x, weight[:0], target), {"vocab_start": 3, "vocab_size": 34}),
+            ("weight has dtype float64", (x, weight.double(), target), {}),
+            ("weight is on meta", (x, weight.to("meta"), target), {}),
+            ("target has shape (8,)", (x, weight, target[:8]), {}),
+            ("target has dtype float32", (x, weight, target.float()), {}),
+            ("bias has shape (34,)", (x, weight, target, bias), {}),
+            ("accum_dtype is float16", (x, weight, target), {"accum_dtype": torch.float16}),
+            ("token_weight has shape (3,)", (x, weight, target), {"token_weight": torch.ones(3)}),
+            ("token_weight is on meta", (x, weight, target), {"token_weight": meta}),
+            ("denominator has shape (2,)", (x, weight, target), {"denominator": torch.ones(2)}),
+            ("denominator was given", (x, weight, target), {"denominator": 2.0, "reduction": "none"}),
+            ("ignore_index is 4294967299, expected a value of int32", (x, weight, target.int()), wide),
+        ],
+        liger.vocab_parallel_cross_entropy: [
+            (f"logits {no_class}", (logits[:, :0], target), {}),
+            ("target has shape (8,)", (logits, target[:8]), {}),
+            ("target is on cpu", (logits.to("meta"), target), {}),
+            ("token_weight is on meta", (logits, target), {"token_weight": meta}),
+            ("ignore_index is 4294967299, expected a value of int32", (logits, target.int()), wide),
+        ],
+        liger.vocab_parallel_fused_linear_logprobs: [
+            ("weight has shape (17, 7)", (x, weight[:, :7], target), {}),
+            (f"weight {no_class}", (x, weight[:0], target), {}),
+            ("weight is on meta", (x, weight.to("meta"), target), {}),
+            ("targets has shape (8,)", (x, weight, target[:8]), {}),
+            ("ignore_index is 4294967299, expected a value of int32", (x, weight, target.int()), wide),
+        ],
+    }  # fmt: skip
+    for function, calls in ops.items():
+        for words, arguments, options in calls:
+            with pytest.raises(RuntimeError, match=f"^{re.escape(f'{function.__name__}: {words}')}"):
+                function(*arguments, **options)
+        with pytest.raises(
+            TypeError, match=f"^{function.__name__}: group is 3, expected a process group or None$"
+        ):
+            function(*calls[0][1], group=3)
 
 
 @needs_gloo

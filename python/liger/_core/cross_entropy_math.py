@@ -54,11 +54,13 @@ class CEOptions(NamedTuple):
             self.softcap, self.reduction,
         )  # fmt: skip
 
-    def check_linear(self, input, weight, target, bias, accum_dtype, memory_budget):
+    def check_linear(
+        self, input, weight, target, bias, accum_dtype, memory_budget, op="fused_linear_ce"
+    ):  # fmt: skip
         """Raises RuntimeError if they do not fit input (N, H), weight (V, H) and target (N,)."""
         torch.ops.liger.check_fused_linear_ce(
             input, weight, target, bias, self.ce_weight, self.token_weight, self.denominator, self.label_smoothing,
-            self.softcap, self.reduction, accum_dtype, memory_budget,
+            self.softcap, self.reduction, accum_dtype, memory_budget, op,
         )  # fmt: skip
 
 

@@ -237,7 +237,9 @@ def _fused_forward(input, weight, target, bias, *rest):
     ) = rest[8:]  # fmt: skip
     need_grad_input, need_grad_weight, need_grad_bias = needs_grad
     # ce_weight has all classes: Rows checks it.
-    options._replace(ce_weight=None).check_linear(input, weight, target, bias, accum_dtype, memory_budget)
+    options._replace(ce_weight=None).check_linear(
+        input, weight, target, bias, accum_dtype, memory_budget, FUSED
+    )
     group = _resolve_process_group(group_name)
     classes = weight.shape[0]
     metrics = metrics_of(return_z_loss, return_logprobs)

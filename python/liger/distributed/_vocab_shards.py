@@ -5,10 +5,18 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from .._core.arguments import Rule
 from .._core.placements import is_sharded
 
 # all_gather_into_tensor is the name up to torch 2.12.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# new_group returns NON_GROUP_MEMBER to the processes outside the group, which find_shard refuses.
+GROUP = Rule(
+    "a process group",
+    lambda v: isinstance(v, dist.ProcessGroup) or v is dist.GroupMember.NON_GROUP_MEMBER,
+)
 
 
 class VocabShards(NamedTuple):
@@ -112,6 +120,11 @@ def replicated_tensor(op, name, tensor, group):
     return tensor.redistribute(placements=placements).to_local()
 
 
+def whole_tensor(tensor):
+    """The global tensor of a DTensor over any processes, on each of them; other values pass through."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def find_shard(op, name, classes, group, vocab_start, vocab_size):
     """The :class:`VocabShards` of a process with ``classes`` classes.
 
@@ -120,6 +133,9 @@ def find_shard(op, name, classes, group, vocab_start, vocab_size):
     """
     group = group_of(op, group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
+    # With vocab_size alone the shards are known, and what follows refuses the call on every process.
+    if classes == 0 and (vocab_size is None or vocab_start is not None):
+        raise RuntimeError(f"{op}: {name} has no classes, expected at least one")
     if vocab_start is not None:
         if vocab_size is None:
             raise RuntimeError(f"{op}: vocab_start was given without vocab_size, expected both")

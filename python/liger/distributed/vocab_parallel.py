@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from .._core.arguments import ANYTHING, CE_OPTIONS, INTEGER, arguments
+from .._core.arguments import CE_OPTIONS, INTEGER, arguments, check_ignore_index, wrong_shape
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_results import CrossEntropyOutput, output_like
@@ -18,10 +18,10 @@ from .._core.loss_rows import denominator_tensor, flatten_rows
 from .._core.memory_budget import check_budget_variable
 from .._core.types import Reduction, Scalar
 from ._vocab_parallel_ops import FUSED, PLAIN, fused_op, metrics_of, plain_op
-from ._vocab_shards import find_shard, local_shard, replicated_tensor
+from ._vocab_shards import GROUP, find_shard, local_shard, replicated_tensor, whole_tensor
 
 # Any: with a flag that is a bool variable the result may also be the loss alone.
-_checked = arguments(**CE_OPTIONS, group=ANYTHING, vocab_start=INTEGER, vocab_size=INTEGER)
+_checked = arguments(**CE_OPTIONS, group=GROUP, vocab_start=INTEGER, vocab_size=INTEGER)
 
 
 @overload
@@ -109,11 +109,12 @@ def vocab_parallel_fused_linear_ce(
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
             ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
-        ce_weight: (V,), for the whole vocabulary, on every process.
+        ce_weight: (V,), for the whole vocabulary, on every process; or a DTensor, which is gathered.
         ignore_index: as in :func:`liger.cross_entropy`. Ignored rows are not computed, so the host waits for the number
             of the others.
         token_weight, denominator, label_smoothing, lse_square_scale, softcap, reduction: as in
-            :func:`liger.cross_entropy`. With ``"none"`` the backward computes the logits a second time.
+            :func:`liger.cross_entropy`. With ``"none"`` the backward computes the logits a second time. A DTensor is
+            gathered.
         accum_dtype, memory_budget: as in :func:`liger.fused_linear_ce`, for the logits of this process.
         return_z_loss, return_logprobs: also return this metric, computed in the same pass.
 
@@ -132,13 +133,15 @@ def vocab_parallel_fused_linear_ce(
     (Megatron-LM); the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
     check_budget_variable(memory_budget)
+    check_ignore_index(FUSED, "target", target, ignore_index)
     weight, group, vocab_size = local_shard(FUSED, "weight", weight, 0, group, vocab_size, input)
     bias, group, vocab_size = local_shard(FUSED, "bias", bias, 0, group, vocab_size, input)
     if weight.dim() != 2:
-        raise RuntimeError(f"{FUSED}: weight has shape {tuple(weight.shape)}, expected (classes, hidden)")
+        raise wrong_shape(FUSED, "weight", weight, "(classes, hidden)")
     shards = find_shard(FUSED, "weight", weight.shape[0], group, vocab_start, vocab_size)
     named = {"input": input, "target": target, "token_weight": token_weight}
     input, target, token_weight = (replicated_tensor(FUSED, name, t, group) for name, t in named.items())
+    ce_weight, denominator = whole_tensor(ce_weight), whole_tensor(denominator)
     input, weight, bias = autocast_operands(input, weight, bias)
     rows, flat_target, flat_weight, tokens = flatten_rows(FUSED, "input", input, target, token_weight)
     results = fused_op(
@@ -225,12 +228,14 @@ def vocab_parallel_cross_entropy(
 
     Source: as :func:`vocab_parallel_fused_linear_ce`.
     """
+    check_ignore_index(PLAIN, "target", target, ignore_index)
     logits, group, vocab_size = local_shard(PLAIN, "logits", logits, logits.dim() - 1, group, vocab_size)
     if logits.dim() == 0:
-        raise RuntimeError(f"{PLAIN}: logits has shape (), expected (..., classes)")
+        raise wrong_shape(PLAIN, "logits", logits, "(..., classes)")
     shards = find_shard(PLAIN, "logits", logits.shape[-1], group, vocab_start, vocab_size)
     named = {"target": target, "token_weight": token_weight}
     target, token_weight = (replicated_tensor(PLAIN, name, t, group) for name, t in named.items())
+    ce_weight, denominator = whole_tensor(ce_weight), whole_tensor(denominator)
     rows, flat_target, flat_weight, tokens = flatten_rows(PLAIN, "logits", logits, target, token_weight)
     results = plain_op(
         rows, flat_target, ce_weight, flat_weight, denominator_tensor(denominator, logits), ignore_index,

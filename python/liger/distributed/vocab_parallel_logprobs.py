@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from .._core.arguments import (
-    ANYTHING,
     HEAD,
     INTEGER,
     METRICS,
@@ -19,8 +18,10 @@ from .._core.arguments import (
     LayerNames,
     arguments,
     check_given_classes,
+    check_ignore_index,
     check_layer,
     check_logits_dtype,
+    wrong_shape,
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
@@ -28,10 +29,10 @@ from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from ..ops.fused_linear_logprobs import LogProbMetrics, LogProbs
 from ._vocab_parallel_logprobs_op import LOGPROBS, keeps_exponentials, logprobs_op
-from ._vocab_shards import find_shard, local_shard, replicated_tensor
+from ._vocab_shards import GROUP, find_shard, local_shard, replicated_tensor
 
 _NAMES = LayerNames("hidden", "weight", "targets")
-_checked = arguments(**HEAD, **RETURNS, **METRICS, group=ANYTHING, vocab_start=INTEGER, vocab_size=INTEGER)
+_checked = arguments(**HEAD, **RETURNS, **METRICS, group=GROUP, vocab_start=INTEGER, vocab_size=INTEGER)
 
 
 # Any: with a flag that is a bool variable the result may also be the log-probabilities alone.
@@ -156,10 +157,11 @@ def vocab_parallel_fused_linear_logprobs(
     the softmax distributions of all processes.
     """
     check_budget_variable(memory_budget)
+    check_ignore_index(LOGPROBS, _NAMES.target, targets, ignore_index)
     weight, group, vocab_size = local_shard(LOGPROBS, "weight", weight, 0, group, vocab_size, hidden)
     bias, group, vocab_size = local_shard(LOGPROBS, "bias", bias, 0, group, vocab_size, hidden)
     if weight.dim() != 2:
-        raise RuntimeError(f"{LOGPROBS}: weight has shape {tuple(weight.shape)}, expected (classes, hidden)")
+        raise wrong_shape(LOGPROBS, "weight", weight, "(classes, hidden)")
     shards = find_shard(LOGPROBS, "weight", weight.shape[0], group, vocab_start, vocab_size)
     named = {"hidden": hidden, "targets": targets}
     hidden, targets = (replicated_tensor(LOGPROBS, name, t, group) for name, t in named.items())
