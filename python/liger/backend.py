@@ -28,9 +28,10 @@ import torch
 
 from ._core import load
 from ._core.build_info import build_info
+from ._core.command import refuse_in_command
 from ._core.environment import targets_checked, triton_interpreted
 from ._core.kernel_checks import checking_devices, checking_overlap
-from ._core.log import log_dispatch
+from ._core.log import log_dispatch, topics
 
 Backend: TypeAlias = Literal["cuda", "triton", "torch"]
 Capability: TypeAlias = tuple[int, int]
@@ -393,10 +394,18 @@ def _on_cuda_initialised() -> None:
 
 def _initialise() -> None:
     global _requested
-    _requested = parse(os.environ.get(VARIABLE, "auto"))
-    # Invalid values raise at import, not at first use.
-    triton_interpreted()
-    targets_checked()
-    _apply_all(*_requested)
+    try:
+        _requested = parse(os.environ.get(VARIABLE, "auto"))
+        # Invalid values raise at import, not at first use.
+        triton_interpreted()
+        targets_checked()
+        topics()
+        _apply_all(*_requested)
+    except ValueError as error:
+        refuse_in_command(str(error))
+        raise
+    except BackendUnavailable as error:
+        refuse_in_command(f"{VARIABLE}: {str(error).removeprefix('liger: ')}")
+        raise
     if torch.version.cuda is not None:
         torch.cuda._lazy_call(_on_cuda_initialised)

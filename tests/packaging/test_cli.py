@@ -3,10 +3,13 @@
 import importlib.util
 import json
 import math
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +60,7 @@ def test_info_as_text(capsys, monkeypatch):
 def test_info_says_which_variables_are_invalid(capsys, monkeypatch):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "lots")
     monkeypatch.setenv("LIGER_WGMMA", "0")
+    monkeypatch.setenv("LIGER_COMPAT_OVERRIDE", "yes")
     assert cli.main(["info"]) == 0
     lines = {
         line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  LIGER")
@@ -66,6 +70,47 @@ def test_info_says_which_variables_are_invalid(capsys, monkeypatch):
         in lines["LIGER_MEMORY_BUDGET"]
     )
     assert "invalid" not in lines["LIGER_WGMMA"]
+    assert "yes (invalid: LIGER_COMPAT_OVERRIDE: expected 0 or 1" in lines["LIGER_COMPAT_OVERRIDE"]
+
+
+# Variables that are read when liger is imported: an invalid value, and what the command says.
+INVALID = {
+    "LIGER_BACKEND": ("cudaa", "unknown backend 'cudaa' in 'cudaa', expected auto, cuda, triton, torch"),
+    "LIGER_AUTOGRAD": ("c++", "expected auto or python, got 'c++'"),
+    "LIGER_CHECK_TARGETS": ("yes", "expected 0 or 1, got 'yes'"),
+    "LIGER_LOG": ("plans", "unknown topic 'plans', expected one of dispatch, plan"),
+    "TRITON_INTERPRET": ("true", "expected 0 or 1, got 'true'"),
+}
+
+
+@pytest.mark.parametrize("variable", INVALID)
+def test_an_invalid_variable_ends_the_command_in_one_line(variable):
+    value, words = INVALID[variable]
+    script = Path(sysconfig.get_path("scripts"), "liger")
+    for command in ([sys.executable, "-m", "liger.cli"], *([[script]] if script.exists() else [])):
+        done = subprocess.run(
+            [*command, "info"], env=os.environ | {variable: value}, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"liger: {variable}: {words}\n"
+    # In a program it is an exception.
+    done = subprocess.run(
+        [sys.executable, "-c", "import liger"],
+        env=os.environ | {variable: value},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.endswith(f"ValueError: {variable}: {words}\n")
+
+
+def test_a_backend_that_cannot_serve_an_op_ends_the_command_in_one_line():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['triton'] = None; sys.argv = ['liger']; import liger"],
+        env=os.environ | {"LIGER_BACKEND": "auto,rope=triton"}, capture_output=True, text=True,
+    )  # fmt: skip
+    words = "LIGER_BACKEND: backend 'triton' was requested for rope, but "
+    assert done.returncode == 2 and done.stderr.startswith(f"liger: {words}")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,7 @@ import liger
 
 from .._core import load
 from .._core.build_info import build_info
-from .._core.environment import triton_interpreted, wgmma_engine_allowed
+from .._core.environment import environment_flag, triton_interpreted, wgmma_engine_allowed
 from .._core.memory_budget import default_memory_budget
 
 # Variable -> its default. docs/environment.md describes them.
@@ -28,8 +28,12 @@ VARIABLES = {
     "LIGER_BUILD_CUDA": "auto (read when building)",
     "LIGER_CUDA_ARCHS": "80;86;89;90a;100;120 as far as nvcc knows them (read when building)",
 }
-# What reads, at each call, a variable that no import has checked.
-_READERS = {"LIGER_MEMORY_BUDGET": default_memory_budget, "LIGER_WGMMA": wgmma_engine_allowed}
+# What reads, later than at import, a variable that the import of liger has not checked.
+_READERS = {
+    "LIGER_MEMORY_BUDGET": default_memory_budget,
+    "LIGER_WGMMA": wgmma_engine_allowed,
+    "LIGER_COMPAT_OVERRIDE": lambda: environment_flag("LIGER_COMPAT_OVERRIDE"),
+}
 
 
 def add_arguments(parser):
