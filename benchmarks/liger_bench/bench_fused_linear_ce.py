@@ -16,8 +16,8 @@ from .candidates import (
     quack,
     selected,
 )
-from .harness import VOCABULARIES, Contest, Provider, Row, Work, training_work
-from .head_inputs import REFERENCE_ROWS, layer
+from .harness import VOCABULARIES, Contest, Provider, Row, training_work
+from .head_inputs import REFERENCE_ROWS, head_gemms, layer
 
 LOW = " low-precision sum"
 SMALL = f"{LOW}, small"
@@ -115,16 +115,7 @@ def three_gemms(valid_only=False, multiple=1):
         weight = weight[: max(len(weight) // multiple * multiple, 1)]
         if valid_only:
             x = x[: int((inputs["target"] != -100).sum())]
-        logits = x.new_empty(x.shape[0], weight.shape[0])
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-
-        def run():
-            torch.mm(x, weight.T, out=logits)
-            torch.mm(logits, weight, out=grad_x)
-            torch.mm(logits.T, x, out=grad_weight)
-            return {}
-
-        return Work(run)
+        return head_gemms((x, weight))
 
     return make
 

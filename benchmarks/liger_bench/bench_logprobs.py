@@ -13,8 +13,8 @@ import liger
 
 from . import head_peers
 from .candidates import Candidate, compiled, ours, providers, selected
-from .harness import FASTEST, Provider, Row, Work, works
-from .head_inputs import REFERENCE_ROWS, layer
+from .harness import FASTEST, Provider, Row, works
+from .head_inputs import REFERENCE_ROWS, head_gemms, layer
 
 FLOAT32 = " float32 logits"
 RESULTS, UPSTREAM = ("ratio",), ("grad_ratio",)
@@ -45,20 +45,8 @@ def _float32_head(t):
 
 def _gemms(count):
     def make(inputs):
-        x, weight = inputs["input"], inputs["weight"]
-        classes = weight.shape[0]
-        logits = x.new_empty(x.shape[0], classes)
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-
-        def run():
-            for _ in range(2 if count == 4 else 1):
-                torch.mm(x, weight.T, out=logits)
-            if count > 1:
-                torch.mm(logits, weight, out=grad_x)
-                torch.mm(logits.T, x, out=grad_weight)
-            return {}
-
-        return Work(run)
+        head = inputs["input"], inputs["weight"]
+        return head_gemms(*[head] * (2 if count == 4 else 1), gradients=count > 1)
 
     return make
 

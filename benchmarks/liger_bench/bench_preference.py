@@ -13,7 +13,8 @@ import liger
 from liger import losses
 
 from .candidates import Candidate, liger_kernel, ours, peer, providers, selected
-from .harness import Contest, Provider, Row, Work, float32_reference, normal, targets, training_work
+from .harness import Contest, Provider, Row, float32_reference, normal, targets, training_work
+from .head_inputs import head_gemms
 
 LOW = " low-precision sum"
 BETA, GAMMA, EPSILON = 0.1, 0.5, 0.2
@@ -159,22 +160,9 @@ def _candidates(options, name):
 
 
 def _gemms(with_reference):
-    """The GEMMs by cuBLAS, into preallocated memory."""
-
     def make(inputs):
-        x, weight = inputs["x"].flatten(0, 1), inputs["weight"]
-        logits = x.new_empty(x.shape[0], weight.shape[0])
-        grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-
-        def run():
-            if with_reference:
-                torch.mm(inputs["ref_x"].flatten(0, 1), inputs["ref_weight"].T, out=logits)
-            torch.mm(x, weight.T, out=logits)
-            torch.mm(logits, weight, out=grad_x)
-            torch.mm(logits.T, x, out=grad_weight)
-            return {}
-
-        return Work(run)
+        heads = [("ref_x", "ref_weight")] * with_reference + [("x", "weight")]
+        return head_gemms(*((inputs[x].flatten(0, 1), inputs[weight]) for x, weight in heads))
 
     return make
 

@@ -1,8 +1,8 @@
-"""Inputs of the rows of an lm_head, and their float32 reference."""
+"""Inputs of the rows of an lm_head, their float32 reference, and the GEMMs that they need at least."""
 
 import torch
 
-from .harness import normal, targets
+from .harness import Work, normal, targets
 
 WEIGHT_STD = 0.02
 # Rows of logits in float32 at a time.
@@ -36,3 +36,20 @@ def float32_reference(loss, leaves, of_rows=("target",)):
         return {"loss": total, **{f"d{n}": grad for n, grad in zip(leaves, grads, strict=True)}}
 
     return run
+
+
+def head_gemms(*heads, gradients=True):
+    """The logits of each (hidden states, weight) and both gradients of the last, by cuBLAS into preallocated memory."""
+    x, weight = heads[-1]
+    logits = x.new_empty(x.shape[0], weight.shape[0])
+    grad_x, grad_weight = (torch.empty_like(x), torch.empty_like(weight)) if gradients else (None, None)
+
+    def run():
+        for states, classes in heads:
+            torch.mm(states, classes.T, out=logits)
+        if gradients:
+            torch.mm(logits, weight, out=grad_x)
+            torch.mm(logits.T, x, out=grad_weight)
+        return {}
+
+    return Work(run)
