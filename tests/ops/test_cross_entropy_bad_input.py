@@ -248,6 +248,17 @@ def test_fused_linear_ce_bad_input(device, name):
     assert str(caught.value).splitlines()[0] == f"fused_linear_ce: {words}"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("wrong", [torch.bool, torch.int8, torch.complex64], ids=str)
+def test_fused_linear_ce_denominator_of_another_dtype(device, dtype, wrong):
+    """Also in float16, where the divisor of the loss is computed from it."""
+    x, weight, _, target = random_layer(4, 8, 10, device, dtype)
+    denominator = torch.ones((), device=device, dtype=wrong)
+    words = f"denominator has dtype {str(wrong).removeprefix('torch.')}, expected a floating dtype, int64 or int32"
+    with pytest.raises(RuntimeError, match=f"^fused_linear_ce: {words}"):
+        liger.fused_linear_ce(x.requires_grad_(), weight, target, denominator=denominator)
+
+
 @pytest.mark.parametrize("name", ["ce_weight", "token_weight", "denominator"])
 def test_fused_linear_ce_weights_that_require_grad_are_refused(device, name):
     x, weight, _, target = random_layer(4, 8, 4, device)

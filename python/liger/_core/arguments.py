@@ -256,10 +256,12 @@ def check_ignore_index(op, name, target, ignore_index):
 
     No target has that value, but torch compares in the dtype of the target, where it is the value of another class.
     """
-    if target.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
-        raise RuntimeError(
-            f"{op}: ignore_index is {ignore_index}, expected a value of int32, the dtype of {name}"
-        )
+    if -(2**31) <= ignore_index < 2**31 or (target.dtype != torch.int32 and -(2**63) <= ignore_index < 2**63):
+        return
+    dtype = "int32" if target.dtype == torch.int32 else "int64"
+    raise RuntimeError(
+        f"{op}: ignore_index is {ignore_index}, expected a value of {dtype}, the dtype of {name}"
+    )
 
 
 class LayerNames(NamedTuple):

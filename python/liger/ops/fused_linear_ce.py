@@ -182,8 +182,8 @@ def _float16_factor(rows, weight, target, bias, options, factors=()):
         if options.reduction == "sum" or options.ce_weight is not None or weight.dim() != 2:
             return None
         divisor = ((target != options.ignore_index) & (target >= 0) & (target < weight.shape[0])).sum()
-    elif divisor.dtype == torch.bool:
-        return None
+    elif not divisor.is_floating_point() and divisor.dtype not in (torch.int64, torch.int32):
+        return None  # The op refuses it.
     divisor = divisor.float()
     factor = float16_factor(divisor, rows.shape[0])
     return divisor / factor, factor.reshape(()) if factor.numel() == 1 else factor
