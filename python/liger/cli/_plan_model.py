@@ -66,8 +66,8 @@ def _model(name):
         raise ValueError(f"{config.model_type} is no causal language model of transformers")
     except StrictDataclassError as error:
         raise ValueError(" ".join(str(error).split())) from error
-    # What the layers of a model raise for a setting that they do not know, such as hidden_act.
-    except (KeyError, TypeError) as error:
+    # What the layers of a model raise for a setting that they do not know, such as hidden_act, or for sizes below 1.
+    except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise ValueError(f"no model can be built from the configuration: {error}") from error
 
 
