@@ -19,6 +19,7 @@ AS_FAST = 1.02
 SHOWN = {
     "liger": "liger[",
     "liger-kernel": "liger-kernel",
+    "transformers": "transformers",
     "torch eager": "torch eager",
     "torch.compile": "torch.compile",
 }
@@ -85,10 +86,15 @@ def table(result):
         if tables.shape(cell) is not None:
             parts.append(tables.shape(cell))
             continue
-        rows = [
-            [row["name"], *(_text(best(row, prefix)) for prefix in SHOWN.values())] for row in cell["rows"]
-        ]
-        parts.append(tables.markdown(["forward and backward", *SHOWN], rows))
+        columns = {
+            label: texts
+            for label, prefix in SHOWN.items()
+            if any(texts := [_text(best(row, prefix)) for row in cell["rows"]])
+        }
+        rows = [row["name"] for row in cell["rows"]]
+        parts.append(
+            tables.markdown(["forward and backward", *columns], zip(rows, *columns.values(), strict=True))
+        )
         parts.append(f"Where liger is behind: {behind(cell['rows'])}.")
     return "\n\n".join(parts)
 
