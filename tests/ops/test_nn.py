@@ -192,6 +192,24 @@ def test_gated_mlp_with_a_kept_graph(device, mlp, inplace):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("mlp", [liger.nn.SwiGLUMLP, liger.nn.GEGLUMLP])
+def test_gated_mlp_whose_projections_have_another_reader(device, mlp):
+    """A hook that keeps an output, and a layer whose backward reads its own output."""
+    x, kept = torch.randn(3, 8, device=device), []
+    module = mlp(8, 12, device=device)
+    handle = module.up_proj.register_forward_hook(lambda module, args, output: kept.append(output))
+    loss = module(x).sum()
+    before = kept[0].detach().clone()
+    loss.backward()
+    assert torch.equal(kept[0], before)
+    handle.remove()
+    module.gate_proj = nn.Sequential(module.gate_proj, nn.Sigmoid())
+    results = []
+    for module.inplace in (True, False):
+        results.append(torch.autograd.grad(module(x).sum(), list(module.parameters())))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_apply_rotary_emb(device, unsqueeze_dim, interleaved):

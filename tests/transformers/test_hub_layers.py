@@ -296,6 +296,21 @@ def test_patching_of_an_extensible_model(model):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_an_mlp_whose_gate_has_another_reader(layers):
+    """A hook that keeps the output, and a layer whose backward reads its own output."""
+    mlp = layers.LigerSwiGLUMLP()
+    mlp.gate_proj, mlp.up_proj, mlp.down_proj = nn.Linear(16, 12), nn.Linear(16, 12), nn.Linear(12, 16)
+    x, kept = torch.randn(2, 5, 16), []
+    handle = mlp.gate_proj.register_forward_hook(lambda module, args, output: kept.append(output))
+    loss = mlp(x).sum()
+    before = kept[0].detach().clone()
+    loss.backward()
+    assert torch.equal(kept[0], before)
+    handle.remove()
+    mlp.gate_proj = nn.Sequential(mlp.gate_proj, nn.Tanh())
+    mlp(x).sum().backward()
+
+
 def test_fullgraph(layers):
     """The layers compile as one graph, with their backward."""
     torch._dynamo.reset()

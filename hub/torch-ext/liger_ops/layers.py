@@ -6,6 +6,7 @@ have no constructor and no members besides ``forward`` and the two flags, and a 
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks
 
 try:
     import liger
@@ -64,6 +65,23 @@ class LigerRMSNormGated(nn.Module):
         return y.to(hidden_states.dtype)
 
 
+def _is_ours(projection):
+    """Whether the output of a projection has no other reader, so that the backward may overwrite it.
+
+    Readers are forward hooks, and the backward of a layer that is neither nn.Linear nor an adapter of PEFT around it.
+    """
+    if torch.compiler.is_compiling() or _global_forward_hooks:
+        return False
+    layer = projection
+    while layer is not None and not layer._forward_hooks:
+        if type(layer) is nn.Linear:
+            return True
+        layer = (
+            layer._modules.get("base_layer") if type(layer).__module__.startswith("peft.tuners.") else None
+        )
+    return False
+
+
 class LigerSwiGLUMLP(nn.Module):
     """``down_proj(silu(gate_proj(x)) * up_proj(x))``."""
 
@@ -71,8 +89,7 @@ class LigerSwiGLUMLP(nn.Module):
     has_backward = True
 
     def forward(self, x):
-        # Gate and up have no other reader, unless a forward hook has stored them.
-        inplace = not (self.gate_proj._forward_hooks or self.up_proj._forward_hooks)
+        inplace = _is_ours(self.gate_proj) and _is_ours(self.up_proj)
         return self.down_proj(liger.swiglu(self.gate_proj(x), self.up_proj(x), inplace=inplace))
 
 
@@ -83,7 +100,7 @@ class LigerGEGLUMLP(nn.Module):
     has_backward = True
 
     def forward(self, x):
-        inplace = not (self.gate_proj._forward_hooks or self.up_proj._forward_hooks)
+        inplace = _is_ours(self.gate_proj) and _is_ours(self.up_proj)
         return self.down_proj(liger.geglu(self.gate_proj(x), self.up_proj(x), "tanh", inplace=inplace))
 
 

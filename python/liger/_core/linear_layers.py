@@ -1,12 +1,17 @@
-"""Which modules are linear layers and nothing else."""
+"""Which modules are linear layers and nothing else, and which outputs their caller may overwrite."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_hooks
 
 from .quantised import is_quantised
+
+# Packages with linear layers, and adapters around them, that save no output of theirs for the backward.
+_KNOWN_PACKAGES = ("peft.tuners.", "bitsandbytes.", "torchao.")
 
 
 def is_forward_of_class(module: nn.Module, name: str) -> bool:
@@ -30,3 +35,40 @@ def computes_linear_alone(layer: nn.Module) -> bool:
         and not overrides_forward(layer)
         and not is_quantised(layer.weight)
     )
+
+
+def caller_owns_output(layer: nn.Module) -> bool:
+    """Whether the caller of a linear layer alone has its output, so that a later backward may overwrite it.
+
+    False if a forward hook has seen the output, and for a layer of an unknown class or forward: its backward may read
+    the output, as that of a sigmoid does. False in compiled code, which writes nothing in place.
+    """
+    if torch.compiler.is_compiling() or _global_forward_hooks:
+        return False
+    inner: Any = layer
+    while _saves_no_output(inner) and not inner._forward_hooks:
+        # An adapter that is merged or disabled returns the output of its base layer.
+        adapted = inner._modules.get("base_layer")
+        if adapted is None:
+            return True
+        inner = adapted
+    return False
+
+
+def _saves_no_output(layer: Any) -> bool:
+    forward = getattr(type(layer), "forward", None)
+    if "forward" in layer.__dict__ and not _calls_forward_of_class(layer):
+        return False
+    return forward is nn.Linear.forward or (getattr(forward, "__module__", None) or "").startswith(
+        _KNOWN_PACKAGES
+    )
+
+
+def _calls_forward_of_class(layer: Any) -> bool:
+    """Whether the forward of the instance is a known one around that of its class: accelerate's, which moves tensors
+    between devices, or that of transformers for tensor parallelism."""
+    if is_forward_of_class(layer, "_old_forward"):
+        return type(getattr(layer, "_hf_hook", None)).__name__ == "AlignDevicesHook"
+    source = getattr(layer.__dict__["forward"], "__module__", None) or ""
+    moved = source.startswith("transformers.") and source.endswith(".tensor_parallel")
+    return moved or not overrides_forward(layer)

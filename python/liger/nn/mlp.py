@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from .._core.arguments import ANYTHING, COUNT, DTYPE, FLAG, TEXT, arguments
+from .._core.linear_layers import caller_owns_output
 from .._core.types import Approximate, Device
 from ..ops.geglu import geglu
 from ..ops.swiglu import swiglu
@@ -40,6 +41,9 @@ class _GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device=device, dtype=dtype)
 
+    def _may_overwrite(self) -> bool:
+        return self.inplace and caller_owns_output(self.gate_proj) and caller_owns_output(self.up_proj)
+
     def extra_repr(self) -> str:
         return f"inplace={self.inplace}"
 
@@ -52,7 +56,8 @@ class SwiGLUMLP(_GatedMLP):
         intermediate_size: size of the last dimension of gate and up.
         bias: whether the three projections have a bias.
         inplace: the backward overwrites gate and up, which only this module uses, with their gradients. It saves their
-            memory. Gate and up are not overwritten under ``retain_graph=True``.
+            memory. Gate and up are not overwritten under ``retain_graph=True``, nor with forward hooks on a projection
+            (or global ones), nor if a projection was replaced by a layer that may need its output.
         device, dtype: of the parameters.
 
     Shape:
@@ -69,7 +74,7 @@ class SwiGLUMLP(_GatedMLP):
 
     @arguments(late=True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), inplace=self.inplace))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), inplace=self._may_overwrite()))
 
 
 class GEGLUMLP(_GatedMLP):
@@ -107,7 +112,7 @@ class GEGLUMLP(_GatedMLP):
 
     @arguments(late=True)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self.inplace)
+        product = geglu(self.gate_proj(x), self.up_proj(x), self.approximate, inplace=self._may_overwrite())
         return self.down_proj(product)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from .._core.dtensor import is_dtensor
 from .._core.gated import GELU_NAMES
-from .._core.linear_layers import computes_linear_alone
+from .._core.linear_layers import caller_owns_output, computes_linear_alone
 from .._tiled import tiled
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.swiglu import swiglu, swiglu_packed
@@ -66,8 +66,7 @@ class MLPRecipe:
 
     def run(self, module, x):
         projections = [getattr(module, name) for name in self.inputs]
-        # Only this call refers to gate and up, unless a forward hook has stored them.
-        inplace = self.inplace and not any(p._forward_hooks for p in projections)
+        inplace = self.inplace and all(map(caller_owns_output, projections))
         gate_up = [projection(x) for projection in projections]
         # A packed DTensor may be sharded across the border of gate and up; the packed op would have to gather it.
         if (self.packed and is_dtensor(gate_up[0])) or gate_up[0].dtype != gate_up[-1].dtype:

@@ -6,6 +6,7 @@ they overwrite nothing and use the formulas of torch.
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from .._core.autograd import is_traced, may_write_saved
 from .._core.linear_layers import overrides_forward
@@ -159,7 +160,7 @@ class _LinearOver(torch.autograd.Function):
 def linear_over(layer, x):
     """``layer(x)``; the backward may overwrite x, so the caller must have no other use of it.
 
-    A layer that is not a plain nn.Linear, has hooks, or has a small input, is called unchanged.
+    A layer that is not a plain nn.Linear, has hooks (global ones, too), or has a small input, is called unchanged.
     """
     if is_plain_linear(layer, x) and not is_traced(x) and x.requires_grad and x.nbytes > WORTH_REUSING:
         return _LinearOver.apply(_Saved.apply(x, layer.weight), layer.weight, layer.bias)
@@ -172,7 +173,7 @@ def is_plain_linear(layer, x):
         getattr(type(layer), "forward", None) is nn.Linear.forward
         and type(getattr(layer, "weight", None)) is nn.Parameter
         and not (layer._forward_pre_hooks or layer._forward_hooks or overrides_forward(layer))
-        and not (layer._backward_pre_hooks or layer._backward_hooks)
+        and not (layer._backward_pre_hooks or layer._backward_hooks or _has_any_global_hook())
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled(x.device.type)
     )

@@ -43,7 +43,6 @@ NO_HOOKS: dict[str, dict] = {
 class Projection:
     """Stand-in for a linear layer of an MLP."""
 
-    _forward_hooks = ()
     bias = None
 
     def __init__(self, weight):
