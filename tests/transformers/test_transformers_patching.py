@@ -298,6 +298,43 @@ def test_auto_class(tmp_path, family):
     assert lt.patch_report(model).replaced[""] == "fused_linear_cross_entropy"
 
 
+@pytest.mark.parametrize("beside_the_model", [False, True])
+def test_auto_class_with_adapters(tmp_path, beside_the_model):
+    """A folder of adapters alone names its base; one with a model, too, is loaded as that model."""
+    peft = pytest.importorskip("peft")
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    make("llama").save_pretrained(base)
+    adapted = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "lm_head"], init_lora_weights=False)
+    peft.get_peft_model(adapted, settings).save_pretrained(adapters)
+    if beside_the_model:
+        make("llama").save_pretrained(adapters)
+    models = [
+        auto.from_pretrained(adapters, attn_implementation="eager").train()
+        for auto in (transformers.AutoModelForCausalLM, lt.AutoLigerKernelForCausalLM)
+    ]
+    plain, patched = models
+    assert type(patched).__name__ == type(plain).__name__ == "LlamaForCausalLM"
+    assert patched.state_dict().keys() == plain.state_dict().keys()
+    assert "fused_linear_cross_entropy" in lt.patch_report(patched).replaced.values()
+    for model in models:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name)
+    ours, theirs = (step(model, **batch()) for model in models)
+    assert len(ours[1]) == 10
+    assert_same_step(ours, theirs)
+
+
+def test_auto_class_with_adapters_of_an_unknown_type(tmp_path):
+    peft = pytest.importorskip("peft")
+    settings = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)
+    settings.save_pretrained(tmp_path / "base")
+    adapters = peft.LoraConfig(target_modules=["c_attn"], base_model_name_or_path=str(tmp_path / "base"))
+    adapters.save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ValueError, match="knows no model type 'gpt2'"):
+        lt.AutoLigerKernelForCausalLM.from_pretrained(tmp_path / "adapters")
+
+
 def test_auto_class_refuses_an_unknown_type(tmp_path):
     settings = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)
     settings.save_pretrained(tmp_path)
