@@ -83,11 +83,25 @@ def test_other_models(settings, message, tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_text_decoder_of_an_image_text_model(tmp_path, capsys):
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl", "glm4v"])
+def test_text_decoder_of_an_image_text_model(model_type, tmp_path, capsys):
+    """The layers of the vision tower of Qwen2.5-VL and GLM-4V have the form of decoder layers, too."""
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "qwen2_vl"}))
+    path.write_text(json.dumps({"model_type": model_type}))
     assert cli.main(["plan", "--model", str(path)]) == 0
     assert "all layers" in capsys.readouterr().out
+
+
+def test_layers_of_a_vision_tower_do_not_count(tmp_path, capsys):
+    """Those of Qwen2.5-VL have the form of decoder layers. Its text model is Qwen2 with rotations by sections."""
+    sizes = {name: value for name, value in LLAMA_1B.items() if name not in ("model_type", "head_dim")}
+    totals = []
+    for settings in ({"model_type": "qwen2_5_vl", "text_config": sizes}, {"model_type": "qwen2", **sizes}):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(settings))
+        assert cli.main(["plan", "--model", str(path), "--json"]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["plain"])
+    assert totals[0] == totals[1]
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class Saved:
 
 
 def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
-    """The rows of all decoder layers, added up by part and tensor.
+    """The rows of all decoder layers, added up by part and tensor; without those of a vision tower.
 
     Args:
         model: a patched model, on any device; the meta device needs no memory.
@@ -46,7 +46,10 @@ def saved_in_layers(model: PreTrainedModel, dtype: torch.dtype) -> list[Saved]:
         ValueError: a decoder layer of a form that is not known, or no decoder layer.
     """
     totals: dict[tuple[str, str], list[int]] = {}
-    for module in model.modules():
+    # Layers of a vision tower may have the same form, but other tokens and another configuration. transformers 4.57 has
+    # no decoder for models of text alone.
+    decoder = model.get_decoder()
+    for module in (model if decoder is None else decoder).modules():
         if isinstance(recipe_of(module), AddNormRecipe):
             for row in _layer(module, model.config.get_text_config(), dtype.itemsize):
                 total = totals.setdefault((row.part, row.tensor), [0, 0])
