@@ -101,6 +101,16 @@ def test_tied_weight_with_a_hook_of_the_embedding():
         model(**batch())
 
 
+def test_tied_weight_with_a_backward_hook_of_the_head():
+    """The head returns logits, so autograd adds to grad; both summands of the gradient must be there."""
+    model = liger.patch(model_of(True), accumulate_grad_weight=True)
+    model.lm_head.register_full_backward_hook(lambda module, grads_in, grads_out: None)
+    assert_same_step(step(model, **batch()), step(twin(model_of(True)), **batch()))
+    model.lm_head.weight.main_grad = torch.zeros_like(model.lm_head.weight)
+    with pytest.raises(RuntimeError, match="accumulate_grad_weight with an embedding that is tied"):
+        model(**batch())
+
+
 def test_tied_embedding_with_a_forward_of_its_own():
     """That of Gemma 3 scales the rows: autograd adds its gradient to grad, where main_grad would miss it."""
     from combinations import inputs_of, tiny

@@ -128,6 +128,58 @@ def test_a_hook_that_changes_the_logits_acts_on_logits(family, compiled, caplog)
         assert "may change the logits: the loss is computed from full logits" in caplog.text
 
 
+def hook_of_the_head(register):
+    """A hook for which ``register`` is the method of a module, or a function for hooks of all modules."""
+
+    def add(model, seen):
+        if "pre" in register:
+            hook = lambda module, grads: seen.append((module, *grads))  # noqa: E731
+        elif "backward" in register:
+            hook = lambda module, grads_in, grads: seen.append((module, *grads))  # noqa: E731
+        else:
+            hook = lambda module, args, output: seen.append((module, output))  # noqa: E731
+        everywhere = getattr(nn.modules.module, register, None)
+        return getattr(model.lm_head, register)(hook) if everywhere is None else everywhere(hook)
+
+    return add
+
+
+@pytest.mark.filterwarnings("ignore:.*[Bb]ackward hook")
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_forward_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+        "register_module_forward_hook",
+        "register_module_full_backward_hook",
+        "register_module_full_backward_pre_hook",
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_hooks_of_the_head_see_logits_and_their_gradient(register, wrapped, caplog):
+    """Also hooks of all modules, and those of PEFT's wrapper for ``modules_to_save``."""
+    _loss_call.warn_about_head.cache_clear()
+    plain = make("llama")
+    if wrapped:
+        peft = pytest.importorskip("peft")
+        plain = peft.get_peft_model(
+            plain, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        ).base_model.model
+    models, results, found = (plain, liger.patch(twin(plain))), [], []
+    for model in models:
+        seen = []
+        handle = hook_of_the_head(register)(model, seen)
+        results.append(step(model, **batch()))
+        handle.remove()
+        found.append([tensor for module, tensor, *_ in seen if module is model.lm_head])
+    assert_same_step(results[1], results[0])
+    assert len(found[0]) == len(found[1]) == 1
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-7)
+    assert "its head" in caplog.text and "the loss is computed from full logits" in caplog.text
+    assert models[1](**batch()).logits is None
+
+
 def test_patching_again_replaces_the_options():
     model = liger.patch(make("llama"))
     liger.patch(model, rope=False, swiglu=False, fused_linear_cross_entropy=False, fused_add_rms_norm=False)

@@ -12,7 +12,7 @@ import functools
 from types import MethodType
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.modules import module as hooks_of_all
 from transformers.modeling_utils import PreTrainedModel
 
 from .._core.linear_layers import is_forward_of_class, overrides_forward
@@ -119,23 +119,40 @@ def _has_hooks(module):
     )
 
 
-# Their forward hooks gather weights, move and cast tensors; those of others may change the result.
+# Their hooks gather weights, move and cast tensors, and count; those of others may use the output and its gradient.
 _KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.", "liger.")
 
 
 def changing_hook(module):
-    """The name of a forward hook that may change the output of a module; None if there is none."""
-    for hook in module._forward_hooks.values():
-        while isinstance(hook, functools.partial):
-            hook = hook.func
-        if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
-            return getattr(hook, "__qualname__", type(hook).__qualname__)
+    """The name of a forward hook of a module, or of all modules, that may change the output; None if there is none."""
+    return _unknown_hook(module._forward_hooks, hooks_of_all._global_forward_hooks)
+
+
+def gradient_hook(module):
+    """The name of a backward hook that gets the gradient of the output; None if there is none."""
+    return _unknown_hook(
+        module._backward_hooks,
+        module._backward_pre_hooks,
+        hooks_of_all._global_backward_hooks,
+        hooks_of_all._global_backward_pre_hooks,
+    )
+
+
+def _unknown_hook(*tables):
+    for table in tables:
+        for hook in table.values():
+            while isinstance(hook, functools.partial):
+                hook = hook.func
+            if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
+                return getattr(hook, "__qualname__", type(hook).__qualname__)
     return None
 
 
 def is_called_plainly(module):
     """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
-    return not _has_hooks(module) and not overrides_forward(module) and not _has_any_global_hook()
+    return (
+        not _has_hooks(module) and not overrides_forward(module) and not hooks_of_all._has_any_global_hook()
+    )
 
 
 def restore_class(module):

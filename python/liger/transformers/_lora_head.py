@@ -30,7 +30,12 @@ def supports(layer):
 
 def _is_readable(linear):
     forward = getattr(type(linear), "_liger_original", type(linear)).forward
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
+    hooks = (
+        linear._forward_hooks,
+        linear._forward_pre_hooks,
+        linear._backward_hooks,
+        linear._backward_pre_hooks,
+    )
     weight = linear.weight
     # A weight with ds_id is gathered by ZeRO-3 inside a call of its layer only.
     return (

@@ -13,7 +13,7 @@ from torch import nn
 
 from .._core.dtensor import is_dtensor
 from ..ops.fused_linear_ce import fused_linear_ce
-from ._classes import changing_hook, recipe_of
+from ._classes import changing_hook, gradient_hook, recipe_of
 from ._low_rank import low_rank_ce
 from ._reuse import can_share, lookup, lookup_adding_gradient
 from ._sharded_head import FROM_LOGITS, as_output, own_copy, sharded_loss, whole_hidden, why_from_logits
@@ -52,7 +52,10 @@ class LossCall:
 
     def lookup(self, embedding, ids):
         """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
-        tied = any(isinstance(head, nn.Linear) and can_share(embedding, head) for head in self.heads)
+        tied = any(
+            isinstance(head, nn.Linear) and can_share(embedding, head) and self._hook_on_logits(head) is None
+            for head in self.heads
+        )
         if self.recipe.accumulate_grad_weight:
             if tied:
                 return lookup_adding_gradient(embedding, ids)
@@ -98,14 +101,24 @@ class LossCall:
             return None
         call = active.call
         reason = why_from_logits(head, weight, bias, call.recipe) if isinstance(head, nn.Linear) else None
-        hook = changing_hook(head) if isinstance(head, nn.Module) else None
-        if hook is not None:
-            reason = f"the forward hook {hook} of its head may change the logits{FROM_LOGITS}"
+        reason = call._hook_on_logits(head) or reason
         if reason is not None:
             if not torch.compiler.is_compiling():
                 warn_about_head(reason)
             return None
         return call._compute(whole_hidden(hidden), weight, bias, low_rank)
+
+    def _hook_on_logits(self, head):
+        """Why the loss must be computed from logits, if a hook uses them or their gradient; else None."""
+        if not isinstance(head, nn.Module):  # the stand-in of a trial
+            return None
+        # The head of the model may be PEFT's wrapper of this one.
+        for module in (head, self.recipe.head_of(self.owner)):
+            if (hook := changing_hook(module)) is not None:
+                return f"the forward hook {hook} of its head may change the logits{FROM_LOGITS}"
+            if (hook := gradient_hook(module)) is not None:
+                return f"the backward hook {hook} of its head gets the gradient of the logits{FROM_LOGITS}"
+        return None
 
     @staticmethod
     def output_of_head(loss, hidden):
