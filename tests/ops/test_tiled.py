@@ -383,6 +383,37 @@ def test_modules_with_projections_that_are_not_plain(device, activation):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_pre_hook"])
+def test_modules_whose_projections_have_hooks(device, register):
+    """They are called, with one shard of tokens each time."""
+    module = liger.nn.TiledSwiGLUMLP(config(), num_shards=3, device=device)
+    x, rows = torch.randn(2, 5, 16, device=device, requires_grad=True), []
+    wanted, upstream = [x, *module.parameters()], torch.randn_like(x)
+    expected = grads(module(x), wanted, upstream)
+
+    def hook(module, values, output=None):
+        rows.append((values[0] if output is None else output).shape[:-1].numel())
+
+    handle = getattr(module.up_proj, register)(hook)
+    found = grads(module(x), wanted, upstream)
+    # A forward runs again in the backward.
+    assert rows == [4, 4, 2] * (2 if register == "register_forward_hook" else 1)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    rows.clear()
+    module(x)
+    assert not rows
+
+
+def test_modules_with_a_projection_that_has_no_weight(device):
+    module = liger.nn.TiledSwiGLUMLP(config(), num_shards=3, device=device)
+    x = torch.randn(2, 5, 16, device=device)
+    expected = module(x)
+    module.gate_proj = nn.Sequential(module.gate_proj)
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_modules_refuse_another_activation():
     with pytest.raises(
         ValueError, match="TiledSwiGLUMLP: the activation of the configuration is 'gelu', expected"

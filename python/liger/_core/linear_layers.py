@@ -37,6 +37,24 @@ def computes_linear_alone(layer: nn.Module) -> bool:
     )
 
 
+def needs_no_call(layer: nn.Module) -> bool:
+    """Whether an op may read weight and bias of a layer instead of calling it: no LoRA, not quantised, no hooks.
+
+    Global hooks do not count.
+    """
+    if not computes_linear_alone(layer):
+        return False
+    # The hooks of ZeRO-3 only gather the weight, and reading the weight gathers it as well.
+    partitioned = hasattr(layer.weight, "ds_id")
+    hooks = (
+        layer._forward_hooks,
+        layer._forward_pre_hooks,
+        layer._backward_hooks,
+        layer._backward_pre_hooks,
+    )
+    return partitioned or not any(hooks)
+
+
 def caller_owns_output(layer: nn.Module) -> bool:
     """Whether the caller of a linear layer alone has its output, so that a later backward may overwrite it.
 

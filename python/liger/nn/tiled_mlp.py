@@ -9,7 +9,7 @@ from torch import nn
 
 from .._core.arguments import ANYTHING, BYTES, COUNT, DTYPE, arguments
 from .._core.dtensor import is_dtensor
-from .._core.linear_layers import computes_linear_alone
+from .._core.linear_layers import computes_linear_alone, needs_no_call
 from .._core.types import Activation, Device
 from .._tiled import tiled
 from ..ops.geglu import geglu
@@ -30,10 +30,10 @@ _GELU: dict[str, Activation] = {
 class _TiledMLP(nn.Module):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
-    Plain projections are modules only for the names of their parameters: the forward does not call them, so hooks on
-    the projections do not run. With others (LoRA, quantised) the forward calls all of them, shard by shard. DDP, FSDP
-    and ZeRO-1 and 2 have their hooks on this module, on a layer around it, or on the parameters; ZeRO-3 gathers a
-    parameter when a module's attribute is read.
+    Plain projections are modules only for the names of their parameters: the forward does not call them. With others
+    (LoRA, quantised, with hooks) the forward calls all of them, shard by shard. DDP, FSDP and ZeRO-1 and 2 have their
+    hooks on this module, on a layer around it, or on the parameters; ZeRO-3 gathers a parameter when a module's
+    attribute is read.
     """
 
     _activations: dict[str, Activation]
@@ -74,8 +74,10 @@ class _TiledMLP(nn.Module):
 
     @arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        if not all(map(computes_linear_alone, (gate, up, down))):
+        gate, up, down = projections = self.gate_proj, self.up_proj, self.down_proj
+        # Those who shard a weight leave hooks on its layer. For DTensors this module does what they do.
+        sharded = any(is_dtensor(getattr(p, "weight", None)) for p in projections)
+        if not all(map(computes_linear_alone if sharded else needs_no_call, projections)):
             return tiled(self._of_modules, x, num_shards=self._shards(x))
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
         if is_dtensor(weights[0]):
@@ -176,8 +178,8 @@ class TiledSwiGLUMLP(_TiledMLP):
 
     The submodules have the names of LlamaMLP's, so state dicts are compatible. Weights may be DTensors, sharded
     column-wise (gate_proj, up_proj) and row-wise (down_proj) along one dimension of a mesh, and replicated along the
-    others. Projections that are no plain linear layers (LoRA, quantised) run by :func:`liger.tiled`, which recomputes
-    more and takes no memory_budget.
+    others. Projections that are no plain linear layers (LoRA, quantised) or have hooks run by :func:`liger.tiled`,
+    which recomputes more and takes no memory_budget; hooks are called for each shard, also in the backward.
 
     Raises:
         TypeError: an option of another type, an x that is not a tensor.

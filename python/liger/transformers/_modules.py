@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from .._core.dtensor import is_dtensor
 from .._core.gated import GELU_NAMES
-from .._core.linear_layers import caller_owns_output, computes_linear_alone
+from .._core.linear_layers import caller_owns_output, needs_no_call
 from .._tiled import tiled
 from ..ops.geglu import geglu, geglu_packed
 from ..ops.swiglu import swiglu, swiglu_packed
@@ -137,19 +137,10 @@ class TiledMLPRecipe:
                 return original.forward(self, *args, **kwargs)
             projections = [getattr(self, name) for name in (*recipe.inputs, "down_proj")]
             activations = (getattr(self, name, None) for name in _ACTIVATION_NAMES)
-            if all(map(_is_plain_linear, projections)) and not any(map(is_hooked, activations)):
+            alone = all(needs_no_call(p) and not is_dtensor(p.weight) for p in projections)
+            if alone and not any(map(is_hooked, activations)):
                 return recipe.run(self, args[0])
             function = functools.partial(original.forward, self)
             return tiled(function, args[0], num_shards=recipe._shards(args[0]))
 
         return {"forward": functools.wraps(original.forward)(forward)}
-
-
-def _is_plain_linear(projection):
-    """Whether a layer is a plain nn.Linear without hooks, with an unsharded weight that is not quantised."""
-    if not computes_linear_alone(projection) or is_dtensor(projection.weight):
-        return False
-    # The hooks of ZeRO-3 only gather the weight, and reading the weight gathers it as well.
-    partitioned = hasattr(projection.weight, "ds_id")
-    hooks = (projection._forward_hooks, projection._forward_pre_hooks, projection._backward_hooks)
-    return partitioned or not any(hooks)
