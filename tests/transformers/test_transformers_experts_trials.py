@@ -66,6 +66,16 @@ class Unweighted(Experts):
         return out
 
 
+class StoppedActivation(Experts):
+    def gated(self, gate, up):
+        return self.act_fn(gate).detach() * up
+
+
+class StoppedWeights(Experts):
+    def scaled(self, out, weights):
+        return out * weights.detach()
+
+
 class OneMoreExpert(Experts):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         return super().forward(hidden_states, top_k_index, top_k_weights) + hidden_states
@@ -102,6 +112,8 @@ def test_the_plain_form():
         (Unweighted, "an activation that liger has"),
         (OneMoreExpert, "an activation that liger has"),
         (lambda: Experts(nn.ReLU()), "an activation that liger has"),
+        (StoppedActivation, "its gradients are not those of the op"),
+        (StoppedWeights, "its gradients are not those of the op"),
         (Dropout, "in training it computes something else"),
         (OwnWeight, "other parameters than two projections"),
         (lambda: Experts(layout=(10, 8)), "the shapes of its projections"),

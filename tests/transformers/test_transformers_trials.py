@@ -89,6 +89,18 @@ def test_an_mlp_that_is_random_in_training_is_left(module, mode):
     assert module.act_fn.training == (mode == "train")
 
 
+class Stopped(MLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_an_mlp_with_other_gradients_is_left(tiled):
+    module = Stopped()
+    found = _behaviour.mlp_to_tile(module, None) if tiled else _behaviour.mlp(module, GATED, True)
+    assert found == "its gradients are not those of the op"
+
+
 def test_a_flag_of_the_module_decides():
     module = ClampedInputs()
     module.limit = float("inf")

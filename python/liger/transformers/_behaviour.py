@@ -3,9 +3,11 @@
 A trial runs the forward of a module that looks like an MLP (norms: _norms.py, activations: _activations.py, attention:
 _rotary.py, decoder layers: _layers.py, causal language models: _causal_lm.py) on a few random numbers, small and large
 ones, in evaluation and in training. It uses a stand-in: an object of the same class without the parameters. A module is
-patched only if the op that would replace it gives the same results. Each function returns a recipe, a string with the
-reason for leaving the module alone, or None for a module of another kind.
+patched only if the op that would replace it gives the same results and the same gradient of its input. Each function
+returns a recipe, a string with the reason for leaving the module alone, or None for a module of another kind.
 """
+
+import functools
 
 import torch
 
@@ -53,6 +55,7 @@ def _mlp(module, recipes, activations):
         return _trials.IN_TRAINING
     for recipe in recipes(inputs, act_name):
         if _trials.error(recipe.run(stand_in, x), expected) <= 1:
-            return recipe
+            ours, theirs = functools.partial(recipe.run, stand_in), type(stand_in).forward.__get__(stand_in)
+            return recipe if _trials.same_gradients(ours, theirs, x) else _trials.OTHER_GRADIENTS
     formula = " or ".join(dict.fromkeys(name.partition("_")[0] + "(gate)" for name in activations))
     return f"with {type(getattr(module, act_name)).__name__} it does not compute down({formula} * up)"
