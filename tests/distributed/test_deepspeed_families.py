@@ -5,6 +5,7 @@ import pytest
 import ranks
 import torch
 from test_deepspeed import deepspeed
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -67,6 +68,39 @@ def run(
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_matches_plain_model(name, bfloat16):
     run(name, bfloat16=bfloat16)
+
+
+class _OpsOfLiger(TorchDispatchMode):
+    """Collects the names of liger's ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "liger":
+            self.names.add(func._schema.name)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_op_runs(name):
+    """ZeRO-3 has hooks on every module, activations included."""
+    batch = families.to(families.batches(name)[0][ranks.RANK], ranks.DEVICE)
+    plain, engine = families.patched(families.make(name), name), None
+    with _OpsOfLiger() as expected:
+        plain.train()(**batch)
+    assert any("swiglu" in op or "geglu" in op or "experts" in op for op in expected.names)
+    try:
+        engine = engine_of(families.patched(families.make(name), name))
+        with _OpsOfLiger() as found:
+            engine(**batch)
+    finally:
+        if engine is not None:
+            engine.destroy()
+    # The weights of norms are gathered in their own calls.
+    fused = {op for op in expected.names if "fused_add_rms_norm" in op or "qk_norm_rope" in op}
+    assert expected.names - fused <= found.names
 
 
 @pytest.mark.parametrize("name", families.MOE)

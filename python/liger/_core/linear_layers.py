@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks
 
+from .module_hooks import ZERO, first_hook, hooks_of
 from .quantised import is_quantised
 
 # Packages with linear layers, and adapters around them, that save no output of theirs for the backward.
@@ -45,26 +46,20 @@ def needs_no_call(layer: nn.Module) -> bool:
     if not computes_linear_alone(layer):
         return False
     # The hooks of ZeRO-3 only gather the weight, and reading the weight gathers it as well.
-    partitioned = hasattr(layer.weight, "ds_id")
-    hooks = (
-        layer._forward_hooks,
-        layer._forward_pre_hooks,
-        layer._backward_hooks,
-        layer._backward_pre_hooks,
-    )
-    return partitioned or not any(hooks)
+    return first_hook(hooks_of(layer), ZERO if hasattr(layer.weight, "ds_id") else ()) is None
 
 
 def caller_owns_output(layer: nn.Module) -> bool:
     """Whether the caller of a linear layer alone has its output, so that a later backward may overwrite it.
 
-    False if a forward hook has seen the output, and for a layer of an unknown class or forward: its backward may read
-    the output, as that of a sigmoid does. False in compiled code, which writes nothing in place.
+    False if a forward hook (other than those of ZeRO-3) has seen the output, and for a layer of an unknown class or
+    forward: its backward may read the output, as that of a sigmoid does. False in compiled code, where nothing is
+    written in place.
     """
     if torch.compiler.is_compiling() or _global_forward_hooks:
         return False
     inner: Any = layer
-    while _saves_no_output(inner) and not inner._forward_hooks:
+    while _saves_no_output(inner) and first_hook((inner._forward_hooks,), ZERO) is None:
         # An adapter that is merged or disabled returns the output of its base layer.
         adapted = inner._modules.get("base_layer")
         if adapted is None:

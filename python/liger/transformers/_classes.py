@@ -16,6 +16,7 @@ from torch.nn.modules import module as hooks_of_all
 from transformers.modeling_utils import PreTrainedModel
 
 from .._core.linear_layers import is_forward_of_class, overrides_forward
+from .._core.module_hooks import ZERO, first_hook, hooks_of
 
 
 @functools.cache
@@ -104,19 +105,11 @@ def overriding_forward(module):
 
 
 def is_hooked(activation):
-    """Whether an activation is a module with hooks, which an op that contains the activation would not call."""
-    return isinstance(activation, nn.Module) and _has_hooks(activation)
+    """Whether an activation is a module with hooks, which an op that contains the activation would not call.
 
-
-def _has_hooks(module):
-    return any(
-        (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
+    Those of ZeRO-3 do not count, since an activation has no weight to be gathered.
+    """
+    return isinstance(activation, nn.Module) and first_hook(hooks_of(activation), ZERO) is not None
 
 
 # Their hooks gather weights, move and cast tensors, and count; those of others may use the output and its gradient.
@@ -125,12 +118,12 @@ _KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "deepspeed.", "liger."
 
 def changing_hook(module):
     """The name of a forward hook of a module, or of all modules, that may change the output; None if there is none."""
-    return _unknown_hook(module._forward_hooks, hooks_of_all._global_forward_hooks)
+    return _name_of_unknown(module._forward_hooks, hooks_of_all._global_forward_hooks)
 
 
 def gradient_hook(module):
     """The name of a backward hook that gets the gradient of the output; None if there is none."""
-    return _unknown_hook(
+    return _name_of_unknown(
         module._backward_hooks,
         module._backward_pre_hooks,
         hooks_of_all._global_backward_hooks,
@@ -138,20 +131,17 @@ def gradient_hook(module):
     )
 
 
-def _unknown_hook(*tables):
-    for table in tables:
-        for hook in table.values():
-            while isinstance(hook, functools.partial):
-                hook = hook.func
-            if not (getattr(hook, "__module__", None) or "").startswith(_KNOWN_HOOKS):
-                return getattr(hook, "__qualname__", type(hook).__qualname__)
-    return None
+def _name_of_unknown(*tables):
+    hook = first_hook(tables, _KNOWN_HOOKS)
+    return None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def is_called_plainly(module):
     """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
     return (
-        not _has_hooks(module) and not overrides_forward(module) and not hooks_of_all._has_any_global_hook()
+        not any(hooks_of(module))
+        and not overrides_forward(module)
+        and not hooks_of_all._has_any_global_hook()
     )
 
 
