@@ -95,8 +95,9 @@ def dpo(folder, policy=None, reference=True, data=None, **options):
     )  # fmt: skip
 
 
-def kto(folder, reference=True, **options):
-    data = rows(8, prompt=(2, 5), completion=(1, 7)).add_column("label", [True, False, False, True] * 2)
+def kto(folder, reference=True, data=None, **options):
+    if data is None:
+        data = rows(8, prompt=(2, 5), completion=(1, 7)).add_column("label", [True, False, False, True] * 2)
     others = {"peft_config": options.pop("peft_config", None)}
     if reference:
         others["ref_model"] = model(0.05)

@@ -16,6 +16,13 @@ def lora(**options):
     return peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **options)
 
 
+def prompt_tuning(virtual_tokens):
+    """None for 0."""
+    if not virtual_tokens:
+        return None
+    return peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=virtual_tokens)
+
+
 # --- DPO ----------------------------------------------------------------------------------------------------------
 
 
@@ -27,6 +34,7 @@ def lora(**options):
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]},
         {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
         {"loss_type": ["ipo", "sft"]},
+        {"loss_type": ["sigmoid", "ipo"], "loss_weights": [0.7, 0.2]},
         {"loss_type": ["sft"]},
         {"loss_type": ["exo_pair"], "label_smoothing": 0.01},
         {"loss_type": ["apo_zero"], "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2},
@@ -39,11 +47,27 @@ def test_dpo(tmp_path, options):
     made.assert_same_training(lambda: made.dpo(tmp_path, **options))
 
 
+@pytest.mark.parametrize("loss_type", [["ipo"], ["sigmoid"], ["ipo", "sft"]], ids=",".join)
+@pytest.mark.parametrize("virtual_tokens", [0, 3])
+def test_answers_that_begin_the_sequence(tmp_path, loss_type, virtual_tokens):
+    """Their first token has no position that predicts it: it is no term of a sum, but counts in the means of ipo."""
+    data = made.rows(8, prompt=(0, 2), chosen=(1, 7), rejected=(2, 6))
+    assert any(not row["prompt"].strip() for row in data)
+
+    def make():
+        torch.manual_seed(9)
+        config = prompt_tuning(virtual_tokens)
+        return made.dpo(
+            tmp_path, reference=config is None, data=data, peft_config=config, loss_type=loss_type
+        )
+
+    made.assert_same_training(make)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"loss_type": ["sigmoid", "aot"], "loss_weights": [1.0, 0.3]},
-        {"loss_type": ["sigmoid", "ipo"]},
         {"loss_type": ["aot"]},
         {"ld_alpha": 0.5},
         {"use_weighting": True},
@@ -96,15 +120,18 @@ def test_dpo_with_adapters(tmp_path, own_adapter, modules_to_save):
     made.assert_same_training(make)
 
 
-@pytest.mark.parametrize("make", ["dpo", "sft"])
+@pytest.mark.parametrize("make", ["dpo", "sft", "sft of texts", "dft of texts"])
 def test_prompt_tuning(tmp_path, make):
-    """Virtual tokens before those of the batch."""
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    """Virtual tokens before those of the batch. The last one predicts the first token of a text."""
+    config = prompt_tuning(3)
 
     def trainer():
         torch.manual_seed(9)
         if make == "sft":
             return made.sft(tmp_path, peft_config=config)
+        if "of texts" in make:
+            kind = "dft" if make.startswith("dft") else "nll"
+            return made.sft(tmp_path, made.rows(8, text=(3, 9)), peft_config=config, loss_type=kind)
         return made.dpo(tmp_path, reference=False, peft_config=config)
 
     made.assert_same_training(trainer)
@@ -182,6 +209,19 @@ def test_a_report_names_the_loss_once(tmp_path, kind):
 
 
 # --- KTO ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("virtual_tokens", [0, 3])
+def test_kto_answers_that_begin_the_sequence(tmp_path, virtual_tokens):
+    data = made.rows(8, prompt=(0, 2), completion=(1, 7))
+    data = data.add_column("label", [True, False, False, True] * 2)
+
+    def make():
+        torch.manual_seed(9)
+        config = prompt_tuning(virtual_tokens)
+        return made.kto(tmp_path, reference=config is None, data=data, peft_config=config)
+
+    made.assert_same_training(make)
 
 
 @pytest.mark.parametrize(

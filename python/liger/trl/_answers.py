@@ -1,18 +1,22 @@
 """Cropping of a batch to its answers, so that the GEMMs of the lm_head skip prompts and padding."""
 
 import torch
+from torch.nn.functional import pad
 
 from ..losses import TokenStatistics
 
 
 class AnswerWidth:
-    """The longest span from the first to the last valid token, over the rows of a mask (S, L).
+    """The longest span from the first to the last valid token, over the rows of a mask (S, L) of targets.
+
+    Attributes:
+        length: L.
 
     The copy to the host is asynchronous and finishes while the model runs; ``int()`` waits for it.
     """
 
     def __init__(self, mask):
-        mask = mask != 0
+        mask, self.length = mask != 0, mask.shape[1]
         column = torch.arange(mask.shape[1], device=mask.device)
         last = torch.where(mask, column, -1).amax(1)
         span = torch.where(last >= 0, last - _first(mask) + 1, 1).amax()
@@ -23,6 +27,11 @@ class AnswerWidth:
             self._event.record()
         else:
             self._number = span
+
+    @classmethod
+    def of_tokens(cls, mask):
+        """From a mask (S, L) of tokens: the target of each position is the next token."""
+        return cls(pad(mask[:, 1:], (0, 1)))
 
     def __int__(self):
         if self._event is not None:
@@ -38,12 +47,17 @@ def _first(mask):
 def crop_to_answers(function, answer_width, *others):
     """Wraps ``function(hidden, weight, bias, target, *others)`` so that it gets ``answer_width`` columns per sequence.
 
-    The columns of a sequence start at its first valid token. The returned TokenStatistics are scattered to (S, L).
+    The columns of a sequence start at its first valid token. Targets before the last ``answer_width.length`` columns
+    are ignored: the last virtual token of prompt learning predicts the first token, which the trainer does not score.
+    The returned TokenStatistics are scattered to (S, L).
     """
 
     def cropped(hidden, weight, bias, target):
         sequences, length = target.shape
         width, moved = int(answer_width), [t.to(target.device) for t in others]
+        if length > answer_width.length:
+            column = torch.arange(length, device=target.device)
+            target = target.masked_fill(column < length - answer_width.length, -100)
         if width >= length:
             return function(hidden, weight, bias, target, *moved)
         start = _first(target != -100).clamp(max=length - width)

@@ -3,7 +3,8 @@
 import torch
 from trl import DPOTrainer, KTOTrainer
 
-from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss, PreferenceLoss
+from ..losses import FusedLinearDPOLoss, FusedLinearKTOLoss, FusedLinearLoss
+from ..losses._batch import as_scalar
 from ..losses.preference import DPO_LOSS_TYPES
 from ..losses.unpaired import KTO_LOSS_TYPES
 from ._adapter import LossProxy, LossWithStatistics, add_heads, overriding, replace
@@ -28,15 +29,18 @@ def adapt_dpo(trainer):
     loss_of = LossWithStatistics(_WeightedLosses, trainer=trainer, **head.transform._asdict())
 
     def compute_loss(original, model, inputs, return_outputs):
-        ref_logps, answer_width = {}, AnswerWidth(inputs["completion_mask"][:, 1:])
+        ref_logps, answer_width = {}, AnswerWidth.of_tokens(inputs["completion_mask"])
         if not trainer.precompute_ref_logps:
             pair = trainer.compute_ref_log_probs(_reference(trainer), inputs)
             ref_logps = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), pair, strict=True))
         inputs = {**inputs, **ref_logps}
         references = torch.cat((inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]))
+        # Of the tokens, not of the targets: an answer that begins the sequence has no target for its first token.
+        lengths = inputs["completion_mask"].sum(1)
 
         def function(hidden, weight, bias, target):
-            return loss_of(weight, hidden, target, bias, ref_logps=references.to(hidden.device))
+            device = hidden.device
+            return loss_of(hidden, weight, target, bias, references.to(device), lengths.to(device))
 
         policy = LossProxy(model, crop_to_answers(function, answer_width))
         with overriding(trainer, precompute_ref_logps=True):
@@ -51,18 +55,18 @@ def adapt_dpo(trainer):
 _LIKELIHOOD = "sft"
 
 
-class _WeightedLosses(PreferenceLoss):
+class _WeightedLosses(FusedLinearLoss):
     """The weighted sum of the loss types of a DPOTrainer, from one pass over the logits."""
 
+    unit = "pair"
+
     def __init__(self, *, trainer, **options):
+        super().__init__(**options)
         weights = list(zip(trainer.loss_types, trainer.loss_weights, strict=True))
-        pairs = [(kind, weight) for kind, weight in weights if kind != _LIKELIHOOD]
-        super().__init__(
-            beta=trainer.beta, compute_nll_loss=len(pairs) < len(weights), use_ref_model=True,
-            alpha=sum(weight for kind, weight in weights if kind == _LIKELIHOOD),
-            average_log_prob=any(kind == "ipo" for kind, _ in pairs), **options,
-        )  # fmt: skip
-        self.terms = tuple((self._loss(trainer, kind), weight) for kind, weight in pairs)
+        self.alpha = sum(weight for kind, weight in weights if kind == _LIKELIHOOD)
+        self.terms = tuple(
+            (self._loss(trainer, kind), weight) for kind, weight in weights if kind != _LIKELIHOOD
+        )
 
     @staticmethod
     def _loss(trainer, kind):
@@ -72,12 +76,27 @@ class _WeightedLosses(PreferenceLoss):
             label_smoothing=trainer.label_smoothing if kind in ("exo_pair", "robust") else 0.0,
         )  # fmt: skip
 
-    def preference_loss(self, chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps):
-        scores = chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps
-        total = torch.zeros_like(chosen_logps)
+    def compute(self, logprobs, entropy, *, ref_logps, lengths, pairs, tokens):
+        ratios = logprobs.sum(-1) - ref_logps
+        nothing = torch.zeros_like(ratios)
+        total = -self.alpha * logprobs[0].sum(-1) / tokens
         for loss, weight in self.terms:
-            total = total + weight * loss.preference_loss(*scores)
+            of_term = ratios / lengths if loss.average_log_prob else ratios
+            total = total + weight * loss.preference_loss(*of_term, *nothing) / pairs
         return total
+
+    def forward(self, hidden, weight, target, bias, ref_logps, lengths):
+        """(loss, log-probabilities) of pairs; ``ref_logps`` (S,): sums of the reference, ``lengths`` (S,): tokens of
+        the answers."""
+        batch = self.batch(hidden, target)
+        half = batch.shape[0] // 2
+        pairs = as_scalar("pairs", max(half, 1), batch)
+        loss, logprobs, _ = self.run(
+            batch, weight, bias,
+            given={"ref_logps": batch.upcast(ref_logps), "lengths": lengths.clamp_min(1)},
+            shared={"pairs": pairs, "tokens": batch.valid[:half].sum().clamp_min(1)}, divisor=lambda: pairs,
+        )  # fmt: skip
+        return loss, logprobs
 
 
 def _why_not_dpo(trainer):
@@ -88,8 +107,6 @@ def _why_not_dpo(trainer):
     likelihood = weights.pop(_LIKELIHOOD, 0.0)
     if not set(weights) <= set(DPO_LOSS_TYPES) or likelihood < 0:
         return f"loss_type={trainer.loss_types}, loss_weights={trainer.loss_weights}"
-    if "ipo" in weights and len(weights) > 1:
-        return f"loss_type={trainer.loss_types}: ipo takes means over tokens, the others sums"
     if trainer.ld_alpha is not None:
         return f"ld_alpha={trainer.ld_alpha}"
     if trainer.f_divergence_type != "reverse_kl":
@@ -114,7 +131,7 @@ def adapt_kto(trainer):
     def compute_loss(original, model, inputs, return_outputs):
         device = trainer.accelerator.device
         inputs = {name: v.to(device) if isinstance(v, torch.Tensor) else v for name, v in inputs.items()}
-        answer_width = AnswerWidth(inputs["completion_mask"][:, 1:])
+        answer_width = AnswerWidth.of_tokens(inputs["completion_mask"])
         mismatched = trainer._compute_kl_logps(model, inputs)
         if not trainer.precompute_ref_logps:
             pair = trainer.compute_ref_log_probs(_reference(trainer), inputs)
