@@ -100,9 +100,9 @@ def test_policies(device, data):
             size = loss.detach().abs()
             if beta:
                 gap = scores.reference_tokens[rows] - logp
-                divergence = torch.exp(gap) - gap - 1
+                divergence = (torch.exp(gap) - gap - 1) * (ratio if corrected else 1.0)
                 kls.append(divergence.detach().sum())
-                divergence = beta * divergence * (ratio if corrected else 1.0)
+                divergence = beta * divergence
                 loss, size = loss + divergence, size + divergence.detach()
             entropies.append(scores.entropies[rows].sum())
             length = len(rows) if kind in ("grpo", "sapo") else 1

@@ -158,9 +158,12 @@ def test_clip_ratio(device, kind):
     assert (metrics.clip_ratio > 0) == (kind not in ("sapo", "vespo"))
 
 
-def test_metrics_and_reference_model(device):
+@pytest.mark.parametrize("corrected", [False, True])
+def test_metrics_and_reference_model(device, corrected):
     hidden, weight, target, bias, advantages, old, ref, _ = batch(device)
-    module = losses.FusedLinearGRPOLoss(entropy_coef=0.1, epsilon_low=0.1, epsilon_high=0.2)
+    module = losses.FusedLinearGRPOLoss(
+        entropy_coef=0.1, epsilon_low=0.1, epsilon_high=0.2, use_bias_correction_kl=corrected
+    )
     live = target != IGNORED
     metrics = module(hidden, weight, target, None, advantages, bias, ref, old)[1]
     rows = [plain.token_logprobs(x, weight, y, bias) for x, y in zip(hidden, target, strict=True)]
@@ -171,7 +174,8 @@ def test_metrics_and_reference_model(device):
     assert 0 < clipped.mean() < 1
     torch.testing.assert_close(metrics.logprobs[live], logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(metrics.entropy, entropy.mean(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(metrics.kl.double(), (gap.exp() - gap - 1).mean(), rtol=1e-4, atol=1e-6)
+    kl = (gap.exp() - gap - 1) * (ratio.double() if corrected else 1.0)
+    torch.testing.assert_close(metrics.kl.double(), kl.mean(), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(metrics.clip_ratio, clipped.mean())
     assert not metrics.logprobs.requires_grad
     ref_hidden, ref_weight, *_ = make(device)

@@ -37,7 +37,8 @@ class PolicyMetrics(NamedTuple):
     """Metrics of policy optimisation, without gradients; means are over valid tokens.
 
     Attributes:
-        kl: scalar, the mean KL divergence from the reference in nats; None without a reference.
+        kl: scalar, the mean KL divergence from the reference in nats, with ``use_bias_correction_kl`` times the
+            importance weights, as in the loss; None without a reference.
         logprobs: (S, L) log-probabilities of the tokens in nats; 0 at ignored tokens.
         entropy: scalar, the mean entropy in nats; None if ``entropy_coef`` is 0.
         clip_ratio: scalar, the fraction of tokens whose importance weight is clipped by ``epsilon_low`` and
@@ -323,8 +324,12 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
             clipped = ((ratio < 1 - self.epsilon_low) & (advantages < 0)) | (
                 (ratio > 1 + self.epsilon_high) & (advantages > 0)
             )
+        kl = None
+        if ref is not None:
+            kl = self._kl(logprobs, batch.padded_valid(ref))
+            kl = mean(kl * ratio if self.use_bias_correction_kl else kl)
         return PolicyMetrics(
-            None if ref is None else mean(self._kl(logprobs, batch.padded_valid(ref))),
+            kl,
             logprobs,
             None if entropy is None else mean(entropy),
             mean(clipped.to(logprobs.dtype)),
