@@ -223,3 +223,37 @@ def test_the_distribution_builds(tmp_path):
     assert status == 0, errors
     status, output, errors = python("-c", code, path=[target])
     assert (status, output) == (0, "0.8.5+liger.ops\n"), errors
+
+
+@pytest.mark.parametrize("package", ["trl", "transformers", "triton"])
+def test_star_imports_without_a_package(package):
+    """Names that need it are left out, and one that is asked for says what it needs."""
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+import inspect, liger.compat
+from liger.compat._names import MODULES
+for module in MODULES:
+    exec(f"from {{module}} import *")
+    inspect.getmembers(sys.modules[module])
+print(LigerCrossEntropyLoss.__name__)
+names = dict(trl="transformers.trainer.LigerORPOTrainer", transformers="transformers.AutoLigerKernelForCausalLM",
+             triton="ops.utils.torch_to_triton_dtype")
+module, _, name = names[{package!r}].rpartition(".")
+exec(f"from liger_kernel.{{module}} import {{name}}")
+"""
+    status, output, errors = python("-c", code)
+    assert (status, output) == (1, "LigerCrossEntropyLoss\n"), errors
+    assert f"needs {package}, which is not installed" in errors
+
+
+def test_the_star_import_of_liger_kernel_transformers():
+    """It has the functions with an underscore that liger_kernel lists, and does not import TRL."""
+    pytest.importorskip("transformers")
+    code = """
+import sys, liger.compat
+from liger_kernel.transformers import *
+print(_apply_liger_kernel.__name__, _apply_liger_kernel_to_instance.__name__, "trl" in sys.modules)
+"""
+    status, output, errors = python("-c", code)
+    assert status == 0 and output == "_apply_liger_kernel _apply_liger_kernel_to_instance False\n", errors

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .._core.environment import environment_flag
-from ._names import MODULES
+from ._names import MODULES, is_starred, needed_package
 
 ROOT = "liger_kernel"
 # The release of liger-kernel whose names, argument order and return values these are.
@@ -69,8 +69,17 @@ class _Finder(importlib.metadata.DistributionFinder):
 _finder = _Finder()
 
 
+def _is_importable(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    return importlib.util.find_spec(package) is not None
+
+
 def provide(module: ModuleType) -> None:
     """Gives a module of liger_kernel its names; each is imported from liger at first use.
+
+    Names that need a package which is not installed (TRL, for example) are neither in ``__all__`` nor in ``dir``; using
+    one raises an ImportError that says so.
 
     Args:
         module: a module whose name is in the table; its ``__getattr__``, ``__dir__`` and ``__all__`` are set.
@@ -84,13 +93,21 @@ def provide(module: ModuleType) -> None:
                 f"liger.compat: {name} has no '{attribute}', only {', '.join(sorted(sources))} (docs/compat.md)"
             )
         source, _, original = sources[attribute].partition(":")
+        package = needed_package(source, attribute)
+        if package is not None and not _is_importable(package):
+            raise ImportError(f"liger.compat: {name}.{attribute} needs {package}, which is not installed")
         value = getattr(importlib.import_module(f"liger.compat.{source}"), original or attribute)
         namespace[attribute] = value
         return value
 
     namespace["__getattr__"] = getattribute
-    namespace["__dir__"] = lambda: sorted({*namespace, *sources})
-    namespace["__all__"] = [attribute for attribute in sources if not attribute.startswith("_")]
+    available = [
+        attribute
+        for attribute, source in sources.items()
+        if (package := needed_package(source, attribute)) is None or _is_importable(package)
+    ]
+    namespace["__dir__"] = lambda: sorted({*namespace, *available})
+    namespace["__all__"] = [attribute for attribute in available if is_starred(name, attribute)]
     if name == ROOT:
         namespace["__version__"] = VERSION
 

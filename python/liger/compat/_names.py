@@ -115,10 +115,34 @@ _COLLECTED = {
     "ops": ("ops.", {"ops.utils", "ops.backends.registry", "ops.grpo_loss"}),
     "ops.backends": ("ops.backends.", set()),
     "chunked_loss": ("chunked_loss.", {"chunked_loss.functional", "chunked_loss.fused_linear_distillation"}),
-    "transformers": ("transformers.", {"transformers.functional", "transformers.model.loss_utils"}),
+    "transformers": (
+        "transformers.",
+        {"transformers.functional", "transformers.model.loss_utils", "transformers.trainer.orpo_trainer"},
+    ),
     "transformers.trainer": ("transformers.trainer.", set()),
     "transformers.model": (None, set()),
 }
+
+# Modules of liger.compat, and names, that need another package than torch.
+_NEEDED = {
+    "_auto": "transformers",
+    "_causal_loss": "transformers",
+    "_orpo_trainer": "trl",
+    "_patching": "transformers",
+    "torch_to_triton_dtype": "triton",
+}
+# Names with an underscore that ``from ... import *`` binds all the same.
+_STARRED = {"liger_kernel.transformers": ("_apply_liger_kernel", "_apply_liger_kernel_to_instance")}
+
+
+def needed_package(source: str, name: str) -> str | None:
+    """The package without which a name of a module of liger.compat cannot be imported, or None."""
+    return _NEEDED.get(name) or _NEEDED.get(source)
+
+
+def is_starred(module: str, name: str) -> bool:
+    """Whether ``from module import *`` binds a name of a module of ``liger_kernel``."""
+    return not name.startswith("_") or name in _STARRED.get(module, ())
 
 
 def _tables() -> dict[str, dict[str, str]]:
