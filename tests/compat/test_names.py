@@ -64,6 +64,19 @@ def test_the_classes_of_the_root_are_those_of_the_modules():
         assert callable(getattr(liger_kernel.transformers, name))
 
 
+def test_functional_has_the_keywords_of_liger_kernel():
+    from liger_kernel import functional
+
+    x, target = torch.randn(3, 4), torch.tensor([1, 0, 2])
+    loss, *_ = functional.cross_entropy(input=x, target=target)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(x, target))
+    torch.testing.assert_close(
+        functional.rms_norm(x=x, weight=torch.ones(4), in_place=False), torch.rms_norm(x, (4,), eps=1e-6)
+    )
+    log_probs = x.log_softmax(-1)
+    assert functional.jsd(_input=log_probs, target=log_probs).abs() < 1e-6
+
+
 def test_a_name_that_does_not_exist():
     with pytest.raises(ImportError, match=r"cannot import name 'LigerDyTFunction' from 'liger_kernel\.ops'"):
         from liger_kernel.ops import LigerDyTFunction  # noqa: F401

@@ -67,5 +67,9 @@ def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis, BLOCK_SIZE=None):
     return complex_rope(xq, xk, table if table.is_complex() else table.to(torch.complex64))
 
 
-liger_llama4_vision_rotary_pos_emb = liger_llama4_text_rotary_pos_emb
+def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
+    """:func:`liger_llama4_text_rotary_pos_emb` of the vision tower."""
+    return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci)
+
+
 LigerLlama4RopeFunction = function_class("LigerLlama4RopeFunction", liger_llama4_text_rotary_pos_emb)
