@@ -32,11 +32,18 @@ def _distil(loss_class):
         }  # fmt: skip
         teacher = (None if t is None else t.detach() for t in (teacher_input, teacher_weight, teacher_bias))
         inputs, weight, bias = teacher
-        loss = _loss(loss_class, tuple(options.items()))
-        return loss(student_input, student_weight, inputs, weight, true_labels, student_bias, bias)
+        tensors = student_input, student_weight, inputs, weight, true_labels, student_bias, bias
+        result = _loss(loss_class, tuple(options.items()))(*tensors)
+        if not return_soft_hard_loss or (weight_hard_loss and weight_soft_loss):
+            return result
+        # A term with factor 0 is no part of that result.
+        swapped = {"weight_hard_loss": weight_soft_loss, "weight_soft_loss": weight_hard_loss}
+        with torch.no_grad():
+            other = _loss(loss_class, tuple((options | swapped).items()))(*tensors)
+        return (result[0], result[1], other[2]) if weight_soft_loss else (result[0], other[1], result[2])
 
     apply.__doc__ = f"""The loss of :class:`liger.losses.{loss_class.__name__}`, or with ``return_soft_hard_loss``
-    (loss, distance, cross entropy)."""
+    (loss, distance, cross entropy), the last two without their factors, also where those are 0."""
     return apply
 
 

@@ -44,20 +44,22 @@ def liger_fused_linear_grpo(
     chunk_size=1, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, vespo_k_pos=2.0,
     vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0, num_items_in_batch=None,
 ):  # fmt: skip
-    """(loss, metrics) of :class:`liger.losses.FusedLinearGRPOLoss`; metrics are [KL divergence, clip ratio], or
-    [clip ratio] if beta is 0.
+    """(loss, metrics) of :class:`liger.losses.FusedLinearGRPOLoss`; metrics are (KL divergence, clip ratio), or
+    (clip ratio,) if beta is 0.
 
     Args:
         num_items_in_batch: tokens of all processes and micro-batches, for cispo, dapo and vespo; None: those of
             ``attention_mask`` in all processes, by one all-reduce.
-        use_ref_model: whether ``ref_input`` and ``ref_weight`` are used if there is no ``ref_per_token_logps``.
+        use_ref_model: False has the effect of a reference equal to the policy: the KL divergence is 0, whatever is
+            given for the reference.
     """
+    if not use_ref_model:
+        ref_per_token_logps = None
     if ref_per_token_logps is not None or not use_ref_model:
         ref_input = ref_weight = ref_bias = None
-    has_reference = ref_per_token_logps is not None or ref_input is not None
     options = {
-        "beta": beta if has_reference or use_ref_model else 0.0, "epsilon_low": epsilon_low,
-        "epsilon_high": epsilon_high, "loss_type": loss_type, "max_completion_length": max_completion_length,
+        "beta": beta if use_ref_model else 0.0, "epsilon_low": epsilon_low, "epsilon_high": epsilon_high,
+        "loss_type": loss_type, "max_completion_length": max_completion_length,
         "importance_sampling_level": importance_sampling_level, "sapo_temperature_pos": sapo_temperature_pos,
         "sapo_temperature_neg": sapo_temperature_neg, "temperature": temperature, "delta": delta,
         "use_bias_correction_kl": use_bias_correction_kl, "vespo_k_pos": vespo_k_pos,
@@ -71,8 +73,8 @@ def liger_fused_linear_grpo(
         _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
         old_per_token_logps, ref_input, ref_weight, ref_bias, vllm_is_ratio, divisor,
     )  # fmt: skip
-    kl = [] if beta == 0.0 else [loss.new_zeros(()) if metrics.kl is None else metrics.kl]
-    return loss, [*kl, metrics.clip_ratio]
+    kl = () if beta == 0.0 else (loss.new_zeros(()) if metrics.kl is None else metrics.kl,)
+    return loss, (*kl, metrics.clip_ratio)
 
 
 LigerFusedLinearGRPOFunction = function_class("LigerFusedLinearGRPOFunction", liger_fused_linear_grpo)
@@ -111,7 +113,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         ref_input: torch.Tensor | None = None, ref_weight: torch.Tensor | None = None,
         ref_bias: torch.Tensor | None = None, vllm_is_ratio: torch.Tensor | None = None,
         num_items_in_batch: Any = None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:  # fmt: skip
         return liger_fused_linear_grpo(
             _input, lin_weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
             old_per_token_logps, ref_input, ref_weight, ref_bias, self.beta, self.epsilon_low, self.epsilon_high,

@@ -18,6 +18,7 @@ from ..losses import (
     FusedLinearORPOLoss,
     FusedLinearSimPOLoss,
 )
+from ..losses.preference import _log1mexp
 from ._function_class import function_class
 
 
@@ -60,7 +61,9 @@ def liger_fused_linear_dpo(
     compute_nll_loss=False, compiled=True, use_ref_model=True, average_log_prob=False, chunk_size=1,
     loss_type="sigmoid", label_smoothing=0.0, discopop_tau=0.05, alpha=1.0,
 ):  # fmt: skip
-    """(loss, metrics) of :class:`liger.losses.FusedLinearDPOLoss`."""
+    """(loss, metrics) of :class:`liger.losses.FusedLinearDPOLoss`. ``label_smoothing`` is for exo_pair and robust."""
+    if loss_type not in ("exo_pair", "robust"):
+        label_smoothing = 0.0
     loss_of = _cached(
         FusedLinearDPOLoss, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha,
         use_ref_model=use_ref_model, average_log_prob=average_log_prob, loss_type=loss_type,
@@ -81,9 +84,7 @@ def liger_fused_linear_orpo(
         FusedLinearORPOLoss, ignore_index=ignore_index, beta=beta, compute_nll_loss=compute_nll_loss
     )  # fmt: skip
     loss, metrics = loss_of(weight, _input, target, bias, nll_target=nll_target)
-    chosen, rejected = (
-        logps - torch.log(-torch.expm1(logps)) for logps in (metrics.chosen_logps, metrics.rejected_logps)
-    )
+    chosen, rejected = (logps - _log1mexp(logps) for logps in (metrics.chosen_logps, metrics.rejected_logps))
     odds = chosen - rejected
     return loss, _metrics(metrics, _input, weight, bias, nn.functional.logsigmoid(odds).mean(), odds.mean())
 

@@ -152,7 +152,7 @@ def grpo(x, w, b):
 GIVEN = REF, OLD, None, None, None
 compare(
     "_policy", "LigerFusedLinearGRPOLoss",
-    lambda f, x, w, b: flat(f(0.3, True, False, 1, 0.1, 0.2)(x, w, IDS, MASK, ADVANTAGES, b, *GIVEN)), grpo, X, W, B,
+    lambda f, x, w, b: flat(f(0.3, True, True, 1, 0.1, 0.2)(x, w, IDS, MASK, ADVANTAGES, b, *GIVEN)), grpo, X, W, B,
 )  # fmt: skip
 compare(
     "_policy", "LigerFusedLinearGRPOFunction",
