@@ -30,9 +30,32 @@ class CrossEntropyOutput:
     predicted_tokens: torch.Tensor | None = None
 
 
-def _four(result):
-    """(loss, z_loss, token_accuracy, predicted_tokens) of a result of liger's ops."""
-    return (result, None, None, None) if isinstance(result, torch.Tensor) else tuple(result[:4])
+def _mean_divisor(target, ce_weight, ignore_index):
+    """What a mean divides by; 1 if all rows are ignored: that mean is 0 in liger_kernel, and NaN in liger."""
+    valid = target != ignore_index
+    if ce_weight is None:
+        return valid.sum().clamp_min(1)
+    classes = torch.where(valid, target, 0).clamp(0, ce_weight.shape[0] - 1)
+    weights = ce_weight.detach().to(accumulate_dtype(ce_weight.dtype))
+    total = torch.where(valid, weights[classes], 0.0).sum()
+    return torch.where(valid.any(), total, 1.0)
+
+
+def _four(op, *tensors, target, return_token_accuracy, return_predicted_tokens, **options):
+    """(loss, z_loss, token_accuracy, predicted_tokens) of one of liger's ops; what is not requested is None."""
+    per_row, ignore_index = options["reduction"] == "none", options["ignore_index"]
+    if options["reduction"] == "mean":
+        options["denominator"] = _mean_divisor(target, options["ce_weight"], ignore_index)
+    result = op(
+        *tensors, return_token_accuracy=return_token_accuracy and not per_row,
+        return_predicted_tokens=return_predicted_tokens or (return_token_accuracy and per_row), **options,
+    )  # fmt: skip
+    if isinstance(result, torch.Tensor):
+        return result, None, None, None
+    loss, z_loss, accuracy, predicted = result[:4]
+    if return_token_accuracy and per_row:
+        accuracy = ((predicted == target) & (target != ignore_index)).float()
+    return loss, z_loss, accuracy, predicted if return_predicted_tokens else None
 
 
 def _packed(result, *requested):
@@ -47,13 +70,15 @@ def _apply_cross_entropy(
     _input, target, weight=None, ignore_index=-100, lse_square_scale=0.0, label_smoothing=0.0, reduction="mean",
     softcap=None, return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False,
 ):  # fmt: skip
-    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not written."""
+    """(loss, z_loss, token_accuracy, predicted_tokens) of :func:`liger.cross_entropy`. ``_input`` is not written.
+
+    A mean over no rows is 0, and with ``reduction="none"`` the accuracy is one number per row.
+    """
     return _four(
-        cross_entropy(
-            _input, target, ce_weight=weight, ignore_index=ignore_index, lse_square_scale=lse_square_scale,
-            label_smoothing=label_smoothing, reduction=reduction, softcap=softcap, return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
-        )
+        cross_entropy, _input, target, target=target, ce_weight=weight, ignore_index=ignore_index,
+        lse_square_scale=lse_square_scale, label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
+        return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens,
     )  # fmt: skip
 
 
@@ -147,7 +172,8 @@ def _apply_fused_linear_cross_entropy(
 
     ``use_token_scaling`` multiplies the loss of each row by the probability of its target, without gradient.
     ``accum_dtype=None`` sums the gradient of the weight in float32. ``ce_impl``, ``ce_mode`` and ``chunk_mem_const``
-    have no effect: LIGER_BACKEND chooses kernels, LIGER_MEMORY_BUDGET the size of a chunk.
+    have no effect: LIGER_BACKEND chooses kernels, LIGER_MEMORY_BUDGET the size of a chunk. A mean over no rows is 0,
+    and with ``reduction="none"`` the accuracy is one number per row.
     """
     token_weight = None
     if use_token_scaling:
@@ -156,12 +182,10 @@ def _apply_fused_linear_cross_entropy(
                 _input, weight, target, bias, ignore_index=ignore_index, softcap=softcap
             ).exp()
     return _four(
-        fused_linear_ce(
-            _input, weight, target, bias, ce_weight=ce_weight, token_weight=token_weight, ignore_index=ignore_index,
-            lse_square_scale=lse_square_scale, label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
-            accum_dtype=accum_dtype, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-        )
+        fused_linear_ce, _input, weight, target, bias, target=target, ce_weight=ce_weight, token_weight=token_weight,
+        ignore_index=ignore_index, lse_square_scale=lse_square_scale, label_smoothing=label_smoothing,
+        reduction=reduction, softcap=softcap, accum_dtype=accum_dtype, return_z_loss=return_z_loss,
+        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ LOGITS, CE_WEIGHT = random(9, 11), random(11, seed=5, grad=False).abs()
 
 
 def loss_and_metrics(logits, target, z=0.0, smoothing=0.0, softcap=None, weight=None, reduction="mean"):
-    """(loss, z-loss, token accuracy, predicted tokens) of torch."""
+    """(loss, z-loss, token accuracy, predicted tokens) of torch; the accuracy is per row where the loss is."""
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     valid = target != IGNORED
@@ -18,7 +18,8 @@ def loss_and_metrics(logits, target, z=0.0, smoothing=0.0, softcap=None, weight=
     terms = z * torch.logsumexp(logits, -1).square() * valid
     z_loss = {"mean": terms.sum() / valid.sum(), "sum": terms.sum(), "none": terms}[reduction]
     predicted = torch.where(valid, logits.argmax(-1), -1)
-    return loss + z_loss, z_loss.detach(), (predicted == target).sum() / valid.sum(), predicted
+    correct = (predicted == target).float()
+    return loss + z_loss, z_loss.detach(), correct if reduction == "none" else correct.sum() / valid.sum(), predicted
 
 
 compare(
