@@ -19,7 +19,12 @@ def loss_and_metrics(logits, target, z=0.0, smoothing=0.0, softcap=None, weight=
     z_loss = {"mean": terms.sum() / valid.sum(), "sum": terms.sum(), "none": terms}[reduction]
     predicted = torch.where(valid, logits.argmax(-1), -1)
     correct = (predicted == target).float()
-    return loss + z_loss, z_loss.detach(), correct if reduction == "none" else correct.sum() / valid.sum(), predicted
+    return (
+        loss + z_loss,
+        z_loss.detach(),
+        correct if reduction == "none" else correct.sum() / valid.sum(),
+        predicted,
+    )
 
 
 compare(
