@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .._core.environment import environment_flag
-from ._names import MODULES, is_starred, needed_package
+from ._names import MODULES, is_starred, needed_packages
 
 ROOT = "liger_kernel"
 # The release of liger-kernel whose names, argument order and return values these are.
@@ -93,9 +93,9 @@ def provide(module: ModuleType) -> None:
                 f"liger.compat: {name} has no '{attribute}', only {', '.join(sorted(sources))} (docs/compat.md)"
             )
         source, _, original = sources[attribute].partition(":")
-        package = needed_package(source, attribute)
-        if package is not None and not _is_importable(package):
-            raise ImportError(f"liger.compat: {name}.{attribute} needs {package}, which is not installed")
+        for package in needed_packages(source, attribute):
+            if not _is_importable(package):
+                raise ImportError(f"liger.compat: {name}.{attribute} needs {package}, which is not installed")
         value = getattr(importlib.import_module(f"liger.compat.{source}"), original or attribute)
         namespace[attribute] = value
         return value
@@ -104,7 +104,7 @@ def provide(module: ModuleType) -> None:
     available = [
         attribute
         for attribute, source in sources.items()
-        if (package := needed_package(source, attribute)) is None or _is_importable(package)
+        if all(map(_is_importable, needed_packages(source, attribute)))
     ]
     namespace["__dir__"] = lambda: sorted({*namespace, *available})
     namespace["__all__"] = [attribute for attribute in available if is_starred(name, attribute)]

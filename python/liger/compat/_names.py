@@ -123,21 +123,21 @@ _COLLECTED = {
     "transformers.model": (None, set()),
 }
 
-# Modules of liger.compat, and names, that need another package than torch.
+# Modules of liger.compat, and names, that need other packages than torch.
 _NEEDED = {
-    "_auto": "transformers",
-    "_causal_loss": "transformers",
-    "_orpo_trainer": "trl",
-    "_patching": "transformers",
-    "torch_to_triton_dtype": "triton",
+    "_auto": ("transformers",),
+    "_causal_loss": ("transformers",),
+    "_orpo_trainer": ("transformers", "trl"),
+    "_patching": ("transformers",),
+    "torch_to_triton_dtype": ("triton",),
 }
 # Names with an underscore that ``from ... import *`` binds all the same.
 _STARRED = {"liger_kernel.transformers": ("_apply_liger_kernel", "_apply_liger_kernel_to_instance")}
 
 
-def needed_package(source: str, name: str) -> str | None:
-    """The package without which a name of a module of liger.compat cannot be imported, or None."""
-    return _NEEDED.get(name) or _NEEDED.get(source)
+def needed_packages(source: str, name: str) -> tuple[str, ...]:
+    """The packages without which a name of a module of liger.compat cannot be imported."""
+    return _NEEDED.get(name) or _NEEDED.get(source, ())
 
 
 def is_starred(module: str, name: str) -> bool:
