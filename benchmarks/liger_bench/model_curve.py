@@ -11,11 +11,12 @@ from .bench_model import parse_shape
 from .model_report import GIB, tokens_per_second
 from .plots import color
 
-# Group of contestants -> (label, name of a provider whose colour it has).
+# Group of contestants -> (label, name of a provider whose colour it has; one without is black).
 SERIES = {
     "ours": ("liger-ops", "liger[cuda]"),
     "liger-kernel": ("liger-kernel", "liger-kernel"),
     "plain": ("transformers", "torch eager"),
+    "other": ("torch.compile", "compiled"),
 }
 
 
@@ -50,7 +51,8 @@ def frontier(of_group):
 
 def _label(name, group):
     label = name.removeprefix("liger[cuda]").removeprefix(SERIES[group][0]).strip(", ")
-    return label.replace("memory ", "planned in ").replace("G,", " GiB,").removesuffix("G")
+    label = label.replace("memory ", "planned in ").replace("G,", " GiB,")
+    return f"{label[:-1]} GiB" if label.endswith("G") else label
 
 
 def draw(found, title, ranks=1):
@@ -64,7 +66,7 @@ def draw(found, title, ranks=1):
         line = frontier(found[group])
         axes.plot(*zip(*(p[:2] for p in line), strict=True), color=color(provider), alpha=0.5)
         axes.plot(*zip(*(p[:2] for p in found[group]), strict=True), "o", color=color(provider), label=label)
-        for gib, speed, name in found[group]:
+        for gib, speed, name in (p for p in found[group] if p in line or "compiled" in p[2]):
             axes.annotate(_label(name, group), (gib, speed), (5, -11), textcoords="offset points", fontsize=8)
     axes.set_xlabel("peak memory of a step, GiB" + (" of one rank" if ranks > 1 else ""))
     axes.set_ylabel("thousand tokens/s" + (f" of {ranks} ranks" if ranks > 1 else ""))
