@@ -8,10 +8,12 @@ from test_fsdp2_families import checkpoint, is_tied, layers_of
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from liger.transformers import _reuse
+
 NAMES = ["llama", "qwen3", "gemma3", "qwen3_moe", "mixtral"]
 
 
-def wrap(model, head=False, **options):
+def wrap(model, head=False, use_orig_params=True, **options):
     """Units: the layers, the rest, and on request an lm_head that is not tied."""
     alone = {type(layer) for layer in layers_of(model)}
     if head and not is_tied(model):
@@ -20,7 +22,7 @@ def wrap(model, head=False, **options):
         model,
         auto_wrap_policy=ModuleWrapPolicy(alone),
         device_id=ranks.DEVICE,
-        use_orig_params=True,
+        use_orig_params=use_orig_params,
         **options,
     )
 
@@ -87,3 +89,37 @@ def test_rank_without_valid_label(name, ignored_rank):
 def test_tied_or_not(name):
     """The other choice than the configuration of the family makes. The root owns a weight that two modules have."""
     run(name, tied=name == "llama")
+
+
+def nodes_of(loss):
+    """The names of the nodes of a graph."""
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {node.name() for node in found}
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_memory_is_reused(strategy, monkeypatch):
+    """FSDP1 has tensors in place of the parameters: MLPs still overwrite their product, and a tied weight has one
+    gradient. Products of tiny models count as worth reusing."""
+    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    run("llama", tied=True, sharding_strategy=strategy)
+    run("llama", kind="nonreentrant", sharding_strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    "precision", [None, MixedPrecision(param_dtype=torch.bfloat16)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_nodes_that_reuse_memory(use_orig_params, precision, monkeypatch):
+    monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
+    model = families.patched(families.make("llama", tied=True), "llama")
+    module = wrap(model, use_orig_params=use_orig_params, mixed_precision=precision)
+    batch = families.to(families.batches("llama")[0][ranks.RANK], ranks.DEVICE)
+    loss = module(**batch).loss
+    assert {"_LinearOverBackward", "_SharedLookupBackward"} <= nodes_of(loss)
+    loss.backward()

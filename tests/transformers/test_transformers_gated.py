@@ -83,6 +83,31 @@ def test_norms_that_are_replaced(name, dtype, monkeypatch):
     assert not patch_report(liger.patch(nn.ModuleList([nn.LayerNorm(16), plain]), rms_norm_gated=False)).left
 
 
+def other_in_mixed(self, x, gate=None):
+    y = RMSNormGated.forward(self, x, gate)
+    return y if self.weight.dtype == x.dtype else 2 * y
+
+
+@pytest.mark.parametrize("name", [*TAKEN, "another result"])
+def test_activations_of_16_bits_beside_a_weight_in_float32(name, monkeypatch):
+    """As under autocast."""
+    taken = name in TAKEN
+    plain = TAKEN[name][0]() if taken else named(RMSNormGated, forward=other_in_mixed)()
+    model = liger.patch(nn.ModuleList([twin(plain)]))[0]
+    calls, run = [], GatedNormRecipe.run
+    monkeypatch.setattr(GatedNormRecipe, "run", lambda *args: calls.append(1) or run(*args))
+    x, gate, upstream = (torch.randn(2, 3, 16).bfloat16() for _ in range(3))
+    results = []
+    for module in (model, plain):
+        inputs = x.clone().requires_grad_(), gate.clone().requires_grad_()
+        y = module(*inputs)
+        results.append([y, *torch.autograd.grad(y, [*inputs, module.weight], upstream)])
+    assert len(calls) == taken
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
 def _clamped(self, x, gate):
     return RMSNormGated.forward(self, x, gate.clamp(-50, 50))
 

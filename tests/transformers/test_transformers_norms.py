@@ -1,5 +1,8 @@
 """Norms and activations: what a trial takes, what it leaves, and that the replacement computes the same."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -165,16 +168,54 @@ def test_norms_that_are_left(name):
         liger.patch(nn.ModuleList([module]))
 
 
+class WideningRMSNorm(RMSNorm):
+    """As Llama's: the weight in float32 makes the result float32."""
+
+    def scaled(self, y, x):
+        return self.weight * y.to(x.dtype)
+
+
+class OtherInMixedRMSNorm(RMSNorm):
+    def scaled(self, y, x):
+        return super().scaled(y, x) * (1 if self.weight.dtype == x.dtype else 2)
+
+
+MIXED = {"narrow": RMSNorm, "narrow, zero-centred": ZeroCentredRMSNorm, "wide": WideningRMSNorm}
+MIXED["layer norm"] = functools.partial(LayerNorm, True, True)
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_activations_of_16_bits_beside_a_weight_in_float32(name, dtype, monkeypatch):
+    """As under autocast: the result has the dtype that the code of the model gives."""
+    torch.manual_seed(2)
+    plain = MIXED[name]()
+    model = liger.patch(nn.ModuleList([copy.deepcopy(plain)]))[0]
+    calls, run = [], _norms.NormRecipe.run
+    monkeypatch.setattr(_norms.NormRecipe, "run", lambda *args: calls.append(1) or run(*args))
+    x, upstream = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    results = []
+    for module in (model, plain):
+        leaf = x.to(dtype).requires_grad_()
+        y = module(leaf)
+        results.append([y, *torch.autograd.grad(y, [leaf, *module.parameters()], upstream.to(y.dtype))])
+    assert len(calls) == 1
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
 def test_a_weight_of_another_dtype_keeps_the_code_of_the_model():
-    """Which returns the wider dtype; so does a layer norm of torch in autocast."""
-    model = liger.patch(nn.ModuleList([RMSNorm(), nn.LayerNorm(16)]))
-    calls = []
-    model[0].scaled = lambda y, x: calls.append(1) or y
+    """Where the op does not give its result. A layer norm of torch returns the wider dtype in autocast."""
+    plain = nn.ModuleList([OtherInMixedRMSNorm(), nn.LayerNorm(16)])
+    model = liger.patch(copy.deepcopy(plain))
     x = torch.randn(2, 3, 16, dtype=torch.bfloat16)
-    model[0](x)
-    assert calls
-    expected = nn.LayerNorm(16)(x)
-    assert model[1](x).dtype == expected.dtype
+    assert torch.equal(model[0](x), plain[0](x))
+    assert model[1](x).dtype == plain[1](x).dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model[1](x).dtype == plain[1](x).dtype
+    wide = copy.deepcopy(model[0]).to(torch.bfloat16)
+    assert torch.equal(wide(x.float()), OtherInMixedRMSNorm.forward(wide, x.float()))
 
 
 def test_a_weight_that_was_partitioned_during_the_trial():

@@ -80,8 +80,10 @@ def deferred(norm, x, make=DeferredNorm):
     """``norm(x)``, as a :class:`DeferredNorm` if the op may compute it."""
     recipe = recipe_of(norm)
     is_known = isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and is_called_plainly(norm)
-    if is_known and isinstance(x, torch.Tensor) and recipe.takes(norm, x, _weight(norm)):
-        return make(norm, x)
+    if is_known and isinstance(x, torch.Tensor):
+        operand = recipe.operand(norm, x, _weight(norm))
+        if operand is not None:
+            return make(norm, operand)
     return norm(x)
 
 

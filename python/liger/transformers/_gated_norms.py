@@ -1,5 +1,6 @@
 """RMS norms with a gate: the forward of a patched class, and the trial that finds it."""
 
+import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ _GROUP_SIZE, _GROUP_COUNT = "group_size", "n_groups"
 
 @dataclass(frozen=True)
 class GatedNormRecipe:
-    """``group``: the attribute with the size or the number of groups; None for norms of whole rows."""
+    """``group``: the attribute with the size or the number of groups; None for norms of whole rows.
+
+    narrow: whether x and gate of 16 bits with a weight in float32, as under autocast, give the dtype of x.
+    """
 
     eps_name: str
     offset: float
@@ -26,6 +30,7 @@ class GatedNormRecipe:
     norm_before_gate: bool
     activation: str
     group: str | None
+    narrow: bool = False
     kind: ClassVar[str] = "rms_norm_gated"
 
     def run(self, module, x, gate, weight):
@@ -40,7 +45,9 @@ class GatedNormRecipe:
     def takes(self, x, gate, weight):
         if not isinstance(gate, torch.Tensor) or gate.shape != x.shape or x.dtype not in DTYPES:
             return False
-        return all(t.dtype == x.dtype and is_dtensor(t) == is_dtensor(x) for t in (gate, weight))
+        dtypes = (x.dtype, torch.float32) if self.narrow else (x.dtype,)
+        same = gate.dtype == x.dtype and weight.dtype in dtypes
+        return same and all(is_dtensor(t) == is_dtensor(x) for t in (gate, weight))
 
     def members(self, original):
         recipe = self
@@ -118,4 +125,11 @@ def _try(module, eps_name):
         return type(stand_in).forward(stand_in, x, gate)
 
     inputs = random.of_all_scales(5, width), random(len(_trials.SCALES), 5, width), weight
-    return best if _trials.same_gradients(ours, theirs, *inputs) else _trials.OTHER_GRADIENTS
+    if not _trials.same_gradients(ours, theirs, *inputs):
+        return _trials.OTHER_GRADIENTS
+    x, gate = (t.to(torch.bfloat16) for t in inputs[:2])
+    try:
+        expected = theirs(x, gate, weight)
+    except _trials.ERRORS:
+        return best
+    return dataclasses.replace(best, narrow=_trials.error(ours(x, gate, weight), expected) <= 1)

@@ -57,7 +57,8 @@ class LossCall:
             for head in self.heads
         )
         if self.recipe.accumulate_grad_weight:
-            if tied:
+            # The sum belongs to a parameter, not to a tensor in its place.
+            if tied and isinstance(embedding.weight, nn.Parameter):
                 return lookup_adding_gradient(embedding, ids)
             self._refuse_gradient_beside_the_sum(embedding)
             return None

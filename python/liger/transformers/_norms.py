@@ -4,6 +4,7 @@ Root-mean-square norms with and without a weight (zero-centred ones too), and la
 bias. Which of them a class computes follows from a trial; its name only selects the classes that get one.
 """
 
+import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
@@ -28,13 +29,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NormRecipe:
-    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it."""
+    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it.
+
+    mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast: ``"narrow"``, that of
+        x, ``"wide"``, float32, or None if the op does not give that result.
+    """
 
     kind: str
     eps: float | str
     offset: float = 0.0
     casting_mode: str = "llama"
     weighted: bool = True
+    mixed: str | None = None
 
     def run(self, x, weight, bias, eps):
         weight = weight if self.weighted else None
@@ -50,17 +56,26 @@ class NormRecipe:
     def eps_of(self, module):
         return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
 
-    def takes(self, module, x, *tensors):
-        """Whether the op gives what the original code gives, including the dtype, for this input."""
-        # The original may return the wider dtype of x and weight, and the norms of torch return float32 in autocast.
-        of_torch = self.kind == "layer_norm" or isinstance(module, nn.RMSNorm)
-        if x.dtype not in DTYPES or (of_torch and _autocast_widens(x)):
-            return False
-        # A partitioned weight (ZeRO-3) is a vector until it is gathered.
-        return all(
-            t is None or (t.dim() == 1 and t.dtype == x.dtype and is_dtensor(t) == is_dtensor(x))
-            for t in tensors
-        )
+    def operand(self, module, x, *tensors):
+        """x as the op takes it; None where the op does not give what the original gives, including the dtype."""
+        # The norms of torch return float32 in autocast.
+        if x.dtype not in DTYPES or (self._is_of_torch(module) and _autocast_widens(x)):
+            return None
+        dtype = x.dtype
+        for t in tensors:
+            if t is None:
+                continue
+            # A partitioned weight (ZeRO-3) is a vector until it is gathered.
+            if t.dim() != 1 or is_dtensor(t) != is_dtensor(x):
+                return None
+            if t.dtype != dtype:
+                if self.mixed is None or t.dtype != torch.float32:
+                    return None
+                dtype = torch.float32 if self.mixed == "wide" else dtype
+        return x if dtype == x.dtype else x.to(dtype)
+
+    def _is_of_torch(self, module):
+        return self.kind == "layer_norm" or isinstance(module, nn.RMSNorm)
 
     def members(self, original):
         recipe = self
@@ -69,11 +84,12 @@ class NormRecipe:
             if not kwargs and len(args) == 1:
                 weight = getattr(self, "weight", None) if recipe.weighted else None
                 bias = getattr(self, "bias", None) if recipe.kind == "layer_norm" else None
-                if recipe.takes(self, args[0], weight, bias):
+                x = recipe.operand(self, args[0], weight, bias)
+                if x is not None:
                     eps = recipe.eps_of(self)
-                    y = recipe.run(args[0], weight, bias, eps)
+                    y = recipe.run(x, weight, bias, eps)
                     if _recompute.is_active() and is_called_plainly(self):
-                        _recompute.register(recipe.op(eps), (args[0], weight, bias), (y,))
+                        _recompute.register(recipe.op(eps), (x, weight, bias), (y,))
                     return y
             return original.forward(self, *args, **kwargs)
 
@@ -177,7 +193,28 @@ def _try(module, tensors):
 
     # A weight that the forward does not read has no gradient.
     inputs = (random.of_all_scales(5, width), weight, bias)
-    return best if _trials.same_gradients(ours, theirs, *inputs) else _trials.OTHER_GRADIENTS
+    if not _trials.same_gradients(ours, theirs, *inputs):
+        return _trials.OTHER_GRADIENTS
+    x = random.of_all_scales(5, width).to(torch.bfloat16)
+    return dataclasses.replace(best, mixed=_mixed(best, stand_in(torch.float32), x))
+
+
+def _mixed(recipe, stand_in, x):
+    """``mixed`` of a recipe: what the module returns for an x of 16 bits and weights in float32."""
+    if not recipe.weighted or isinstance(stand_in, nn.LayerNorm | nn.RMSNorm):
+        return None
+    try:
+        expected = type(stand_in).forward(stand_in, x)
+    except _trials.ERRORS:
+        return None
+    mixed = "wide" if expected.dtype == torch.float32 else "narrow"
+    given = x.float() if mixed == "wide" else x
+    bias = getattr(stand_in, "bias", None)
+    actual = recipe.run(given, stand_in.weight, bias, recipe.eps_of(stand_in))
+    if actual.dtype != expected.dtype:
+        return None
+    # A module that returns float32 may have rounded to the dtype of x before.
+    return mixed if _trials.error(actual.to(x.dtype), expected.to(x.dtype)) <= 1 else None
 
 
 _FORMULAS = {"rms_norm": "root-mean-square normalisation", "layer_norm": "layer normalisation"}

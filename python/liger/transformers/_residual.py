@@ -108,7 +108,8 @@ def _add_and_normalise(module, update, x):
     if isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and is_called_plainly(module):
         weight = getattr(module, "weight", None) if recipe.weighted else None
         same = update.shape == x.shape and update.dtype == x.dtype and is_dtensor(update) == is_dtensor(x)
-        if same and recipe.takes(module, x, weight):
+        # An x that must be widened for the norm is narrower than the sum that the norm would return beside its result.
+        if same and recipe.operand(module, x, weight) is x:
             eps = recipe.eps_of(module)
             hidden, total = fused_add_rms_norm(update, x, weight, eps, recipe.offset, recipe.casting_mode)
             if _recompute.is_active() and _same_kernel_shape(update, x):

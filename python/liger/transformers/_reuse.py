@@ -12,6 +12,10 @@ from .._core.autograd import is_traced, may_write_saved
 from .._core.linear_layers import overrides_forward
 from .._core.main_grad import add_in_backward
 
+# Of weights that a node may save and read again in its backward. During the forward, FSDP1 has tensors in place of the
+# parameters: views of the gathered ones.
+_PLAIN_WEIGHTS = (nn.Parameter, torch.Tensor)
+
 # --- an embedding that is tied to the lm_head -----------------------------------------------------------------------
 
 
@@ -77,14 +81,14 @@ def _add_to_rows(total, grads, ids, padding_idx):
 
 
 def can_share(embedding, head):
-    """Whether embedding and head share a plain parameter, which no hook gathers or replaces.
+    """Whether embedding and head share a plain weight, which no hook gathers or replaces in between.
 
     Forward hooks of the embedding are allowed: gradient checkpointing of transformers registers one.
     """
     weight = embedding.weight
     return (
         head.weight is weight
-        and type(weight) is nn.Parameter
+        and type(weight) in _PLAIN_WEIGHTS
         and weight.requires_grad
         and torch.is_grad_enabled()
         and not is_traced(weight)
@@ -168,12 +172,27 @@ def linear_over(layer, x):
 
 
 def is_plain_linear(layer, x):
-    """Whether ``layer(x)`` is the linear operation alone, with a plain weight and without autocast, and is recorded."""
+    """Whether ``layer(x)`` is the linear operation alone, with a plain weight that is not cast, and is recorded."""
     return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
-        and type(getattr(layer, "weight", None)) is nn.Parameter
+        and _has_plain_weight(layer)
         and not (layer._forward_pre_hooks or layer._forward_hooks or overrides_forward(layer))
         and not (layer._backward_pre_hooks or layer._backward_hooks or _has_any_global_hook())
         and torch.is_grad_enabled()
-        and not torch.is_autocast_enabled(x.device.type)
+        and not _autocast_casts(layer, x)
     )
+
+
+def _has_plain_weight(layer):
+    # A parametrization is a property of the class, and another reading of it may give another weight.
+    weight = layer._parameters.get("weight")
+    return type(layer.__dict__.get("weight") if weight is None else weight) in _PLAIN_WEIGHTS
+
+
+def _autocast_casts(layer, x):
+    """Whether autocast makes copies of weight or bias, which it keeps for other calls of the layer."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return False
+    dtype, bias = torch.get_autocast_dtype(device), layer.bias
+    return not (x.dtype == dtype == layer.weight.dtype and (bias is None or bias.dtype == dtype))
