@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import liger
 
@@ -9,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 
 from accelerate import hooks  # noqa: E402
+from called_ops import CalledOps  # noqa: E402
 from combinations import (  # noqa: E402
     CLASSES,
     COMMON,
@@ -30,6 +32,7 @@ from combinations import (  # noqa: E402
 from tiny_models import assert_same_step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.transformers import _classes  # noqa: E402
 
 TEXTS = types("qwen3", "gemma3_text", "mixtral")
 
@@ -121,6 +124,41 @@ def test_from_pretrained_with_a_device_map(model_type, tied, tmp_path):
 def test_training_behind_hooks(model_type, order, tmp_path):
     plain, ours = tiny(model_type), dispatched(tiny(model_type), tmp_path, order)
     assert_same_training(ours, plain, inputs_of(model_type))
+
+
+def ops_of_liger(model, given):
+    with CalledOps() as ops:
+        model(**given).loss.backward()
+    return sorted(name for name in ops.full_names if name.startswith("liger::"))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("model_type", TEXTS)
+def test_hooks_that_move_nothing_do_not_keep_norms_apart(model_type, order, tmp_path):
+    """accelerate puts hooks on every module that has weights where a model is spread over several devices."""
+    ours, given = dispatched(tiny(model_type), tmp_path, order), inputs_of(model_type)
+    assert ops_of_liger(ours, given) == ops_of_liger(liger.patch(tiny(model_type)), given)
+
+
+def test_which_hooks_move_nothing():
+    x = torch.randn(2, 4)
+
+    def is_plain(hook=None, forward=None):
+        norm = nn.LayerNorm(4)
+        if hook is not None:
+            hooks.add_hook_to_module(norm, hook)
+        if forward is not None:
+            norm.forward = forward
+        return _classes.is_called_plainly(norm, x)
+
+    assert is_plain() and is_plain(hooks.AlignDevicesHook("cpu"))
+    assert not is_plain(hooks.AlignDevicesHook("meta"))
+    assert not is_plain(hooks.AlignDevicesHook(None))
+    assert not is_plain(hooks.AlignDevicesHook("cpu", io_same_device=True))
+    assert not is_plain(hooks.AlignDevicesHook("cpu", offload=True))
+    assert not is_plain(hooks.ModelHook())
+    assert not is_plain(hooks.SequentialHook(hooks.AlignDevicesHook("cpu")))
+    assert not is_plain(hooks.AlignDevicesHook("cpu"), forward=lambda x: x)
 
 
 @pytest.mark.parametrize("order", ORDERS)

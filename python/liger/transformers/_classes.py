@@ -11,6 +11,7 @@ import copyreg
 import functools
 from types import MethodType
 
+import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
 from transformers.modeling_utils import PreTrainedModel
@@ -136,12 +137,46 @@ def _name_of_unknown(*tables):
     return None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
-def is_called_plainly(module):
-    """Whether a call of the module does no more than its forward: hooks gather weights and record results."""
+def is_called_plainly(module, x, in_call=False):
+    """Whether a call of the module with x does no more than its forward: hooks gather weights and record results.
+
+    Those of ZeRO-3 do nothing where it keeps the weights gathered, and within the call (``in_call``); those of
+    accelerate do nothing where the weights are on the device of x.
+    """
     return (
-        not any(hooks_of(module))
-        and not overrides_forward(module)
+        (
+            not any(hooks_of(module))
+            or (_has_hooks_of_zero_alone(module) and (in_call or _stays_gathered(module)))
+        )
+        and (not overrides_forward(module) or moves_nothing(module, x))
         and not hooks_of_all._has_any_global_hook()
+    )
+
+
+def _has_hooks_of_zero_alone(module):
+    return first_hook(hooks_of(module), ZERO) is None
+
+
+def _stays_gathered(module):
+    """Whether ZeRO-3 keeps the weights of a module gathered between its calls, as it does small ones (``ds_persist``,
+    by stage3_param_persistence_threshold)."""
+    given = [(name, p) for name, p in module._parameters.items() if p is not None]
+    if not all(getattr(p, "ds_persist", False) for _, p in given):
+        return False
+    # The first step reads them before they are gathered. Reading an item, unlike items(), gathers it then.
+    return all(module._parameters[name].shape == p.ds_shape for name, p in given)
+
+
+def moves_nothing(module, x):
+    """Whether the forward of the instance is accelerate's, and finds weights and x on the device where they belong."""
+    forward, hook = module.__dict__["forward"], getattr(module, "_hf_hook", None)
+    return (
+        getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
+        and is_forward_of_class(module, "_old_forward")
+        and type(hook).__name__ == "AlignDevicesHook"
+        and not (hook.offload or hook.io_same_device or hook.no_grad)
+        and hook.execution_device is not None
+        and torch.device(hook.execution_device) == x.device
     )
 
 

@@ -79,8 +79,8 @@ def computed(value):
 def deferred(norm, x, make=DeferredNorm):
     """``norm(x)``, as a :class:`DeferredNorm` if the op may compute it."""
     recipe = recipe_of(norm)
-    is_known = isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and is_called_plainly(norm)
-    if is_known and isinstance(x, torch.Tensor):
+    is_known = isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and isinstance(x, torch.Tensor)
+    if is_known and is_called_plainly(norm, x):
         operand = recipe.operand(norm, x, _weight(norm))
         if operand is not None:
             return make(norm, operand)

@@ -88,12 +88,17 @@ class NormRecipe:
                 if x is not None:
                     eps = recipe.eps_of(self)
                     y = recipe.run(x, weight, bias, eps)
-                    if _recompute.is_active() and is_called_plainly(self):
-                        _recompute.register(recipe.op(eps), (x, weight, bias), (y,))
+                    if _recompute.is_active() and is_called_plainly(self, x, in_call=True):
+                        _recompute.register(recipe.op(eps), (x, _kept(weight), _kept(bias)), (y,))
                     return y
             return original.forward(self, *args, **kwargs)
 
         return {"forward": functools.wraps(original.forward)(forward)}
+
+
+def _kept(weight):
+    """A weight as a recomputation may read it before the backward of the norm, in which ZeRO-3 gathers it again."""
+    return weight.detach().clone() if hasattr(weight, "ds_id") else weight
 
 
 def _autocast_widens(x):

@@ -105,7 +105,7 @@ def first(output):
 def _add_and_normalise(module, update, x):
     """``(module(x + update), x + update)``."""
     recipe = getattr(type(module), "_liger_recipe", None)
-    if isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and is_called_plainly(module):
+    if isinstance(recipe, NormRecipe) and recipe.kind == "rms_norm" and is_called_plainly(module, x):
         weight = getattr(module, "weight", None) if recipe.weighted else None
         same = update.shape == x.shape and update.dtype == x.dtype and is_dtensor(update) == is_dtensor(x)
         # An x that must be widened for the norm is narrower than the sum that the norm would return beside its result.
