@@ -153,7 +153,7 @@ def linear_sizes():
 
 
 def sm90_sizes():
-    """The wgmma GEMMs of the sm_90a engine, if the build has them."""
+    """The GEMMs of the wgmma engine, if the build has them."""
     import torch
 
     import liger

@@ -3,7 +3,7 @@
 The models and the text are those of ``liger demo``: a Llama from random weights, and the sources of Python's standard
 library with a tokenizer trained on them; nothing is downloaded. Weights are float32 under bfloat16 autocast, the
 learning rate rises linearly over the first steps, and gradients are clipped to a norm of 1. In some steps
-``liger.debug.tile_mass`` counts in the sm_90a engine; docs/performance/fused_linear_ce_sm90.md defines what. The
+``liger.debug.tile_mass`` counts in the wgmma engine; docs/performance/fused_linear_ce_sm90.md defines what. The
 results are a JSON file, which is also written during the run, a table in Markdown and a picture: shares over the loss.
 Exit code: 0, 1 if the loss is not finite, 2 for a wrong argument, a missing package or a device without the engine.
 """

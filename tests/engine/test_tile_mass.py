@@ -162,7 +162,7 @@ def test_refused_on_the_cpu():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_refused_without_a_gpu():
-    refused("tile_mass: the sm_90a engine, which counts, does not run here: ")
+    refused("tile_mass: the wgmma engine, which counts, does not run here: ")
 
 
 @pytest.fixture
@@ -204,7 +204,7 @@ def test_refused_where_the_engine_does_not_run(monkeypatch):
 
 
 def test_no_tiles_is_an_error():
-    with pytest.raises(RuntimeError, match="the sm_90a engine has computed no gradient"):
+    with pytest.raises(RuntimeError, match="the wgmma engine has computed no gradient"):
         liger.debug.TileMass(torch.zeros(8, dtype=torch.int64)).counts()
     counts = liger.debug.TileMass(torch.arange(1, 9)).counts()
     assert counts == TileMassCounts(1, 2, (3, 4, 5), (6, 7, 8))

@@ -11,7 +11,7 @@ With liger: the logits of one chunk, which their gradient overwrites; the float3
 is one; the gradients of the hidden states and of the weight. With a float32 sum, the logits of a chunk are freed before
 the weight gradient is allocated.
 
-GPUs of compute capability 9.0 use the sm_90a engine for bfloat16 and float16, at least 256 rows, and hidden sizes
+GPUs of compute capability 9.0 use the wgmma engine for bfloat16 and float16, at least 256 rows, and hidden sizes
 divisible by 16. It stores exponentials instead of logits. Its first chunk is larger than the others, because most of
 its exponentials use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block
 scales in a separate buffer. Its working memory is a copy of the rows of a chunk, numbers per row and class, shifts per
@@ -142,7 +142,7 @@ def _plan_generic(tokens, hidden, vocab, element_size, exact_accumulation):
 
 
 def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
-    """The plan of the sm_90a engine in the same form, or None if the generic engine runs the batch."""
+    """The plan of the wgmma engine in the same form, or None if the generic engine runs the batch."""
     half = dtype == torch.float16
     plan = plan_chunks_sm90(
         tokens,

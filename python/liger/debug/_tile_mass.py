@@ -1,4 +1,4 @@
-"""The probability mass of tiles of the gradient of the logits: a counter in the sm_90a engine, and the same in torch.
+"""The probability mass of tiles of the gradient of the logits: a counter in the wgmma engine, and the same in torch.
 
 docs/performance/fused_linear_ce_sm90.md defines it, and has the bound on the error of skipped tiles.
 """
@@ -85,7 +85,7 @@ class TileMass:
         counts = TileMassCounts._of_numbers(self._memory.tolist())
         if counts.tiles == 0:
             raise RuntimeError(
-                "tile_mass: the sm_90a engine has computed no gradient since the start of the with block. It takes "
+                "tile_mass: the wgmma engine has computed no gradient since the start of the with block. It takes "
                 "bfloat16 or float16, at least 256 rows and hidden sizes that are multiples of 16; LIGER_LOG=plan "
                 "prints its plans"
             )
@@ -122,7 +122,7 @@ def _why_unavailable(index: int) -> str | None:
 def tile_mass(device: torch.device | str | int | None = None) -> Iterator[TileMass]:
     """Counts the tiles of the gradient of the logits by probability mass, in the ``with`` block, on one GPU.
 
-    It counts every chunk for which the sm_90a engine computes gradients: of ``fused_linear_ce``, of
+    It counts every chunk for which the wgmma engine computes gradients: of ``fused_linear_ce``, of
     ``fused_linear_logprobs`` (where exponentials are kept, in the forward) and of the losses over log-probabilities.
     Other engines and backends count nothing. Each chunk has one more kernel, which reads the sums of exponentials per
     row and tile; no other kernel changes, and outside of the block there is no cost.
@@ -152,7 +152,7 @@ def tile_mass(device: torch.device | str | int | None = None) -> Iterator[TileMa
         index = torch.cuda.current_device() if torch.cuda.is_available() else 0
     reason = _why_unavailable(index)
     if reason is not None:
-        raise RuntimeError(f"tile_mass: the sm_90a engine, which counts, does not run here: {reason}")
+        raise RuntimeError(f"tile_mass: the wgmma engine, which counts, does not run here: {reason}")
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "tile_mass: the with block begins during the capture of a CUDA graph, expected around it"
@@ -187,7 +187,7 @@ def tile_mass_of_logits(
     """The same counts from logits, in float64, on any device: the reference of :func:`tile_mass`.
 
     A tile has 128 consecutive rows, of those whose target is not ``ignore_index``, and ``tile_classes`` consecutive
-    classes; the last ones may have fewer. The sm_90a engine cuts its rows so, because its chunks begin at multiples of
+    classes; the last ones may have fewer. The wgmma engine cuts its rows so, because its chunks begin at multiples of
     128 rows (except for losses over pairs or groups).
 
     Args:
