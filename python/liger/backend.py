@@ -191,14 +191,11 @@ def _dotted(capability: Capability) -> str:
     return "compute capability {}.{}".format(*capability)
 
 
-def supported(
-    backend: str, family: Family | str, capabilities: Sequence[Capability] | None = None
-) -> tuple[bool, str]:
-    """Whether a backend can serve an op family.
+def supported(backend: str, capabilities: Sequence[Capability] | None = None) -> tuple[bool, str]:
+    """Whether a backend can serve ops on this machine.
 
     Args:
         backend: ``"cuda"``, ``"triton"`` or ``"torch"``.
-        family: the family; today every family of a backend is supported alike.
         capabilities: of the devices; None: of this machine's, empty until torch initialises CUDA.
 
     Returns:
@@ -278,7 +275,7 @@ def parse(text: str) -> tuple[str, dict[str, str]]:
 def _resolve(family: Family, requested: str) -> tuple[str, str]:
     """(backend, reason) for ``"auto"`` or a backend. Raises BackendUnavailable if that backend cannot serve the op."""
     if requested != "auto":
-        possible, why = supported(requested, family)
+        possible, why = supported(requested)
         if not possible:
             raise BackendUnavailable(
                 f"liger: backend '{requested}' was requested for {family.name}, but {why}"
@@ -289,7 +286,7 @@ def _resolve(family: Family, requested: str) -> tuple[str, str]:
     rejected: list[str] = []
     order, why_first = preference(family.name, _capabilities, _built_architectures())
     for backend in order:
-        possible, why = supported(backend, family)
+        possible, why = supported(backend)
         if possible:
             preferred = [why_first] if why_first and backend == order[0] else []
             return backend, "auto: " + "; ".join([why, *preferred, *rejected])
@@ -381,7 +378,12 @@ def use_backend(default: str = "auto", **per_op: str) -> Iterator[None]:
 
 
 def backend_report() -> dict[str, dict[str, str]]:
-    """The backend of each op family for CUDA tensors, and the reason: ``{op: {"backend": ..., "reason": ...}}``."""
+    """The backend that serves CUDA tensors, for each op family, and the reason for the choice.
+
+    Returns:
+        ``{op: {"backend": "cuda", "triton" or "torch", "reason": text}}``. Until torch initialises CUDA, ``"auto"``
+        has chosen without knowing the devices.
+    """
     return {name: {"backend": f.choice, "reason": f.reason} for name, f in FAMILIES.items()}
 
 

@@ -132,7 +132,11 @@ def test_an_installed_liger_kernel_is_replaced_on_request(other):
     code = "import liger_kernel, liger.compat"
     status, _, errors = python("-c", code, path=[other], LIGER_COMPAT_OVERRIDE="1")
     assert status != 0 and "is imported already; import liger.compat before it" in errors
-    status, _, errors = python("-c", "import liger.compat", path=[other], LIGER_COMPAT_OVERRIDE="yes")
+
+
+def test_an_invalid_variable_is_an_error():
+    """Also where there is nothing to replace."""
+    status, _, errors = python("-c", "import liger.compat", LIGER_COMPAT_OVERRIDE="yes")
     assert status != 0 and "LIGER_COMPAT_OVERRIDE: expected 0 or 1, got 'yes'" in errors
 
 

@@ -56,7 +56,7 @@ EVERYWHERE = ("80", "86", "89", "90a", "100", "120", "120+PTX")
     ids=str,
 )
 def test_supported(cuda_machine, name, capabilities, possible):
-    answer, why = supported(name, RMS_NORM, capabilities)
+    answer, why = supported(name, capabilities)
     assert answer is possible
     if not possible:
         major, minor = capabilities[-1]
@@ -98,18 +98,18 @@ def test_what_was_built_is_read_from_the_package():
 
 def test_cuda_needs_code_for_every_device(cuda_machine, monkeypatch):
     monkeypatch.setattr(backend, "_built_architectures", lambda: ("90a",))
-    assert supported("cuda", RMS_NORM, [(9, 0)])[0]
+    assert supported("cuda", [(9, 0)])[0]
     expected = (False, "a device has compute capability 8.0, the kernels were built for 90a")
-    assert supported("cuda", RMS_NORM, [(9, 0), (8, 0)]) == expected
-    assert supported("triton", RMS_NORM, [(9, 0), (8, 0)])[0]
+    assert supported("cuda", [(9, 0), (8, 0)]) == expected
+    assert supported("triton", [(9, 0), (8, 0)])[0]
     # A build for 8.0 alone, as LIGER_CUDA_ARCHS=80 makes it, serves later devices, and says how.
     monkeypatch.setattr(backend, "_built_architectures", lambda: ("80", "80+PTX"))
-    assert supported("cuda", RMS_NORM, [(8, 0)]) == (True, "compiled CUDA kernels")
+    assert supported("cuda", [(8, 0)]) == (True, "compiled CUDA kernels")
     through = "compiled CUDA kernels; through PTX on compute capability 9.0"
-    assert supported("cuda", RMS_NORM, [(9, 0), (9, 0)]) == (True, through)
+    assert supported("cuda", [(9, 0), (9, 0)]) == (True, through)
     # Unknown: the kernels are there, and the ops use them.
     monkeypatch.setattr(backend, "_built_architectures", lambda: ())
-    assert supported("cuda", RMS_NORM, [(8, 0)])[0]
+    assert supported("cuda", [(8, 0)])[0]
 
 
 # --- what auto prefers ---------------------------------------------------------------------------------------------
@@ -176,22 +176,22 @@ def test_auto_takes_triton_where_no_binary_fits(cuda_machine, monkeypatch):
 
 
 def test_supported_everywhere_and_nowhere(cuda_machine):
-    assert supported("torch", RMS_NORM, [(5, 0)]) == (True, "plain torch runs everywhere")
+    assert supported("torch", [(5, 0)]) == (True, "plain torch runs everywhere")
     with pytest.raises(ValueError, match="unknown backend 'fast', expected one of auto, cuda, triton, torch"):
-        supported("fast", RMS_NORM, [])
+        supported("fast", [])
 
 
 def test_triton_needs_its_package_and_a_device(cuda_machine, monkeypatch):
-    assert supported("triton", RMS_NORM, [(9, 0)]) == (True, "triton 3.6.0")
+    assert supported("triton", [(9, 0)]) == (True, "triton 3.6.0")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert supported("triton", RMS_NORM, []) == (
+    assert supported("triton", []) == (
         False,
         "this torch has no CUDA and TRITON_INTERPRET is not 1",
     )
     monkeypatch.setattr(backend, "triton_interpreted", lambda: True)
-    assert supported("triton", RMS_NORM, []) == (True, "Triton's interpreter (TRITON_INTERPRET=1)")
+    assert supported("triton", []) == (True, "Triton's interpreter (TRITON_INTERPRET=1)")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert supported("triton", RMS_NORM, []) == (False, "triton is not installed")
+    assert supported("triton", []) == (False, "triton is not installed")
 
 
 def test_auto_takes_the_first_that_is_possible(cuda_machine, monkeypatch):

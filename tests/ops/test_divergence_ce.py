@@ -128,7 +128,7 @@ def test_target_that_is_no_class(device, kind, wrong):
 @pytest.mark.parametrize("vocab", [12288, 50257, 128256, 262143, 400001])
 def test_long_rows(dtype, vocab, kind):
     """Rows that stay in shared memory, in one block and in clusters, more of them than blocks; and longer ones."""
-    possible, why = liger.backend.supported("cuda", "divergence")
+    possible, why = liger.backend.supported("cuda")
     if not possible:
         pytest.skip(why)
     with liger.use_backend("cuda"):

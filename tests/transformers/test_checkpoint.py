@@ -299,7 +299,9 @@ def test_a_cpu_needs_bytes(memory, monkeypatch):
 
 
 def test_other_bad_arguments():
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, not int"):
+    with pytest.raises(
+        TypeError, match=r"liger\.transformers\.checkpoint expects a torch\.nn\.Module, not int"
+    ):
         lt.checkpoint(3, PLENTY)
     with pytest.raises(ValueError, match="Linear has no decoder layers; looked for"):
         lt.checkpoint(torch.nn.Linear(2, 2), PLENTY)

@@ -214,8 +214,16 @@ def test_a_model_inside_another_keeps_its_own_labels():
 def test_bad_arguments():
     with pytest.raises(ValueError, match=r"nothing in Linear can be patched as asked \(nothing\)"):
         liger.patch(nn.Linear(3, 4))
-    with pytest.raises(TypeError, match=r"expects a torch.nn.Module, not LlamaConfig"):
-        liger.patch(config("llama"))
+    for function in (
+        liger.patch,
+        liger.unpatch,
+        liger.transformers.patch_report,
+        liger.transformers.checkpoint,
+    ):
+        with pytest.raises(
+            TypeError, match=rf"{function.__name__} expects a torch.nn.Module, not LlamaConfig"
+        ):
+            function(config("llama"))
     with pytest.raises(TypeError, match="reglu"):
         liger.patch(make("llama"), reglu=True)
 

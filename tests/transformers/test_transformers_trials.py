@@ -89,6 +89,18 @@ def test_an_mlp_that_is_random_in_training_is_left(module, mode):
     assert module.act_fn.training == (mode == "train")
 
 
+class WithStatistics(MLP):
+    def forward(self, x):
+        return super().forward(x), x.mean()
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_an_mlp_that_returns_more_is_left(tiled):
+    module = WithStatistics()
+    found = _behaviour.mlp_to_tile(module, None) if tiled else _behaviour.mlp(module, GATED, True)
+    assert found == "it does not return one tensor"
+
+
 class Stopped(MLP):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)).detach() * self.up_proj(x))

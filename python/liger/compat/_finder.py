@@ -137,15 +137,17 @@ def install() -> None:
     Raises:
         ImportError: another liger_kernel is installed and ``LIGER_COMPAT_OVERRIDE`` is not 1, or it was imported
             already.
+        ValueError: ``LIGER_COMPAT_OVERRIDE`` is neither 0 nor 1.
     """
     if _finder in sys.meta_path:
         return
+    may_replace = environment_flag(_OVERRIDE)
     other = _other_package()
     if other is not None and ROOT in sys.modules:
         raise ImportError(
             f"liger.compat: the liger_kernel of {other} is imported already; import liger.compat before it"
         )
-    if other is not None and not environment_flag(_OVERRIDE):
+    if other is not None and not may_replace:
         raise ImportError(
             f"liger.compat: a liger_kernel is installed in {other}, which liger.compat does not replace unasked. "
             f"Uninstall it, or set the environment variable {_OVERRIDE}=1"

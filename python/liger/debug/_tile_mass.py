@@ -197,6 +197,9 @@ def tile_mass_of_logits(
         thresholds: of the mass of a row; its total is 1.
         tile_classes: classes of a tile.
 
+    Returns:
+        The counts of these rows, a :class:`TileMassCounts`.
+
     Raises:
         RuntimeError: shapes that do not match.
     """

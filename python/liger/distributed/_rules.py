@@ -202,7 +202,7 @@ def _grouped_experts_backward(call):
     )
 
 
-_BATCH, _HEADS, _TOKENS = Shard(0), Shard(1), Shard(2)
+_BATCH, _TOKENS = Shard(0), Shard(2)
 
 
 def _redistribute_rope(call, q_name, k_name):

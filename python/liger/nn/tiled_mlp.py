@@ -193,10 +193,20 @@ class TiledSwiGLUMLP(_TiledMLP):
 
 
 class TiledGEGLUMLP(_TiledMLP):
-    """``down_proj(gelu(gate_proj(x)) * up_proj(x))``, otherwise as :class:`TiledSwiGLUMLP`.
+    """``down_proj(gelu(gate_proj(x)) * up_proj(x))``, a shard of tokens at a time, by :func:`liger.tiled_mlp`.
 
-    The configuration's ``hidden_activation``, or ``hidden_act`` without it, selects the exact GELU (``"gelu"``) or its
-    tanh approximation (``"gelu_pytorch_tanh"``, ``"gelu_new"``).
+    Args:
+        config: as of :class:`TiledSwiGLUMLP`, with ``hidden_activation`` or, without it, ``hidden_act``, which selects
+            the exact GELU (``"gelu"``) or its tanh approximation (``"gelu_pytorch_tanh"``, ``"gelu_new"``).
+        num_shards, memory_budget, device, dtype: as in :class:`TiledSwiGLUMLP`.
+
+    Shape:
+        x: (..., hidden_size), the dtype of the parameters; the result has the shape and dtype of x.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :class:`TiledSwiGLUMLP`.
+
+    Source: as :class:`TiledSwiGLUMLP`.
     """
 
     _activations = _GELU

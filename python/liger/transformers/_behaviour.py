@@ -9,11 +9,8 @@ returns a recipe, a string with the reason for leaving the module alone, or None
 
 import functools
 
-import torch
-
 from . import _trials
 from ._modules import MLPRecipe, TiledMLPRecipe
-from ._trials import no_trial as _no_trial
 
 MLP_INPUTS = (("gate_proj", "up_proj"), ("gate_up_proj",))
 # Activations of gated MLPs, in the order of trials.
@@ -47,12 +44,9 @@ def _mlp(module, recipes, activations):
     projections = {name: _trials.Projection(random(width, 16)) for name in inputs}
     projections["down_proj"] = _trials.Projection(random(16, 12))
     stand_in = _trials.stand_in(module, **projections, **{act_name: getattr(module, act_name)})
-    try:
-        expected, training = _trials.in_both_modes(stand_in, x)
-    except _trials.ERRORS as error:
-        return _no_trial(module, error)
-    if not torch.equal(expected, training):
-        return _trials.IN_TRAINING
+    expected = _trials.result_of(module, stand_in, x)
+    if isinstance(expected, str):
+        return expected
     for recipe in recipes(inputs, act_name):
         if _trials.error(recipe.run(stand_in, x), expected) <= 1:
             ours, theirs = functools.partial(recipe.run, stand_in), type(stand_in).forward.__get__(stand_in)

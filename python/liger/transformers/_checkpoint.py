@@ -19,6 +19,7 @@ from . import _checkpoint_layers, _device_memory
 from ._activation_bytes import Probe
 from ._agreement import Agreement
 from ._checkpoint_step import BackwardHook, Step
+from ._classes import require_module
 from ._memory_plan import MemoryPlan
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -62,10 +63,7 @@ def checkpoint(
         ValueError: memory or tokens out of range; memory not in bytes without a CUDA device (for a model on the CPU
             of a machine with one: in the first step); a model without decoder layers.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"liger.transformers.checkpoint: model must be a torch.nn.Module, not {type(model).__name__}"
-        )
+    require_module("liger.transformers.checkpoint", model)
     if memory is not None:
         _device_memory.check(memory)
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int)):

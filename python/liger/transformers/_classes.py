@@ -20,6 +20,12 @@ from .._core.linear_layers import is_forward_of_class, overrides_forward
 from .._core.module_hooks import ZERO, first_hook, hooks_of
 
 
+def require_module(function, model):
+    """Raises TypeError if ``model``, an argument of a public function, is not a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function} expects a torch.nn.Module, not {type(model).__name__}")
+
+
 @functools.cache
 def _metaclass(base):
     """The metaclass of patched classes whose original has the metaclass ``base``."""

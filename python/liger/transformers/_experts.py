@@ -229,13 +229,7 @@ def _recognised(module):
     Raises:
         ValueError: the op does not compute what the module computes.
     """
-    with (
-        torch.device("cpu"),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.random.fork_rng(devices=[]),
-    ):
+    with _trials.without_modes():
         recipe = experts(module, ("silu", "gelu_tanh", "gelu"))
     if not isinstance(recipe, ExpertsRecipe):
         reason = recipe or "it has no gate_up_proj and down_proj"

@@ -7,7 +7,6 @@ import functools
 import logging
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from . import (
@@ -23,7 +22,14 @@ from . import (
     _rotary,
     _trials,
 )
-from ._classes import give_class, instance_forward, patched_class, recipe_of, restore_class
+from ._classes import (
+    give_class,
+    instance_forward,
+    patched_class,
+    recipe_of,
+    require_module,
+    restore_class,
+)
 from ._heads import heads_of
 from ._loss import EmbeddingRecipe, compute_loss_first, head_recipe, restore_forward, sharing_embeddings
 from ._options import Options, check_names
@@ -83,8 +89,7 @@ def patch(model: _Model, **options: Any) -> _Model:
         ValueError: a number of shards below 1 or without tiled_mlp; no module of the model can be patched.
         RuntimeError: the model was patched and then sharded by ``fully_shard``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"liger.patch expects a torch.nn.Module, not {type(model).__name__}")
+    require_module("liger.patch", model)
     check_names("liger.patch", options)
     parsed = Options(**options)
     _restore(model)
@@ -109,8 +114,10 @@ def unpatch(model: _Model) -> _Model:
         The same model.
 
     Raises:
+        TypeError: model is not a module.
         RuntimeError: ``fully_shard`` has derived other classes from the patched ones.
     """
+    require_module("liger.unpatch", model)
     _restore(model)
     _checkpoint.release(model)
     return model
@@ -125,15 +132,7 @@ def _restore(model):
 
 def apply(model: nn.Module, options: Options) -> PatchReport:
     """Patches all modules that can be patched, logs the report and returns it."""
-    # Trials run on the CPU, even if the model is constructed on the meta device, and may draw random numbers.
-    with (
-        torch.device("cpu"),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.random.fork_rng(devices=[]),
-        _trials.remember(),
-    ):
+    with _trials.without_modes(), _trials.remember():
         covered: set[int] = set()
         for module in list(model.modules()):
             recipe = None if id(module) in covered else _recipe(module, options)

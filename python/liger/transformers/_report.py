@@ -9,7 +9,7 @@ from torch import nn
 
 from . import _activations, _trials
 from ._checkpoint import planners
-from ._classes import instance_forward, overriding_forward, recipe_of
+from ._classes import instance_forward, overriding_forward, recipe_of, require_module
 from ._modules import MLPRecipe
 from ._recompute import recomputes
 from ._rename import globals_used
@@ -127,7 +127,17 @@ def patch_report(model: nn.Module) -> PatchReport:
     """The current :class:`PatchReport` of a model or of any other module; empty if no module is patched.
 
     A module whose patched forward was replaced afterwards (by a TRL trainer, for example) is reported as left.
+
+    Args:
+        model: any module; one that contains patched modules (PEFT, DDP) reports those.
+
+    Returns:
+        A new report, which does not follow later changes.
+
+    Raises:
+        TypeError: model is not a module.
     """
+    require_module("liger.transformers.patch_report", model)
     report = PatchReport(checkpointing="; ".join(planner.summary for planner in planners(model)))
     modules = dict(model.named_modules())
     for name, module in modules.items():

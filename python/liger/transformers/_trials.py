@@ -23,6 +23,20 @@ OTHER_GRADIENTS = "its gradients are not those of the op"
 logger = logging.getLogger("liger.transformers")
 
 
+@contextlib.contextmanager
+def without_modes():
+    """Switches off the modes of the caller that would change a trial: the default device (a model may be constructed on
+    the meta device), inference mode, autograd and autocast. Restores the random generator afterwards."""
+    with (
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+    ):
+        yield
+
+
 def no_trial(module, error):
     """The reason for a module whose forward raises an error in its trial."""
     # The error message is about the stand-in, not about the model, so it is logged only.
@@ -84,6 +98,21 @@ def in_training(module):
 def in_both_modes(stand_in, *args):
     """(output in evaluation, output in training) of the module's own forward."""
     return type(stand_in).forward(stand_in, *args), type(stand_in).forward(in_training(stand_in), *args)
+
+
+def one_tensor(expected, training):
+    """The result of a module in evaluation, if it is one tensor and the same in training; else the reason as text."""
+    if not isinstance(expected, torch.Tensor):
+        return "it does not return one tensor"
+    return expected if torch.equal(expected, training) else IN_TRAINING
+
+
+def result_of(module, stand_in, *args):
+    """What the stand-in of a module computes from these arguments, or the reason why that says nothing, as text."""
+    try:
+        return one_tensor(*in_both_modes(stand_in, *args))
+    except ERRORS as error:
+        return no_trial(module, error)
 
 
 class Random:
