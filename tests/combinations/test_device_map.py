@@ -32,6 +32,7 @@ from combinations import (  # noqa: E402
 from tiny_models import assert_same_step  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
+from liger.nn import TiledSwiGLUMLP  # noqa: E402
 from liger.transformers import _classes  # noqa: E402
 
 TEXTS = types("qwen3", "gemma3_text", "mixtral")
@@ -133,11 +134,22 @@ def ops_of_liger(model, given):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("options", [{}, {"tiled_mlp": True}], ids=["", "tiled"])
 @pytest.mark.parametrize("model_type", TEXTS)
-def test_hooks_that_move_nothing_do_not_keep_norms_apart(model_type, order, tmp_path):
+def test_every_op_runs_behind_hooks_that_move_nothing(model_type, options, order, tmp_path):
     """accelerate puts hooks on every module that has weights where a model is spread over several devices."""
-    ours, given = dispatched(tiny(model_type), tmp_path, order), inputs_of(model_type)
-    assert ops_of_liger(ours, given) == ops_of_liger(liger.patch(tiny(model_type)), given)
+    ours, given = dispatched(tiny(model_type), tmp_path, order, options=options), inputs_of(model_type)
+    assert ops_of_liger(ours, given) == ops_of_liger(liger.patch(tiny(model_type), **options), given)
+
+
+def test_a_tiled_mlp_behind_hooks_that_move_nothing():
+    module, x = TiledSwiGLUMLP(tiny("llama").config), torch.randn(5, tiny("llama").config.hidden_size)
+    expected = module(x)
+    for projection in module.children():
+        hooks.add_hook_to_module(projection, hooks.AlignDevicesHook("cpu"))
+    with CalledOps() as ops:
+        assert torch.equal(module(x), expected)
+    assert "liger::tiled_mlp_forward" in ops.full_names
 
 
 def test_which_hooks_move_nothing():

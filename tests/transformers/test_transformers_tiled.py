@@ -7,6 +7,7 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
+from called_ops import CalledOps  # noqa: E402
 from tiny_models import FAMILIES, assert_same_step, batch, make, step, twin  # noqa: E402
 
 from liger.transformers import patch_report  # noqa: E402
@@ -92,10 +93,23 @@ def test_lora(device, calls):
         model = peft.get_peft_model(twin(plain), config)
         models.append(model if options is None else liger.patch(model, **options))
     calls.clear()
-    ours, theirs = step(models[1], **batch(device)), step(models[0], **batch(device))
+    with CalledOps() as ops:
+        ours = step(models[1], **batch(device))
+    theirs = step(models[0], **batch(device))
     assert any("lora" in name and "gate_proj" in name for name in ours[1])
     assert_same_step(ours, theirs)
-    assert not calls
+    # The product is still that of the op: three shards of two layers, and once more in the backward.
+    assert not calls and ops.full_names.count("liger::swiglu") == 12
+
+
+def test_an_activation_with_hooks_is_called(calls):
+    plain = make("llama")
+    patched = liger.patch(twin(plain), tiled_mlp=True, tiled_mlp_num_shards=3)
+    calls.clear()
+    seen = []
+    patched.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, inputs, output: seen.append(1))
+    assert_same_step(step(patched, **batch()), step(plain, **batch()))
+    assert len(seen) == 6 and calls == [(3, "silu")]
 
 
 def test_through_the_function_of_an_architecture(calls):

@@ -29,21 +29,35 @@ def overrides_forward(module: nn.Module) -> bool:
     return forward is not None and not (is_forward_of_class(module, "forward") and forward.__self__ is module)
 
 
-def computes_linear_alone(layer: nn.Module) -> bool:
-    """Whether a layer, without its hooks, is ``F.linear`` of its weight and bias: not LoRA, not quantised."""
+def moves_nothing(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the forward of the instance is accelerate's, and finds weights and x on the device where they belong."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    forward: Any = module.__dict__.get("forward")
+    return (
+        getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
+        and is_forward_of_class(module, "_old_forward")
+        and type(hook).__name__ == "AlignDevicesHook"
+        and not (hook.offload or hook.io_same_device or hook.no_grad)
+        and hook.execution_device is not None
+        and torch.device(hook.execution_device) == x.device
+    )
+
+
+def computes_linear_alone(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Whether ``layer(x)``, without hooks, is ``F.linear`` of its weight and bias: not LoRA, not quantised."""
     return (
         type(layer).forward is nn.Linear.forward
-        and not overrides_forward(layer)
+        and (not overrides_forward(layer) or moves_nothing(layer, x))
         and not is_quantised(layer.weight)
     )
 
 
-def needs_no_call(layer: nn.Module) -> bool:
-    """Whether an op may read weight and bias of a layer instead of calling it: no LoRA, not quantised, no hooks.
+def needs_no_call(layer: nn.Module, x: torch.Tensor) -> bool:
+    """Whether an op may read weight and bias of a layer instead of calling it with x: no LoRA, not quantised, no hooks.
 
     Global hooks do not count.
     """
-    if not computes_linear_alone(layer):
+    if not computes_linear_alone(layer, x):
         return False
     # The hooks of ZeRO-3 only gather the weight, and reading the weight gathers it as well.
     return first_hook(hooks_of(layer), ZERO if hasattr(layer.weight, "ds_id") else ()) is None

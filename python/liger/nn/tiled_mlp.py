@@ -77,7 +77,8 @@ class _TiledMLP(nn.Module):
         gate, up, down = projections = self.gate_proj, self.up_proj, self.down_proj
         # Those who shard a weight leave hooks on its layer. For DTensors this module does what they do.
         sharded = any(is_dtensor(getattr(p, "weight", None)) for p in projections)
-        if not all(map(computes_linear_alone if sharded else needs_no_call, projections)):
+        is_plain = computes_linear_alone if sharded else needs_no_call
+        if not all(is_plain(p, x) for p in projections):
             return tiled(self._of_modules, x, num_shards=self._shards(x))
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
         if is_dtensor(weights[0]):

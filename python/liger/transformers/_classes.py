@@ -11,12 +11,11 @@ import copyreg
 import functools
 from types import MethodType
 
-import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_all
 from transformers.modeling_utils import PreTrainedModel
 
-from .._core.linear_layers import is_forward_of_class, overrides_forward
+from .._core.linear_layers import is_forward_of_class, moves_nothing, overrides_forward
 from .._core.module_hooks import ZERO, first_hook, hooks_of
 
 
@@ -171,19 +170,6 @@ def _stays_gathered(module):
         return False
     # The first step reads them before they are gathered. Reading an item, unlike items(), gathers it then.
     return all(module._parameters[name].shape == p.ds_shape for name, p in given)
-
-
-def moves_nothing(module, x):
-    """Whether the forward of the instance is accelerate's, and finds weights and x on the device where they belong."""
-    forward, hook = module.__dict__["forward"], getattr(module, "_hf_hook", None)
-    return (
-        getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks"
-        and is_forward_of_class(module, "_old_forward")
-        and type(hook).__name__ == "AlignDevicesHook"
-        and not (hook.offload or hook.io_same_device or hook.no_grad)
-        and hook.execution_device is not None
-        and torch.device(hook.execution_device) == x.device
-    )
 
 
 def restore_class(module):

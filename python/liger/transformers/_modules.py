@@ -102,8 +102,8 @@ class MLPRecipe:
 class TiledMLPRecipe:
     """``down_proj(activation(gate) * up)``, one shard of tokens at a time.
 
-    If a projection is not a plain linear layer (LoRA, quantised, with hooks), the original forward runs per shard and
-    is recomputed in the backward.
+    If a projection is not a plain linear layer (LoRA, quantised, with hooks), the projections are called per shard, and
+    again in the backward.
     """
 
     inputs: tuple
@@ -126,6 +126,10 @@ class TiledMLPRecipe:
             self._shards(x),
         )
 
+    def of_shard(self, act_name):
+        """The MLP of a shard whose projections are called."""
+        return MLPRecipe(self.inputs, act_name, self.activation, inplace=False)
+
     def _shards(self, x):
         return None if self.num_shards is None else max(min(self.num_shards, x.shape[:-1].numel()), 1)
 
@@ -135,12 +139,14 @@ class TiledMLPRecipe:
         def forward(self, *args, **kwargs):
             if kwargs or len(args) != 1 or is_dtensor(args[0]):
                 return original.forward(self, *args, **kwargs)
+            x, act_name = args[0], next(name for name in _ACTIVATION_NAMES if hasattr(self, name))
+            if is_hooked(getattr(self, act_name)):
+                function = functools.partial(original.forward, self)
+                return tiled(function, x, num_shards=recipe._shards(x))
             projections = [getattr(self, name) for name in (*recipe.inputs, "down_proj")]
-            activations = (getattr(self, name, None) for name in _ACTIVATION_NAMES)
-            alone = all(needs_no_call(p) and not is_dtensor(p.weight) for p in projections)
-            if alone and not any(map(is_hooked, activations)):
-                return recipe.run(self, args[0])
-            function = functools.partial(original.forward, self)
-            return tiled(function, args[0], num_shards=recipe._shards(args[0]))
+            if all(needs_no_call(p, x) and not is_dtensor(p.weight) for p in projections):
+                return recipe.run(self, x)
+            function = functools.partial(recipe.of_shard(act_name).run, self)
+            return tiled(function, x, num_shards=recipe._shards(x))
 
         return {"forward": functools.wraps(original.forward)(forward)}

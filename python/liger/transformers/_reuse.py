@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from .._core.autograd import is_traced, may_write_saved
-from .._core.linear_layers import overrides_forward
+from .._core.linear_layers import moves_nothing, overrides_forward
 from .._core.main_grad import add_in_backward
-from ._classes import moves_nothing
 
 # Of weights that a node may save and read again in its backward. During the forward, FSDP1 has tensors in place of the
 # parameters: views of the gathered ones.
