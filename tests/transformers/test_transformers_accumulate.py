@@ -111,14 +111,31 @@ def test_tied_weight_with_a_backward_hook_of_the_head():
         model(**batch())
 
 
-def test_tied_embedding_with_a_forward_of_its_own():
-    """That of Gemma 3 scales the rows: autograd adds its gradient to grad, where main_grad would miss it."""
+def test_tied_embedding_that_scales_the_rows():
+    """That of Gemma 3: its forward calls that of nn.Embedding."""
     from combinations import inputs_of, tiny
 
     given = inputs_of("gemma3_text")
     models = [tiny("gemma3_text", tie_word_embeddings=True) for _ in range(2)]
     model = liger.patch(models[0], accumulate_grad_weight=True)
-    assert_same_step(step(model, **given), step(models[1], **given))
+    expected = step(models[1], **given)
+    assert_same_step(step(model, **given), expected)
+    model.zero_grad()
+    weight = model.get_input_embeddings().weight
+    weight.main_grad = torch.zeros_like(weight)
+    model(**given).loss.backward()
+    assert weight.grad is None
+    (name,) = [n for n, p in model.named_parameters() if p is weight]
+    torch.testing.assert_close(weight.main_grad, expected[1][name], rtol=1e-5, atol=1e-6)
+
+
+def test_tied_embedding_with_a_forward_of_its_own():
+    """Autograd adds its gradient to grad, where main_grad would miss it."""
+    from test_transformers_memory import WithoutSuper, tied_with
+
+    plain, given = tied_with(WithoutSuper), batch()
+    model = liger.patch(twin(plain), accumulate_grad_weight=True)
+    assert_same_step(step(model, **given), step(plain, **given))
     model.zero_grad()
     weight = model.get_input_embeddings().weight
     weight.main_grad = torch.zeros_like(weight)

@@ -172,6 +172,85 @@ def test_shared_weight_of_models_made_later(tmp_path):
         assert_same_step(step(model, **batch()), step(plain, **batch()))
 
 
+class Scaled(nn.Embedding):
+    """As in Gemma."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.embed_scale = nn.Buffer(torch.tensor(3.0), persistent=False)
+
+    def forward(self, ids):
+        return super().forward(ids) * self.embed_scale.to(self.weight.dtype)
+
+
+class WithoutSuper(Scaled):
+    def forward(self, ids):
+        return nn.functional.embedding(ids, self.weight, self.padding_idx) * self.embed_scale
+
+
+class Twice(Scaled):
+    def forward(self, ids):
+        return super().forward(ids) + nn.Embedding.forward(self, ids) + super().forward(ids)
+
+
+class Failing(Scaled):
+    def forward(self, ids):
+        return super().forward(ids) + self.no_such_attribute
+
+
+class WithMatrix(Scaled):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.embed_scale = nn.Parameter(torch.ones(64))
+
+
+def tied_with(embedding):
+    model = tied()
+    old = model.model.embed_tokens
+    new = embedding(VOCAB, 64, padding_idx=old.padding_idx)
+    new.weight = old.weight
+    model.set_input_embeddings(new)
+    model.lm_head.weight = new.weight
+    return model
+
+
+def test_an_embedding_that_scales_the_rows(tmp_path):
+    plain = tied_with(Scaled)
+    model = liger.patch(twin(plain))
+    assert_same_step(step(model, **batch()), step(plain, **batch()))
+    assert dense_gradients(model, **batch()) == 0 and dense_gradients(plain, **batch()) == 1
+    torch.save(model, tmp_path / "model.pt")
+    for copied in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert isinstance(copied.model.embed_tokens, Scaled)
+        assert dense_gradients(copied, **batch()) == 0
+        assert_same_step(step(copied, **batch()), step(plain, **batch()))
+    assert type(liger.unpatch(model).model.embed_tokens) is Scaled
+    assert dense_gradients(model, **batch()) == 1
+
+
+def test_the_embedding_of_gemma():
+    from combinations import inputs_of, tiny
+
+    plain, given = tiny("gemma3_text", tie_word_embeddings=True), inputs_of("gemma3_text")
+    model = liger.patch(twin(plain))
+    assert_same_step(step(model, **given), step(plain, **given))
+    loss = model(**given).loss
+    nodes, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    names = [node.name() for node in nodes]
+    assert "_SharedLookupBackward" in names and "EmbeddingBackward0" not in names
+
+
+@pytest.mark.parametrize("embedding", [WithoutSuper, Twice, Failing, WithMatrix])
+def test_embeddings_that_are_left_alone(embedding):
+    model = liger.patch(tied_with(embedding))
+    assert type(model.model.embed_tokens) is embedding
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
     plain = tied()

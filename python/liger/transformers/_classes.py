@@ -4,7 +4,8 @@ Attributes of the instance do not change: parameters, buffers, hooks and state_d
 preserve the patch, and other instances of the original class are not affected. FSDP2 uses the same technique.
 
 A recipe describes a patched class: a frozen dataclass with ``kind`` and ``members(original)``, which returns the
-members that the subclass overrides.
+members that the subclass overrides. It may have ``bases``: classes in which ``super()`` looks for a method before the
+bases of the original.
 """
 
 import copyreg
@@ -65,7 +66,8 @@ def patched_class(original, recipe):
     }
     if not issubclass(original, PreTrainedModel):
         members["_get_name"] = lambda self: f"Liger{original._get_name(self)}"
-    cls = _metaclass(type(original))(original.__name__, (original,), members)
+    bases = (original, *getattr(recipe, "bases", ()))
+    cls = _metaclass(type(original))(original.__name__, bases, members)
     return cls
 
 

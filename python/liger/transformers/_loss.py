@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..ops.cross_entropy import cross_entropy
+from . import _trials
 from ._classes import give_class, patched_class, recipe_of
 from ._heads import heads_of, needs_logits
 from ._lora_head import is_lora_linear, low_rank_parts, supports
@@ -104,15 +105,39 @@ class LoraHeadRecipe:
         return {"forward": functools.wraps(original.forward)(forward)}
 
 
+def _rows(embedding, input):
+    """The rows of an embedding in an active call; None if they need no node of their own."""
+    return None if active.call is None else active.call.lookup(embedding, input)
+
+
+class _Lookup(nn.Embedding):
+    """What the forward of a subclass of nn.Embedding calls in place of that of nn.Embedding."""
+
+    def forward(self, input):
+        rows = _rows(self, input)
+        return super().forward(input) if rows is None else rows
+
+
 @dataclass(frozen=True)
 class EmbeddingRecipe:
-    """An nn.Embedding tied to the head: in an active call one autograd node adds up the gradients of both."""
+    """An nn.Embedding tied to the head: in an active call one autograd node adds up the gradients of both.
 
+    inherits: its class has a forward that calls that of nn.Embedding, and scales the rows, for example (Gemma).
+    """
+
+    inherits: bool = False
     kind: ClassVar[None] = None  # reported as part of CausalLMRecipe
 
+    @property
+    def bases(self):
+        return (_Lookup,) if self.inherits else ()
+
     def members(self, original):
+        if self.inherits:
+            return {}
+
         def forward(self, input):
-            rows = None if active.call is None else active.call.lookup(self, input)
+            rows = _rows(self, input)
             return original.forward(self, input) if rows is None else rows
 
         return {"forward": functools.wraps(original.forward)(forward)}
@@ -215,11 +240,49 @@ def _patched_heads(head, recipe):
 
 
 def sharing_embeddings(module, heads):
-    """The nn.Embedding modules with the weight shape of a head. Models may be tied after patching, so shapes decide."""
+    """(an nn.Embedding with the weight shape of a head, its recipe) of each. Models may be tied after patching, so
+    shapes decide."""
     shapes = [head.weight.shape for head in heads]
-    return [
-        m for m in module.modules() if type(m).forward is nn.Embedding.forward and m.weight.shape in shapes
-    ]
+    for part in module.modules():
+        if isinstance(part, nn.Embedding) and part.weight.shape in shapes:
+            recipe = _embedding_recipe(part)
+            if recipe is not None:
+                yield part, recipe
+
+
+def _embedding_recipe(embedding):
+    cls = _trials.original(embedding)
+    if cls.forward is nn.Embedding.forward:
+        return EmbeddingRecipe()
+    key = (_embedding_recipe, cls, cls.forward, _trials.settings(embedding))
+    calls = _trials.remembered(lambda: _calls_of_lookup(embedding, cls), *key)
+    return EmbeddingRecipe(inherits=True) if calls == 1 else None
+
+
+def _calls_of_lookup(embedding, cls):
+    """How often the forward of a subclass calls that of nn.Embedding, in a trial."""
+    calls = []
+
+    class Counting(nn.Embedding):
+        def forward(self, input):
+            calls.append(input)
+            return super().forward(input)
+
+    random = _trials.Random()
+    tensors = {**embedding._parameters, **embedding._buffers, "weight": random(4, 8)}
+    if any(t is not None and t.numel() > 1 for name, t in tensors.items() if name != "weight"):
+        return 0
+    given = {
+        n: t if t is None or n == "weight" else torch.ones(t.shape, dtype=t.dtype) for n, t in tensors.items()
+    }
+    stand_in = _trials.stand_in(embedding, **given)
+    stand_in.__class__ = type("Trial", (cls, Counting), {})
+    try:
+        stand_in.__class__.forward(stand_in, torch.tensor([[1, 2, 3]]))
+    except _trials.ERRORS as error:
+        _trials.no_trial(embedding, error)
+        return 0
+    return len(calls)
 
 
 def _fused_forward(original, recipe):

@@ -70,7 +70,7 @@ class LossCall:
 
     def check_embedding(self):
         """Raises RuntimeError if the model's embedding shares the weight of a head and cannot add to its sum, because
-        its class has a forward of its own (Gemma 3 scales the rows): it was not patched, so it does not call lookup."""
+        its class looks up the rows itself: it was not patched, so it does not call lookup."""
         if self.recipe.accumulate_grad_weight:
             embedding = self.owner.get_input_embeddings()
             if isinstance(embedding, nn.Embedding) and recipe_of(embedding) is None:

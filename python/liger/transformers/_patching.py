@@ -31,7 +31,7 @@ from ._classes import (
     restore_class,
 )
 from ._heads import heads_of
-from ._loss import EmbeddingRecipe, compute_loss_first, head_recipe, restore_forward, sharing_embeddings
+from ._loss import compute_loss_first, head_recipe, restore_forward, sharing_embeddings
 from ._options import Options, check_names
 from ._recompute import RecomputeRecipe
 from ._report import LEFT, PatchReport, covered_parts, function_of, override_reason, patch_report
@@ -198,7 +198,7 @@ def _apply_recipe(module, recipe):
     if getattr(recipe, "fused", False):
         heads = heads_of(module.get_output_embeddings())
         recipes = [(head, head_recipe(head)) for head in heads]
-        recipes += [(embedding, EmbeddingRecipe()) for embedding in sharing_embeddings(module, heads)]
+        recipes += sharing_embeddings(module, heads)
         for part, part_recipe in recipes:
             # A model within another one may have the same head.
             if recipe_of(part) is None:
