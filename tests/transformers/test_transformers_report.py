@@ -151,3 +151,17 @@ def test_patch_in_inference_mode():
     expected = str(patch_report(liger.patch(make("llama"))))
     with torch.inference_mode():
         assert str(patch_report(liger.patch(make("llama")))) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "Mixtral"])
+def test_activations_with_hooks_of_others(name):
+    """As tools that watch every module have: they see the activation, so the code of the model runs."""
+    model = liger.patch(make(name, **({"num_local_experts": 2} if name == "Mixtral" else {})))
+    before = patch_report(model)
+    activation = next(m for n, m in model.named_modules() if n.endswith(".act_fn"))
+    hook = activation.register_forward_hook(lambda module, args, output: None)
+    report = patch_report(model)
+    assert list(report.left.values()) == ["its activation has hooks, which the op would not call"]
+    assert len(report.replaced) == len(before.replaced) - 1
+    hook.remove()
+    assert patch_report(model) == before

@@ -20,6 +20,7 @@ from .._core.quantised import is_quantised
 from ..ops.grouped_experts import grouped_experts
 from . import _trials
 from ._classes import is_hooked
+from ._modules import HOOKED
 
 logger = logging.getLogger("liger.transformers")
 
@@ -67,7 +68,9 @@ class ExpertsRecipe:
 
     def unused_because(self, module):
         """Why each call reaches the original forward although the module is patched; None if it does not."""
-        return QUANTISED if any(map(is_quantised, self.parameters(module))) else None
+        if any(map(is_quantised, self.parameters(module))):
+            return QUANTISED
+        return HOOKED if is_hooked(getattr(module, "act_fn", None)) else None
 
     def takes(self, module, hidden_states, top_k_index):
         """Whether the op supports these tensors: not mixed dtypes, quantised weights, DTensors beside plain tensors."""

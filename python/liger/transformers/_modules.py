@@ -34,6 +34,8 @@ _GATED = {
 }
 
 
+HOOKED = "its activation has hooks, which the op would not call"
+
 # Names of the activation in gated MLPs.
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 
@@ -63,6 +65,10 @@ class MLPRecipe:
     @property
     def packed(self):
         return len(self.inputs) == 1
+
+    def unused_because(self, module):
+        """Why each call reaches the original forward although the module is patched; None if it does not."""
+        return HOOKED if is_hooked(getattr(module, self.act_name, None)) else None
 
     def run(self, module, x):
         projections = [getattr(module, name) for name in self.inputs]
