@@ -14,30 +14,14 @@ def _cross_entropy(d):
     return [
         (floats(d, 2, 3, 11), _target(d, 6, 11).view(2, 3)),
         (
-            floats(d, 5, 11),
-            _target(d, 5, 11),
-            floats(d, 11).abs(),
-            floats(d, 5).abs(),
-            None,
-            -100,
-            0.1,
-            1e-3,
-            5.0,
-            "none",
+            floats(d, 5, 11), _target(d, 5, 11), floats(d, 11).abs(), floats(d, 5).abs(), None, -100, 0.1,
+            1e-3, 5.0, "none",
         ),
         (
-            floats(d, 5, 11),
-            _target(d, 5, 11),
-            None,
-            None,
-            torch.tensor(7, device=d),
-            -100,
-            0.0,
-            0.0,
-            None,
+            floats(d, 5, 11), _target(d, 5, 11), None, None, torch.tensor(7, device=d), -100, 0.0, 0.0, None,
             "sum",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _cross_entropy_forward_(d):
@@ -65,39 +49,20 @@ def _cross_entropy_backward(d):
     return [
         (torch.tensor(2.0, device=d), logits, target, lse, one, None, None, -100, 0.0, 0.0, None),
         (
-            floats(d, 6),
-            transposed(floats(d, 6, 11)),
-            target,
-            lse,
-            torch.ones_like(one),
-            floats(d, 11).abs(),
-            floats(d, 6).abs(),
-            -100,
-            0.1,
-            1e-3,
-            5.0,
+            floats(d, 6), transposed(floats(d, 6, 11)), target, lse, torch.ones_like(one),
+            floats(d, 11).abs(), floats(d, 6).abs(), -100, 0.1, 1e-3, 5.0,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _fused_linear_ce(d):
     return [
         (floats(d, 2, 3, 8), floats(d, 11, 8), _target(d, 6, 11).view(2, 3)),
         (
-            floats(d, 6, 8),
-            floats(d, 11, 8),
-            _target(d, 6, 11),
-            floats(d, 11),
-            floats(d, 11).abs(),
-            floats(d, 6).abs(),
-            None,
-            -100,
-            0.1,
-            1e-3,
-            5.0,
-            "none",
+            floats(d, 6, 8), floats(d, 11, 8), _target(d, 6, 11), floats(d, 11), floats(d, 11).abs(),
+            floats(d, 6).abs(), None, -100, 0.1, 1e-3, 5.0, "none",
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _fused_linear_ce_forward(d):
@@ -111,38 +76,14 @@ def _fused_linear_ce_forward(d):
         (*tensors, *plain, "sum", torch.float32, None, *none, False, True, False),
         (*tensors, *plain, "mean", None, None, *none, True, False, False),
         (
-            *tensors,
-            floats(d, 11),
-            *weights,
-            None,
-            -100,
-            0.1,
-            1e-3,
-            5.0,
-            "sum",
-            None,
-            None,
-            *every,
-            True,
-            True,
-            True,
+            *tensors, floats(d, 11), *weights, None, -100, 0.1, 1e-3, 5.0, "sum", None, None, *every, True,
+            True, True,
         ),
         (
-            *tensors,
-            floats(d, 11),
-            *weights,
-            None,
-            -100,
-            0.1,
-            1e-3,
-            5.0,
-            "none",
-            None,
-            None,
-            *every,
+            *tensors, floats(d, 11), *weights, None, -100, 0.1, 1e-3, 5.0, "none", None, None, *every,
             *none[:3],
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _fused_linear_logprobs_forward(d):
@@ -250,18 +191,10 @@ def _fused_linear_logprobs_add_grad_weight_(d):
     return [
         (floats(d, 11, 8), floats(d, 6), None, *tensors, None, 1.0, -100, None, None),
         (
-            floats(d, 11, 8),
-            floats(d, 6),
-            floats(d, 6),
-            *tensors,
-            floats(d, 11),
-            0.7,
-            -100,
-            5.0,
-            64,
+            floats(d, 11, 8), floats(d, 6), floats(d, 6), *tensors, floats(d, 11), 0.7, -100, 5.0, 64,
             torch.float32,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def _cross_entropy_stats(d):
