@@ -14,9 +14,11 @@ from sm90_engine import (
     SHAPES,
     SUMS,
     SUMS_BF16,
+    TERMS,
     assert_close_to_exact,
     assert_same_bits,
     check,
+    chosen_terms,
     engine,
     exact,
     run,
@@ -28,17 +30,6 @@ import liger
 
 pytestmark = pytest.mark.gpu
 
-TERMS = {
-    "bias": ("bias",),
-    "softcap": ("softcap",),
-    "smoothing": ("label_smoothing",),
-    "half smoothing": ("half_smoothing",),
-    "bias and softcap": ("bias", "softcap"),
-    "bias and smoothing": ("bias", "label_smoothing"),
-    "smoothing and class weights": ("label_smoothing", "ce_weight"),
-    "bias, smoothing, weights": ("bias", "label_smoothing", "ce_weight", "token_weight", "lse_square_scale"),
-    "bias, softcap, weights": ("bias", "softcap", "ce_weight", "token_weight", "lse_square_scale"),
-}
 ALL_SHAPES = {
     "one chunk": BESIDE,
     "sums": SUMS,
@@ -47,19 +38,6 @@ ALL_SHAPES = {
     "partial": PARTIAL_SUMS,
     **{name: SHAPES[name] for name in SHAPES if name.startswith(("in the weight", "partial, ", "hidden "))},
 }
-
-
-def chosen_terms(name, shape, device):
-    made = {
-        "bias": lambda: torch.randn(shape.vocab, device=device).to(BFLOAT16),
-        "softcap": lambda: 5.0,
-        "label_smoothing": lambda: 0.1,
-        "half_smoothing": lambda: 0.5,
-        "ce_weight": lambda: torch.rand(shape.vocab, device=device) + 0.1,
-        "token_weight": lambda: torch.rand(shape.rows, device=device) + 0.1,
-        "lse_square_scale": lambda: 1e-2,
-    }
-    return {key.replace("half", "label"): made[key]() for key in TERMS[name]}
 
 
 @pytest.mark.parametrize("name", TERMS)

@@ -56,6 +56,34 @@ class Shape:
         return (scale * x).to(dtype), weight.to(dtype), target
 
 
+# Terms of the loss that kernel instances of their own compute, and with which others they are combined.
+TERMS = {
+    "bias": ("bias",),
+    "softcap": ("softcap",),
+    "smoothing": ("label_smoothing",),
+    "half smoothing": ("half_smoothing",),
+    "bias and softcap": ("bias", "softcap"),
+    "bias and smoothing": ("bias", "label_smoothing"),
+    "smoothing and class weights": ("label_smoothing", "ce_weight"),
+    "bias, smoothing, weights": ("bias", "label_smoothing", "ce_weight", "token_weight", "lse_square_scale"),
+    "bias, softcap, weights": ("bias", "softcap", "ce_weight", "token_weight", "lse_square_scale"),
+}
+
+
+def chosen_terms(name, shape, device, dtype=BFLOAT16):
+    """The keywords of fused_linear_ce for an entry of TERMS."""
+    made = {
+        "bias": lambda: torch.randn(shape.vocab, device=device).to(dtype),
+        "softcap": lambda: 5.0,
+        "label_smoothing": lambda: 0.1,
+        "half_smoothing": lambda: 0.5,
+        "ce_weight": lambda: torch.rand(shape.vocab, device=device) + 0.1,
+        "token_weight": lambda: torch.rand(shape.rows, device=device) + 0.1,
+        "lse_square_scale": lambda: 1e-2,
+    }
+    return {key.replace("half", "label"): made[key]() for key in TERMS[name]}
+
+
 BESIDE = Shape(900, 512, 4224)
 SUMS = Shape(1900, 256, 1152, MIB)
 SUMS_BF16 = Shape(5000, 256, 2048, 8 * MIB, BFLOAT16)
