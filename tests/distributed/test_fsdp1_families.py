@@ -4,6 +4,7 @@ import families
 import pytest
 import ranks
 import torch
+from graph_nodes import count_nodes
 from test_fsdp2_families import checkpoint, is_tied, layers_of
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -91,17 +92,6 @@ def test_tied_or_not(name):
     run(name, tied=name == "llama")
 
 
-def nodes_of(loss):
-    """The names of the nodes of a graph."""
-    found, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    return {node.name() for node in found}
-
-
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 def test_memory_is_reused(strategy, monkeypatch):
     """FSDP1 has tensors in place of the parameters: MLPs still overwrite their product, and a tied weight has one
@@ -121,5 +111,5 @@ def test_nodes_that_reuse_memory(use_orig_params, precision, monkeypatch):
     module = wrap(model, use_orig_params=use_orig_params, mixed_precision=precision)
     batch = families.to(families.batches("llama")[0][ranks.RANK], ranks.DEVICE)
     loss = module(**batch).loss
-    assert {"_LinearOverBackward", "_SharedLookupBackward"} <= nodes_of(loss)
+    assert {"_LinearOverBackward", "_SharedLookupBackward"} <= count_nodes(loss).keys()
     loss.backward()

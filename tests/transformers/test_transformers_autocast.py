@@ -11,6 +11,7 @@ transformers = pytest.importorskip("transformers")
 
 from called_ops import CalledOps  # noqa: E402
 from combinations import inputs_of, tiny  # noqa: E402
+from graph_nodes import count_nodes  # noqa: E402
 from tiny_models import batch, make, step, twin  # noqa: E402
 
 from liger.transformers import _reuse  # noqa: E402
@@ -75,20 +76,9 @@ def test_mlps_of_16_bits_reuse_their_memory(recompute, monkeypatch):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = model(**batch()).loss
         steps.append([loss, *torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)])
-        nodes = nodes_of(loss)
+        nodes = count_nodes(loss)
         assert nodes["_GatedLinearBackward" if recompute else "_LinearOverBackward"] == 2
     assert all(map(torch.equal, *steps))
-
-
-def nodes_of(loss):
-    """The names of the nodes of a graph, and how many it has of each."""
-    found, waiting = {}, [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found[node] = node.name()
-            waiting += [following for following, _ in node.next_functions]
-    return Counter(found.values())
 
 
 def test_weights_that_autocast_casts_are_left_to_it(monkeypatch):
@@ -96,5 +86,5 @@ def test_weights_that_autocast_casts_are_left_to_it(monkeypatch):
     monkeypatch.setattr(_reuse, "WORTH_REUSING", 0)
     model = liger.patch(make("llama"))
     with torch.autocast("cpu", torch.bfloat16):
-        assert "_LinearOverBackward" not in nodes_of(model(**batch()).loss)
-    assert nodes_of(model(**batch()).loss)["_LinearOverBackward"] == 2
+        assert "_LinearOverBackward" not in count_nodes(model(**batch()).loss)
+    assert count_nodes(model(**batch()).loss)["_LinearOverBackward"] == 2

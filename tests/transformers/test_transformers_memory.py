@@ -12,6 +12,7 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
+from graph_nodes import count_nodes  # noqa: E402
 from tiny_models import VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
@@ -234,14 +235,7 @@ def test_the_embedding_of_gemma():
     plain, given = tiny("gemma3_text", tie_word_embeddings=True), inputs_of("gemma3_text")
     model = liger.patch(twin(plain))
     assert_same_step(step(model, **given), step(plain, **given))
-    loss = model(**given).loss
-    nodes, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += [following for following, _ in node.next_functions]
-    names = [node.name() for node in nodes]
+    names = count_nodes(model(**given).loss)
     assert "_SharedLookupBackward" in names and "EmbeddingBackward0" not in names
 
 

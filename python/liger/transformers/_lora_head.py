@@ -7,6 +7,7 @@ from torch import nn
 
 from .._core.dtensor import is_dtensor
 from .._core.linear_layers import overrides_forward
+from .._core.module_hooks import hooks_of
 from .._core.quantised import is_quantised
 
 
@@ -30,18 +31,12 @@ def supports(layer):
 
 def _is_readable(linear):
     forward = getattr(type(linear), "_liger_original", type(linear)).forward
-    hooks = (
-        linear._forward_hooks,
-        linear._forward_pre_hooks,
-        linear._backward_hooks,
-        linear._backward_pre_hooks,
-    )
     weight = linear.weight
     # A weight with ds_id is gathered by ZeRO-3 inside a call of its layer only.
     return (
         forward is nn.Linear.forward
         and not overrides_forward(linear)
-        and not any(hooks)
+        and not any(hooks_of(linear))
         and not (is_dtensor(weight) or is_quantised(weight) or hasattr(weight, "ds_id"))
     )
 

@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from .._core.autograd import is_traced, may_write_saved
 from .._core.linear_layers import moves_nothing, overrides_forward
 from .._core.main_grad import add_in_backward
+from .._core.module_hooks import hooks_of
 
 # Of weights that a node may save and read again in its backward. During the forward, FSDP1 has tensors in place of the
 # parameters: views of the gathered ones.
@@ -176,9 +177,9 @@ def is_plain_linear(layer, x):
     return (
         getattr(type(layer), "forward", None) is nn.Linear.forward
         and _has_plain_weight(layer)
-        and not (layer._forward_pre_hooks or layer._forward_hooks)
+        and not any(hooks_of(layer))
         and not (overrides_forward(layer) and not moves_nothing(layer, x))
-        and not (layer._backward_pre_hooks or layer._backward_hooks or _has_any_global_hook())
+        and not _has_any_global_hook()
         and torch.is_grad_enabled()
         and not _autocast_casts(layer, x)
     )
