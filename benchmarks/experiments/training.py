@@ -10,7 +10,7 @@ import torch
 import liger
 from liger_bench import model_sizes, model_trainee
 from liger_bench.measure import spread
-from liger_bench.model_contestants import Contestant, contestants
+from liger_bench.model_contestants import Contestant, compiled, contestants
 
 from . import text
 from .cells import Cell, coarse_first
@@ -30,7 +30,7 @@ def contestant(method, machine):
     """The contestant of bench_model with this name; ``liger`` is it on the backend of the machine."""
     if method == COMPILED and machine.tiny:
         # Inductor takes half a minute on a CPU.
-        return Contestant(COMPILED, "other", functools.partial(torch.compile, backend="eager"))
+        return Contestant(COMPILED, "other", functools.partial(compiled, backend="eager"))
     name = f"liger[{backend(machine)}]" if method == "liger" else method
     known = {c.name: c for c in contestants([backend(machine)], compile=True)}
     return known[name]
