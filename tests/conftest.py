@@ -67,7 +67,7 @@ def sm90():
         pytest.skip("needs a device of compute capability 9.0")
     if "90a" not in build_info()["cuda_archs"]:
         pytest.skip("built without kernels for 90a")
-    with compiled("fused_linear_ce") as device:
+    with compiled() as device:
         yield device
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import compiled
 
 from liger import backend
 from liger._core import load
@@ -179,6 +180,13 @@ def test_supported_everywhere_and_nowhere(cuda_machine):
     assert supported("torch", [(5, 0)]) == (True, "plain torch runs everywhere")
     with pytest.raises(ValueError, match="unknown backend 'fast', expected one of auto, cuda, triton, torch"):
         supported("fast", [])
+
+
+def test_tests_of_compiled_kernels_skip_without_them(monkeypatch):
+    monkeypatch.setattr(load, "CUDA_LOADED", False)
+    monkeypatch.setattr(load, "CUDA_REASON", "no nvcc")
+    with pytest.raises(pytest.skip.Exception, match="no nvcc"), compiled():
+        pass
 
 
 def test_triton_needs_its_package_and_a_device(cuda_machine, monkeypatch):

@@ -55,7 +55,7 @@ def test_more_than_two_to_the_31_logits(device, inplace):
 
 @pytest.fixture
 def gpu():
-    with compiled("cross_entropy") as device:
+    with compiled() as device:
         yield device
 
 

@@ -87,7 +87,7 @@ def test_rows_of_every_alignment(device, dtype, vocab, kind):
 
 @pytest.fixture
 def gpu():
-    with compiled("divergence") as device:
+    with compiled() as device:
         yield device
 
 

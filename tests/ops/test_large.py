@@ -15,7 +15,7 @@ GB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _compiled_kernels():
-    possible, why = liger.backend.supported("cuda", "rms_norm")
+    possible, why = liger.backend.supported("cuda")
     if not possible:
         pytest.skip(why)
     with liger.use_backend("cuda"):
