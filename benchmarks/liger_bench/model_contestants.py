@@ -67,8 +67,8 @@ class Contestant:
 def compiled(model, backend="inductor"):
     """``torch.compile`` of a model whose attention is causal by SDPA's flag.
 
-    While it traces a model, transformers gives SDPA a mask as a tensor, which costs as much as attention without a mask.
-    It makes none for an attention function without a mask function. The steps here have no padding and no packed
+    While it is traced, transformers gives SDPA a mask as a tensor, which then computes what the mask hides, too. For an
+    attention function without a function for masks it makes none. The steps here have no padding and no packed
     sequences, so the flag says the same.
     """
     transformers = importlib.import_module("transformers")
