@@ -73,6 +73,26 @@ def test_an_unknown_option_lists_the_right_ones():
     assert str(lt.patch_report(model)) == "nothing"
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("rms_norm", "no", "True or False"),
+        ("recompute", 1, "True or False"),
+        ("fused_linear_cross_entropy", None, "True or False"),
+        ("mlp", "swiglu", "True or False, or None"),
+        ("tiled_mlp_num_shards", 2.0, "an integer, or None"),
+        ("tiled_mlp_num_shards", True, "an integer, or None"),
+    ],
+)
+def test_a_value_of_another_type(option, value, expected):
+    model = make("llama")
+    message = rf"liger: the option {option} is {value!r}, expected {expected}$"
+    for patch in (liger.patch, lambda m, **o: lt.apply_liger_kernel_to_llama(model=m, **o)):
+        with pytest.raises(TypeError, match=message):
+            patch(model, **{option: value})
+    assert str(lt.patch_report(model)) == "nothing"
+
+
 def test_both_losses_give_the_fused_one(caplog):
     plain = make("llama")
     with caplog.at_level(logging.WARNING, logger="liger.transformers"):

@@ -231,7 +231,7 @@ def _make_function(model_type: str) -> Callable[..., None]:
             ``liger.transformers.revert("{model_type}")`` or a call with every option False.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an unknown option, or a value that is not of its type.
         ImportError: without a model, if the installed transformers does not have this model type.
         ValueError: a model of another type, or an error of :func:`liger.patch`.
     """

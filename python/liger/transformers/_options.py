@@ -36,6 +36,7 @@ class Options:
     accumulate_grad_weight: bool = False
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.cross_entropy and self.fused_linear_cross_entropy:
             logger.warning(
                 "liger: cross_entropy and fused_linear_cross_entropy are both True: the fused loss is used, because "
@@ -55,6 +56,17 @@ class Options:
         if self.mlp is not None:
             object.__setattr__(self, "swiglu", self.mlp)
             object.__setattr__(self, "geglu", self.mlp)
+
+    def _check_types(self) -> None:
+        for name in NAMES:
+            value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            kind, expected = (int, "an integer") if name == "tiled_mlp_num_shards" else (bool, "True or False")
+            # A bool is an int, but no number of shards.
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                or_none = ", or None" if name in _MAY_BE_NONE else ""
+                raise TypeError(f"liger: the option {name} is {value!r}, expected {expected}{or_none}")
 
     @property
     def any(self) -> bool:
@@ -92,6 +104,7 @@ class Options:
         return tuple(kind for kind in ("relu_squared", "gelu") if getattr(self, kind))
 
 
+_MAY_BE_NONE = ("mlp", "tiled_mlp_num_shards")
 # Options that say how a part is replaced.
 _HOW = ("inplace", "mlp", "recompute", "accumulate_grad_weight")
 NAMES = tuple(field.name for field in fields(Options))

@@ -85,7 +85,7 @@ def patch(model: _Model, **options: Any) -> _Model:
         The same model. :func:`liger.transformers.patch_report` says what was replaced.
 
     Raises:
-        TypeError: model is not a module, or an unknown option.
+        TypeError: model is not a module, an unknown option, or a value that is not of its type.
         ValueError: a number of shards below 1 or without tiled_mlp; no module of the model can be patched.
         RuntimeError: the model was patched and then sharded by ``fully_shard``.
     """
