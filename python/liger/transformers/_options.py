@@ -62,7 +62,9 @@ class Options:
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:
                 continue
-            kind, expected = (int, "an integer") if name == "tiled_mlp_num_shards" else (bool, "True or False")
+            kind, expected = (
+                (int, "an integer") if name == "tiled_mlp_num_shards" else (bool, "True or False")
+            )
             # A bool is an int, but no number of shards.
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
                 or_none = ", or None" if name in _MAY_BE_NONE else ""
