@@ -55,25 +55,53 @@ def _label(name, group):
     return f"{label[:-1]} GiB" if label.endswith("G") else label
 
 
+# Where a label may be: offset from its point in points of the font, and alignment.
+PLACES = (((6, -11), "left"), ((6, 5), "left"), ((-6, 5), "right"), ((-6, -11), "right"))
+
+
+def annotate(figure, axes, labels, dots):
+    """Draws (GiB, speed, text) in the first place that overlaps no label and no dot; leaves out those without one."""
+    # The layout, which places depend on.
+    figure.canvas.draw()
+    dots = [axes.transData.transform(dot) for dot in dots]
+    taken = []
+    for gib, speed, text in labels:
+        for offset, side in PLACES:
+            label = axes.annotate(
+                text, (gib, speed), offset, textcoords="offset points", fontsize=8, ha=side, in_layout=False
+            )
+            box = label.get_window_extent()
+            inside = axes.bbox.contains(*box.p0) and axes.bbox.contains(*box.p1)
+            if inside and not any(map(box.overlaps, taken)) and not any(box.contains(*dot) for dot in dots):
+                taken.append(box)
+                break
+            label.remove()
+
+
 def draw(found, title, ranks=1):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
+    FigureCanvasAgg(figure)
     axes = figure.subplots()
+    labels = []
     for group, (label, provider) in SERIES.items():
         if not found[group]:
             continue
         line = frontier(found[group])
         axes.plot(*zip(*(p[:2] for p in line), strict=True), color=color(provider), alpha=0.5)
         axes.plot(*zip(*(p[:2] for p in found[group]), strict=True), "o", color=color(provider), label=label)
-        for gib, speed, name in (p for p in found[group] if p in line or "compiled" in p[2]):
-            axes.annotate(_label(name, group), (gib, speed), (5, -11), textcoords="offset points", fontsize=8)
+        named = (p for p in found[group] if p in line or "compiled" in p[2])
+        labels += [(gib, speed, _label(name, group)) for gib, speed, name in named if _label(name, group)]
     axes.set_xlabel("peak memory of a step, GiB" + (" of one rank" if ranks > 1 else ""))
     axes.set_ylabel("thousand tokens/s" + (f" of {ranks} ranks" if ranks > 1 else ""))
     axes.set_title(title, fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.12, y=0.12)
     axes.legend(frameon=False, loc="best")
+    dots = [p[:2] for of_group in found.values() for p in of_group]
+    annotate(figure, axes, sorted(labels, key=lambda label: -label[1]), dots)
     return figure
 
 
