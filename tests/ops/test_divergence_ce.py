@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from cases import DTYPES, compiled
 
-import liger
 from liger._core.environment import triton_interpreted
 
 KINDS = ["forward_kl", "reverse_kl", "jsd", "tvd"]
@@ -128,12 +127,9 @@ def test_target_that_is_no_class(device, kind, wrong):
 @pytest.mark.parametrize("vocab", [12288, 50257, 128256, 262143, 400001])
 def test_long_rows(dtype, vocab, kind):
     """Rows that stay in shared memory, in one block and in clusters, more of them than blocks; and longer ones."""
-    possible, why = liger.backend.supported("cuda")
-    if not possible:
-        pytest.skip(why)
-    with liger.use_backend("cuda"):
+    with compiled() as device:
         for rows in (5, 401 if vocab < 20000 else 61):
-            values = make(rows, vocab, torch.device("cuda"), dtype)
+            values = make(rows, vocab, device, dtype)
             check(kind, *values)
             if dtype == torch.float32:
                 for narrow in (torch.float16, torch.bfloat16):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_as_exact_as_torch
+from cases import assert_as_exact_as_torch, compiled
 
 import liger
 
@@ -15,10 +15,7 @@ GB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _compiled_kernels():
-    possible, why = liger.backend.supported("cuda")
-    if not possible:
-        pytest.skip(why)
-    with liger.use_backend("cuda"):
+    with compiled():
         yield
     torch.cuda.empty_cache()
 

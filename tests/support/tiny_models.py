@@ -82,6 +82,13 @@ def step(model, **inputs):
     return output, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def enable_checkpointing(model, reentrant=False):
+    """Checkpointing of whole layers."""
+    # Its name since transformers 5.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+
+
 def twin(model):
     """An independent copy."""
     return copy.deepcopy(model)

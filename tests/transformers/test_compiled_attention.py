@@ -7,7 +7,7 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
+from tiny_models import assert_same_step, batch, enable_checkpointing, make, step, twin  # noqa: E402
 
 
 def recorder(masks):
@@ -21,12 +21,6 @@ def recorder(masks):
         return graph
 
     return backend
-
-
-def enable_checkpointing(model):
-    # Its name since transformers 5.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

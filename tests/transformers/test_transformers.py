@@ -8,7 +8,17 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import FAMILIES, ONE_QUICK, VOCAB, assert_same_step, batch, make, step, twin  # noqa: E402
+from tiny_models import (  # noqa: E402
+    FAMILIES,
+    ONE_QUICK,
+    VOCAB,
+    assert_same_step,
+    batch,
+    enable_checkpointing,
+    make,
+    step,
+    twin,
+)
 
 from liger.transformers import patch_report  # noqa: E402
 
@@ -203,9 +213,7 @@ def test_labels_by_position():
 def test_gradient_checkpointing(family, reentrant):
     patched, plain = pair(family)
     for model in (patched, plain):
-        # Its name since transformers 5.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": reentrant})
+        enable_checkpointing(model, reentrant)
         model.enable_input_require_grads()
     assert_same_step(step(patched, **batch()), step(plain, **batch()))
 

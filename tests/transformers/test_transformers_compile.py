@@ -9,7 +9,7 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
+from tiny_models import assert_same_step, batch, enable_checkpointing, make, step, twin  # noqa: E402
 
 BROKEN = {
     "mlp": "model.layers.0.mlp",
@@ -45,9 +45,7 @@ def test_a_graph_that_breaks(where, tied, checkpointing):
     plain = make("llama", tie_word_embeddings=tied, num_hidden_layers=1)
     model = liger.patch(twin(plain))
     if checkpointing:
-        # Its name since transformers 5.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     break_around(model.get_submodule(BROKEN[where]))
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager")
