@@ -67,13 +67,14 @@ class Contestant:
 def compiled(model, backend="inductor"):
     """``torch.compile`` of a model whose attention is causal by SDPA's flag.
 
-    While it is traced, transformers gives SDPA a mask as a tensor, which then computes what the mask hides, too. For an
-    attention function without a function for masks it makes none. The steps here have no padding and no packed
+    A model that is traced gives SDPA a mask as a tensor, and SDPA computes what the mask hides, too. For an attention
+    function without a function for masks, transformers makes no mask. The steps here have no padding and no packed
     sequences, so the flag says the same.
     """
-    transformers = importlib.import_module("transformers")
-    sdpa = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
-    transformers.AttentionInterface.register("causal_sdpa", sdpa)
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     model.set_attn_implementation("causal_sdpa")
     return torch.compile(model, dynamic=False, backend=backend)
 

@@ -55,7 +55,7 @@ def _label(name, group):
     return f"{label[:-1]} GiB" if label.endswith("G") else label
 
 
-# Where a label may be: offset from its point in points of the font, and alignment.
+# Where a label may be: its offset from the dot, in points, and its alignment.
 PLACES = (((6, -11), "left"), ((6, 5), "left"), ((-6, 5), "right"), ((-6, -11), "right"))
 
 
@@ -93,7 +93,7 @@ def draw(found, title, ranks=1):
         axes.plot(*zip(*(p[:2] for p in line), strict=True), color=color(provider), alpha=0.5)
         axes.plot(*zip(*(p[:2] for p in found[group]), strict=True), "o", color=color(provider), label=label)
         named = (p for p in found[group] if p in line or "compiled" in p[2])
-        labels += [(gib, speed, _label(name, group)) for gib, speed, name in named if _label(name, group)]
+        labels += [(gib, speed, text) for gib, speed, name in named if (text := _label(name, group))]
     axes.set_xlabel("peak memory of a step, GiB" + (" of one rank" if ranks > 1 else ""))
     axes.set_ylabel("thousand tokens/s" + (f" of {ranks} ranks" if ranks > 1 else ""))
     axes.set_title(title, fontsize=11)

@@ -6,6 +6,7 @@ import difflib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from types import NoneType
 
 from ._behaviour import GEGLU_ACTIVATIONS, SWIGLU_ACTIVATIONS
 
@@ -59,16 +60,11 @@ class Options:
 
     def _check_types(self) -> None:
         for name in NAMES:
-            value = getattr(self, name)
-            if value is None and name in _MAY_BE_NONE:
-                continue
-            kind, expected = (
-                (int, "an integer") if name == "tiled_mlp_num_shards" else (bool, "True or False")
-            )
-            # A bool is an int, but no number of shards.
-            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-                or_none = ", or None" if name in _MAY_BE_NONE else ""
-                raise TypeError(f"liger: the option {name} is {value!r}, expected {expected}{or_none}")
+            # Not isinstance: a bool is an int, but no number of shards.
+            value, types = getattr(self, name), _TYPES.get(name, (bool,))
+            if type(value) not in types:
+                expected = ", or ".join(_WORDS[kind] for kind in types)
+                raise TypeError(f"liger: the option {name} is {value!r}, expected {expected}")
 
     @property
     def any(self) -> bool:
@@ -106,7 +102,9 @@ class Options:
         return tuple(kind for kind in ("relu_squared", "gelu") if getattr(self, kind))
 
 
-_MAY_BE_NONE = ("mlp", "tiled_mlp_num_shards")
+# Types of the options that are more than a flag, and all types in words.
+_TYPES: dict[str, tuple[type, ...]] = {"mlp": (bool, NoneType), "tiled_mlp_num_shards": (int, NoneType)}
+_WORDS: dict[type, str] = {bool: "True or False", int: "an integer", NoneType: "None"}
 # Options that say how a part is replaced.
 _HOW = ("inplace", "mlp", "recompute", "accumulate_grad_weight")
 NAMES = tuple(field.name for field in fields(Options))
