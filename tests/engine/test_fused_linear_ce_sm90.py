@@ -11,7 +11,6 @@ from sm90_engine import (
     BESIDE,
     BFLOAT16,
     GRADIENT,
-    HIDDEN_SIZES,
     KINDS,
     MIB,
     PARTS,
@@ -31,48 +30,6 @@ from torch.nn.functional import linear
 pytestmark = pytest.mark.gpu
 
 REDUCTIONS = ["mean", "sum", "none"]
-
-
-def test_the_shapes_are_what_they_are_named(sm90):
-    def kinds(shape):
-        rows, k_splits, in_grad_weight, scale_bytes = shape.plan()
-        return len(rows) > 1, in_grad_weight < rows[0], scale_bytes > 0, max(k_splits) > 1
-
-    expected = {
-        "in the weight gradient": (False, False, False, True),
-        "beside it": (False, True, False, True),
-        "sums": (True, True, True, True),
-        "sums, larger": (True, True, True, True),
-        "sums, whole waves": (True, False, True, False),
-        "sums, more panels": (True, True, True, True),
-        "bf16 allowed": (True, True, True, True),
-        "parts": (False, False, False, True),
-        "parts of chunks": (True, True, True, True),
-        "fewest rows": (False, False, False, True),
-        "one row more": (False, True, False, True),
-        "some rows more": (False, True, False, True),
-        "one panel": (False, True, False, True),
-        "partial, in the weight gradient": (False, False, False, True),
-        "partial, beside it": (False, True, False, True),
-        "partial, sums": (True, True, True, True),
-        "partial, sums, larger": (True, True, True, True),
-        "partial, sums, whole waves": (True, True, True, False),
-        "partial, sums, 224 columns": (True, True, True, True),
-        "sums, 240 columns": (True, True, True, True),
-        "partial, sums, 240 columns": (True, True, True, True),
-        "partial, 240 columns": (False, True, False, True),
-        "partial, bf16 allowed": (True, True, True, True),
-        "partial, parts": (False, True, False, True),
-        "partial, few columns": (True, True, True, True),
-        "partial, few classes": (False, True, False, False),
-    }
-    assert {name: kinds(shape) for name, shape in SHAPES.items() if name not in HIDDEN_SIZES} == expected
-    # Each of them with a hidden size that is no multiple of 64, too.
-    assert all({True, False} == set(kind) for kind in zip(*map(kinds, HIDDEN_SIZES.values()), strict=True))
-    for shape in (BESIDE, SUMS, SHAPES["one panel"]):
-        assert shape.vocab // 128 % 2, "the last pair of panels has one"
-    for shape in (SUMS, SUMS_BF16, PARTS_OF_CHUNKS):
-        assert shape.plan()[0][-1] % 128, "the last chunk ends within a tile"
 
 
 # --- values and gradients -----------------------------------------------------------------------------------------

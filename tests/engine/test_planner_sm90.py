@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from sm90_engine import SHAPES
+from sm90_engine import BESIDE, HIDDEN_SIZES, PARTS_OF_CHUNKS, SHAPES, SUMS, SUMS_BF16
 
-from liger._core.sm90_plan import HIDDEN_UNIT, TILE_WIDTHS, tile_columns
+from liger._core.sm90_plan import (
+    GRAD_INPUT_WIDTHS,
+    GRAD_WEIGHT_WIDTHS,
+    HIDDEN_UNIT,
+    split_k_sum_bytes,
+    tile_columns,
+)
 
 MIB = 1 << 20
 TILE = PANEL = 128  # rows; columns
@@ -52,23 +58,113 @@ def test_the_largest_budget_of_64_bits():
 TILE_H = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90" / "tile.h"
 
 
+def test_shapes_are_what_they_are_named():
+    def kinds(shape):
+        rows, k_splits, in_grad_weight, scale_bytes = shape.plan()
+        return len(rows) > 1, in_grad_weight < rows[0], scale_bytes > 0, max(k_splits) > 1
+
+    expected = {
+        "in the weight gradient": (False, False, False, True),
+        "beside it": (False, True, False, True),
+        "sums": (True, True, True, True),
+        "sums, larger": (True, True, True, True),
+        "sums, whole waves": (True, False, True, False),
+        "sums, more panels": (True, True, True, True),
+        "bf16 allowed": (True, True, True, True),
+        "parts": (False, False, False, True),
+        "parts of chunks": (True, True, True, True),
+        "fewest rows": (False, False, False, True),
+        "one row more": (False, True, False, True),
+        "some rows more": (False, True, False, True),
+        "one panel": (False, True, False, True),
+        "partial, in the weight gradient": (False, False, False, True),
+        "partial, beside it": (False, True, False, True),
+        "partial, sums": (True, True, True, True),
+        "partial, sums, larger": (True, True, True, True),
+        "partial, sums, whole waves": (True, True, True, False),
+        "partial, sums, 224 columns": (True, True, True, True),
+        "sums, 240 columns": (True, True, True, True),
+        "partial, sums, 240 columns": (True, True, True, True),
+        "sums, 192 columns": (True, True, True, True),
+        "sums, 320 columns": (True, True, True, True),
+        "parts, 320 columns": (False, False, False, True),
+        "partial, parts, 320 columns": (False, False, False, True),
+        "partial, 240 columns": (False, True, False, True),
+        "partial, bf16 allowed": (True, True, True, True),
+        "partial, parts": (False, True, False, True),
+        "partial, few columns": (True, True, True, True),
+        "partial, few classes": (False, True, False, False),
+    }
+    assert {name: kinds(shape) for name, shape in SHAPES.items() if name not in HIDDEN_SIZES} == expected
+    # Each of them with a hidden size that is no multiple of 64, too.
+    assert all({True, False} == set(kind) for kind in zip(*map(kinds, HIDDEN_SIZES.values()), strict=True))
+    for shape in (BESIDE, SUMS, SHAPES["one panel"]):
+        assert shape.vocab // 128 % 2, "the last pair of panels has one"
+    for shape in (SUMS, SUMS_BF16, PARTS_OF_CHUNKS):
+        assert shape.plan()[0][-1] % 128, "the last chunk ends within a tile"
+
+
 @pytest.mark.skipif(not TILE_H.is_file(), reason="not a checkout")
+@pytest.mark.parametrize(
+    ("listed", "widths"),
+    [("kGradInputWidths", GRAD_INPUT_WIDTHS), ("kGradWeightWidths", GRAD_WEIGHT_WIDTHS)],
+)
+def test_the_widths_are_those_of_the_kernels(listed, widths):
+    (others,) = re.findall(rf"{listed}\[\] = \{{kTileN, ([\d, ]+)\}}", TILE_H.read_text())
+    assert (256, *map(int, others.split(","))) == widths
+
+
+def columns_by_width(hidden_sizes, widths):
+    """The widths of tiles that divide one of the sizes, and those with a narrow last tile."""
+    whole, narrow_last = set(), set()
+    for hidden in hidden_sizes:
+        width = tile_columns(hidden, widths)
+        (narrow_last if hidden % width else whole).add(width)
+    return whole, narrow_last
+
+
 def test_shapes_have_sums_in_tiles_of_every_width():
     """Kernels of the weight gradient differ by the width of their tiles: none may be without a test."""
-    (listed,) = re.findall(r"kTileWidths\[\] = \{([\d, ]+), kTileN\}", TILE_H.read_text())
-    assert (*map(int, listed.split(",")), 256) == TILE_WIDTHS
-
-    def width(hidden):
-        return tile_columns(hidden)[0]
-
     several = [shape.hidden for shape in SHAPES.values() if len(shape.plan()[0]) > 1]
-    narrow_last = {width(hidden) for hidden in several if hidden % width(hidden)}
-    whole = {width(hidden) for hidden in several if hidden % width(hidden) == 0}
-    assert (
-        whole >= {224, 240, 256}
-        and narrow_last >= {192, 224, 240}
-        and whole | narrow_last == set(TILE_WIDTHS)
-    )
+    whole, narrow_last = columns_by_width(several, GRAD_WEIGHT_WIDTHS)
+    assert whole == set(GRAD_WEIGHT_WIDTHS) and narrow_last == {192, 224, 240, 256}
+
+
+def test_shapes_have_split_k_in_tiles_of_every_width():
+    """Nor may one of the input gradient, whose splits add to sums in whole tiles."""
+    split = [shape.hidden for shape in SHAPES.values() if max(shape.plan()[1]) > 1]
+    whole, narrow_last = columns_by_width(split, GRAD_INPUT_WIDTHS)
+    assert whole | narrow_last == set(GRAD_INPUT_WIDTHS)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "of_input", "of_weight"),
+    [
+        (640, 320, 224),
+        (1152, 192, 192),
+        (576, 192, 192),
+        (2880, 240, 240),
+        (896, 224, 224),
+        (2560, 256, 256),
+        (960, 240, 240),
+        (3200, 320, 256),
+        (1040, 224, 224),
+        (16, 192, 192),
+        (240, 240, 240),
+        (304, 192, 192),
+    ],
+)
+def test_tiles_divide_the_hidden_size_where_a_width_does(hidden, of_input, of_weight):
+    assert tile_columns(hidden, GRAD_INPUT_WIDTHS) == of_input
+    assert tile_columns(hidden, GRAD_WEIGHT_WIDTHS) == of_weight
+    # Vectors of the hidden size are padded to tiles of 256 columns, and read by whole tiles.
+    for width in (of_input, of_weight):
+        assert ceil_div(hidden, width) * width <= ceil_div(hidden, 256) * 256
+
+
+def test_split_k_sums_are_whole_tiles():
+    assert split_k_sum_bytes(1000, 640) == 4 * 1024 * 640
+    assert split_k_sum_bytes(1000, 656) == 4 * 1024 * 3 * 224
 
 
 def test_sm90_problems_are_of_every_kind():
@@ -110,7 +206,7 @@ def test_sm90_exponentials_have_room_where_the_plan_puts_them():
         assert scales_beside + ceil_div(beside, TILE) * TILE * PANEL * 2 <= panel_bytes, problem
         for _, rows, _ in chunks[1:]:
             assert scale_bytes + rows * PANEL * 2 <= panel_bytes, problem
-        scales = TILE * ceil_div(hidden, 256)
+        scales = TILE * ceil_div(hidden, tile_columns(hidden, GRAD_WEIGHT_WIDTHS))
         assert scale_bytes == (scales if need_grad_weight and len(chunks) > 1 else 0), problem
 
 

@@ -264,33 +264,35 @@ void Chunk::count_tile_mass() const {
 void Chunk::gradients() const {
   const NvtxRange range("gradients");
   if (batch_.need_grad_bias()) batch_.is_float16() ? add_to_grad_bias<__half>() : add_to_grad_bias<Bf16>();
-  with_gradient_kernels([&](auto element, auto partial_tiles, auto columns) {
+  if (separate_rows_) grad_input();
+  grad_weight();
+  if (!separate_rows_) grad_input();
+}
+
+void Chunk::grad_input() const {
+  if (!batch_.need_grad_input) return;
+  const NvtxRange range("grad_input");
+  with_gradient_kernels<sm90::kGradInputWidths>([&](auto element, auto partial_tiles, auto columns) {
     using T = typename decltype(element)::type;
-    gradients_of<T, partial_tiles.value, columns.value>();
+    grad_input_gemm<T, partial_tiles.value, columns.value>();
   });
 }
 
 void Chunk::grad_weight() const {
+  if (!batch_.need_grad_weight) return;
   const NvtxRange range("grad_weight");
-  with_gradient_kernels([&](auto element, auto partial_tiles, auto columns) {
+  with_gradient_kernels<sm90::kGradWeightWidths>([&](auto element, auto partial_tiles, auto columns) {
     using T = typename decltype(element)::type;
     grad_weight_gemm<T, partial_tiles.value, columns.value>();
   });
 }
 
-template <typename F>
+template <const auto& kWidths, typename F>
 void Chunk::with_gradient_kernels(const F& f) const {
-  with_gradient_tiles(batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
+  with_gradient_tiles<kWidths>(batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
     batch_.is_float16() ? f(std::type_identity<__half>{}, partial_tiles, columns)
                         : f(std::type_identity<Bf16>{}, partial_tiles, columns);
   });
-}
-
-template <typename T, bool kPartialTiles, int kTileColumns>
-void Chunk::gradients_of() const {
-  if (separate_rows_) grad_input_gemm<T, kPartialTiles, kTileColumns>();
-  grad_weight_gemm<T, kPartialTiles, kTileColumns>();
-  if (!separate_rows_) grad_input_gemm<T, kPartialTiles, kTileColumns>();
 }
 
 template <typename T>
@@ -313,14 +315,13 @@ template GradInput<Bf16> Chunk::grad_input_of() const;
 
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_input_gemm() const {
-  if (!batch_.need_grad_input) return;
   const GradInputEpilogue<T, kPartialTiles, kTileColumns> epilogue{grad_input_of<T>()};
-  launch_grad_input(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
+  launch_grad_input(maps_of(matrix_map(batch_.weight, sm90::MnMajorStage<kTileColumns>::kBoxRowsB)), epilogue,
+                    batch_.device, batch_.stream);
 }
 
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_weight_gemm() const {
-  if (!batch_.need_grad_weight) return;
   const int64_t hidden = batch_.hidden();
   if (in_grad_weight_) {
     const size_t counters = batch_.panels() * sizeof(int);
@@ -353,8 +354,9 @@ void Chunk::grad_weight_gemm() const {
       last_vectors(hidden, kTileColumns),
       RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
       buffers_.range.largest_scaled};
-  launch_gemm(maps_of(matrix_map(buffers_.input, chunk_.rows, hidden, hidden)), epilogue, batch_.device,
-              batch_.stream, in_grad_weight_);
+  const CUtensorMap input =
+      matrix_map(buffers_.input, chunk_.rows, hidden, hidden, sm90::MnMajorStage<kTileColumns>::kBoxRowsB);
+  launch_gemm(maps_of(input), epilogue, batch_.device, batch_.stream, in_grad_weight_);
 }
 
 template <typename T>

@@ -179,16 +179,15 @@ class Chunk {
   void logits_gemm() const;
   template <typename T>
   void apply_rule_of(bool gradient) const;
-  template <typename T, bool kPartialTiles, int kTileColumns>
-  void gradients_of() const;
+  void grad_input() const;
   template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_input_gemm() const;
   template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_weight_gemm() const;
   template <typename T>
   void add_to_grad_bias() const;
-  // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns).
-  template <typename F>
+  // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns) with the constants of a kernel of these widths.
+  template <const auto& kWidths, typename F>
   void with_gradient_kernels(const F& f) const;
 
   Bf16* const grad_input_;  // of the chunk

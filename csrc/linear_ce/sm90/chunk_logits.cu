@@ -88,7 +88,7 @@ void Chunk::logits_gemm() const {
   const CUtensorMap input = matrix_map(buffers_.input, chunk_.rows, hidden, hidden);
   // Without gradients there are no panels, and nothing is stored.
   const auto panels = batch_.need_gradient() ? panel_maps(sm90::kResultBoxRows) : std::array{input, input};
-  const sm90::PingpongMaps maps{{{input, input}, matrix_map(batch_.weight, sm90::kPingpongBoxRows)},
+  const sm90::PingpongMaps maps{{{input, input}, matrix_map(batch_.weight, sm90::PingpongStage::kBoxRowsB)},
                                 {panels[0], panels[1]}};
   Epilogue epilogue;
   epilogue.chunk = rows();

@@ -102,9 +102,13 @@ struct TileWidth {
   }
 };
 
+// The loads of subtract_row() at a time, as many as there are registers for.
+template <int kColumns>
+inline constexpr int kRowLoads = kColumns <= 256 ? kColumns / 8 : kColumns / 16;
+
 // sums of row h -= amount * from[0..width - 1], for the columns of this lane; kBatch loads at a time, a register each.
 template <int kBatch, typename T, bool kPartialTiles, int kColumns>
-__device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, float amount, const T* from,
+__device__ __forceinline__ void subtract_row(sm90::Sums<kColumns>& sums, int h, float amount, const T* from,
                                              int lane, TileWidth<kPartialTiles, kColumns> width) {
   const uint32_t* const pairs = reinterpret_cast<const uint32_t*>(from) + lane % 4;
   static_assert(kColumns / 8 % kBatch == 0);
@@ -126,7 +130,7 @@ __device__ __forceinline__ void subtract_row(float (&sums)[sm90::kSums], int h, 
 
 // sums of row h -= amount * vector[0..kColumns - 1], for the columns of this lane.
 template <int kColumns>
-__device__ __forceinline__ void subtract_rank_one(float (&sums)[sm90::kSums], int h, float amount,
+__device__ __forceinline__ void subtract_rank_one(sm90::Sums<kColumns>& sums, int h, float amount,
                                                   const float* vector, int lane) {
   const float2* const pairs = reinterpret_cast<const float2*>(vector) + lane % 4;
 #pragma unroll
@@ -140,7 +144,7 @@ __device__ __forceinline__ void subtract_rank_one(float (&sums)[sm90::kSums], in
 // Rounds a warp's accumulators to T and stores the first `count` of its 16 rows: 64 bytes of 8 rows at a
 // time. (Longer segments of fewer rows, staged in shared memory, were slower.)
 template <typename T, bool kPartialTiles, int kColumns>
-__device__ __forceinline__ void write_rows(const float (&sums)[sm90::kSums], T* out, int64_t stride,
+__device__ __forceinline__ void write_rows(const sm90::Sums<kColumns>& sums, T* out, int64_t stride,
                                            int count, int lane, TileWidth<kPartialTiles, kColumns> width) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -102,8 +102,9 @@ struct ExpEpilogue {
   __device__ __forceinline__ void prefetch(const Tile& tile, int lane, const sm90::EpilogueSmem& smem) const {
     if constexpr (kWork.bias) load_bias(tile, lane, smem);
   }
-  __device__ __forceinline__ void store(float (&z)[kHalves][sm90::kSums], const Tile& tile, int row, int lane,
-                                        const sm90::EpilogueSmem& smem, const CUtensorMap (&maps)[2]) const {
+  __device__ __forceinline__ void store(sm90::Sums<kColumns> (&z)[kHalves], const Tile& tile, int row,
+                                        int lane, const sm90::EpilogueSmem& smem,
+                                        const CUtensorMap (&maps)[2]) const {
     // Keeps the compiler from computing addresses of the epilogue before the loop over tiles, for which it would spill.
     asm volatile("" : "+r"(lane), "+r"(row));
     if (tile.m0 >= chunk()) return;
@@ -119,7 +120,7 @@ struct ExpEpilogue {
 
  private:
   // row: the first row of this warp in the half.
-  __device__ __forceinline__ void store_half(float (&z)[sm90::kSums], const Tile& tile, int row, int lane,
+  __device__ __forceinline__ void store_half(sm90::Sums<kColumns>& z, const Tile& tile, int row, int lane,
                                              const sm90::EpilogueSmem& smem,
                                              const CUtensorMap (&maps)[2]) const {
     if (phase == Phase::kMaxima) {
@@ -178,7 +179,7 @@ struct ExpEpilogue {
           transform.bias + min(tile.n0 + column, last));
     }
   }
-  static __device__ __forceinline__ void add_bias(float (&z)[sm90::kSums], int first, int count, int lane,
+  static __device__ __forceinline__ void add_bias(sm90::Sums<kColumns>& z, int first, int count, int lane,
                                                   const sm90::EpilogueSmem& smem) {
     const float2* const pairs =
         reinterpret_cast<const float2*>(smem.memory + sm90::kResultBoxBytes) + lane % 4;
@@ -191,7 +192,7 @@ struct ExpEpilogue {
   }
   // Logits of a box -> exponentials, 0 beyond the vocabulary. from: references of the rows of this lane, as exponents to
   // base 2.
-  __device__ __forceinline__ void exponentials_of_box(float (&z)[sm90::kSums], int first,
+  __device__ __forceinline__ void exponentials_of_box(sm90::Sums<kColumns>& z, int first,
                                                       const float (&from)[2], const Tile& tile, int lane,
                                                       const sm90::EpilogueSmem& smem, LaneSums& sums) const {
     if constexpr (kWork.bias) add_bias(z, first, sm90::kBox, lane, smem);
@@ -200,14 +201,14 @@ struct ExpEpilogue {
     exponentials(z, first, left, from, sums);
   }
   // The logits of columns of a box that are beyond the vocabulary become -inf.
-  static __device__ __forceinline__ void exclude_beyond(int left, float (&z)[sm90::kSums], int first) {
+  static __device__ __forceinline__ void exclude_beyond(int left, sm90::Sums<kColumns>& z, int first) {
     if (left >= first + sm90::kBox) return;
 #pragma unroll
     for (int i = first / 2; i < (first + sm90::kBox) / 2; ++i) {
       if (i / 4 * 8 + i % 2 >= left) z[i] = -INFINITY;
     }
   }
-  __device__ __forceinline__ void exponentials(float (&z)[sm90::kSums], int first, int left,
+  __device__ __forceinline__ void exponentials(sm90::Sums<kColumns>& z, int first, int left,
                                                const float (&from)[2], LaneSums& sums) const {
 #pragma unroll
     for (int j = first / 8; j < (first + sm90::kBox) / 8; ++j) {
@@ -244,7 +245,7 @@ struct ExpEpilogue {
   }
   // Before the exponentials of a tile are rounded: multiplies those of rows whose sum is at least 2^kLargestSumExponent
   // by a power of two, so that each is below that.
-  __device__ __forceinline__ void shift_down(float (&z)[sm90::kSums], const float (&sum)[2], const Tile& tile,
+  __device__ __forceinline__ void shift_down(sm90::Sums<kColumns>& z, const float (&sum)[2], const Tile& tile,
                                              int row, int lane) const {
     float total[2];
 #pragma unroll
@@ -275,7 +276,7 @@ struct ExpEpilogue {
     __syncwarp();
   }
   // Vectors of 16 bytes of a row are swizzled: vector v of row r is v ^ r % 8.
-  static __device__ __forceinline__ void stage_box(const float (&z)[sm90::kSums], int first, int lane,
+  static __device__ __forceinline__ void stage_box(const sm90::Sums<kColumns>& z, int first, int lane,
                                                    const sm90::EpilogueSmem& smem) {
     // For stmatrix: lane 8m + r addresses row r of matrix m, which is the upper or lower 8 rows of one of two vectors.
     const int r = lane % 16, odd = lane / 16;
@@ -312,7 +313,7 @@ struct ExpEpilogue {
     store_box(tile, end, row, lane, smem, maps);
   }
 
-  __device__ __forceinline__ void write_maxima(const float (&z)[sm90::kSums], const Tile& tile, int row,
+  __device__ __forceinline__ void write_maxima(const sm90::Sums<kColumns>& z, const Tile& tile, int row,
                                                int lane) const {
     float max[2] = {-INFINITY, -INFINITY};
 #pragma unroll

@@ -1,12 +1,13 @@
 // Persistent, warp-specialised GEMM of bf16 or fp16 with wgmma and TMA (sm_90a only).
 //
-// Clusters of kCluster = 2 blocks iterate over tiles of 2 x 128 rows and 256 columns. The producer warp of a
-// block loads operands by TMA into a ring of kStages stages; each block of a cluster loads half of B and
-// multicasts it to both. Two consumer warpgroups of 64 rows each issue wgmma and pass the accumulators, still
-// in registers, to the epilogue. Operands are K-major or MN-major; boxes of 64 x 64 elements with the
-// 128-byte swizzle serve both.
+// Clusters of kCluster = 2 blocks iterate over tiles of 2 x 128 rows and up to 320 columns. The producer warp of a
+// block loads operands by TMA into a ring of stages; each block of a cluster loads half of B and multicasts it
+// to both. Two consumer warpgroups of 64 rows each issue wgmma and pass the accumulators, still in registers, to
+// the epilogue. Operands are K-major or MN-major; boxes of 64 x 64 elements with the 128-byte swizzle serve
+// both.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "linear_ce/sm90/wgmma.cuh"
@@ -19,7 +20,7 @@ struct Tile {
   int k_split;  // index of the split
 };
 
-// Shared memory of one consumer warp, kEpilogueSmemBytes.
+// Shared memory of one consumer warp, Epilogue::kSmemBytes.
 struct EpilogueSmem {
   unsigned char* memory;
 };
@@ -30,36 +31,54 @@ struct Maps {
   CUtensorMap a[2], b;
 };
 
-// A stage of the ring: kTileK of the summed dimension, of the rows of A and of kColumns rows of B. Each block of a
-// cluster loads as many boxes of kBoxRows rows of B, for both.
-template <int kColumns, int kBoxRows>
-struct Stage {
-  static constexpr int kBoxRowsB = kBoxRows;
-  static constexpr int kBoxBytesB = kBoxRows * kBox * 2;
-  static constexpr int kBoxesPerBlock = kColumns / kBoxRows / kCluster;
-  static constexpr int kBytes = kBoxesA * kBoxBytes + kColumns * kBox * 2;
-  static_assert(kBoxesPerBlock * kCluster * kBoxRows == kColumns);
-
+// A stage of the ring: kTileK of the summed dimension, of the rows of A and of the columns of B. Each block of a cluster
+// loads half of B, for both.
+template <int kBytesOfB, int kBytesOfBox>
+struct StageBoxes {
+  static constexpr int kBytes = kBoxesA * kBoxBytes + kBytesOfB;
   static __device__ __forceinline__ unsigned char* box_a(unsigned char* ring, int stage, int i) {
     return ring + stage * kBytes + i * kBoxBytes;
   }
   static __device__ __forceinline__ unsigned char* box_b(unsigned char* ring, int stage, int i) {
-    return box_a(ring, stage, kBoxesA) + i * kBoxBytesB;
+    return box_a(ring, stage, kBoxesA) + i * kBytesOfBox;
   }
-  // The boxes of B that this block of the cluster loads, with the summed dimension from k on.
+};
+
+// B is K-major: a block loads a box of half of the columns.
+template <int kColumns>
+struct KMajorStage : StageBoxes<kColumns * kTileK * 2, kColumns / kCluster * kTileK * 2> {
+  static constexpr int kBoxRowsB = kColumns / kCluster;
+
+  // With the summed dimension from k on.
   template <class Epilogue>
   static __device__ __forceinline__ void load_b(const Maps& maps, const Tile& tile, int k, int rank,
                                                 unsigned char* ring, int stage, uint64_t* arrived) {
+    load_box_to_cluster(KMajorStage::box_b(ring, stage, rank), &maps.b,
+                        Corner{k, tile.n0 + rank * kBoxRowsB, 0}, arrived, Epilogue::kHintB);
+  }
+};
+
+// B is MN-major, in boxes of kBox columns: a block loads half of them. An odd number of boxes has no halves, so a block then
+// loads half of the rows of each.
+template <int kColumns>
+struct MnMajorStage : StageBoxes<(kColumns + kBox - 1) / kBox * kBoxBytes, kBoxBytes> {
+  static constexpr int kBoxes = (kColumns + kBox - 1) / kBox;
+  static constexpr bool kHalfBoxes = kBoxes % kCluster != 0;
+  static constexpr int kBoxRowsB = kHalfBoxes ? kTileK / kCluster : kTileK;
+
+  template <class Epilogue>
+  static __device__ __forceinline__ void load_b(const Maps& maps, const Tile& tile, int k, int rank,
+                                                unsigned char* ring, int stage, uint64_t* arrived) {
+    constexpr int kLoads = kHalfBoxes ? kBoxes : kBoxes / kCluster;
+    const int first_box = kHalfBoxes ? 0 : rank * kLoads, first_row = kHalfBoxes ? rank * kBoxRowsB : 0;
 #pragma unroll
-    for (int i = 0; i < kBoxesPerBlock; ++i) {
-      const int box = rank * kBoxesPerBlock + i, n = tile.n0 + box * kBoxRowsB;
-      load_box_to_cluster(box_b(ring, stage, box), &maps.b,
-                          Epilogue::kBMn ? Corner{n, k, 0} : Corner{k, n, 0}, arrived, Epilogue::kHintB);
+    for (int i = 0; i < kLoads; ++i) {
+      const int box = first_box + i;
+      load_box_to_cluster(MnMajorStage::box_b(ring, stage, box) + first_row * kBox * 2, &maps.b,
+                          Corner{tile.n0 + box * kBox, k + first_row, 0}, arrived, Epilogue::kHintB);
     }
   }
 };
-using WideStage = Stage<kTileN, kBox>;
-static_assert(WideStage::kBytes == kStageBytes);
 
 template <int kCount>
 struct Ring {
@@ -121,24 +140,43 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
 // of the descriptors of stage 0, to which constants are added: between wgmmas few instructions keep the tensor cores busy.
 // add: to the accumulators; else they are overwritten.
 template <class Epilogue, class Stage, int kCount>
-__device__ __forceinline__ void issue_k_block(float (&sums)[kCount][kSums], uint32_t a, uint32_t b,
-                                              int ring_stage, bool add) {
+__device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[kCount], uint32_t a,
+                                              uint32_t b, int ring_stage, bool add) {
+  using Element = typename Epilogue::Element;
+  constexpr bool kAMn = Epilogue::kAMn, kBMn = Epilogue::kBMn;
+  // An instruction has up to 256 columns. Of two the first ends at a box of B.
+  constexpr int kFirst = Epilogue::kColumns <= 256 ? Epilogue::kColumns : 2 * kBox,
+                kRest = Epilogue::kColumns - kFirst;
   // Descriptor increments for 16 elements of K within a box: along its rows, or down 16 of them.
-  constexpr int kStepA = (Epilogue::kAMn ? 16 * 128 : 32) >> 4,
-                kStepB = (Epilogue::kBMn ? 16 * 128 : 32) >> 4;
+  constexpr int kStepA = (kAMn ? 16 * 128 : 32) >> 4, kStepB = (kBMn ? 16 * 128 : 32) >> 4;
   const uint32_t stage = ring_stage * (Stage::kBytes >> 4);
   wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kTileK / 16; ++k) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      wgmma<typename Epilogue::Element, Epilogue::kColumns, Epilogue::kAMn, Epilogue::kBMn>(
-          sums[i], a + stage + i * (kBoxBytes >> 4) + k * kStepA, b + stage + k * kStepB, k > 0 || add);
+      const uint32_t at_a = a + stage + i * (kBoxBytes >> 4) + k * kStepA, at_b = b + stage + k * kStepB;
+      wgmma<Element, kFirst, kAMn, kBMn>(sums[i], at_a, at_b, k > 0 || add);
+      if constexpr (kRest > 0) {
+        static_assert(kBMn);
+        constexpr int kSkipped = kFirst / kBox * kBoxBytes >> 4;
+        wgmma<Element, kRest, kAMn, kBMn>(sums[i] + kFirst / 2, at_a, at_b + kSkipped, k > 0 || add);
+      }
     }
   }
   wgmma_commit();
 }
 #endif
+
+// 1024 bytes align the boxes, as the 128-byte swizzle requires.
+inline constexpr int kAlignmentBytes = 1024, kMostSharedBytes = 226 * 1024;
+template <class Epilogue>
+inline constexpr int kRingStages =
+    std::min(4, (kMostSharedBytes - kAlignmentBytes - kWarps * Epilogue::kSmemBytes) /
+                    MnMajorStage<Epilogue::kColumns>::kBytes);
+template <class Epilogue>
+inline constexpr int kSharedBytes = kRingStages<Epilogue> * MnMajorStage<Epilogue::kColumns>::kBytes +
+                                    kWarps * Epilogue::kSmemBytes + kAlignmentBytes;
 
 // K-blocks of the mainloop that follow prefetch() and load().
 inline constexpr int kLateBlocks = 2;
@@ -150,25 +188,29 @@ inline constexpr int kLateBlocks = 2;
 //   static constexpr bool kPanels              A is in panels; then int rows_in_first is a member
 //   int tiles() const                          number of tiles, a cluster each; the same for all threads
 //   Tile tile(int t, int rank) const
-//   static constexpr int kColumns              of a tile, at most kTileN; the other accumulators are undefined
+//   static constexpr int kColumns              of a tile
+//   static constexpr int kSmemBytes            shared memory of the epilogue per warp, a multiple of 128
 //   void prefetch(Tile, int row, int lane, EpilogueSmem) const
 //       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay the
 //       operands
 //   Operands load(Tile, int row, int lane) const
 //       then loads what store() needs from global memory
-//   void store(float (&sums)[kSums], Operands, Tile, int row, int lane, const EpilogueSmem&) const
+//   void store(Sums<kColumns>& sums, Operands, Tile, int row, int lane, const EpilogueSmem&) const
 //       row: the first of the 16 rows of the tile that belong to this warp. In lane l, sums[4j + 2h + i] is row
 //       l / 4 + 8h of them and column 8j + 2 (l % 4) + i of the tile. All operands of the tile have arrived.
 template <class Epilogue>
 __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  static_assert(Epilogue::kBMn);
+  using Stage = MnMajorStage<Epilogue::kColumns>;
+  constexpr int kStages = kRingStages<Epilogue>;
   extern __shared__ unsigned char shared_memory[];
   __shared__ alignas(8) uint64_t full[kStages], empty[kStages];
   unsigned char* const ring_memory = aligned_ring(shared_memory);
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % kCluster, cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
-  unsigned char* const epilogue_smem = ring_memory + kStages * kStageBytes;
+  unsigned char* const epilogue_smem = ring_memory + kStages * Stage::kBytes;
 
   if (threadIdx.x == 0) init_ring(maps, full, empty);
   cluster_arrive();
@@ -181,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Ring<kStages> ring;
       for (int t = cluster; t < tiles; t += clusters) {
         const Tile tile = epilogue.tile(t, rank);
-        if (lane == 0) load_tile<WideStage>(maps, epilogue, tile, rank, ring_memory, full, empty, ring);
+        if (lane == 0) load_tile<Stage>(maps, epilogue, tile, rank, ring_memory, full, empty, ring);
         __syncwarp();
       }
     }
@@ -189,8 +231,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int group = warpgroup - 1;
     // Of stage 0.
-    const uint32_t descriptor_a = descriptor_low(WideStage::box_a(ring_memory, 0, group)),
-                   descriptor_b = descriptor_low(WideStage::box_b(ring_memory, 0, 0));
+    const uint32_t descriptor_a = descriptor_low(Stage::box_a(ring_memory, 0, group)),
+                   descriptor_b = descriptor_low(Stage::box_b(ring_memory, 0, 0));
     const uint32_t full_address = shared_address(full);
     const bool releases = threadIdx.x % 128 < kCluster;
     const uint32_t empty_address = cluster_address(empty, releases ? threadIdx.x % 128 : 0);
@@ -198,16 +240,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (releases) cluster_barrier_arrive(empty_address + stage * sizeof(uint64_t));
     };
     const int own_row = group * kBox + warp % 4 * 16, own_warp = warp - 4;
-    const EpilogueSmem smem{epilogue_smem + own_warp * kEpilogueSmemBytes};
+    const EpilogueSmem smem{epilogue_smem + own_warp * Epilogue::kSmemBytes};
     Ring<kStages> ring;
-    float sums[1][kSums];
+    Sums<Epilogue::kColumns> sums[1];
     for (int t = cluster; t < tiles; t += clusters) {
       const Tile tile = epilogue.tile(t, rank);
       int previous = -1;
       const auto add_k_blocks = [&](int count) {
         for (int i = 0; i < count; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-          issue_k_block<Epilogue, WideStage>(sums, descriptor_a, descriptor_b, ring.stage, previous >= 0);
+          issue_k_block<Epilogue, Stage>(sums, descriptor_a, descriptor_b, ring.stage, previous >= 0);
           wgmma_wait<1>();
           if (previous >= 0) release(previous);
           previous = ring.stage;

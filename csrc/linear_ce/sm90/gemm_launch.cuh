@@ -43,7 +43,7 @@ inline CUtensorMap matrix_map(const Tensor& matrix, int box_rows = sm90::kBox) {
 template <class Epilogue>
 struct GemmOf {
   static constexpr auto kKernel = sm90::gemm_kernel<Epilogue>;
-  static constexpr int kSharedBytes = sm90::kSharedBytes;
+  static constexpr int kSharedBytes = sm90::kSharedBytes<Epilogue>;
   using Maps = sm90::Maps;
 };
 template <class Epilogue>

@@ -12,13 +12,12 @@
 namespace liger::sm90 {
 
 inline constexpr int kPingpongStages = 5, kPingpongHalves = kTileM / kBox;
-inline constexpr int kPingpongBoxRows = kPingpongColumns / kCluster;  // of B
-using PingpongStage = Stage<kPingpongColumns, kPingpongBoxRows>;
+using PingpongStage = KMajorStage<kPingpongColumns>;
 // A box of the epilogue's result, of one warp: 16 rows of kBox columns.
 inline constexpr int kResultBoxRows = 16, kResultBoxBytes = kResultBoxRows * kBox * 2;
 template <class Epilogue>
 inline constexpr int kPingpongSharedBytes =
-    kPingpongStages * PingpongStage::kBytes + kWarps * Epilogue::kSmemBytes + 1024;
+    kPingpongStages * PingpongStage::kBytes + kWarps * Epilogue::kSmemBytes + kAlignmentBytes;
 
 struct PingpongMaps {
   Maps operands;
@@ -28,10 +27,9 @@ struct PingpongMaps {
 
 // An Epilogue is as that of gemm_kernel, with K-major operands, the same number of k-blocks in all tiles, and instead of
 // prefetch(), load() and store()
-//   static constexpr int kSmemBytes            per warp, a multiple of 128
 //   void prefetch(Tile, int lane, EpilogueSmem) const
 //       near the end of the mainloop
-//   void store(float (&sums)[kPingpongHalves][kSums], Tile, int row, int lane, EpilogueSmem, const CUtensorMap (&)[2])
+//   void store(Sums<kColumns> (&sums)[kPingpongHalves], Tile, int row, int lane, EpilogueSmem, const CUtensorMap (&)[2])
 //   const
 //       as that of gemm_kernel, for two halves: row is that of the first one, in the second one it is kBox more
 template <class Epilogue>
@@ -91,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (group == 1 && t < tiles) skip(epilogue.tile(t, rank).k_blocks);
     for (; t < tiles; t += 2 * clusters) {
       const Tile tile = epilogue.tile(t, rank);
-      float sums[kPingpongHalves][kSums];
+      Sums<kPingpongColumns> sums[kPingpongHalves];
       // While the other warpgroup computes. Without it the compiler keeps the accumulators through the epilogue, and
       // spills: it does not know that the first wgmma of a tile could ignore them.
       for (auto& half : sums) clear<kPingpongColumns>(half);

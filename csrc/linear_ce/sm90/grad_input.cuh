@@ -31,7 +31,7 @@ struct GradInputEpilogue : GradInput<T> {
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
   static constexpr bool kAMn = false, kBMn = true, kPanels = true;
-  static constexpr int kColumns = kTileColumns;
+  static constexpr int kColumns = kTileColumns, kSmemBytes = 0;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kNormal;
 
   __device__ __forceinline__ int columns() const {
@@ -51,7 +51,7 @@ struct GradInputEpilogue : GradInput<T> {
             end - begin, k_split};
   }
 
-  __device__ __forceinline__ void store(float (&sums)[sm90::kSums], Operands, const Tile& tile, int row,
+  __device__ __forceinline__ void store(sm90::Sums<kColumns>& sums, Operands, const Tile& tile, int row,
                                         int lane, const sm90::EpilogueSmem& smem) const {
     const int count = chunk();
     const TileWidth<kPartialTiles, kColumns> width(tile, hidden);
@@ -73,7 +73,7 @@ struct GradInputEpilogue : GradInput<T> {
   // The second tile of the last pair can be without rows, and then has nothing to store.
   //
   // The split before belongs to an earlier tile, and all blocks are resident, so the wait ends.
-  __device__ __forceinline__ bool serial_split_k(float (&sums)[sm90::kSums], const Tile& tile, int row,
+  __device__ __forceinline__ bool serial_split_k(sm90::Sums<kColumns>& sums, const Tile& tile, int row,
                                                  int lane) const {
     if (tile.m0 >= chunk()) return true;
     const int at = tile.m0 / sm90::kTileM * columns() + tile.n0 / kColumns;
@@ -99,15 +99,15 @@ struct GradInputEpilogue : GradInput<T> {
     return true;
   }
   // Sums of row h, which is row r of the chunk -> its gradient.
-  __device__ __forceinline__ void scale_row(float (&sums)[sm90::kSums], int h, int r, bool valid,
+  __device__ __forceinline__ void scale_row(sm90::Sums<kColumns>& sums, int h, int r, bool valid,
                                             const Tile& tile, int lane, const Width& width) const {
     const float factor = valid ? scale[r] : 0.0f;
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) sums[4 * j + 2 * h] *= factor, sums[4 * j + 2 * h + 1] *= factor;
     const OneHot target = valid ? one_hot[r] : OneHot{0.0f, -1};
     if (target.index >= 0)
-      subtract_row<kColumns / 8>(sums, h, target.amount, weight + target.index * weight_stride + tile.n0,
-                                 lane, width);
+      subtract_row<kRowLoads<kColumns>>(sums, h, target.amount,
+                                        weight + target.index * weight_stride + tile.n0, lane, width);
     if (smoothing.vector != nullptr && valid)
       subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
   }

@@ -28,6 +28,7 @@ struct GradWeightEpilogue {
                              kHintSums = CacheHint::kNormal;
   // Segments per warp; the first kEarly are loaded to registers, the others to shared memory.
   static constexpr int kSegments = kColumns / 16, kEarly = 8;
+  static constexpr int kSmemBytes = (kSegments - kEarly) * 32 * sizeof(uint4);
   struct Operands {
     uint4 partial[kEarly];
     float block_scale[2];  // of the two rows of this lane
@@ -74,7 +75,6 @@ struct GradWeightEpilogue {
                                            const sm90::EpilogueSmem& smem) const {
     if (first || tile.m0 + row >= vocab) return;
     uint4* const to = reinterpret_cast<uint4*>(smem.memory) + lane;
-    static_assert((kSegments - kEarly) * 32 * sizeof(uint4) <= sm90::kEpilogueSmemBytes);
     by_width(tile, [&](auto partial) {
       const auto from = segments<partial.value>(tile, row, lane);
 #pragma unroll
@@ -101,7 +101,7 @@ struct GradWeightEpilogue {
     return e;
   }
 
-  __device__ __forceinline__ void store(float (&sums)[sm90::kSums], const Operands& e, const Tile& tile,
+  __device__ __forceinline__ void store(sm90::Sums<kColumns>& sums, const Operands& e, const Tile& tile,
                                         int row, int lane, const sm90::EpilogueSmem& smem) const {
     if (tile.m0 + row >= vocab) return;
     by_width(tile, [&](auto partial) { store_tile<partial.value>(sums, e, tile, row, lane, smem); });
@@ -119,7 +119,7 @@ struct GradWeightEpilogue {
   }
 
   template <bool kPartial>
-  __device__ __forceinline__ void store_tile(float (&sums)[sm90::kSums], const Operands& e, const Tile& tile,
+  __device__ __forceinline__ void store_tile(sm90::Sums<kColumns>& sums, const Operands& e, const Tile& tile,
                                              int row, int lane, const sm90::EpilogueSmem& smem) const {
     const TileWidth<kPartial, kColumns> width(tile, hidden);
     if constexpr (kSmallRange<T>) {
@@ -146,8 +146,8 @@ struct GradWeightEpilogue {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (e.one_hot[h].index >= 0)
-        subtract_row<kColumns / 8>(sums, h, e.one_hot[h].amount,
-                                   input + e.one_hot[h].index * input_stride + tile.n0, lane, width);
+        subtract_row<kRowLoads<kColumns>>(sums, h, e.one_hot[h].amount,
+                                          input + e.one_hot[h].index * input_stride + tile.n0, lane, width);
       const int r = tile.m0 + row + lane / 4 + 8 * h;
       if (smoothing.vector != nullptr && r < vocab)
         subtract_rank_one<kColumns>(sums, h, smoothing.amount_of(r), smoothing.vector + tile.n0, lane);
@@ -212,7 +212,7 @@ struct GradWeightEpilogue {
 
   // The tensor cores idle during the epilogue. So the scale comes from a sum of squares (FFMA at full rate),
   // not from a maximum (half rate).
-  __device__ __forceinline__ void choose_block_scales(const float (&sums)[sm90::kSums],
+  __device__ __forceinline__ void choose_block_scales(const sm90::Sums<kColumns>& sums,
                                                       float (&inverse_scale)[2], const Tile& tile, int row,
                                                       int lane) const {
     float squares[2] = {0.0f, 0.0f};
@@ -248,7 +248,7 @@ struct GradWeightEpilogue {
   }
 
   // sums[at..at + 7] += partial; its words alternate between the two rows.
-  static __device__ __forceinline__ void add(float (&sums)[sm90::kSums], int at, uint4 partial,
+  static __device__ __forceinline__ void add(sm90::Sums<kColumns>& sums, int at, uint4 partial,
                                              const float (&block_scale)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -257,7 +257,7 @@ struct GradWeightEpilogue {
       sums[at + 2 * i + 1] = fmaf(f.y, block_scale[i % 2], sums[at + 2 * i + 1]);
     }
   }
-  static __device__ __forceinline__ uint4 scaled(const float (&sums)[sm90::kSums], int at,
+  static __device__ __forceinline__ uint4 scaled(const sm90::Sums<kColumns>& sums, int at,
                                                  const float (&inverse_scale)[2]) {
     uint4 words;
 #pragma unroll

@@ -49,9 +49,9 @@ class CostModel {
   SplitK split_k(int64_t rows, int64_t room) const {
     if (!p_.need_grad_input) return {1, 1.0};
     SplitK best{1, 0.0};
-    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), columns = sm90::column_tiles(p_.hidden);
-    const double useful =
-        static_cast<double>(rows) / (2 * kTileM) * p_.hidden / sm90::tile_columns(p_.hidden);
+    const int64_t row_pairs = ceil_div(rows, 2 * kTileM), width = sm90::grad_input_columns(p_.hidden),
+                  columns = sm90::column_tiles(p_.hidden, width);
+    const double useful = static_cast<double>(rows) / (2 * kTileM) * p_.hidden / width;
     const double penalty = kSplitEpilogue + kSplitTraffic / static_cast<double>(p_.vocab);
     // Every split sums at least one block of kTileK classes.
     const bool fit = 4 * sm90::split_k_sums(rows, p_.hidden, kMostSplits) <= room;
@@ -102,8 +102,8 @@ int64_t granularity(const LinearCeProblem& p) {
 }
 
 // One block-scale exponent, a byte, for the elements of a tile in a row of the weight gradient.
-int64_t scale_bytes(const LinearCeProblem& p, int64_t classes, int64_t tiles) {
-  return p.need_grad_weight ? classes * tiles : 0;
+int64_t scale_bytes(const LinearCeProblem& p, int64_t classes) {
+  return p.need_grad_weight ? classes * sm90::column_tiles(p.hidden, sm90::grad_weight_columns(p.hidden)) : 0;
 }
 
 // A plan of fused_linear_ce: sizes, and the costs of its chunks. The budget is for the exponentials of a chunk in the
@@ -210,7 +210,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kFewestRowsPerPass)
     return std::nullopt;
   plan.rows_in_grad_weight = std::min(search.rows_in_grad_weight(), best.first_rows);
-  plan.scale_bytes = scale_bytes(p, kPanel, sm90::column_tiles(p.hidden));
+  plan.scale_bytes = scale_bytes(p, kPanel);
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
   // The block scales of the first chunk overwrite exponentials that were read before, if those are stored
   // panel_offset panels behind; else they need their own memory.
@@ -322,9 +322,7 @@ class LinearBackwardPlanner {
 
  private:
   // One chunk needs no accumulation.
-  int64_t scales(int64_t first_rows) const {
-    return first_rows < p_.rows ? scale_bytes(p_, p_.vocab, sm90::column_tiles(p_.hidden)) : 0;
-  }
+  int64_t scales(int64_t first_rows) const { return first_rows < p_.rows ? scale_bytes(p_, p_.vocab) : 0; }
   int64_t bytes_left(int64_t rows) const { return budget_ - scales(rows) - rows * row_bytes_; }
   // Its sums reuse the memory of the auxiliary logits.
   CostModel::SplitK split_k(int64_t rows) const { return model_.split_k(rows, bytes_left(rows)); }

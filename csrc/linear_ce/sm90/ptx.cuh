@@ -10,18 +10,15 @@
 namespace liger::sm90 {
 
 inline constexpr int kBox = 64;  // rows and columns of a TMA box
-inline constexpr int kStages = 4;
 inline constexpr int kCluster = 2;
 inline constexpr int kConsumers = 2;                     // consumer warpgroups, which issue wgmma
 inline constexpr int kThreads = 128 * (kConsumers + 1);  // with the producer warpgroup
 inline constexpr int kBoxBytes = kBox * kBox * 2;
-inline constexpr int kBoxesA = kTileM / kBox, kBoxesB = kTileN / kBox;
-inline constexpr int kStageBytes = (kBoxesA + kBoxesB) * kBoxBytes;
-inline constexpr int kEpilogueSmemBytes = 4096;  // per consumer warp
+inline constexpr int kBoxesA = kTileM / kBox;
 inline constexpr int kWarps = 4 * kConsumers;
-// 1024 bytes to align the boxes, as the 128-byte swizzle requires.
-inline constexpr int kSharedBytes = kStages * kStageBytes + kWarps * kEpilogueSmemBytes + 1024;
-inline constexpr int kSums = kTileM / kConsumers * kTileN / 128;  // accumulators per thread
+// The accumulators of a thread, for 64 rows of a warpgroup and that many columns.
+template <int kColumns>
+using Sums = float[kColumns / 2];
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define LIGER_SM90A 1
@@ -167,13 +164,13 @@ __device__ __forceinline__ uint32_t descriptor_low(const void* shared) {
 
 // Keeps the compiler from reading the accumulators of that many columns before wgmma_wait().
 template <int kColumns>
-__device__ __forceinline__ void pin(float (&d)[kSums]) {
+__device__ __forceinline__ void pin(Sums<kColumns>& d) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 // Sets them to 0. The asm statements keep the compiler from turning a branch around them into selections.
 template <int kColumns>
-__device__ __forceinline__ void clear(float (&d)[kSums]) {
+__device__ __forceinline__ void clear(Sums<kColumns>& d) {
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(d[i]));
 }

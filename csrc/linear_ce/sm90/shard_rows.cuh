@@ -159,7 +159,7 @@ struct FloatGradInputEpilogue : GradInputEpilogue<T, kPartialTiles, kTileColumns
   using typename Base::Operands;
   float* sum;  // (chunk.rows, hidden)
 
-  __device__ __forceinline__ void store(float (&sums)[sm90::kSums], Operands, const Tile& tile, int row,
+  __device__ __forceinline__ void store(sm90::Sums<kTileColumns>& sums, Operands, const Tile& tile, int row,
                                         int lane, const sm90::EpilogueSmem&) const {
     const int count = this->chunk();
     const typename Base::Width width(tile, this->hidden);

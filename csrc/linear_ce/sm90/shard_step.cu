@@ -107,11 +107,13 @@ void ShardChunk::apply_rule(const ShardState& state, const Tensor& sums, int64_t
 
 void ShardChunk::grad_input(float* sum) const {
   const NvtxRange range("grad_input");
-  with_gradient_tiles(batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
-    const FloatGradInputEpilogue<Bf16, partial_tiles.value, columns.value> epilogue{
-        {this->grad_input_of<Bf16>()}, sum};
-    launch_grad_input(maps_of(matrix_map(batch_.weight)), epilogue, batch_.device, batch_.stream);
-  });
+  with_gradient_tiles<sm90::kGradInputWidths>(
+      batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
+        const FloatGradInputEpilogue<Bf16, partial_tiles.value, columns.value> epilogue{
+            {this->grad_input_of<Bf16>()}, sum};
+        launch_grad_input(maps_of(matrix_map(batch_.weight, sm90::MnMajorStage<columns.value>::kBoxRowsB)),
+                          epilogue, batch_.device, batch_.stream);
+      });
 }
 
 // --- a step --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 // Tile sizes of the wgmma GEMMs of linear_ce/sm90, which the kernels and the planner share.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace liger::sm90 {
@@ -19,28 +20,41 @@ constexpr T logits_tiles(T vocab) {
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
 
-// The columns of a tile of a gradient: equal tiles, as few as with kTileN columns, and a width for which there is a
-// kernel. (A narrow last tile would take as many loads for less work, and its clusters would be ahead of the others that
-// read the same rows, which are then read from DRAM twice.)
-inline constexpr int kTileWidths[] = {192, 224, 240, kTileN};
-constexpr int tile_columns(int64_t hidden) {
-  const int64_t tiles = (hidden + kTileN - 1) / kTileN;
-  for (const int width : kTileWidths) {
-    if (tiles * width >= hidden) return width;
+// The columns of a tile of each gradient for which there are kernels. Beside the shared memory of the weight gradient's
+// epilogue only three stages of 320 columns would fit.
+inline constexpr int kGradInputWidths[] = {kTileN, 240, 224, 192, 320};
+inline constexpr int kGradWeightWidths[] = {kTileN, 240, 224, 192};
+// The first width that divides the hidden size. If none does, as few tiles as of kTileN columns, as narrow as they can be.
+// So there are never more columns than in tiles of kTileN. (A narrow last tile takes as many loads for less work, and its
+// clusters run ahead of the others that read the same rows, which are then read from DRAM twice.)
+template <size_t kCount>
+constexpr int tile_columns(int64_t hidden, const int (&widths)[kCount]) {
+  for (const int width : widths) {
+    if (hidden % width == 0) return width;
   }
-  return kTileN;
+  const int64_t tiles = (hidden + kTileN - 1) / kTileN;
+  int narrowest = kTileN;
+  for (const int width : widths) {
+    if (width < narrowest && tiles * width >= hidden) narrowest = width;
+  }
+  return narrowest;
 }
-constexpr int64_t column_tiles(int64_t hidden) {
-  const int width = tile_columns(hidden);
+constexpr int64_t column_tiles(int64_t hidden, int width) {
   return (hidden + width - 1) / width;
+}
+constexpr int grad_input_columns(int64_t hidden) {
+  return tile_columns(hidden, kGradInputWidths);
+}
+constexpr int grad_weight_columns(int64_t hidden) {
+  return tile_columns(hidden, kGradWeightWidths);
 }
 // Serial split-K of the input gradient: the splits of a tile add to the same float32 sums, one after the other. A semaphore
 // per tile, and the sums; none without splits.
 constexpr int64_t split_k_semaphores(int64_t rows, int64_t hidden, int64_t k_splits) {
-  return k_splits > 1 ? (rows + kTileM - 1) / kTileM * column_tiles(hidden) : 0;
+  return k_splits > 1 ? (rows + kTileM - 1) / kTileM * column_tiles(hidden, grad_input_columns(hidden)) : 0;
 }
 constexpr int64_t split_k_sums(int64_t rows, int64_t hidden, int64_t k_splits) {
-  return split_k_semaphores(rows, hidden, k_splits) * kTileM * tile_columns(hidden);
+  return split_k_semaphores(rows, hidden, k_splits) * kTileM * grad_input_columns(hidden);
 }
 template <typename T>
 constexpr T panels(T columns) {

@@ -18,9 +18,10 @@ namespace liger::sm90 {
 #define LIGER_NAMES_128 LIGER_NAMES_64 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define LIGER_NAMES_192 LIGER_NAMES_128 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
-  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define LIGER_NAMES_160 LIGER_NAMES_128 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define LIGER_NAMES_192 LIGER_NAMES_160 \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define LIGER_NAMES_224 LIGER_NAMES_192 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define LIGER_NAMES_240 LIGER_NAMES_224 \
@@ -31,7 +32,8 @@ namespace liger::sm90 {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define LIGER_SUMS_64 LIGER_SUMS(0), LIGER_SUMS(8), LIGER_SUMS(16), LIGER_SUMS(24)
 #define LIGER_SUMS_128 LIGER_SUMS_64, LIGER_SUMS(32), LIGER_SUMS(40), LIGER_SUMS(48), LIGER_SUMS(56)
-#define LIGER_SUMS_192 LIGER_SUMS_128, LIGER_SUMS(64), LIGER_SUMS(72), LIGER_SUMS(80), LIGER_SUMS(88)
+#define LIGER_SUMS_160 LIGER_SUMS_128, LIGER_SUMS(64), LIGER_SUMS(72)
+#define LIGER_SUMS_192 LIGER_SUMS_160, LIGER_SUMS(80), LIGER_SUMS(88)
 #define LIGER_SUMS_224 LIGER_SUMS_192, LIGER_SUMS(96), LIGER_SUMS(104)
 #define LIGER_SUMS_240 LIGER_SUMS_224, LIGER_SUMS(112)
 #define LIGER_SUMS_256 LIGER_SUMS_240, LIGER_SUMS(120)
@@ -59,18 +61,20 @@ namespace liger::sm90 {
     LIGER_WGMMA(type, 224, 112, 113, 114, 115, 116, 117); \
   } else if constexpr (kColumns == 192) {                 \
     LIGER_WGMMA(type, 192, 96, 97, 98, 99, 100, 101);     \
+  } else if constexpr (kColumns == 160) {                 \
+    LIGER_WGMMA(type, 160, 80, 81, 82, 83, 84, 85);       \
   } else if constexpr (kColumns == 128) {                 \
     LIGER_WGMMA(type, 128, 64, 65, 66, 67, 68, 69);       \
   } else {                                                \
     LIGER_WGMMA(type, 64, 32, 33, 34, 35, 36, 37);        \
   }
 
-// sums (64 x kColumns, this warpgroup's) = a (64 x 16) b (16 x kColumns) + (keep ? sums : 0); a and b are the low
-// words of descriptors.
+// d (64 x kColumns, this warpgroup's) = a (64 x 16) b (16 x kColumns) + (keep ? d : 0); a and b are the low words of
+// descriptors.
 template <typename T, int kColumns, bool kAMn, bool kBMn>
-__device__ __forceinline__ void wgmma(float (&d)[kSums], uint32_t a, uint32_t b, int keep) {
-  static_assert(kColumns == 256 || kColumns == 240 || kColumns == 224 || kColumns == 192 || kColumns == 128 ||
-                kColumns == 64);
+__device__ __forceinline__ void wgmma(float* d, uint32_t a, uint32_t b, int keep) {
+  static_assert(kColumns == 256 || kColumns == 240 || kColumns == 224 || kColumns == 192 || kColumns == 160 ||
+                kColumns == 128 || kColumns == 64);
   static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     LIGER_WGMMA_OF_TYPE("bf16")
@@ -89,6 +93,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kSums], uint32_t a, uint32_t b,
 #undef LIGER_NAMES_224
 #undef LIGER_SUMS_192
 #undef LIGER_NAMES_192
+#undef LIGER_SUMS_160
+#undef LIGER_NAMES_160
 #undef LIGER_SUMS_128
 #undef LIGER_NAMES_128
 #undef LIGER_SUMS_64

@@ -10,20 +10,23 @@ HIDDEN_UNIT = 16
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
 # Classes per tile of the logits GEMM, each with a sum per row: kPingpongColumns there.
 TILE_CLASSES = 192
-# Rows of a tile of a gradient, and its columns, of which the largest is usual: kTileM and kTileWidths there.
-_TILE_ROWS, TILE_WIDTHS = 128, (192, 224, 240, 256)
+# Rows of a tile of a gradient, and the columns that it can have: kTileM, kGradInputWidths and kGradWeightWidths there.
+_TILE_ROWS = 128
+GRAD_INPUT_WIDTHS = 256, 240, 224, 192, 320
+GRAD_WEIGHT_WIDTHS = 256, 240, 224, 192
 
 
-def tile_columns(hidden):
-    """Columns of the tiles of a gradient, and the number of tiles: tile_columns() and column_tiles() there."""
-    tiles = math.ceil(hidden / TILE_WIDTHS[-1])
-    return next(width for width in TILE_WIDTHS if tiles * width >= hidden), tiles
+def tile_columns(hidden, widths):
+    """Columns of the tiles of a gradient: tile_columns() there."""
+    tiles = math.ceil(hidden / widths[0])
+    enough = [width for width in widths if width <= widths[0] and tiles * width >= hidden]
+    return next((width for width in widths if hidden % width == 0), min(enough))
 
 
 def split_k_sum_bytes(rows, hidden):
     """Bytes of the float32 sums of serial split-K, in whole tiles: split_k_sums() there."""
-    columns, tiles = tile_columns(hidden)
-    return 4 * math.ceil(rows / _TILE_ROWS) * _TILE_ROWS * columns * tiles
+    columns = tile_columns(hidden, GRAD_INPUT_WIDTHS)
+    return 4 * math.ceil(rows / _TILE_ROWS) * _TILE_ROWS * math.ceil(hidden / columns) * columns
 
 
 class PlannedChunk(NamedTuple):
