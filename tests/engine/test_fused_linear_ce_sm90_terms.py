@@ -36,6 +36,8 @@ ALL_SHAPES = {
     "bf16 allowed": SUMS_BF16,
     "parts of chunks": PARTS_OF_CHUNKS,
     "partial": PARTIAL_SUMS,
+    "sums, 192 columns": SHAPES["sums, 192 columns"],
+    "sums, 320 columns": SHAPES["sums, 320 columns"],
     **{name: SHAPES[name] for name in SHAPES if name.startswith(("in the weight", "partial, ", "hidden "))},
 }
 
