@@ -22,6 +22,27 @@ __global__ void __launch_bounds__(valid_rows::kRowThreads)
   if (row < problem.rows && position[row] < 0) ce::write_ignored(problem, row);
 }
 
+// The scales of the rows as operand B of the tensor cores, (kScaleColumns, stride): in the first two columns a scale and what
+// bfloat16 rounds off it, zeros in the others, and beyond the last row.
+inline constexpr int kScaleColumns = sm90::kSecondColumns;
+// TMA takes strides of 16 bytes.
+inline int64_t split_scale_stride(int64_t rows) {
+  return round_up(rows, int64_t{sm90::kTileK});
+}
+__global__ void __launch_bounds__(kRowThreads)
+    split_scales(const ChunkRows chunk, const float* scale, __nv_bfloat16* split, int stride) {
+  const int row = blockIdx.x * kRowThreads + threadIdx.x;
+  if (row >= stride) return;
+  const float exact = row < chunk() ? scale[row] : 0.0f;
+  const __nv_bfloat16 rounded = __float2bfloat16_rn(exact);
+#pragma unroll
+  for (int column = 0; column < kScaleColumns; ++column) split[column * stride + row] = __nv_bfloat16{};
+  split[row] = rounded;
+  // Not of an infinite scale, of which it would be NaN.
+  const float rest = exact - __bfloat162float(rounded);
+  split[stride + row] = __float2bfloat16_rn(isfinite(rest) ? rest : 0.0f);
+}
+
 // Of GradWeightEpilogue, with tiles of so many columns.
 FastDivide last_vectors(int64_t hidden, int64_t columns) {
   const int64_t last = hidden - (ceil_div(hidden, columns) - 1) * columns;
@@ -65,6 +86,7 @@ void for_each_buffer(ChunkBuffers& b, const Batch& batch, const PlannedChunk& ch
     visit(b.weighted_sum, chunk.rows);
     visit(b.smoothing, chunk.rows);
   }
+  if (batch.bias_in_grad_weight()) visit(b.split_scale, kScaleColumns * split_scale_stride(chunk.rows));
   if (batch.is_float16()) {
     visit(b.range.reference, rows);
     visit(b.range.largest, chunk.rows);
@@ -263,7 +285,8 @@ void Chunk::count_tile_mass() const {
 
 void Chunk::gradients() const {
   const NvtxRange range("gradients");
-  if (batch_.need_grad_bias()) batch_.is_float16() ? add_to_grad_bias<__half>() : add_to_grad_bias<Bf16>();
+  if (batch_.need_grad_bias() && !batch_.bias_in_grad_weight())
+    batch_.is_float16() ? add_to_grad_bias<__half>() : add_to_grad_bias<Bf16>();
   if (separate_rows_) grad_input();
   grad_weight();
   if (!separate_rows_) grad_input();
@@ -281,6 +304,10 @@ void Chunk::grad_input() const {
 void Chunk::grad_weight() const {
   if (!batch_.need_grad_weight) return;
   const NvtxRange range("grad_weight");
+  if (batch_.bias_in_grad_weight()) {
+    return with_tile_columns<sm90::kGradWeightWidths>(
+        batch_.hidden(), [&](auto columns) { grad_weight_gemm<Bf16, true, columns.value, true>(); });
+  }
   with_gradient_kernels<sm90::kGradWeightWidths>([&](auto element, auto partial_tiles, auto columns) {
     using T = typename decltype(element)::type;
     grad_weight_gemm<T, partial_tiles.value, columns.value>();
@@ -316,11 +343,11 @@ template GradInput<Bf16> Chunk::grad_input_of() const;
 template <typename T, bool kPartialTiles, int kTileColumns>
 void Chunk::grad_input_gemm() const {
   const GradInputEpilogue<T, kPartialTiles, kTileColumns> epilogue{grad_input_of<T>()};
-  launch_grad_input(maps_of(matrix_map(batch_.weight, sm90::MnMajorStage<kTileColumns>::kBoxRowsB)), epilogue,
-                    batch_.device, batch_.stream);
+  const CUtensorMap weight = matrix_map(batch_.weight, sm90::StageOf<decltype(epilogue)>::kBoxRowsB);
+  launch_grad_input(maps_of(weight), epilogue, batch_.device, batch_.stream);
 }
 
-template <typename T, bool kPartialTiles, int kTileColumns>
+template <typename T, bool kPartialTiles, int kTileColumns, bool kBias>
 void Chunk::grad_weight_gemm() const {
   const int64_t hidden = batch_.hidden();
   if (in_grad_weight_) {
@@ -335,7 +362,7 @@ void Chunk::grad_weight_gemm() const {
         batch_.stream);
   }
   const bool grouped = !in_grad_weight_ && chunk_.rows * hidden * 2 > kInputBytesInL2;
-  const GradWeightEpilogue<T, kPartialTiles, kTileColumns> epilogue{
+  GradWeightEpilogue<T, kPartialTiles, kTileColumns, kBias> epilogue{
       rows(),
       static_cast<int>(batch_.vocab()),
       static_cast<int>(hidden),
@@ -355,24 +382,37 @@ void Chunk::grad_weight_gemm() const {
       RankOneTerm{batch_.terms.row_sum, batch_.problem.class_weight},
       buffers_.range.largest_scaled};
   const CUtensorMap input =
-      matrix_map(buffers_.input, chunk_.rows, hidden, hidden, sm90::MnMajorStage<kTileColumns>::kBoxRowsB);
+      matrix_map(buffers_.input, chunk_.rows, hidden, hidden, sm90::StageOf<decltype(epilogue)>::kBoxRowsB);
+  if constexpr (kBias) {
+    const int stride = static_cast<int>(split_scale_stride(chunk_.rows));
+    const unsigned blocks = static_cast<unsigned>(ceil_div(stride, kRowThreads));
+    split_scales<<<blocks, kRowThreads, 0, batch_.stream>>>(rows(), buffers_.scale, buffers_.split_scale,
+                                                            stride);
+    check_launch(kOp);
+    epilogue.bias = grad_bias_of<T>();
+    epilogue.second_b = matrix_map(buffers_.split_scale, kScaleColumns, stride, stride, kScaleColumns);
+  }
   launch_gemm(maps_of(input), epilogue, batch_.device, batch_.stream, in_grad_weight_);
 }
 
 template <typename T>
+GradBias<T> Chunk::grad_bias_of() const {
+  return {rows(),
+          static_cast<int>(batch_.vocab()),
+          buffers_.scale,
+          grad_weight_.class_one_hot,
+          buffers_.smoothing,
+          batch_.problem.class_weight,
+          is_first_,
+          is_last_,
+          batch_.terms.grad_bias_sum,
+          elements_of<T>(batch_.terms.grad_bias)};
+}
+
+template <typename T>
 void Chunk::add_to_grad_bias() const {
-  const GradBias<T> sums{rows(),
-                         panels_,
-                         static_cast<int>(batch_.vocab()),
-                         buffers_.scale,
-                         grad_weight_.class_one_hot,
-                         buffers_.smoothing,
-                         batch_.problem.class_weight,
-                         is_first_,
-                         is_last_,
-                         batch_.terms.grad_bias_sum,
-                         elements_of<T>(batch_.terms.grad_bias)};
-  add_grad_bias<T><<<static_cast<unsigned>(batch_.panels()), kRowThreads, 0, batch_.stream>>>(sums);
+  add_grad_bias<T>
+      <<<static_cast<unsigned>(batch_.panels()), kRowThreads, 0, batch_.stream>>>(grad_bias_of<T>(), panels_);
   check_launch(kOp);
 }
 

@@ -61,6 +61,8 @@ struct Batch {
   // Tiles of a row of logits.
   int64_t sums_per_row() const { return sm90::logits_tiles(vocab()); }
   bool need_grad_bias() const { return terms.grad_bias != nullptr; }
+  // The GEMM of the weight gradient computes that of the bias, too.
+  bool bias_in_grad_weight() const { return need_grad_bias() && need_grad_weight && !is_float16(); }
   bool need_gradient() const { return need_grad_input || need_grad_weight || need_grad_bias(); }
   // One-hot terms per class.
   bool need_class_one_hot() const { return need_grad_weight || need_grad_bias(); }
@@ -93,6 +95,7 @@ struct ChunkBuffers {
   int* semaphores;                  // of its tiles, null without splits
   RowMetrics metrics;               // null without metrics
   float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
+  Bf16* split_scale;                // of split_scales(), with a bias
   RangeRows range;                  // null with bfloat16
 
   // separate_rows: the gathered rows are among the buffers.
@@ -119,6 +122,8 @@ template <typename T>
 struct Rule;
 template <typename T>
 struct GradInput;
+template <typename T>
+struct GradBias;
 
 // Rows of GEMM 1, in pairs of tiles.
 inline int64_t padded_rows(int64_t rows) {
@@ -182,8 +187,10 @@ class Chunk {
   void grad_input() const;
   template <typename T, bool kPartialTiles, int kTileColumns>
   void grad_input_gemm() const;
-  template <typename T, bool kPartialTiles, int kTileColumns>
+  template <typename T, bool kPartialTiles, int kTileColumns, bool kBias = false>
   void grad_weight_gemm() const;
+  template <typename T>
+  GradBias<T> grad_bias_of() const;
   template <typename T>
   void add_to_grad_bias() const;
   // Calls f(std::type_identity<T>, kPartialTiles, kTileColumns) with the constants of a kernel of these widths.

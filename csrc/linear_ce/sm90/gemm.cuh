@@ -47,7 +47,7 @@ struct StageBoxes {
 // B is K-major: a block loads a box of half of the columns.
 template <int kColumns>
 struct KMajorStage : StageBoxes<kColumns * kTileK * 2, kColumns / kCluster * kTileK * 2> {
-  static constexpr int kBoxRowsB = kColumns / kCluster;
+  static constexpr int kBoxRowsB = kColumns / kCluster, kSecondBytes = 0;
 
   // With the summed dimension from k on.
   template <class Epilogue>
@@ -58,10 +58,16 @@ struct KMajorStage : StageBoxes<kColumns * kTileK * 2, kColumns / kCluster * kTi
   }
 };
 
+// The columns of a second operand B, which is K-major.
+inline constexpr int kSecondColumns = 8;
+
 // B is MN-major, in boxes of kBox columns: a block loads half of them. An odd number of boxes has no halves, so a block then
-// loads half of the rows of each.
-template <int kColumns>
-struct MnMajorStage : StageBoxes<(kColumns + kBox - 1) / kBox * kBoxBytes, kBoxBytes> {
+// loads half of the rows of each. Behind them is the second operand B.
+template <int kColumns, bool kSecondB>
+struct MnMajorStage
+    : StageBoxes<(kColumns + kBox - 1) / kBox * kBoxBytes + (kSecondB ? kSecondColumns * kTileK * 2 : 0),
+                 kBoxBytes> {
+  static constexpr int kSecondBytes = kSecondB ? kSecondColumns * kTileK * 2 : 0;
   static constexpr int kBoxes = (kColumns + kBox - 1) / kBox;
   static constexpr bool kHalfBoxes = kBoxes % kCluster != 0;
   static constexpr int kBoxRowsB = kHalfBoxes ? kTileK / kCluster : kTileK;
@@ -79,6 +85,9 @@ struct MnMajorStage : StageBoxes<(kColumns + kBox - 1) / kBox * kBoxBytes, kBoxB
     }
   }
 };
+
+template <class Epilogue>
+using StageOf = MnMajorStage<Epilogue::kColumns, Epilogue::kSecondB>;
 
 template <int kCount>
 struct Ring {
@@ -113,10 +122,12 @@ template <class Stage, int kCount, class Epilogue>
 __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epilogue, const Tile& tile,
                                           int rank, unsigned char* ring_memory, uint64_t (&full)[kCount],
                                           uint64_t (&empty)[kCount], Ring<kCount>& ring) {
+  bool second_b = false;
+  if constexpr (Stage::kSecondBytes > 0) second_b = epilogue.has_second_b(tile);
   for (int i = 0; i < tile.k_blocks; ++i, ring.next()) {
     mbarrier_wait(&empty[ring.stage], ring.phase ^ 1);
     uint64_t* const arrived = &full[ring.stage];
-    mbarrier_arrive_expect(arrived, Stage::kBytes);
+    mbarrier_arrive_expect(arrived, Stage::kBytes - (second_b ? 0 : Stage::kSecondBytes));
     const int k = tile.k0 + i * kTileK;
     const int row_a = Epilogue::kAMn ? k : tile.m0;  // of the memory of a
     bool second = false;
@@ -132,16 +143,22 @@ __device__ __forceinline__ void load_tile(const Maps& maps, const Epilogue& epil
       load_box(Stage::box_a(ring_memory, ring.stage, box), map_a, at, arrived, Epilogue::kHintA);
     }
     Stage::template load_b<Epilogue>(maps, tile, k, rank, ring_memory, ring.stage, arrived);
+    if constexpr (Stage::kSecondBytes > 0) {
+      if (second_b)
+        load_box(Stage::box_b(ring_memory, ring.stage, Stage::kBoxes), &epilogue.second_b, Corner{k, 0, 0},
+                 arrived, CacheHint::kNormal);
+    }
   }
 }
 
 #ifdef LIGER_SM90A
 // Issues the wgmmas of a k-block, of that stage: for kCount times 64 rows, which share the operand B. a, b: the low words
 // of the descriptors of stage 0, to which constants are added: between wgmmas few instructions keep the tensor cores busy.
-// add: to the accumulators; else they are overwritten.
-template <class Epilogue, class Stage, int kCount>
-__device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[kCount], uint32_t a,
-                                              uint32_t b, int ring_stage, bool add) {
+// add: to the accumulators; else they are overwritten. second: with kSecondB, of the second operand B.
+template <class Epilogue, class Stage, bool kSecondB = false, int kCount>
+__device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[kCount],
+                                              Sums<kSecondColumns>& second, uint32_t a, uint32_t b,
+                                              int ring_stage, bool add) {
   using Element = typename Epilogue::Element;
   constexpr bool kAMn = Epilogue::kAMn, kBMn = Epilogue::kBMn;
   // An instruction has up to 256 columns. Of two the first ends at a box of B.
@@ -162,6 +179,11 @@ __device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[k
         constexpr int kSkipped = kFirst / kBox * kBoxBytes >> 4;
         wgmma<Element, kRest, kAMn, kBMn>(sums[i] + kFirst / 2, at_a, at_b + kSkipped, k > 0 || add);
       }
+      if constexpr (kSecondB) {
+        constexpr int kSkipped = Stage::kBoxes * kBoxBytes >> 4, kStep = 32 >> 4;
+        wgmma<Element, kSecondColumns, kAMn, false>(second, at_a, b + stage + kSkipped + k * kStep,
+                                                    k > 0 || add);
+      }
     }
   }
   wgmma_commit();
@@ -171,12 +193,11 @@ __device__ __forceinline__ void issue_k_block(Sums<Epilogue::kColumns> (&sums)[k
 // 1024 bytes align the boxes, as the 128-byte swizzle requires.
 inline constexpr int kAlignmentBytes = 1024, kMostSharedBytes = 226 * 1024;
 template <class Epilogue>
-inline constexpr int kRingStages =
-    std::min(4, (kMostSharedBytes - kAlignmentBytes - kWarps * Epilogue::kSmemBytes) /
-                    MnMajorStage<Epilogue::kColumns>::kBytes);
+inline constexpr int kRingStages = std::min(
+    4, (kMostSharedBytes - kAlignmentBytes - kWarps * Epilogue::kSmemBytes) / StageOf<Epilogue>::kBytes);
 template <class Epilogue>
-inline constexpr int kSharedBytes = kRingStages<Epilogue> * MnMajorStage<Epilogue::kColumns>::kBytes +
-                                    kWarps * Epilogue::kSmemBytes + kAlignmentBytes;
+inline constexpr int kSharedBytes =
+    kRingStages<Epilogue> * StageOf<Epilogue>::kBytes + kWarps * Epilogue::kSmemBytes + kAlignmentBytes;
 
 // K-blocks of the mainloop that follow prefetch() and load().
 inline constexpr int kLateBlocks = 2;
@@ -190,6 +211,10 @@ inline constexpr int kLateBlocks = 2;
 //   Tile tile(int t, int rank) const
 //   static constexpr int kColumns              of a tile
 //   static constexpr int kSmemBytes            shared memory of the epilogue per warp, a multiple of 128
+//   static constexpr bool kSecondB             there is a second operand B, of kSecondColumns columns; then
+//     CUtensorMap second_b                     of its transpose, in boxes of kTileK of the summed dimension
+//     bool has_second_b(Tile) const            which tiles are multiplied by it, too
+//     void store_second(Sums<kSecondColumns>& sums, Tile, int row, int lane) const
 //   void prefetch(Tile, int row, int lane, EpilogueSmem) const
 //       starts copies to the epilogue's shared memory near the end of the mainloop; earlier ones would delay the
 //       operands
@@ -203,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     gemm_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Epilogue epilogue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   static_assert(Epilogue::kBMn);
-  using Stage = MnMajorStage<Epilogue::kColumns>;
+  using Stage = StageOf<Epilogue>;
   constexpr int kStages = kRingStages<Epilogue>;
   extern __shared__ unsigned char shared_memory[];
   __shared__ alignas(8) uint64_t full[kStages], empty[kStages];
@@ -243,17 +268,25 @@ __global__ void __launch_bounds__(kThreads, 1)
     const EpilogueSmem smem{epilogue_smem + own_warp * Epilogue::kSmemBytes};
     Ring<kStages> ring;
     Sums<Epilogue::kColumns> sums[1];
+    Sums<kSecondColumns> second;
     for (int t = cluster; t < tiles; t += clusters) {
       const Tile tile = epilogue.tile(t, rank);
       int previous = -1;
-      const auto add_k_blocks = [&](int count) {
+      const auto add = [&](int count, auto second_b) {
         for (int i = 0; i < count; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-          issue_k_block<Epilogue, Stage>(sums, descriptor_a, descriptor_b, ring.stage, previous >= 0);
+          issue_k_block<Epilogue, Stage, second_b.value>(sums, second, descriptor_a, descriptor_b, ring.stage,
+                                                         previous >= 0);
           wgmma_wait<1>();
           if (previous >= 0) release(previous);
           previous = ring.stage;
         }
+      };
+      const auto add_k_blocks = [&](int count) {
+        if constexpr (Epilogue::kSecondB) {
+          if (epilogue.has_second_b(tile)) return add(count, std::true_type{});
+        }
+        add(count, std::false_type{});
       };
       // The operands of the epilogue are loaded between two loops: in a loop their registers would be selected in
       // every iteration.
@@ -266,6 +299,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       pin<Epilogue::kColumns>(sums[0]);
       if (tile.k_blocks == 0) clear<Epilogue::kColumns>(sums[0]);
       if (previous >= 0) release(previous);
+      if constexpr (Epilogue::kSecondB) {
+        if (epilogue.has_second_b(tile)) {
+          pin<kSecondColumns>(second);
+          if (tile.k_blocks == 0) clear<kSecondColumns>(second);
+          epilogue.store_second(second, tile, own_row, lane);
+        }
+      }
       epilogue.store(sums[0], operands, tile, own_row, lane, smem);
     }
     bulk_store_wait();

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (; t < tiles; t += 2 * clusters) {
       const Tile tile = epilogue.tile(t, rank);
       Sums<kPingpongColumns> sums[kPingpongHalves];
+      Sums<kSecondColumns> none;
       // While the other warpgroup computes. Without it the compiler keeps the accumulators through the epilogue, and
       // spills: it does not know that the first wgmma of a tile could ignore them.
       for (auto& half : sums) clear<kPingpongColumns>(half);
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto add_k_blocks = [&](int count) __attribute__((always_inline)) {
         for (int i = 0; i < count; ++i, ring.next()) {
           mbarrier_wait(full_address + ring.stage * sizeof(uint64_t), ring.phase);
-          issue_k_block<Epilogue, Stage>(sums, descriptor_a, descriptor_b, ring.stage, true);
+          issue_k_block<Epilogue, Stage>(sums, none, descriptor_a, descriptor_b, ring.stage, true);
           wgmma_wait<1>();
           if (previous >= 0) release(previous);
           previous = ring.stage;

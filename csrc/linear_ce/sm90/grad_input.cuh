@@ -30,7 +30,7 @@ struct GradInputEpilogue : GradInput<T> {
   struct Operands {};
   __device__ __forceinline__ void prefetch(const Tile&, int, int, const sm90::EpilogueSmem&) const {}
   __device__ __forceinline__ Operands load(const Tile&, int, int) const { return {}; }
-  static constexpr bool kAMn = false, kBMn = true, kPanels = true;
+  static constexpr bool kAMn = false, kBMn = true, kPanels = true, kSecondB = false;
   static constexpr int kColumns = kTileColumns, kSmemBytes = 0;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kNormal;
 

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "device/fast_divide.h"
-#include "linear_ce/sm90/epilogues.cuh"
+#include "linear_ce/sm90/grad_bias.cuh"
 
 namespace liger::linear_ce {
 
@@ -19,15 +19,18 @@ namespace liger::linear_ce {
 //
 // float16: the rows of the input were multiplied by the scale and by 2^unit_exponent(), whose inverse
 // store() applies.
-template <typename T, bool kPartialTiles, int kTileColumns>
+//
+// With kBias the tiles of the first columns are multiplied by the scales of the rows, too, which gives the gradient of the
+// bias: a product of 8 columns instead of a pass over the exponentials.
+template <typename T, bool kPartialTiles, int kTileColumns, bool kBias = false>
 struct GradWeightEpilogue {
   using Element = T;
-  static constexpr bool kAMn = true, kBMn = true, kPanels = true;
+  static constexpr bool kAMn = true, kBMn = true, kPanels = true, kSecondB = kBias;
   static constexpr int kColumns = kTileColumns;
   static constexpr CacheHint kHintA = CacheHint::kNormal, kHintB = CacheHint::kEvictLast,
                              kHintSums = CacheHint::kNormal;
   // Segments per warp; the first kEarly are loaded to registers, the others to shared memory.
-  static constexpr int kSegments = kColumns / 16, kEarly = 8;
+  static constexpr int kSegments = kColumns / 16, kEarly = kBias ? 10 : 8;
   static constexpr int kSmemBytes = (kSegments - kEarly) * 32 * sizeof(uint4);
   struct Operands {
     uint4 partial[kEarly];
@@ -55,6 +58,8 @@ struct GradWeightEpilogue {
   FastDivide last_vectors;
   RankOneTerm smoothing;
   const uint32_t* largest_scaled;  // RangeRows::largest_scaled, with kSmallRange
+  GradBias<T> bias;                // with kBias
+  CUtensorMap second_b;            // of split_scales(), with kBias
 
   __device__ __forceinline__ int columns() const {
     return kPartialTiles ? ceil_div(hidden, kColumns) : hidden / kColumns;
@@ -69,6 +74,20 @@ struct GradWeightEpilogue {
     const TileIndex at = swizzled_tile(t, columns(), row_pairs(), group);
     return {(at.along * sm90::kCluster + rank) * sm90::kTileM, at.across * kColumns, 0,
             ceil_div(chunk(), sm90::kTileK), 0};
+  }
+
+  __device__ __forceinline__ bool has_second_b(const Tile& tile) const { return tile.n0 == 0; }
+  __device__ __forceinline__ void store_second(const sm90::Sums<sm90::kSecondColumns>& sums, const Tile& tile,
+                                               int row, int lane) const {
+    const float coefficient =
+        bias.sum_of_smoothing(lane, 32, [](float sum) { return warp_reduce<Sum>(sum); });
+    // A lane whose columns are the scale and the rest of it.
+    if (lane % 4 != 0) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int column = tile.m0 + row + lane / 4 + 8 * h;
+      if (column < vocab) bias.add(column, sums[2 * h] + sums[2 * h + 1], coefficient);
+    }
   }
 
   __device__ __forceinline__ void prefetch(const Tile& tile, int row, int lane,

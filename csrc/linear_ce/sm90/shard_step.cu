@@ -111,7 +111,7 @@ void ShardChunk::grad_input(float* sum) const {
       batch_.hidden(), batch_.vocab(), [&](auto partial_tiles, auto columns) {
         const FloatGradInputEpilogue<Bf16, partial_tiles.value, columns.value> epilogue{
             {this->grad_input_of<Bf16>()}, sum};
-        launch_grad_input(maps_of(matrix_map(batch_.weight, sm90::MnMajorStage<columns.value>::kBoxRowsB)),
+        launch_grad_input(maps_of(matrix_map(batch_.weight, sm90::StageOf<decltype(epilogue)>::kBoxRowsB)),
                           epilogue, batch_.device, batch_.stream);
       });
 }

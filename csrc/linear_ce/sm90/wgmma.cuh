@@ -12,6 +12,7 @@ namespace liger::sm90 {
 
 // The accumulators of an instruction: their names in the assembly, and their constraints.
 // clang-format off: one line per 16, and per instruction.
+#define LIGER_NAMES_8 "%0, %1, %2, %3"
 #define LIGER_NAMES_64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -30,6 +31,7 @@ namespace liger::sm90 {
   ", %120, %121, %122, %123, %124, %125, %126, %127"
 #define LIGER_SUMS(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define LIGER_SUMS_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define LIGER_SUMS_64 LIGER_SUMS(0), LIGER_SUMS(8), LIGER_SUMS(16), LIGER_SUMS(24)
 #define LIGER_SUMS_128 LIGER_SUMS_64, LIGER_SUMS(32), LIGER_SUMS(40), LIGER_SUMS(48), LIGER_SUMS(56)
 #define LIGER_SUMS_160 LIGER_SUMS_128, LIGER_SUMS(64), LIGER_SUMS(72)
@@ -65,8 +67,10 @@ namespace liger::sm90 {
     LIGER_WGMMA(type, 160, 80, 81, 82, 83, 84, 85);       \
   } else if constexpr (kColumns == 128) {                 \
     LIGER_WGMMA(type, 128, 64, 65, 66, 67, 68, 69);       \
-  } else {                                                \
+  } else if constexpr (kColumns == 64) {                  \
     LIGER_WGMMA(type, 64, 32, 33, 34, 35, 36, 37);        \
+  } else {                                                \
+    LIGER_WGMMA(type, 8, 4, 5, 6, 7, 8, 9);               \
   }
 
 // d (64 x kColumns, this warpgroup's) = a (64 x 16) b (16 x kColumns) + (keep ? d : 0); a and b are the low words of
@@ -74,7 +78,7 @@ namespace liger::sm90 {
 template <typename T, int kColumns, bool kAMn, bool kBMn>
 __device__ __forceinline__ void wgmma(float* d, uint32_t a, uint32_t b, int keep) {
   static_assert(kColumns == 256 || kColumns == 240 || kColumns == 224 || kColumns == 192 || kColumns == 160 ||
-                kColumns == 128 || kColumns == 64);
+                kColumns == 128 || kColumns == 64 || kColumns == 8);
   static_assert(std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     LIGER_WGMMA_OF_TYPE("bf16")
@@ -98,6 +102,8 @@ __device__ __forceinline__ void wgmma(float* d, uint32_t a, uint32_t b, int keep
 #undef LIGER_SUMS_128
 #undef LIGER_NAMES_128
 #undef LIGER_SUMS_64
+#undef LIGER_SUMS_8
+#undef LIGER_NAMES_8
 #undef LIGER_NAMES_64
 #undef LIGER_SUMS
 
