@@ -158,10 +158,11 @@ def sm90_sizes():
 
     import liger
 
-    # The second one has its epilogue during the next mainloop, and a partial k-block.
+    # The second one has a partial k-block and a narrow last tile, the third one tiles of 320 and 224 columns.
     for dtype, hidden, vocab in (
         (torch.bfloat16, 256, 2048),
         (torch.bfloat16, 784, 2120),
+        (torch.bfloat16, 640, 2048),
         (torch.float16, 256, 2048),
     ):
         x, weight = tensors(dtype, (600, hidden), (vocab, hidden))
@@ -186,7 +187,7 @@ def sm90_terms():
 
     import liger
 
-    # The epilogue runs during the next mainloop with the second hidden size, whose last k-block is partial.
+    # The last k-block is partial with the second hidden size.
     for hidden in (320, 1488):
         x, weight, bias = tensors(torch.bfloat16, (600, hidden), (1153, hidden), (1153,))
         target = classes(600, 1153)
