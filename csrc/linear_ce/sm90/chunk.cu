@@ -24,9 +24,9 @@ __global__ void __launch_bounds__(valid_rows::kRowThreads)
 
 // The scales of the rows as operand B of the tensor cores, (kScaleColumns, stride): in the first two columns a scale and what
 // bfloat16 rounds off it, zeros in the others, and beyond the last row.
-inline constexpr int kScaleColumns = sm90::kSecondColumns;
-// TMA takes strides of 16 bytes.
-inline int64_t split_scale_stride(int64_t rows) {
+constexpr int kScaleColumns = sm90::kSecondColumns;
+// TMA takes strides that are multiples of 16 bytes.
+int64_t split_scale_stride(int64_t rows) {
   return round_up(rows, int64_t{sm90::kTileK});
 }
 __global__ void __launch_bounds__(kRowThreads)

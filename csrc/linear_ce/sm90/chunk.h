@@ -95,7 +95,7 @@ struct ChunkBuffers {
   int* semaphores;                  // of its tiles, null without splits
   RowMetrics metrics;               // null without metrics
   float *weighted_sum, *smoothing;  // of the rows, with label smoothing: of the logits, and the coefficients
-  Bf16* split_scale;                // of split_scales(), with a bias
+  Bf16* split_scale;                // of split_scales(), with bias_in_grad_weight()
   RangeRows range;                  // null with bfloat16
 
   // separate_rows: the gathered rows are among the buffers.

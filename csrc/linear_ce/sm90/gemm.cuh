@@ -49,7 +49,7 @@ template <int kColumns>
 struct KMajorStage : StageBoxes<kColumns * kTileK * 2, kColumns / kCluster * kTileK * 2> {
   static constexpr int kBoxRowsB = kColumns / kCluster, kSecondBytes = 0;
 
-  // With the summed dimension from k on.
+  // The half of B that block `rank` of the cluster loads, with the summed dimension from k on.
   template <class Epilogue>
   static __device__ __forceinline__ void load_b(const Maps& maps, const Tile& tile, int k, int rank,
                                                 unsigned char* ring, int stage, uint64_t* arrived) {
