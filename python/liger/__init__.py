@@ -3,12 +3,12 @@
 Every op of ``torch.ops.liger`` has three implementations: ahead-of-time compiled CUDA, Triton, and plain torch.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from . import distributed
 from ._core import load  # noqa: F401  (registers the schemas, which the modules below need)
 from ._core.cross_entropy_results import CrossEntropyOutput
+from ._core.lazy import lazy
 from ._core.vmap import register_loops
 from ._tiled import tiled
 from .backend import BackendUnavailable, _initialise, backend_report, set_backend, use_backend
@@ -89,13 +89,20 @@ __all__ = [
     "vocab_parallel_fused_linear_logprobs",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Imported at first use, so that ``import liger`` imports no more than torch.
-    if name in ("debug", "losses", "nn", "transformers"):
-        return importlib.import_module(f"liger.{name}")
-    if name in ("patch", "unpatch"):
-        return getattr(importlib.import_module("liger.transformers"), name)
-    if name.startswith("vocab_parallel_"):
-        return getattr(importlib.import_module("liger.distributed"), name)
-    raise AttributeError(f"module 'liger' has no attribute '{name}'")
+if TYPE_CHECKING:
+    from . import debug, losses, nn, transformers
+    from . import trl as trl
+    from .distributed.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_fused_linear_ce
+    from .distributed.vocab_parallel_logprobs import vocab_parallel_fused_linear_logprobs
+    from .transformers import patch, unpatch
+else:
+    # ``import liger`` imports no more than torch.
+    __getattr__, __dir__ = lazy(
+        __name__,
+        __all__,
+        {
+            **{name: f"liger.{name}" for name in ("debug", "losses", "nn", "transformers", "trl")},
+            **dict.fromkeys(("patch", "unpatch"), "liger.transformers"),
+            **{name: "liger.distributed" for name in __all__ if name.startswith("vocab_parallel_")},
+        },
+    )

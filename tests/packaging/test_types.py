@@ -2,6 +2,9 @@
 
 import importlib
 import inspect
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -62,3 +65,54 @@ def test_a_missing_annotation_is_found():
 def test_annotated_methods_of_classes_are_found():
     names = dict(public_functions(importlib.import_module("liger.nn")))
     assert {"RMSNorm.__init__", "RMSNorm.forward", "SwiGLUMLP.__init__"} <= set(names)
+
+
+USER_CODE = """
+import torch
+import liger
+
+model = torch.nn.Linear(2, 2)
+reveal_type(liger.patch(model, rope=False))
+reveal_type(liger.unpatch(model))
+reveal_type(liger.nn.RMSNorm(16))
+reveal_type(liger.losses.FusedLinearKTOLoss())
+reveal_type(liger.transformers.patch_report(model))
+reveal_type(liger.rms_norm(torch.ones(3), None))
+liger.patch(model, rms_nrom=False)
+liger.patch(model, rope="no")
+"""
+REVEALED = ["Linear", "Linear", "RMSNorm", "FusedLinearKTOLoss", "PatchReport", "Tensor"]
+CHECKERS = {
+    "mypy": ["mypy", "--follow-imports", "silent"],
+    "pyright": ["pyright", "--pythonpath", sys.executable],
+}
+
+
+@pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.slow), "pyright"])
+def test_a_type_checker_sees_lazy_names_and_options(checker, tmp_path):
+    """Without an import of more than liger, as editors complete it."""
+    pytest.importorskip(checker)
+    (tmp_path / "user_code.py").write_text(USER_CODE)
+    command = [sys.executable, "-m", *CHECKERS[checker], "user_code.py"]
+    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    revealed = re.findall(r'(?:Revealed type is|Type of ".*" is) "([\w.]+)"', output)
+    assert [name.rpartition(".")[2] for name in revealed] == REVEALED, output
+    lines = [int(line) for line in re.findall(r"user_code\.py:(\d+):[\d: ]*(?:- )?error", output)]
+    assert lines == [12, 13], output
+
+
+def test_the_types_of_the_options_of_patch_have_their_names():
+    from liger.transformers._options import NAMES, PatchOptions
+
+    assert tuple(PatchOptions.__annotations__) == NAMES
+    shown = inspect.signature(importlib.import_module("liger.transformers").patch).parameters
+    assert set(shown) == {"model", "verbose", *NAMES}
+
+
+def test_dir_lists_public_names_alone():
+    liger = importlib.import_module("liger")
+    lazy = {"debug", "losses", "nn", "patch", "transformers", "trl", "unpatch"}
+    assert set(dir(liger)) == {*liger.__all__, "trl"} and lazy < set(dir(liger))
+    for package in ("nn", "distributed", "transformers"):
+        module = importlib.import_module(f"liger.{package}")
+        assert dir(module) == sorted(module.__all__)

@@ -46,6 +46,20 @@ def test_the_report_is_a_table():
     assert lt.patch_report(model).rows[0][:2] == ("lm_head and loss", 1)
 
 
+def test_patch_says_what_it_did(capfd, monkeypatch):
+    def said(**options):
+        liger.patch(make("llama"), **options)
+        return capfd.readouterr().err
+
+    for name in ("liger.transformers", "liger"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.WARNING)
+    (line,) = said().splitlines()
+    assert line.startswith("liger.patch: LlamaForCausalLM: 1 x fused_linear_cross_entropy; ")
+    assert said(verbose=False) == ""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert said() == ""
+
+
 def test_patch_logs_one_line(caplog):
     with caplog.at_level(logging.INFO, logger="liger.transformers"):
         liger.patch(make("llama"))

@@ -4,10 +4,10 @@
 The rules are registered when ``torch.distributed.tensor`` is imported: before that no DTensor can exist.
 """
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .._core.dtensor import is_dtensor, when_dtensor_is_imported
+from .._core.lazy import lazy
 
 __all__ = [
     "is_dtensor",
@@ -16,14 +16,20 @@ __all__ = [
     "vocab_parallel_fused_linear_logprobs",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Imported at first use, because it imports torch.distributed.tensor.
-    if name == "vocab_parallel_fused_linear_logprobs":
-        return getattr(importlib.import_module("liger.distributed.vocab_parallel_logprobs"), name)
-    if name.startswith("vocab_parallel_"):
-        return getattr(importlib.import_module("liger.distributed.vocab_parallel"), name)
-    raise AttributeError(f"module 'liger.distributed' has no attribute '{name}'")
+if TYPE_CHECKING:
+    from .vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_fused_linear_ce
+    from .vocab_parallel_logprobs import vocab_parallel_fused_linear_logprobs
+else:
+    # These modules import torch.distributed.tensor.
+    __getattr__, __dir__ = lazy(
+        __name__,
+        __all__,
+        {
+            "vocab_parallel_cross_entropy": "liger.distributed.vocab_parallel",
+            "vocab_parallel_fused_linear_ce": "liger.distributed.vocab_parallel",
+            "vocab_parallel_fused_linear_logprobs": "liger.distributed.vocab_parallel_logprobs",
+        },
+    )
 
 
 def _register_rules():

@@ -1,8 +1,8 @@
 """Modules over the ops of liger, with the constructors of their counterparts in torch.nn."""
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
+from .._core.lazy import lazy
 from .experts import GroupedExperts
 from .loss import CrossEntropyLoss, FusedLinearCrossEntropyLoss, LMHeadLoss
 from .mlp import GEGLUMLP, SwiGLUMLP
@@ -26,9 +26,10 @@ __all__ = [
     "VocabParallelFusedLinearCrossEntropyLoss",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Imported at first use, because it imports torch.distributed.tensor.
-    if name == "VocabParallelFusedLinearCrossEntropyLoss":
-        return getattr(importlib.import_module("liger.nn.vocab_parallel"), name)
-    raise AttributeError(f"module 'liger.nn' has no attribute '{name}'")
+if TYPE_CHECKING:
+    from .vocab_parallel import VocabParallelFusedLinearCrossEntropyLoss
+else:
+    # liger.nn.vocab_parallel imports torch.distributed.tensor.
+    __getattr__, __dir__ = lazy(
+        __name__, __all__, {"VocabParallelFusedLinearCrossEntropyLoss": "liger.nn.vocab_parallel"}
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .._core.lazy import lazy
 from ._architectures import (
     apply_liger_kernel_to_deepseek_v2,
     apply_liger_kernel_to_deepseek_v3,
@@ -114,15 +115,8 @@ __all__ = [
 
 _register_experts()
 
-
 if TYPE_CHECKING:
     from ._auto import AutoLigerKernelForCausalLM
-
-
-def __getattr__(name: str) -> Any:
-    # Lazy: the auto classes of transformers import much more than patching needs.
-    if name == "AutoLigerKernelForCausalLM":
-        from ._auto import AutoLigerKernelForCausalLM
-
-        return AutoLigerKernelForCausalLM
-    raise AttributeError(f"module 'liger.transformers' has no attribute '{name}'")
+else:
+    # The auto classes of transformers import much more than patching needs.
+    __getattr__, __dir__ = lazy(__name__, __all__, {"AutoLigerKernelForCausalLM": "liger.transformers._auto"})

@@ -1,21 +1,46 @@
-"""The keywords of ``liger.patch`` and of ``apply_liger_kernel_to_*``."""
+"""The options of ``liger.patch``."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from types import NoneType
+from typing import Any, TypedDict, TypeVar
 
 from ._behaviour import GEGLU_ACTIVATIONS, SWIGLU_ACTIVATIONS
 
 logger = logging.getLogger("liger.transformers")
 
 
+class PatchOptions(TypedDict, total=False):
+    """Types of the options of :func:`liger.patch`, for type checkers. :class:`Options` has their defaults."""
+
+    rope: bool
+    rms_norm: bool
+    rms_norm_gated: bool
+    layer_norm: bool
+    fused_add_rms_norm: bool
+    qk_norm_rope: bool
+    swiglu: bool
+    geglu: bool
+    relu_squared: bool
+    gelu: bool
+    cross_entropy: bool
+    fused_linear_cross_entropy: bool
+    mlp: bool | None
+    inplace: bool
+    tiled_mlp: bool
+    tiled_mlp_num_shards: int | None
+    recompute: bool
+    accumulate_grad_weight: bool
+
+
 @dataclass(frozen=True)
 class Options:
-    """The keywords of :func:`patch`."""
+    """The options of :func:`liger.patch`, checked."""
 
     rope: bool = True
     rms_norm: bool = True
@@ -108,6 +133,18 @@ _WORDS: dict[type, str] = {bool: "True or False", int: "an integer", NoneType: "
 # Options that say how a part is replaced.
 _HOW = ("inplace", "mlp", "recompute", "accumulate_grad_weight")
 NAMES = tuple(field.name for field in fields(Options))
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def with_options(function: _Function) -> _Function:
+    """Replaces ``**options`` by every option and its default in the signature that ``help`` and notebooks show."""
+    signature = inspect.signature(function, eval_str=False)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = inspect.signature(Options).parameters.values()
+    keywords = [option.replace(kind=option.KEYWORD_ONLY) for option in options]
+    function.__signature__ = signature.replace(parameters=[*own, *keywords])  # type: ignore[attr-defined]
+    return function
 
 
 def check_names(caller: str, names: Iterable[str]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Any, TypeVar
+import os
+import sys
+from typing import TypeVar
 
 from torch import nn
+from typing_extensions import Unpack
 
 from . import (
     _activations,
@@ -32,7 +35,7 @@ from ._classes import (
 )
 from ._heads import heads_of
 from ._loss import compute_loss_first, head_recipe, restore_forward, sharing_embeddings
-from ._options import Options, check_names
+from ._options import Options, PatchOptions, check_names, with_options
 from ._recompute import RecomputeRecipe
 from ._report import LEFT, PatchReport, covered_parts, function_of, override_reason, patch_report
 from ._residual import AddNormRecipe
@@ -43,7 +46,8 @@ logger = logging.getLogger("liger.transformers")
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def patch(model: _Model, **options: Any) -> _Model:
+@with_options
+def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions]) -> _Model:
     """Replaces modules of one model by ops of liger. Other models, the classes and torch.nn do not change.
 
     A module is patched if it is of a known kind and gives the results of the op in a trial on a few random numbers.
@@ -54,6 +58,9 @@ def patch(model: _Model, **options: Any) -> _Model:
     Args:
         model: a transformers model, or a module that contains models (PEFT, DDP). Patch before ``fully_shard`` and
             ``accelerator.prepare``, which may replace forward methods.
+        verbose: whether one line on stderr says what was replaced, on the first process of the machine; default True.
+            The logger ``liger.transformers`` gets the line in any case: a warning if something was left, else at level
+            INFO.
         rope: rotary position embeddings, default True.
         rms_norm: RMS norms, default True.
         rms_norm_gated: RMS norms with a gate, default True.
@@ -99,7 +106,16 @@ def patch(model: _Model, **options: Any) -> _Model:
             f"liger.patch: nothing in {type(model).__name__} can be patched as asked ({report.summary}); looked for "
             f"{parsed.looked_for}"
         )
+    if verbose and not report.left:
+        _say(f"liger.patch: {type(model).__name__}: {report.summary}")
     return model
+
+
+def _say(line: str) -> None:
+    """Prints a line on one process of each machine, unless the logger shows its messages of level INFO already."""
+    shown = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    if not shown and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def unpatch(model: _Model) -> _Model:
