@@ -113,9 +113,9 @@ def test_options_of_both_libraries():
     apply_liger_kernel_to_llava(model=model, unknown=1)
     assert FUSED in kinds(model)
     with pytest.raises(
-        TypeError, match=r"apply_liger_kernel_to_llama: .*'geglu'.*expected rope, cross_entropy"
+        TypeError, match=r"apply_liger_kernel_to_llama: .*'gelglu'.*expected rope, cross_entropy"
     ):
-        apply_liger_kernel_to_llama(geglu=True)
+        apply_liger_kernel_to_llama(gelglu=True)
 
 
 LINEAR_ATTENTION = {

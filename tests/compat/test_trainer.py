@@ -53,6 +53,31 @@ def test_use_liger_kernel(tmp_path, config, loss):
     assert losses == pytest.approx(plain, rel=1e-4) and len(plain) == 3
 
 
+@pytest.mark.parametrize("config", [None, {"cross_entropy": True, "fused_linear_cross_entropy": False}])
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing_factor": 0.1}, {"prediction_loss_only": True}], ids=str
+)
+def test_evaluate(tmp_path, config, options):
+    """Also where the Trainer computes the loss: it asks for no logits, but passes no labels."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    losses = []
+    for liger_options in ({"use_liger_kernel": True, "liger_kernel_config": config}, {}):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            **liger_options,
+            **options,
+        )
+        trainer = transformers.Trainer(tiny_models.make("llama"), arguments, eval_dataset=Rows())
+        if liger_options:
+            _apply_liger_kernel_to_instance(model=trainer.model, **(config or {}))
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_peft(tmp_path):
     peft = pytest.importorskip("peft")
 

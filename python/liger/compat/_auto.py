@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ._patching import _OWN, MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
-
-_OPTIONS = {
-    name
-    for function in MODEL_TYPE_TO_APPLY_LIGER_FN.values()
-    for name in inspect.signature(function).parameters
-    if name not in ("model", "kwargs")
-} | set(_OWN)
+from ..transformers._options import NAMES
+from ._patching import _apply_liger_kernel_to_instance
 
 
 def _take_options(keywords: dict[str, Any]) -> dict[str, Any]:
-    return {name: keywords.pop(name) for name in _OPTIONS if name in keywords}
+    return {name: keywords.pop(name) for name in NAMES if name in keywords}
 
 
 class AutoLigerKernelForCausalLM(AutoModelForCausalLM):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterator
@@ -11,30 +10,30 @@ from typing import Any
 
 from torch import nn
 
-from .. import transformers as liger_transformers
-from ..transformers._patching import Options, apply, unpatch
+from ..transformers._architectures import architecture_of, patch_future_models
+from ..transformers._options import LOSSES, NAMES, PARTS, Options
+from ..transformers._patching import apply, unpatch
 from ._architectures import LOSS_FROM_LOGITS, MODEL_TYPES, OPEN, PARAMETERS
-from ._future import patch_future_models
 from ._mlps import LigerGEGLUMLP
 from ._norms import LigerLayerNorm, LigerRMSNorm
 
 logger = logging.getLogger("liger.compat")
 
-_LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
-# Options of liger.patch that liger_kernel does not have; the functions take them by keyword.
-_OWN: dict[str, Any] = {
-    "mlp": None,
-    "inplace": True,
-    "tiled_mlp": False,
-    "tiled_mlp_num_shards": None,
-    "accumulate_grad_weight": False,
-}
+
+class _Options(Options):
+    """The options of a model that is to take the arguments of a model that liger_kernel has patched."""
+
+    like_liger_kernel = True
+
+
+# Options of liger.patch with a meaning, and a default, of their own.
+_OWN = {name: getattr(Options, name) for name in NAMES if name not in (*PARTS, *LOSSES)}
 
 
 def _default(function: str, parameter: str) -> Any:
     if parameter == "model":
         return None
-    if parameter in _LOSSES:
+    if parameter in LOSSES:
         return (parameter == "cross_entropy") == (function in LOSS_FROM_LOGITS)
     return True
 
@@ -45,7 +44,12 @@ def _signature(function: str) -> inspect.Signature:
         kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=_default(function, name))
         for name in PARAMETERS[function]
     ]
-    parameters += [kinds(name, kinds.KEYWORD_ONLY, default=value) for name, value in _OWN.items()]
+    # The options of liger.patch that liger_kernel does not have there; None: as the others (_options).
+    parameters += [
+        kinds(name, kinds.KEYWORD_ONLY, default=_OWN.get(name))
+        for name in NAMES
+        if name not in PARAMETERS[function]
+    ]
     if function in OPEN:
         parameters.append(kinds("kwargs", kinds.VAR_KEYWORD))
     return inspect.Signature(parameters, return_annotation=None)
@@ -55,7 +59,7 @@ def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
     """The options of :func:`liger.patch` for the options of a function of liger_kernel.
 
     ``rms_norm`` is also that of norms with a gate; ``swiglu`` and ``geglu`` are those of experts in :func:`liger.patch`
-    itself. Parts of a model for which that function has no option are patched if any other part is.
+    itself. Parts of a model that are not given are patched if any other part is.
     """
     own = {name: given.pop(name) for name in _OWN if name in given}
     parts = {name: bool(value) for name, value in given.items()}
@@ -68,33 +72,18 @@ def _options(function: str, given: dict[str, Any]) -> dict[str, Any]:
     others = any(parts.values())
     # One MLP is either of the two.
     gated = parts.get("swiglu", parts.get("geglu", others))
-    known = {field.name for field in dataclasses.fields(Options)}
-    options = {name: others for name in known - {*_LOSSES, *_OWN}}
-    options |= (
-        {"swiglu": gated, "geglu": gated, "rms_norm_gated": parts.get("rms_norm", others)}
-        | dict.fromkeys(_LOSSES, False)
-        | parts
-    )
-    return {name: value for name, value in options.items() if name in known} | own
+    options = dict.fromkeys(PARTS, others) | dict.fromkeys(LOSSES, False)
+    options |= {"swiglu": gated, "geglu": gated, "rms_norm_gated": parts.get("rms_norm", others)}
+    return options | parts | own
 
 
 def _patch_instance(model: nn.Module, options: dict[str, Any]) -> None:
-    parsed = Options(**options)
+    parsed = _Options(**options)
     unpatch(model)
     if parsed.any and not apply(model, parsed).replaced:
         logger.warning(
             "liger: nothing in %s can be patched as asked: the model is left as it is", type(model).__name__
         )
-
-
-def _patch_later(name: str, options: dict[str, Any]) -> None:
-    """Patches models that are constructed afterwards, by liger.transformers where it has a function for the type."""
-    function = getattr(liger_transformers, f"apply_liger_kernel_to_{name}", None)
-    if function is None:
-        patch_future_models(name, Options(**options))
-    else:
-        accepted = inspect.signature(function).parameters
-        function(**{option: value for option, value in options.items() if option in accepted})
 
 
 def _make_function(name: str) -> Callable[..., None]:
@@ -106,12 +95,11 @@ def _make_function(name: str) -> Callable[..., None]:
         except TypeError as error:
             raise TypeError(f"{title}: {error}, expected {', '.join(signature.parameters)}") from None
         bound.apply_defaults()
-        given = bound.arguments
-        given.pop("kwargs", None)
-        model = given.pop("model")
-        options = _options(title, given)
+        given = {n: v for n, v in bound.arguments.items() if n in NAMES}
+        parts = {n: v for n, v in given.items() if v is not None or n in PARAMETERS[name] or n in _OWN}
+        options, model = _options(title, parts), bound.arguments["model"]
         if model is None:
-            _patch_later(name, options)
+            patch_future_models(architecture_of(name), _Options(**options))
         else:
             _patch_instance(model, options)
 
@@ -119,9 +107,9 @@ def _make_function(name: str) -> Callable[..., None]:
     apply_liger_kernel.__doc__ = f"""Patches one model, or with ``model=None`` every {name} model that is constructed
     afterwards, until a call with all options False.
 
-    The options are those of liger_kernel, in its order, and ``mlp``, ``inplace``, ``tiled_mlp``,
-    ``tiled_mlp_num_shards`` and ``accumulate_grad_weight`` of :func:`liger.patch`. With both losses the fused one is
-    used. A module whose results would change is not patched; if nothing can be patched, a log message says so.
+    The options are those of liger_kernel, in its order, and by keyword all others of :func:`liger.patch`; of these,
+    None for a part patches it if any other part is patched. With both losses the fused one is used. A module whose
+    results would change is not patched; if nothing can be patched, a log message says so.
 
     Raises:
         TypeError: an unknown option.
@@ -161,8 +149,7 @@ def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: Any) -> None:
         function(model=model, **_accepted(function, kwargs))
         return
     given = {name: True for name in ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")}
-    known = {field.name for field in dataclasses.fields(Options)}
-    given |= {name: value for name, value in kwargs.items() if name in known}
+    given |= {name: value for name, value in kwargs.items() if name in NAMES}
     _patch_instance(model, _options(type(model).__name__, given))
 
 

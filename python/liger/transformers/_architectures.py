@@ -110,7 +110,7 @@ def architecture_of(model_type: str) -> Architecture:
 def _apply_to(model_type, model, options):
     row = architecture_of(model_type)
     if model is None:
-        _patch_future_models(row, Options(**options))
+        patch_future_models(row, Options(**options))
     else:
         given = getattr(getattr(model, "config", None), "model_type", None)
         if not row.covers(given):
@@ -118,8 +118,8 @@ def _apply_to(model_type, model, options):
         patch(model, **options)
 
 
-def _patch_future_models(row, options):
-    """Patches every new model in ``post_init``, which all constructors of transformers call at their end."""
+def patch_future_models(row: Architecture, options: Options) -> None:
+    """Patches every new model of a type in ``post_init``, which all constructors of transformers call at their end."""
     base = row.base_class()
     revert(row.model_type)
     if options.any:

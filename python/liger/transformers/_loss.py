@@ -157,6 +157,8 @@ class CausalLMRecipe:
         classes: the number of classes if the model cuts off the logits of the others.
         shaped: the model reads the shape of the logits, so the loss has as many dimensions as they have.
         accumulate_grad_weight: as in :func:`liger.fused_linear_ce`.
+        like_liger_kernel: without labels, ``shift_labels`` ask for the loss, and ``skip_logits=True`` without both has
+            no effect.
     """
 
     head_name: str
@@ -168,6 +170,7 @@ class CausalLMRecipe:
     classes: int | None = None
     shaped: bool = False
     accumulate_grad_weight: bool = False
+    like_liger_kernel: bool = False
 
     @property
     def follows_head(self):
@@ -291,6 +294,14 @@ def _fused_forward(original, recipe):
     @functools.wraps(original.forward)
     def forward(self, *args, skip_logits=None, **kwargs):
         labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
+        if recipe.like_liger_kernel and labels is None:
+            labels = kwargs.get("shift_labels") if "shift_labels" in recipe.keywords else None
+            if labels is None:
+                skip_logits = None
+            elif len(args) > labels_at:
+                args = (*args[:labels_at], labels, *args[labels_at + 1 :])
+            else:
+                kwargs["labels"] = labels
         if skip_logits and labels is None:
             raise ValueError("skip_logits=True needs labels: without them the logits are the only result")
         skip = labels is not None and (self.training if skip_logits is None else skip_logits)

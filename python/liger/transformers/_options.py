@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import Any, TypedDict, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 from ._behaviour import GEGLU_ACTIVATIONS, SWIGLU_ACTIVATIONS
 
@@ -60,6 +60,9 @@ class Options:
     tiled_mlp_num_shards: int | None = None
     recompute: bool = False
     accumulate_grad_weight: bool = False
+
+    # Whether a call with the fused loss takes labels and skip_logits as liger_kernel does (_loss.py).
+    like_liger_kernel: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -133,6 +136,11 @@ _WORDS: dict[type, str] = {bool: "True or False", int: "an integer", NoneType: "
 # Options that say how a part is replaced.
 _HOW = ("inplace", "mlp", "recompute", "accumulate_grad_weight")
 NAMES = tuple(field.name for field in fields(Options))
+LOSSES = ("cross_entropy", "fused_linear_cross_entropy")
+# Options that say what is replaced, besides the loss, where no option asks for something else.
+PARTS = tuple(
+    field.name for field in fields(Options) if field.default is True and field.name not in (*_HOW, *LOSSES)
+)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -193,8 +193,9 @@ def _recipe(module, options):
     if options.cross_entropy or options.fused_linear_cross_entropy:
         trials.append(functools.partial(_causal_lm.causal_lm, fused=options.fused_linear_cross_entropy))
     recipe = next((recipe for trial in trials if (recipe := trial(module)) is not None), None)
-    if options.accumulate_grad_weight and getattr(recipe, "fused", False):
-        recipe = dataclasses.replace(recipe, accumulate_grad_weight=True)
+    if getattr(recipe, "fused", False):
+        given = {name: getattr(options, name) for name in ("accumulate_grad_weight", "like_liger_kernel")}
+        recipe = dataclasses.replace(recipe, **given)
     return recipe
 
 
