@@ -33,12 +33,6 @@ def _parser():
     parser.add_argument(
         "--heads", action="store_true", help="the lm_heads of current models alone: the same as heads"
     )
-    parser.add_argument(
-        "--tiles",
-        action="store_true",
-        help="instead: tiles of the gradient of the logits by probability mass, while a model trains; with options of "
-        "its own (liger bench --tiles --help)",
-    )
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument(
         "--sweep",
@@ -127,10 +121,6 @@ def _complaint(arguments):
 def main(argv=None):
     """Runs the suite with the given arguments (default: those of the process); returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "--tiles" in argv:
-        from . import bench_tiles
-
-        return bench_tiles.main([word for word in argv if word != "--tiles"])
     arguments = _parser().parse_args(argv)
     if arguments.heads:
         arguments.ops = [*arguments.ops, "heads"]

@@ -10,6 +10,7 @@
 
 #include "linear_ce/planner.h"
 #include "linear_ce/sm90/planner.h"
+#include "linear_ce/sm90/tile.h"
 
 namespace liger {
 namespace {
@@ -48,6 +49,31 @@ lay_out_chunks_op(int64_t rows, int64_t hidden, int64_t vocab, int64_t element_s
           layout.prefetch_rows,
           std::move(chunk_rows),
           std::move(chunk_offsets)};
+}
+
+template <size_t kCount>
+std::string listed(const int (&values)[kCount]) {
+  std::string text;
+  for (const int value : values) text += (text.empty() ? "" : ",") + std::to_string(value);
+  return text;
+}
+
+// "name=value" or "name=value,value", so that a constant can be added without a new schema.
+std::vector<std::string> sm90_constants_op() {
+  const auto field = [](const char* name, int64_t value) {
+    return std::string(name) + "=" + std::to_string(value);
+  };
+  return {field("hidden_unit", sm90::kHiddenUnit),
+          field("min_rows", sm90::kMinRows),
+          field("tile_rows", sm90::kTileM),
+          field("cluster_rows", sm90::kTileM * sm90::kCluster),
+          field("logits_tile", sm90::kPingpongColumns),
+          field("panel", sm90::kPanel),
+          field("kept_numbers", sm90::kKeptNumbers),
+          field("rank_numbers", sm90::kRankNumbers),
+          field("rank_numbers_with_metrics", sm90::kRankNumbersWithMetrics),
+          "grad_input_widths=" + listed(sm90::kGradInputWidths),
+          "grad_weight_widths=" + listed(sm90::kGradWeightWidths)};
 }
 
 std::tuple<std::vector<int64_t>, std::vector<int64_t>, std::vector<int64_t>, int64_t, int64_t, int64_t,
@@ -100,6 +126,8 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("default_memory_budget", TORCH_BOX(&default_memory_budget));
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
   m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
+  m.impl("sm90_constants", TORCH_BOX(&sm90_constants_op));
+  m.impl("split_k_sums_sm90", TORCH_BOX(&sm90::split_k_sums));
   m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));
   m.impl("plan_linear_backward_sm90", TORCH_BOX(&plan_linear_backward_sm90_op));
 }

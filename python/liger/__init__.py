@@ -51,7 +51,6 @@ __all__ = [
     "backend_report",
     "complex_rope",
     "cross_entropy",
-    "debug",
     "distributed",
     "fused_add_rms_norm",
     "fused_linear_ce",
@@ -90,7 +89,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import debug, losses, nn, transformers
+    from . import losses, nn, transformers
     from . import trl as trl
     from .distributed.vocab_parallel import vocab_parallel_cross_entropy, vocab_parallel_fused_linear_ce
     from .distributed.vocab_parallel_logprobs import vocab_parallel_fused_linear_logprobs
@@ -101,7 +100,7 @@ else:
         __name__,
         __all__,
         {
-            **{name: f"liger.{name}" for name in ("debug", "losses", "nn", "transformers", "trl")},
+            **{name: f"liger.{name}" for name in ("losses", "nn", "transformers", "trl")},
             **dict.fromkeys(("patch", "unpatch"), "liger.transformers"),
             **{name: "liger.distributed" for name in __all__ if name.startswith("vocab_parallel_")},
         },

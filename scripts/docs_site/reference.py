@@ -17,7 +17,6 @@ MODULES = (
     ("trl.md", "liger.trl"),
     ("distributed.md", "liger.distributed"),
     ("compat.md", "liger.compat"),
-    ("debug.md", "liger.debug"),
 )
 _DEFINITION = re.compile(r'm\.def\("((?:[^"\\]|\\.)*)"')
 

@@ -1,21 +1,15 @@
 """How the engine of compute capability 9.0 cuts its rows: properties of the plans of many problems."""
 
 import random
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from sm90_engine import BESIDE, HIDDEN_SIZES, PARTS_OF_CHUNKS, SHAPES, SUMS, SUMS_BF16
 
-from liger._core.sm90_plan import (
-    GRAD_INPUT_WIDTHS,
-    GRAD_WEIGHT_WIDTHS,
-    HIDDEN_UNIT,
-    split_k_sum_bytes,
-    tile_columns,
-)
+from liger._core.sm90_plan import ENGINE
 
+GRAD_INPUT_WIDTHS, GRAD_WEIGHT_WIDTHS = ENGINE.grad_input_widths, ENGINE.grad_weight_widths
+HIDDEN_UNIT = ENGINE.hidden_unit
 MIB = 1 << 20
 TILE = PANEL = 128  # rows; columns
 
@@ -53,9 +47,6 @@ def test_the_largest_budget_of_64_bits():
     for rows in (256, 384, 8192):
         problem = rows, 4096, 128256, True, True, True
         assert plan_sm90(*problem, 2**63 - 1, 66) == plan_sm90(*problem, 2**50, 66)
-
-
-TILE_H = Path(__file__).parents[2] / "csrc" / "linear_ce" / "sm90" / "tile.h"
 
 
 def test_shapes_are_what_they_are_named():
@@ -104,14 +95,11 @@ def test_shapes_are_what_they_are_named():
         assert shape.plan()[0][-1] % 128, "the last chunk ends within a tile"
 
 
-@pytest.mark.skipif(not TILE_H.is_file(), reason="not a checkout")
-@pytest.mark.parametrize(
-    ("listed", "widths"),
-    [("kGradInputWidths", GRAD_INPUT_WIDTHS), ("kGradWeightWidths", GRAD_WEIGHT_WIDTHS)],
-)
-def test_the_widths_are_those_of_the_kernels(listed, widths):
-    (others,) = re.findall(rf"{listed}\[\] = \{{kTileN, ([\d, ]+)\}}", TILE_H.read_text())
-    assert (256, *map(int, others.split(","))) == widths
+def tile_columns(hidden, widths):
+    """The first width that divides the hidden size; else the narrowest one with as few tiles as the first width has."""
+    tiles = ceil_div(hidden, widths[0])
+    enough = [width for width in widths if width <= widths[0] and tiles * width >= hidden]
+    return next((width for width in widths if hidden % width == 0), min(enough))
 
 
 def columns_by_width(hidden_sizes, widths):
@@ -162,9 +150,13 @@ def test_tiles_divide_the_hidden_size_where_a_width_does(hidden, of_input, of_we
         assert ceil_div(hidden, width) * width <= ceil_div(hidden, 256) * 256
 
 
-def test_split_k_sums_are_whole_tiles():
-    assert split_k_sum_bytes(1000, 640) == 4 * 1024 * 640
-    assert split_k_sum_bytes(1000, 656) == 4 * 1024 * 3 * 224
+@pytest.mark.parametrize("hidden", [16, 304, 576, 640, 656, 960, 2880, 3200, 4096])
+@pytest.mark.parametrize("rows", [1, 128, 1000])
+def test_split_k_sums_are_whole_tiles(rows, hidden):
+    columns = tile_columns(hidden, GRAD_INPUT_WIDTHS)
+    tiles = ceil_div(rows, TILE) * ceil_div(hidden, columns)
+    assert torch.ops.liger.split_k_sums_sm90(rows, hidden, 2) == tiles * TILE * columns
+    assert torch.ops.liger.split_k_sums_sm90(rows, hidden, 1) == 0
 
 
 def test_sm90_problems_are_of_every_kind():

@@ -7,7 +7,7 @@ import torch
 from live_bytes import LiveBytes
 
 from liger._core.lm_head import LMHead
-from liger._core.sm90_plan import TILE_CLASSES, LinearCePlan, plan_chunks_sm90
+from liger._core.sm90_plan import ENGINE, LinearCePlan, plan_chunks_sm90
 from liger.losses import _chunks
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def plan_of(layout, hidden, vocab, budget):
     workspaces = []
     for _, count, k_splits in plan.chunks:
         # Index, logits of targets, scales, one-hot terms, and sums of rows; one-hot terms of classes, read counts.
-        workspace = count * (4 + 8 + 8 + 4 * -(-vocab // TILE_CLASSES)) + 8 * vocab + vocab // 32
+        workspace = count * (4 + 8 + 8 + 4 * -(-vocab // ENGINE.logits_tile)) + 8 * vocab + vocab // 32
         workspace += 4 * count * hidden if k_splits > 1 else 0
         # Whole tiles, and every buffer is aligned to 1024 bytes.
         workspaces.append(workspace + 16 * 1024)

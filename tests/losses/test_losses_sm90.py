@@ -9,7 +9,6 @@ from cuda_graphs import no_synchronisation
 from losses_cases import leaf
 from sm90_engine import assert_observed
 from test_losses_op import EVERY, call
-from tile_mass_cases import assert_counts, put_slopes
 
 import liger
 from liger import losses
@@ -313,16 +312,3 @@ def test_cuda_graph_and_no_synchronisation(sm90, name, observed):
     graph.replay()
     for a, b in zip(captured, expected, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("name", ["dpo", "kto", "token"])
-def test_tiles_are_counted_by_mass(sm90, plans, name):
-    hidden, weight, target = make()
-    put_slopes(hidden, weight)
-    module = module_of(name, temperature=0.7)
-    with liger.debug.tile_mass() as mass:
-        run(module, hidden, weight, target)
-    assert plans[-1] is not None and len(plans[-1]) == 1
-    logits = torch.nn.functional.linear(hidden.flatten(0, 1).double(), weight.double()) / 0.7
-    exact = assert_counts(mass.counts(), logits, target.flatten())
-    assert 0 < exact.below[0] < exact.tiles

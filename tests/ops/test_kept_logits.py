@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import liger
 from liger._core import kept_logits, lm_head
-from liger._core.sm90_plan import HIDDEN_UNIT, plan_chunks_sm90
+from liger._core.sm90_plan import ENGINE, plan_chunks_sm90
 
 MIB = 1 << 20
 
@@ -248,7 +248,7 @@ def test_the_engine_takes_what_is_chosen():
     draw = random.Random(0)
     for _ in range(500):
         rows, hidden, vocab = draw.randint(1, 40000), draw.randint(1, 8192), draw.randint(1, 300000)
-        hidden = draw.choice([hidden, HIDDEN_UNIT * (hidden // HIDDEN_UNIT + 1)])
+        hidden = draw.choice([hidden, ENGINE.hidden_unit * (hidden // ENGINE.hidden_unit + 1)])
         if kept_logits.sizes_for_engine(rows, hidden):
             assert plan_chunks_sm90(rows, hidden, vocab, True, True, True).chunks
 

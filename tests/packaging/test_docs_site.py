@@ -65,7 +65,7 @@ def test_the_reference_lists_every_schema():
 def documented_names():
     """Every public name with ``liger.`` before it: the registry's, and those of the packages that it leaves out."""
     names = {f"liger.{name}" for name in public_callables.public_names()}
-    for package in ("debug", "distributed", "transformers"):
+    for package in ("distributed", "transformers"):
         names |= {f"liger.{package}.{name}" for name in getattr(liger, package).__all__}
     reference = module("reference")
     for package in ("liger.trl", "liger.compat"):

@@ -20,7 +20,6 @@ BELOW = {
     "triton_kernels": {"_core", "ops"},
     "losses": {"_core", "ops"},
     "distributed": {"_core", "ops"},
-    "debug": {"_core"},
     "nn": {"_core", "ops", "_tiled", "distributed"},
     "transformers": {"_core", "ops", "_tiled", "distributed"},
     "trl": {"_core", "ops", "losses", "transformers"},

@@ -10,8 +10,7 @@ import pytest
 
 # liger.trl and liger.transformers need packages that may be missing.
 MODULES = [
-    *("liger", "liger.debug", "liger.nn", "liger.distributed", "liger.losses", "liger.transformers"),
-    "liger.trl",
+    *("liger", "liger.nn", "liger.distributed", "liger.losses", "liger.transformers", "liger.trl"),
 ]
 
 
@@ -111,7 +110,7 @@ def test_the_types_of_the_options_of_patch_have_their_names():
 
 def test_dir_lists_public_names_alone():
     liger = importlib.import_module("liger")
-    lazy = {"debug", "losses", "nn", "patch", "transformers", "trl", "unpatch"}
+    lazy = {"losses", "nn", "patch", "transformers", "trl", "unpatch"}
     assert set(dir(liger)) == {*liger.__all__, "trl"} and lazy < set(dir(liger))
     for package in ("nn", "distributed", "transformers"):
         module = importlib.import_module(f"liger.{package}")

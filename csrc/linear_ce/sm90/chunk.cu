@@ -8,7 +8,6 @@
 #include "linear_ce/sm90/grad_weight.cuh"
 #include "linear_ce/sm90/rows.cuh"
 #include "linear_ce/sm90/step.h"
-#include "linear_ce/sm90/tile_mass.cuh"
 
 namespace liger::linear_ce {
 namespace {
@@ -272,15 +271,6 @@ void Chunk::apply_rule_of(bool gradient) const {
                                                           buffers_.range.largest_scaled);
     check_launch(kOp);
   }
-}
-
-void Chunk::count_tile_mass() const {
-  TileMassCounts* const counts = tile_mass_counts(batch_.device);
-  if (counts == nullptr) return;
-  const int columns = static_cast<int>(batch_.sums_per_row());
-  launch_count_tile_mass({rows(), batch_.row_index.index + chunk_.first, batch_.problem.targets,
-                          static_cast<int>(batch_.vocab()), buffers_.tile_sums, columns, counts},
-                         batch_.stream);
 }
 
 void Chunk::gradients() const {

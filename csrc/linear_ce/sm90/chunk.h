@@ -153,9 +153,6 @@ class Chunk {
   void gradients() const;
   // The second one alone.
   void grad_weight() const;
-  // Adds the tiles of the chunk to the counter of liger.debug.tile_mass, if that is on. After exponentials(), for
-  // rows whose gradient is computed.
-  void count_tile_mass() const;
   // Where the exponentials are.
   const Panels& panels() const { return panels_; }
 

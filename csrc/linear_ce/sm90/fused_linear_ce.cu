@@ -165,7 +165,6 @@ FusedLinearCeGradients fused_linear_ce_sm90(const FusedLinearCe& call, const Lin
         linear_ce::ChunkBuffers::allocate(batch, chunk, separate_rows ? nullptr : grad_rows, *workspace);
     const linear_ce::Chunk work(batch, plan, i, chunk, buffers, grad_weight, grad_rows);
     work.exponentials();
-    if (batch.need_gradient()) work.count_tile_mass();
     work.apply_rule(true);
     work.gradients();
   }

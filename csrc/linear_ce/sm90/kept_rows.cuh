@@ -27,6 +27,7 @@ struct alignas(16) KeptRow {
   // 1: the exponential at the target is less by `sum`, so that it includes the one-hot term; else 0.
   float one_hot_included;
 };
+static_assert(sizeof(KeptRow) == sm90::kKeptNumbers * sizeof(float));
 
 // Sums of exponentials -> kept rows. The one-hot term of the first row of each class is added in float32 by
 // the epilogues of both gradients. The exponentials of further rows of a class include theirs from here on,

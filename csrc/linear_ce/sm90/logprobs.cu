@@ -25,7 +25,7 @@ using linear_ce::KeptRow;
 using linear_ce::memory_of;
 
 constexpr const char* kOp = "fused_linear_logprobs";
-constexpr int64_t kKeptNumbers = sizeof(KeptRow) / sizeof(float);
+using sm90::kKeptNumbers;
 
 // Calls f with a std::type_identity of the elements of a batch, whose dtype IndexedRows has checked.
 template <typename F>
@@ -258,8 +258,6 @@ ForwardResults logprobs_forward(const Tensor& input, const Tensor& weight, const
       work.logit_metrics(class_sum ? memory_of<float>(*class_sum) : nullptr, squares_out, means_out);
     if (!keep) continue;
     work.keep_rows();
-    // Here, since the backward has no sums of tiles.
-    work.chunk().count_tile_mass();
   }
   return {logprobs, entropy, argmax, kept, kept_rows};
 }
@@ -313,7 +311,6 @@ std::tuple<Tensor, Tensor> logprobs_backward(const Tensor& grad_logprobs,
       work.clear_one_hot_terms();
     } else {
       work.chunk().exponentials();
-      work.chunk().count_tile_mass();
       work.keep_rows();
     }
     const linear_ce::KeptChunk rows_of_chunk = work.kept_chunk();

@@ -115,7 +115,6 @@ class Step {
   // neg_grad_logprobs: (rows,) of the whole batch.
   void gradients(const Tensor& neg_grad_logprobs, const Tensor& grad_input) {
     batch_.problem.token_weight = static_cast<const float*>(neg_grad_logprobs.const_data_ptr());
-    chunk_->count_tile_mass();
     chunk_->apply_rule(true);
     chunk_->gradients();
     if (batch_.need_grad_input && ranges_ == 1) {

@@ -11,13 +11,14 @@ namespace liger {
 namespace {
 
 using sm90::kHiddenUnit;
+using sm90::kMinRows;
 using sm90::kPanel;
 using sm90::kTileK;
 using sm90::kTileM;
 
-// Below these the generic engine is faster: rows of the batch, and rows of a chunk where it may sum in bf16
-// (its float32 sum needs far more memory).
-constexpr int64_t kFewestRows = 256, kFewestRowsPerPass = 1024;
+// Below this number of rows of a chunk the generic engine is faster where it may sum in bf16 (its float32 sum needs far
+// more memory).
+constexpr int64_t kMinRowsPerPass = 1024;
 // The cost of a chunk beyond its GEMMs, in rows whose GEMMs take as long (measured, docs/performance):
 // launches, and one more pass over the accumulated weight gradient, which the GEMMs hide only in part.
 constexpr double kLaunchRows = 4, kPassRows = 60;
@@ -93,7 +94,7 @@ class CostModel {
 };
 
 bool supported(const LinearCeProblem& p) {
-  return p.rows >= kFewestRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kHiddenUnit == 0;
+  return p.rows >= kMinRows && p.hidden > 0 && p.vocab > 0 && p.hidden % kHiddenUnit == 0;
 }
 
 // Chunks are multiples of this: of a tile, or of a group.
@@ -207,8 +208,7 @@ std::optional<LinearCePlan> cut_rows(const LinearCeProblem& p) {
   const int64_t unit = granularity(p), fitting = search.fitting();
   if (p.group_rows > 1 && fitting < unit) return std::nullopt;
   const ChunkSearch::Candidate best = search.cheapest(std::max(fitting / unit * unit, unit));
-  if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kFewestRowsPerPass)
-    return std::nullopt;
+  if (p.need_grad_weight && !p.exact_accumulation && best.chunk_rows < kMinRowsPerPass) return std::nullopt;
   plan.rows_in_grad_weight = std::min(search.rows_in_grad_weight(), best.first_rows);
   plan.scale_bytes = scale_bytes(p, kPanel);
   const auto panel_bytes = [](int64_t rows) { return round_up(rows, kTileM) * kPanel * 2; };
@@ -308,7 +308,7 @@ class LinearBackwardPlanner {
   std::optional<LinearBackwardPlan> longer_first_chunk() {
     const LinearBackwardPlan even = *best_;
     const int64_t slice = p_.hidden / aux_rows_ / kTileM * kTileM;
-    if (slice < kFewestRows) return best_;
+    if (slice < kMinRows) return best_;
     for (int64_t size = round_up(even.chunk_rows + 1, unit_); size <= most_; size += unit_) {
       const int64_t first = std::min(size, p_.rows);
       if (bytes_left(first) < 0) break;
@@ -331,7 +331,7 @@ class LinearBackwardPlanner {
   int64_t slice_rows(int64_t rows, int64_t left) const {
     if (aux_rows_ == 0) return rows;
     const int64_t slice = std::min(left / (aux_rows_ * row_bytes_) / kTileM * kTileM, rows);
-    if (slice < std::min(kFewestRows, rows)) return 0;
+    if (slice < std::min(kMinRows, rows)) return 0;
     return std::min(round_up(ceil_div(rows, ceil_div(rows, slice)), kTileM), rows);
   }
 

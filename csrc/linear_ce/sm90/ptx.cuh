@@ -9,8 +9,7 @@
 
 namespace liger::sm90 {
 
-inline constexpr int kBox = 64;  // rows and columns of a TMA box
-inline constexpr int kCluster = 2;
+inline constexpr int kBox = 64;                          // rows and columns of a TMA box
 inline constexpr int kConsumers = 2;                     // consumer warpgroups, which issue wgmma
 inline constexpr int kThreads = 128 * (kConsumers + 1);  // with the producer warpgroup
 inline constexpr int kBoxBytes = kBox * kBox * 2;

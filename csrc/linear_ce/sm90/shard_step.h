@@ -9,9 +9,8 @@ namespace liger::linear_ce {
 struct KeptRow;
 struct EntropyTerm;
 
-// What the ranks exchange of each row: a reference and the sum of the exponentials relative to it; with metrics also the
-// sum of exponentials times logits, relative to the reference, and the two words of the key of the largest logit.
-inline constexpr int kRankNumbers = 2, kRankNumbersWithMetrics = 5;
+using sm90::kRankNumbers;
+using sm90::kRankNumbersWithMetrics;
 
 // What the steps of all chunks read.
 struct ShardState {

@@ -1,4 +1,5 @@
-// Tile sizes of the wgmma GEMMs of linear_ce/sm90, which the kernels and the planner share.
+// Sizes that the kernels of linear_ce/sm90, its planner, and the Python code that allocates memory for it share. Python
+// reads them by the op sm90_constants (planner_ops.cpp).
 #pragma once
 
 #include <cstddef>
@@ -8,6 +9,10 @@ namespace liger::sm90 {
 
 // Rows and columns of the result per block, and the depth of a pipeline stage.
 inline constexpr int kTileM = 128, kTileN = 256, kTileK = 64;
+// Blocks of a cluster, each with the same columns of kTileM rows of its own.
+inline constexpr int kCluster = 2;
+// Below this number of rows of the batch the generic engine is faster.
+inline constexpr int64_t kMinRows = 256;
 // The hidden size is a multiple of it: TMA fills the rest of the last k-block with zeros, and epilogues write segments of
 // 16 columns.
 inline constexpr int kHiddenUnit = 16;
@@ -19,6 +24,12 @@ constexpr T logits_tiles(T vocab) {
 }
 // Columns per panel of an operand that is stored in panels.
 inline constexpr int kPanel = 128;
+// The float32 numbers of a row that the forward of log-probabilities keeps: KeptRow of kept_rows.cuh.
+inline constexpr int kKeptNumbers = 4;
+// What the ranks of a sharded vocabulary exchange of each row: a reference and the sum of the exponentials relative to it;
+// with metrics also the sum of exponentials times logits, relative to the reference, and the two words of the key of the
+// largest logit.
+inline constexpr int kRankNumbers = 2, kRankNumbersWithMetrics = 5;
 
 // The columns of a tile of each gradient for which there are kernels. Beside the shared memory of the weight gradient's
 // epilogue only three stages of 320 columns would fit.

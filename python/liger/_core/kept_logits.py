@@ -10,14 +10,9 @@ import torch
 from ..backend import FAMILIES
 from .arguments import described, dtype_name
 from .dtensor import is_dtensor
-from .sm90_plan import ENGINE_DTYPES, HIDDEN_UNIT
+from .sm90_plan import ENGINE, ENGINE_DTYPES, round_up
 
 NOTHING, LOGITS, EXPONENTIALS = "nothing", "logits", "exponentials"
-# kPanel and kTileM of csrc/linear_ce/sm90/tile.h, kFewestRows of planner.cpp.
-_PANEL = _TILE_ROWS = 128
-_FEWEST_ROWS = 256
-# Numbers that the wgmma engine keeps of each row: KeptRow of csrc/linear_ce/sm90/kept_rows.cuh.
-_NUMBERS_OF_A_ROW = 4
 
 
 def constant_in_compiled_code(function):
@@ -26,13 +21,9 @@ def constant_in_compiled_code(function):
     return function
 
 
-def _round_up(size, multiple):
-    return -(-size // multiple) * multiple
-
-
 def exponentials_bytes(rows, vocab):
     """Bytes of the exponentials of so many rows, in whole tiles."""
-    return 2 * _round_up(rows, _TILE_ROWS) * _round_up(vocab, _PANEL)
+    return 2 * round_up(rows, ENGINE.tile_rows) * round_up(vocab, ENGINE.panel)
 
 
 @constant_in_compiled_code
@@ -45,7 +36,9 @@ def _device_has_engine(device_index):
     """Whether the wgmma engine can run on this device."""
     if not hasattr(torch.ops.liger_sm90, "takes_logprobs"):
         return False
-    return torch.ops.liger_sm90.takes_logprobs.default(_FEWEST_ROWS, HIDDEN_UNIT, _PANEL, device_index)
+    return torch.ops.liger_sm90.takes_logprobs.default(
+        ENGINE.min_rows, ENGINE.hidden_unit, ENGINE.panel, device_index
+    )
 
 
 @constant_in_compiled_code
@@ -60,7 +53,7 @@ def budget_or_default(memory_budget):
 
 def sizes_for_engine(rows, hidden):
     """Whether the wgmma engine takes these sizes, with any number of classes."""
-    return rows >= _FEWEST_ROWS and hidden % HIDDEN_UNIT == 0
+    return rows >= ENGINE.min_rows and hidden % ENGINE.hidden_unit == 0
 
 
 def engine_can(input, weight, bias, softcap, float32_logits=False):
@@ -108,7 +101,7 @@ def check_engine(op, keep, input, weight, bias, softcap, float32_logits=False):
         raise RuntimeError(
             f"{op}: keep is '{EXPONENTIALS}', expected '{NOTHING}' or '{LOGITS}': the wgmma engine needs a GPU of "
             f"compute capability 9.0, hidden states and weight in {dtypes}, no bias, no softcap, no "
-            f"logits_dtype, at least {_FEWEST_ROWS} rows and a hidden size divisible by {HIDDEN_UNIT}"
+            f"logits_dtype, at least {ENGINE.min_rows} rows and a hidden size divisible by {ENGINE.hidden_unit}"
         )
 
 
@@ -124,10 +117,10 @@ def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
     """
     (rows, _), vocab = input.shape, weight.shape[0]
     if keep == EXPONENTIALS:
-        return (exponentials_bytes(rows, vocab) // 2,), (rows, _NUMBERS_OF_A_ROW)
+        return (exponentials_bytes(rows, vocab) // 2,), (rows, ENGINE.kept_numbers)
     if keep == LOGITS:
         per_16_bytes = 16 // _kept_dtype(keep, input, logits_dtype).itemsize
-        stride = _round_up(vocab, per_16_bytes) if input.is_cuda else vocab
+        stride = round_up(vocab, per_16_bytes) if input.is_cuda else vocab
         return (rows, stride), (1 + with_entropy, rows)
     return (0,), (0,)
 

@@ -1,32 +1,49 @@
 """Plans of the wgmma engine of compute capability 9.0, with the fields of csrc/linear_ce/sm90/planner.h."""
 
-import math
 from typing import NamedTuple
 
 import torch
 
-# What the engine takes: hidden sizes that are divisible by kHiddenUnit of csrc/linear_ce/sm90/tile.h, and these dtypes.
-HIDDEN_UNIT = 16
+from . import load  # noqa: F401  registers torch.ops.liger.sm90_constants
+
+# The dtypes that the engine takes.
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
-# Classes per tile of the logits GEMM, each with a sum per row: kPingpongColumns there.
-TILE_CLASSES = 192
-# Rows of a tile of a gradient, and the columns that it can have: kTileM, kGradInputWidths and kGradWeightWidths there.
-_TILE_ROWS = 128
-GRAD_INPUT_WIDTHS = 256, 240, 224, 192, 320
-GRAD_WEIGHT_WIDTHS = 256, 240, 224, 192
 
 
-def tile_columns(hidden, widths):
-    """Columns of the tiles of a gradient: tile_columns() there."""
-    tiles = math.ceil(hidden / widths[0])
-    enough = [width for width in widths if width <= widths[0] and tiles * width >= hidden]
-    return next((width for width in widths if hidden % width == 0), min(enough))
+class EngineConstants(NamedTuple):
+    """Sizes of csrc/linear_ce/sm90/tile.h.
+
+    ``hidden_unit`` divides the hidden sizes that the engine takes, of at least ``min_rows`` rows. A tile has
+    ``tile_rows`` rows, those of a cluster ``cluster_rows``; the logits GEMM has tiles of ``logits_tile`` classes, each
+    with a sum per row, and writes panels of ``panel`` classes. ``kept_numbers`` float32 numbers of a row are kept for
+    the backward of log-probabilities; the ranks of a sharded vocabulary exchange ``rank_numbers`` of a row.
+    ``grad_*_widths``: the columns that tiles of a gradient can have.
+    """
+
+    hidden_unit: int
+    min_rows: int
+    tile_rows: int
+    cluster_rows: int
+    logits_tile: int
+    panel: int
+    kept_numbers: int
+    rank_numbers: int
+    rank_numbers_with_metrics: int
+    grad_input_widths: tuple[int, ...]
+    grad_weight_widths: tuple[int, ...]
+
+    @classmethod
+    def read(cls):
+        given = dict(field.split("=") for field in torch.ops.liger.sm90_constants())
+        numbers = {name: tuple(map(int, value.split(","))) for name, value in given.items()}
+        return cls(**{name: n if name.endswith("_widths") else n[0] for name, n in numbers.items()})
 
 
-def split_k_sum_bytes(rows, hidden):
-    """Bytes of the float32 sums of serial split-K, in whole tiles: split_k_sums() there."""
-    columns = tile_columns(hidden, GRAD_INPUT_WIDTHS)
-    return 4 * math.ceil(rows / _TILE_ROWS) * _TILE_ROWS * math.ceil(hidden / columns) * columns
+ENGINE = EngineConstants.read()
+
+
+def round_up(size, multiple):
+    return -(-size // multiple) * multiple
 
 
 class PlannedChunk(NamedTuple):

@@ -39,7 +39,7 @@ import liger
 from .._core.environment import wgmma_engine_allowed
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
 from .._core.memory_budget import default_memory_budget
-from .._core.sm90_plan import ENGINE_DTYPES, TILE_CLASSES, plan_chunks_sm90, split_k_sum_bytes
+from .._core.sm90_plan import ENGINE, ENGINE_DTYPES, plan_chunks_sm90
 from . import _plan_model
 from ._format import human_bytes, table
 
@@ -156,18 +156,17 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
     )
     if not plan.chunks:
         return None
-    panels = math.ceil(vocab / 128) + plan.panel_offset
-    offset_bytes = plan.panel_offset * 128 * hidden * 2
+    panels = math.ceil(vocab / ENGINE.panel) + plan.panel_offset
+    offset_bytes = plan.panel_offset * ENGINE.panel * hidden * 2
     working = 0
     for chunk in plan.chunks:
         is_first = chunk.first == 0
-        need = 4 * chunk.rows * (math.ceil(vocab / TILE_CLASSES) + 4)
+        need = 4 * chunk.rows * (math.ceil(vocab / ENGINE.logits_tile) + 4)
         if half:
-            need += chunk.rows * (math.ceil(vocab / TILE_CLASSES) + 12)
+            need += chunk.rows * (math.ceil(vocab / ENGINE.logits_tile) + 12)
         if is_first and plan.rows_in_grad_weight:
             need += 2 * chunk.rows * hidden
-        if chunk.k_splits > 1:
-            need += split_k_sum_bytes(chunk.rows, hidden)
+        need += 4 * torch.ops.liger.split_k_sums_sm90(chunk.rows, hidden, chunk.k_splits)
         # Free memory: grad_input of later rows, or grad_weight past its last row.
         room = 2 * hidden * (tokens - chunk.rows) if is_first else offset_bytes
         working = max(working, need if need > room else 0)

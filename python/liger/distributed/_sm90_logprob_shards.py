@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .._core.kept_logits import budget_or_default, exponentials_bytes
-from .._core.sm90_plan import LinearCePlan, PlannedChunk, plan_chunks_sm90
+from .._core.sm90_plan import ENGINE, LinearCePlan, PlannedChunk, plan_chunks_sm90, round_up
 from ._sm90_shards import (
     ShardCall,
     add_gradients,
@@ -20,9 +20,6 @@ from ._sm90_shards import (
     rank_classes,
     sum_target_logits,
 )
-
-# Numbers of KeptRow of csrc/linear_ce/sm90/kept_rows.cuh, and kTileM.
-_NUMBERS_OF_A_ROW, _TILE_ROWS = 4, 128
 
 
 class Head(NamedTuple):
@@ -73,13 +70,13 @@ def supports(bias, softcap, logits_dtype, log_sum_sq_probs=False, mean_logits=Fa
 
 def one_chunk(rows, k_splits=1):
     """The plan of all rows at once: plan_one_chunk_sm90() of csrc/linear_ce/sm90/planner.cpp."""
-    panel_bytes = -(-rows // _TILE_ROWS) * _TILE_ROWS * 256
+    panel_bytes = round_up(rows, ENGINE.tile_rows) * ENGINE.panel * 2
     return LinearCePlan(0, panel_bytes, 0, 0, (PlannedChunk(0, rows, k_splits),))
 
 
 def kept_shapes(rows, classes):
     """Shapes of the exponentials, in the dtype of the input, and of the float32 numbers of the rows."""
-    return (exponentials_bytes(rows, classes) // 2,), (rows, _NUMBERS_OF_A_ROW)
+    return (exponentials_bytes(rows, classes) // 2,), (rows, ENGINE.kept_numbers)
 
 
 # --- one process ----------------------------------------------------------------------------------------------------

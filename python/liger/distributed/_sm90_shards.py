@@ -15,18 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._core.sm90_plan import LinearCePlan, plan_chunks_sm90
+from .._core.sm90_plan import ENGINE, LinearCePlan, plan_chunks_sm90, round_up
 from ..backend import FAMILIES
 from ._vocab_shards import VocabShards, gather
-
-# kPanel, and kTileM times kCluster, of csrc/linear_ce/sm90/tile.h.
-_PANEL, _PAIR_OF_TILES = 128, 256
-# kRankNumbers and kRankNumbersWithMetrics of csrc/linear_ce/sm90/shard_step.h.
-_NUMBERS, _NUMBERS_WITH_METRICS = 2, 5
-
-
-def _round_up(size, multiple):
-    return -(-size // multiple) * multiple
 
 
 class CompiledSteps:
@@ -142,12 +133,12 @@ class ShardCall:
         (rows, hidden), self._classes = input.shape, weight.shape[0]
         self._numbers = plan.encode()
         state_bytes, workspace_bytes = self._steps.memory(input, weight, self._numbers, *needs_grad, metrics)
-        panels = -(-self._classes // _PANEL) + plan.panel_offset
+        panels = -(-self._classes // ENGINE.panel) + plan.panel_offset
         if kept is None:
             kept = self._bytes(panels * plan.workspace_panel_bytes if any(needs_grad) else 0)
-        self.target_logit = self._floats(_round_up(rows, _PAIR_OF_TILES))
+        self.target_logit = self._floats(round_up(rows, ENGINE.cluster_rows))
         self.rows = input.new_empty(rows, hidden)
-        self._grad_weight = input.new_empty((panels * _PANEL, hidden) if self._need_weight else 0)
+        self._grad_weight = input.new_empty((panels * ENGINE.panel, hidden) if self._need_weight else 0)
         self._state = self._bytes(state_bytes)
         self._memory = (
             self._state, self.target_logit, self.rows, self._grad_weight, kept, self._bytes(workspace_bytes),
@@ -167,7 +158,7 @@ class ShardCall:
     def exponentials(self, index, keep=False):
         """What the processes exchange of the rows of a chunk, (numbers, rows): references and sums of exponentials;
         with metrics sums for the entropy, and two words with the largest logit and its class."""
-        numbers = _NUMBERS_WITH_METRICS if self._with_metrics else _NUMBERS
+        numbers = ENGINE.rank_numbers_with_metrics if self._with_metrics else ENGINE.rank_numbers
         sums = self._floats(numbers, self._plan.chunks[index].rows)
         self._steps.exponentials(
             *self._operands, self._softcap, self._temperature, self._shards.start, keep, self._need_input,

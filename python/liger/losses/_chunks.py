@@ -13,11 +13,9 @@ import torch
 
 from .._core.lm_head import LMHead, LMHeadGradients, Sm90LMHeadGradients, planned_rows
 from .._core.lm_head_float32 import Float32LMHeadGradients, bytes_per_logit
-from .._core.sm90_plan import LinearCePlan
+from .._core.sm90_plan import ENGINE, LinearCePlan
 from ..backend import FAMILIES
 
-# Classes per panel: kPanel of csrc/linear_ce/sm90/tile.h.
-_PANEL = 128
 # permute_rows() needs memory for at least so many bytes of each row.
 _LEAST_PERMUTE_BYTES = 64
 
@@ -213,10 +211,10 @@ class Sm90Chunks:
         ]
         # A single chunk is the whole batch in its own order.
         self._ranges = args.layout.parts if len(self.slices) > 1 else 1
-        panels = -(-vocab // _PANEL) + plan.panel_offset
+        panels = -(-vocab // ENGINE.panel) + plan.panel_offset
         permuted = _LEAST_PERMUTE_BYTES * rows if self._ranges > 1 and need_input else 0
         self._grad_input = input.new_empty((rows, hidden) if need_input else 0)
-        self._grad_weight = input.new_empty((panels * _PANEL, hidden) if need_weight else 0)
+        self._grad_weight = input.new_empty((panels * ENGINE.panel, hidden) if need_weight else 0)
         self._panel_workspace = input.new_empty(
             max(panels * plan.workspace_panel_bytes, permuted), dtype=torch.uint8
         )

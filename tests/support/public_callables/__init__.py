@@ -18,7 +18,6 @@ EXEMPT = {
     "LogProbMetrics": "a result",
     "LogProbs": "a result",
     "backend_report": "no tensors",
-    "debug": "a package",
     "distributed": "a package",
     "losses": "a package",
     "nn": "a package",
