@@ -1,11 +1,10 @@
 """What a benchmark run concludes, contests with peers and targets, and the command that starts it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import python
 
 from liger import cli
 from liger.cli import bench
@@ -246,12 +245,11 @@ def test_then_the_checkout_of_an_editable_install(installed, monkeypatch):
 
 
 def test_run_py_is_the_command():
-    command = [sys.executable, ROOT / "benchmarks/run.py", "--from", "no-such.json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python(ROOT / "benchmarks/run.py", "--from", "no-such.json")
     assert done.returncode == 2 and "liger bench: no such file" in done.stderr
 
 
 def test_importing_liger_does_not_import_the_suite():
     code = "import sys, liger, liger.cli; print(*[m for m in sys.modules if m.startswith('liger_bench')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    done = python("-c", code)
+    assert (done.returncode, done.stdout.strip()) == (0, "")

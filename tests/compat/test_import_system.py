@@ -3,10 +3,9 @@
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -38,9 +37,7 @@ def python(*arguments, path=(), hiding=INSTALLED, **environment):
     folders = [*map(str, path), *([str(HIDING)] if hiding else [])]
     inherited["PYTHONPATH"] = os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])
     inherited["VISIBLE_LIGER_KERNEL"] = os.pathsep.join(map(str, path))
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=inherited | environment, timeout=300
-    )
+    done = forked_python.python(*arguments, environment=inherited | environment)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -2,11 +2,10 @@
 
 import itertools
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked_python import python
 
 import liger
 
@@ -211,8 +210,7 @@ def test_budget_from_the_environment(monkeypatch, text, number):
 
 def test_budget_from_the_environment_of_a_process():
     code = "import torch, liger; print(torch.ops.liger.plan_chunks(16384, 64, 32003, 2, False, True))"
-    environment = {**os.environ, "LIGER_MEMORY_BUDGET": "64M"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = python("-c", code, environment={**os.environ, "LIGER_MEMORY_BUDGET": "64M"})
     assert done.stdout.strip() == str(plan(16384, 64, 32003, 2, False, True, 64 * MIB)), done.stderr
 
 
@@ -241,9 +239,7 @@ def test_negative_sizes():
 
 
 def errors_of(code, **variables):
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True
-    )
+    done = python("-c", code, environment={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()
 

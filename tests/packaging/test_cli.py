@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_python import python
 
 import liger
 from liger import cli
@@ -83,27 +84,18 @@ INVALID = {
 def test_an_invalid_variable_ends_the_command_in_one_line(variable):
     value, words = INVALID[variable]
     script = Path(sysconfig.get_path("scripts"), "liger")
-    for command in ([sys.executable, "-m", "liger.cli"], *([[script]] if script.exists() else [])):
-        done = subprocess.run(
-            [*command, "info"], env=os.environ | {variable: value}, capture_output=True, text=True
-        )
+    for command in (["-m", "liger.cli"], *([[script]] if script.exists() else [])):
+        done = python(*command, "info", environment=os.environ | {variable: value})
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"liger: {variable}: {words}\n"
     # In a program it is an exception.
-    done = subprocess.run(
-        [sys.executable, "-c", "import liger"],
-        env=os.environ | {variable: value},
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", "import liger", environment=os.environ | {variable: value})
     assert done.returncode == 1 and done.stderr.endswith(f"ValueError: {variable}: {words}\n")
 
 
 def test_a_backend_that_cannot_serve_an_op_ends_the_command_in_one_line():
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['triton'] = None; sys.argv = ['liger']; import liger"],
-        env=os.environ | {"LIGER_BACKEND": "auto,rope=triton"}, capture_output=True, text=True,
-    )  # fmt: skip
+    code = "import sys; sys.modules['triton'] = None; sys.argv = ['liger']; import liger"
+    done = python("-c", code, environment=os.environ | {"LIGER_BACKEND": "auto,rope=triton"})
     words = "LIGER_BACKEND: backend 'triton' was requested for rope, but "
     assert done.returncode == 2 and done.stderr.startswith(f"liger: {words}")
     assert done.stderr.count("\n") == 1
@@ -256,6 +248,7 @@ def test_demo_reports_a_failed_run(capsys, monkeypatch, tmp_path):
     assert not any((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 @needs_transformers
 def test_demo(tmp_path, capsys):
     assert cli.main(["demo", "--quick", "--steps", "4", "--snapshot", "--output", str(tmp_path)]) == 0

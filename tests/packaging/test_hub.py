@@ -3,10 +3,9 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
+from forked_python import python
 from hub_layers import HUB, LAYERS
 
 tomllib = pytest.importorskip("tomllib", reason="part of Python from 3.11 on")
@@ -86,6 +85,5 @@ else:
 def test_import_without_liger_ops(tmp_path):
     """kernel-builder imports what it has built in an environment without liger-ops."""
     shutil.copytree(HUB / "torch-ext", tmp_path / "built", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "built"), *LAYERS.values()]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    run = python("-c", SCRIPT, tmp_path / "built", *LAYERS.values(), cwd=tmp_path)
     assert run.returncode == 0, run.stderr

@@ -1,10 +1,9 @@
 """A process has the ops of torch.ops.liger once: a second copy of their library is refused with the paths of both."""
 
 import shutil
-import subprocess
-import sys
 
 import pytest
+from forked_python import python
 
 from liger._core import load
 
@@ -17,7 +16,7 @@ def copy(tmp_path):
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = python("-c", code)
     return done.returncode, done.stderr
 
 

@@ -5,8 +5,6 @@ import gc
 import inspect
 import io
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -17,6 +15,7 @@ import liger
 
 transformers = pytest.importorskip("transformers")
 
+from forked_python import python  # noqa: E402
 from tiny_models import FAMILIES, VOCAB, assert_same_step, batch, config, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
@@ -412,7 +411,8 @@ def test_importing_liger_imports_no_transformers():
     code = (
         "import sys, liger; assert 'transformers' not in sys.modules; liger.patch; liger.transformers.patch"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("options", [{}, {"tiled_mlp": True}], ids=str)
