@@ -22,7 +22,7 @@ OP_TESTS = $(wildcard $(patsubst triton_kernels/%.py,tests/ops/test_%.py,$(wildc
 MODEL_TESTS = tests/transformers/test_transformers_models.py
 # Tests run side by side, one thread each.
 JOBS ?= $(shell nproc)
-PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS)
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=

@@ -4,6 +4,8 @@ Without a GPU: torch on the CPU, and triton on the CPU when TRITON_INTERPRET=1. 
 """
 
 import os
+from itertools import combinations
+from operator import itemgetter
 from zlib import crc32
 
 # Before the first import of huggingface_hub. No test needs the hub, but importing bitsandbytes asks it for a kernel.
@@ -78,15 +80,59 @@ def _seed():
         poison_memory()
 
 
-def pytest_collection_modifyitems(items):
+def covering(items, strength):
+    """Of the tests of one function, some in which each ``strength`` values of as many of its parameters meet."""
+    meetings = {}
+    for item in items:
+        # By identity: stacked parameters share their values, which need not be hashable.
+        values = [
+            (name, id(value))
+            for name, value in sorted(item.callspec.params.items(), key=itemgetter(0))
+            if name != "device"
+        ]
+        meetings[item] = set(combinations(values, strength))
+    left, found = set().union(*meetings.values()), set()
+    # By their names, so that a test added elsewhere does not change the choice; those with the most new meetings first.
+    ordered = sorted(items, key=lambda item: crc32(item.nodeid.encode()))
+    for fewest in range(len(meetings[items[0]]), 0, -1):
+        for item in ordered:
+            if len(meetings[item] & left) >= fewest:
+                found.add(item)
+                left -= meetings[item]
+    return found
+
+
+def slow_variants(items):
+    """All but a covering selection of the tests marked so, for each device."""
+    by_function = {}
+    for item in items:
+        mark = item.get_closest_marker("covering")
+        if mark and not item.get_closest_marker("slow"):
+            key = item.nodeid.partition("[")[0], item.callspec.params.get("device"), *mark.args
+            by_function.setdefault(key, []).append(item)
+    return {
+        item
+        for key, of_function in by_function.items()
+        for item in set(of_function) - covering(of_function, key[-1])
+    }
+
+
+def pytest_collection_modifyitems(config, items):
+    if not GPU:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    variants = slow_variants(items)
     # Markers, not keywords: those include the names of folders, and tests/packaging has tests without that marker.
     for item in items:
         # Triton's interpreter takes its time: without the slow tests there is about every fourth, chosen by its name,
-        # so that a test added elsewhere does not change the choice.
-        if item.get_closest_marker("packaging") or (triton_interpreted() and crc32(item.nodeid.encode()) % 4):
+        # of those that have no selection of their own.
+        left_out = (
+            triton_interpreted()
+            and crc32(item.nodeid.encode()) % 4
+            and not item.get_closest_marker("covering")
+        )
+        if item.get_closest_marker("packaging") or left_out or item in variants:
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("gpu") and not GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def pytest_terminal_summary(terminalreporter):

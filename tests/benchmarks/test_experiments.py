@@ -31,8 +31,8 @@ from experiments.cells import Cell, Experiment, Machine, coarse_first
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Statuses of a cell on this machine: packages of some methods may not be installed.
 FINE = {"ok", "missing"}
-# Training steps, memory over time, and loss curves; the others run in slow tests.
-QUICK = ("E3", "E6", "E7")
+# Training steps; the others run in slow tests.
+QUICK = ("E3",)
 
 
 def run_tiny(folder, cache, *names):

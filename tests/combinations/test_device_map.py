@@ -76,6 +76,7 @@ OFFLOADED = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("where", OFFLOADED)
 @pytest.mark.parametrize("model_type", TYPES)

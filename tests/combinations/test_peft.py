@@ -47,6 +47,7 @@ def dora(model_type, **settings):
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_dora(model_type, order, tmp_path):
@@ -79,6 +80,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_adapters(name, order):

@@ -167,6 +167,7 @@ def test_temperatures(temperature, chunk_rows):
     assert result.shifted < (0.8 if temperature < 1 else 0.2)
 
 
+@pytest.mark.covering(2)
 @KEPT
 @UPSTREAM
 @pytest.mark.parametrize(
@@ -194,6 +195,7 @@ def test_gradients_of_entropies(chosen, logprobs, entropy, chunk_rows):
     assert result.largest < 2.0**15
 
 
+@pytest.mark.covering(1)
 @KEPT
 @UPSTREAM
 @pytest.mark.parametrize("nats", [1.0, 3.0, 5.0, 7.0])

@@ -71,6 +71,7 @@ def test_plans_of_kept_exponentials(name):
     assert plans_of(shape, 2, True, True)[1] == plans_of(shape, 2, True)[1]
 
 
+@pytest.mark.covering(2)
 @KEPT
 @ENTROPY
 @pytest.mark.parametrize(("ranks", "scale"), [(2, 1.0), (1, 40.0), (3, 40.0)])

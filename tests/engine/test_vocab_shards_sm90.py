@@ -58,6 +58,7 @@ def test_the_shapes_are_what_they_are_named():
     assert not several & {"in the weight gradient", "beside it", "split-K"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scale", [1.0, 40.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -27,7 +27,7 @@ CASES = int(os.environ.get("LIGER_FUZZ_CASES", "0"))
 # The shares of all tests together.
 SHARES = 124
 # Triton's interpreter takes a hundred times as long; on a GPU every test runs once per backend, and Triton compiles.
-DEFAULT_CASES = 100 if triton_interpreted() else 600 if torch.cuda.is_available() else 3000
+DEFAULT_CASES = 100 if triton_interpreted() else 600 if torch.cuda.is_available() else 1500
 
 
 @st.composite

@@ -16,6 +16,7 @@ def parameter(weight):
     return weight
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32], ids=["", "float32 logits"])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", EVERY)

@@ -34,6 +34,7 @@ def budget(request):
 WEIGHTS = {"both": (0.7, 0.4), "soft alone": (0.0, 1.0), "hard alone": (1.0, 0.0)}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,6 +163,7 @@ def test_only_what_needs_a_gradient(device, name, leaf_name):
     assert not call(name, module, tensors).requires_grad
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("name", DISTANCES)
 def test_compiled(device, name, temperature, budget):

@@ -69,6 +69,7 @@ def without_factor(monkeypatch):
     return remove
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("how", ({}, {"memory_budget": 4096}, {"memory_budget": 600}), ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_scale_keeps_the_bits(batch, kind, how, without_factor):

@@ -32,6 +32,7 @@ def results(module, tensors, level):
     return [loss.detach(), *torch.autograd.grad(loss, leaves)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("budget", EACH_BUDGET)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("dtypes", PAIRS, ids=names)

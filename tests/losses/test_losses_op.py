@@ -102,6 +102,7 @@ def test_only_what_needs_a_gradient(name, products):
         torch.testing.assert_close(other.detach(), loss)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_compiled(device, name, budget):

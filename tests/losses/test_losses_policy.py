@@ -38,6 +38,7 @@ def batch(device, **how):
     return hidden, weight, target, bias, torch.randn(shape[0], device=device), old, ref, sampler
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", GRPO_LOSS_TYPES)

@@ -18,6 +18,7 @@ def dpo_reference(kind, beta=0.3, eps=0.0, tau=0.05):
     return lambda *scores: plain.dpo_pair(kind, *scores, beta, eps, tau)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", DPO_LOSS_TYPES)
 def test_dpo(device, kind, budget, layout):

@@ -83,6 +83,7 @@ def test_statistics(device, shape, dtype, name):
     torch.testing.assert_close(three, four[:3], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("with_log", [False, True], ids=["", "logs"])
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -54,6 +54,7 @@ def with_gradient(function, student, upstream):
     return loss, torch.autograd.grad(loss, student, upstream.to(loss.dtype))[0]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -34,6 +34,7 @@ SHAPES += [(40, 16, 64), (3, 40, 4099)] if triton_interpreted() else [(300, 16, 
 # --- values and gradients -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("chunk", [4, 13])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", OPTIONS)

@@ -55,6 +55,7 @@ def results(function, tensors, entropy):
     return [logprobs.detach(), entropies.detach(), *torch.autograd.grad(total, wanted)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("options", OPTIONS)

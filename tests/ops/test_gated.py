@@ -74,6 +74,7 @@ def family(request):
     return request.param
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_float64(device, name, shape, dtype):

@@ -46,6 +46,7 @@ def check(x, groups, which, intermediate=0.0):
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("which", PARAMETERS, ids=["weight+bias", "weight", "bias", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "groups"), CASES, ids=str)

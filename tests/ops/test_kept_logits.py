@@ -23,6 +23,7 @@ def kept(*tensors, **options):
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("options", OPTIONS)

@@ -39,6 +39,7 @@ def parameters(which, size, device, dtype):
     return [torch.randn(size, device=device, dtype=dtype) if there else None for there in which]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("which", PARAMETERS, ids=["weight+bias", "weight", "bias", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -54,6 +54,7 @@ def relative_error(a, b):
     return ((a.double() - b).norm() / b.norm()).item()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -82,6 +83,7 @@ def test_rounded_logits_have_a_larger_error(device, dtype):
     assert difference(rounded, exact) > 50 * STATED
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("options", OPTIONS)

@@ -27,6 +27,7 @@ def plain_metrics(hidden, weight, targets, bias=None, temperature=1.0, softcap=N
     return squares.where(live, 0.0), wide.mean(-1).where(live, 0.0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("options", OPTIONS)

@@ -95,6 +95,7 @@ def error(found, exact):
     return ((found.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", FORMS)

@@ -71,6 +71,7 @@ def inputs_of(device, dtype, batch, q_heads, k_heads, tokens, dim):
     return [q, k, random(device, dtype, dim), random(device, dtype, dim)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

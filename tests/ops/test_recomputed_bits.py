@@ -11,6 +11,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (64, 200, 2048, 2560, 4096, 5120, 8192, 1023, 40000)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", WIDTHS)

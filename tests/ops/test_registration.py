@@ -110,9 +110,18 @@ def test_families_hold_nothing_else():
     )
 
 
-@pytest.mark.parametrize("op", KERNELS)
-def test_opcheck(device, op):
-    for arguments in SAMPLES[op](device):
+def samples_of(ops):
+    """Parameters of a test: every op with its first sample, and with the others, since opcheck compiles each."""
+    first = [pytest.param(op, slice(0, 1), id=op) for op in ops]
+    several = [op for op in ops if len(SAMPLES[op](torch.device("cpu"))) > 1]
+    return first + [
+        pytest.param(op, slice(1, None), id=f"{op}-others", marks=pytest.mark.slow) for op in several
+    ]
+
+
+@pytest.mark.parametrize(("op", "chosen"), samples_of(KERNELS))
+def test_opcheck(device, op, chosen):
+    for arguments in SAMPLES[op](device)[chosen]:
         torch.library.opcheck(overload(op), arguments)
 
 
@@ -133,9 +142,9 @@ RETURNING_THEIR_BACKWARD = (
 FIRST_TABLE = {"rope": 2, "qk_norm_rope": 4}
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE)
-def test_opcheck_with_gradients(device, op):
-    for arguments in SAMPLES[op](device):
+@pytest.mark.parametrize(("op", "chosen"), samples_of(DIFFERENTIABLE))
+def test_opcheck_with_gradients(device, op, chosen):
+    for arguments in SAMPLES[op](device)[chosen]:
         arguments = list(differentiable_inputs(arguments, op))
         if op in FIRST_TABLE:
             tables = slice(FIRST_TABLE[op], FIRST_TABLE[op] + 2)
@@ -146,9 +155,9 @@ def test_opcheck_with_gradients(device, op):
         torch.library.opcheck(overload(op), tuple(arguments), **how)
 
 
-@pytest.mark.parametrize("op", COMPOSITES)
-def test_opcheck_of_composites(device, op):
-    for arguments in SAMPLES[op](device):
+@pytest.mark.parametrize(("op", "chosen"), samples_of(COMPOSITES))
+def test_opcheck_of_composites(device, op, chosen):
+    for arguments in SAMPLES[op](device)[chosen]:
         for inputs in (arguments, differentiable_inputs(arguments, op)):
             torch.library.opcheck(overload(op), inputs)
 

@@ -15,6 +15,7 @@ def exact(x, factor):
     return (x.to(wide) * factor.to(wide)).to(x.dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("factor", [1.0, 0.3, -2.0, 0.0, 65536.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -35,6 +35,7 @@ def reference(x, weight, eps, offset, mode):
     return y.to(x.dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -61,6 +61,7 @@ def random(device, dtype, *shape):
     return torch.randn(shape, device=device, dtype=dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm_before_gate", [True, False], ids=["norm first", "gate first"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,6 +77,7 @@ def test_rms_norm_gated(device, shape, group_size, dtype, mode, norm_before_gate
     check_op(ours, plain, [x, gate, weight])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("norm_before_gate", "activation"), FORMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows(device, dtype, norm_before_gate, activation):

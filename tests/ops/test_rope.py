@@ -55,6 +55,7 @@ def leaves(*tensors):
     return [t.detach().requires_grad_() for t in tensors]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

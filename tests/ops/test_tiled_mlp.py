@@ -61,6 +61,7 @@ def grads_of(function, tensors, upstream, **how):
     return torch.autograd.grad(function(*tensors), wanted, upstream, **how)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])

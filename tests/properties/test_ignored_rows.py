@@ -13,7 +13,7 @@ from liger import losses
 from liger._core.environment import triton_interpreted
 
 # The interpreter of Triton takes its time.
-POISONS = {"nan": torch.nan} | ({} if triton_interpreted() else {"inf": torch.inf, "-inf": -torch.inf})
+POISONS = [torch.nan] if triton_interpreted() else [torch.nan, torch.inf, -torch.inf]
 WITH_IGNORED = cases(ignored=True)
 
 
@@ -53,13 +53,15 @@ def captured(function):
     return [t.detach().clone() for t in found]
 
 
-@pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", WITH_IGNORED)
-def test_whatever_is_ignored_leaves_no_trace(device, name, dtype, poison):
+def test_whatever_is_ignored_leaves_no_trace(device, name, dtype):
     given = arguments(name, device, dtype)
-    changed = poisoned(name, given, POISONS[poison])
-    assert_no_trace(name, given, results_and_gradients(name, changed), results_and_gradients(name, given))
+    expected = results_and_gradients(name, given)
+    for poison in POISONS:
+        print(poison)
+        changed = poisoned(name, given, poison)
+        assert_no_trace(name, given, results_and_gradients(name, changed), expected)
 
 
 @pytest.mark.gpu

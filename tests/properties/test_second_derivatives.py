@@ -138,10 +138,11 @@ def refused_or_right(way, problem):
         torch.testing.assert_close(second, problem.expected(), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("name", CASES)
-def test_second_derivative(name, way, device, dtype):
-    refused_or_right(way, Problem(name, device, dtype))
+def test_second_derivative(name, device, dtype):
+    for way in WAYS:
+        print(way.__name__)
+        refused_or_right(way, Problem(name, device, dtype))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -26,6 +26,7 @@ def assert_bits(ours, theirs):
         assert torch.equal(ours[1][name], expected), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [None, {}, {"recompute": True}], ids=["plain", "patched", "recompute"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "gemma3"])
 def test_same_bits(model_type, options):

@@ -1,6 +1,6 @@
 """Model types of the installed transformers, tiny and random, beside their patched copies.
 
-docs/models.md has the results for all types; the third that runs in make test must agree with it.
+docs/models.md has the results for all types; the fifth that runs in make test must agree with it.
 """
 
 import re
@@ -23,7 +23,7 @@ CHOSEN = (
     "modernbert-decoder", "opt", "qwen2_vl", "qwen3", "qwen4_exp_text", "roberta", "t5gemma2",
 )  # fmt: skip
 CLASSES = models.model_classes()
-THIRD = [pair for index, pair in enumerate(CLASSES) if index % 4 == 0 or pair[0] in CHOSEN]
+SOME = [pair for index, pair in enumerate(CLASSES) if index % 8 == 0 or pair[0] in CHOSEN]
 QUICK = ("training", "generate", "unpatch")
 
 
@@ -42,7 +42,7 @@ def differing(report):
     return {name: why for name, why in report.get("checks", {}).items() if why.startswith("differs")}
 
 
-@pytest.mark.parametrize("pair", THIRD, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.parametrize("pair", SOME, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 def test_a_patched_model_is_equal(pair):
     report = run(*pair, QUICK)
     assert not differing(report), report
@@ -210,6 +210,7 @@ def test_a_process_of_the_checks_that_does_not_start(monkeypatch):
         runner.scan([("llama", "LlamaForCausalLM")])
 
 
+@pytest.mark.slow
 def test_an_exception_of_the_caller_ends_the_processes():
     class Stopped(Exception):
         pass

@@ -109,6 +109,7 @@ def test_hooks_are_kept_and_called():
     assert sorted(calls) == sorted([*names, *(f"backward {name}" for name in names)])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("family", ["llama", "Gemma2"])
 def test_a_hook_that_changes_the_logits_acts_on_logits(family, compiled, caplog):

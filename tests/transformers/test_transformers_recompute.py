@@ -22,6 +22,11 @@ TYPES = ("llama", "qwen3", "gemma3_text", "mixtral", "qwen3_moe", "phi3")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def quick(values, *chosen):
+    """Parameters of which all but the chosen ones are slow."""
+    return [pytest.param(value, marks=() if value in chosen else pytest.mark.slow) for value in values]
+
+
 def pair(model_type, **settings):
     """Patched twins, with and without recomputation."""
     return twins(build(model_type, **settings), RECOMPUTE, PLAIN)
@@ -30,7 +35,7 @@ def pair(model_type, **settings):
 # --- what is saved ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", quick(TYPES, "gemma3_text", "qwen3_moe"))
 def test_saved_bytes_are_those_of_the_plan(model_type):
     rows = saved_in_layers(liger.patch(build(model_type, layers=1)), torch.bfloat16)
     plain, recompute = (sum(getattr(row, name) for row in rows) for name in ("plain", "recompute"))
@@ -63,16 +68,17 @@ def test_plan_of_llama(config, most):
     assert sum(row.recompute for row in saved_in_layers(liger.patch(model), torch.bfloat16)) <= most
 
 
-def test_layers_of_other_forms():
+@pytest.mark.parametrize("model_type", quick(["olmo2", "cohere"], "olmo2"))
+def test_layers_of_other_forms(model_type):
     """The layers of OLMo 2 have no norm before attention, and those of Cohere one norm for both parts."""
-    for model_type in ("olmo2", "cohere"):
-        ours = saved_per_token(lambda model: liger.patch(model, recompute=True), model_type)
-        assert ours < 0.8 * saved_per_token(liger.patch, model_type)
+    ours = saved_per_token(lambda model: liger.patch(model, recompute=True), model_type)
+    assert ours < 0.8 * saved_per_token(liger.patch, model_type)
 
 
 # --- the same bits ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("model_type", [*TYPES, "olmo2", "cohere"])
@@ -127,7 +133,7 @@ def test_adapters_save_less():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("model_type", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("model_type", quick(["llama", "qwen3", "mixtral"], "qwen3"))
 def test_checkpointing(model_type, use_reentrant):
     ours, theirs = pair(model_type)
     for model in (ours, theirs):
@@ -222,11 +228,13 @@ def test_normalised_queries_and_keys_are_rotated_again_once(fused):
     assert calls.names.count("qk_norm_rope") == (1 if fused else 0)
 
 
-@pytest.mark.parametrize("options", [PLAIN, RECOMPUTE], ids=["plain", "recompute"])
-def test_norms_and_rotation_in_one_op_save_no_more(options):
+@pytest.mark.parametrize("recompute", quick([False, True], True))
+def test_norms_and_rotation_in_one_op_save_no_more(recompute):
     """One op recomputes rstd, too: a float32 for each head of q and k."""
-    fused = saved_per_token(lambda model: liger.patch(model, **options), "qwen3")
-    single = saved_per_token(lambda model: liger.patch(model, qk_norm_rope=False, **options), "qwen3")
+    fused = saved_per_token(lambda model: liger.patch(model, recompute=recompute), "qwen3")
+    single = saved_per_token(
+        lambda model: liger.patch(model, qk_norm_rope=False, recompute=recompute), "qwen3"
+    )
     assert single - fused == 4 * (4 + 2)
 
 
@@ -361,7 +369,7 @@ def test_compiled_models():
     assert_same_bits(*results)
 
 
-@pytest.mark.parametrize("part", ["mlp", "self_attn", "input_layernorm"])
+@pytest.mark.parametrize("part", quick(["mlp", "self_attn", "input_layernorm"], "mlp"))
 def test_graph_breaks(part):
     """The rest of a layer that the compiler leaves to eager code has no hooks around compiled parts of it."""
     torch.compiler.reset()
