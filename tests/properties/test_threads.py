@@ -9,7 +9,7 @@ import pytest
 import torch
 from public_callables import CASES, arguments, differentiable_outputs, weighted_sum
 
-THREADS = 8
+THREADS = 4
 
 
 @pytest.fixture(autouse=True)

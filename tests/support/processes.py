@@ -1,5 +1,6 @@
 """A function run by the processes of a group that talk through gloo."""
 
+import multiprocessing
 import os
 import sys
 import tempfile
@@ -39,7 +40,11 @@ def on_processes(tmp_path, function, world=2):
     they take too long, as they would waiting for each other."""
     # A new store: the processes leave theirs behind.
     store = Path(tempfile.mkdtemp(dir=tmp_path), "store")
-    context = mp.spawn(_process, (world, store, function), world, join=False)
+    # Forked from one process that has imported torch and nothing else.
+    multiprocessing.set_forkserver_preload(["torch"])
+    context = mp.start_processes(
+        _process, (world, store, function), world, join=False, start_method="forkserver"
+    )
     until = time.monotonic() + _TIMEOUT
     try:
         while not context.join(max(until - time.monotonic(), 0.1)):
