@@ -134,6 +134,7 @@ def ops_of_liger(model, given):
     return sorted(name for name in ops.full_names if name.startswith("liger::"))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("options", [{}, {"tiled_mlp": True}], ids=["", "tiled"])
 @pytest.mark.parametrize("model_type", TEXTS)

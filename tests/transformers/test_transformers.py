@@ -116,6 +116,7 @@ LOSS_INPUTS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", LOSS_INPUTS)
 def test_forward_arguments(family, name):
     patched, plain = pair(family)

@@ -190,6 +190,7 @@ FORMS = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
 def test_forms(form, recompute):
