@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from liger.transformers import apply_liger_kernel_to_llama, patch_report
+import liger
+from liger.transformers import patch_report
 
 
 @dataclass
@@ -50,13 +51,9 @@ class StandardLibrary(torch.utils.data.Dataset):
 
 
 def make_model(example):
-    if example.use_liger:
-        apply_liger_kernel_to_llama(
-            tiled_mlp=example.use_tiled_mlp, tiled_mlp_num_shards=example.tiled_mlp_num_shards
-        )
-    elif example.use_tiled_mlp:
+    if example.use_tiled_mlp and not example.use_liger:
         raise ValueError("--use_tiled_mlp true needs --use_liger true")
-    return LlamaForCausalLM(
+    model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=example.vocab_size,
             hidden_size=example.hidden_size,
@@ -67,6 +64,9 @@ def make_model(example):
             max_position_embeddings=example.sequence_length,
         )
     )
+    if example.use_liger:
+        liger.patch(model, tiled_mlp=example.use_tiled_mlp, tiled_mlp_num_shards=example.tiled_mlp_num_shards)
+    return model
 
 
 def main():

@@ -5,7 +5,6 @@ The sources remain readable in ``help()``; all differences are handled here, for
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import Any
 
@@ -32,7 +31,6 @@ LAZY = {
     "liger.nn.VocabParallelFusedLinearCrossEntropyLoss": (
         "liger.nn.vocab_parallel.VocabParallelFusedLinearCrossEntropyLoss"
     ),
-    "liger.transformers.AutoLigerKernelForCausalLM": "liger.transformers._auto.AutoLigerKernelForCausalLM",
 }
 _ROLE = re.compile(r":(?:func|class|meth|mod|attr|data):`~?([\w.]+)`")
 _PAGE = re.compile(r"\bdocs/([a-z_]+)\.md\b")
@@ -56,7 +54,6 @@ class Docstrings(griffe.Extension):
             module = pkg[parent] if parent else pkg
             if own not in module.members:
                 module.set_member(own, griffe.Alias(own, target))
-        _define_apply_functions(pkg["transformers._architectures"])
         _convert(pkg, pkg)
 
 
@@ -73,28 +70,6 @@ def _convert(obj: griffe.Object, package: griffe.Module) -> None:
         if isinstance(member, griffe.Object):
             inner = member if isinstance(member, griffe.Module) and member.is_init_module else package
             _convert(member, inner)
-
-
-def _define_apply_functions(module: griffe.Module) -> None:
-    """Gives every ``apply_liger_kernel_to_x = _make_function("x")`` the signature and docstring that it returns."""
-    tree = ast.parse(module.filepath.read_text())
-    maker = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "_make_function")
-    template = next(
-        node.value for node in maker.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "apply_liger_kernel.__doc__"
-    )  # fmt: skip
-    source = ast.unparse(next(n for n in maker.body if isinstance(n, ast.FunctionDef)))
-    for name in [name for name in module.members if name.startswith("apply_liger_kernel_to_")]:
-        code = source.replace("def apply_liger_kernel(", f"def {name}(", 1)
-        function = griffe.visit(module.path, module.filepath, code, parent=module.parent)[name]
-        text = eval(ast.unparse(template), {"model_type": name.removeprefix("apply_liger_kernel_to_")})
-        function.docstring = griffe.Docstring(_dedent(text), parent=function)
-        module.set_member(name, function)
-
-
-def _dedent(text: str) -> str:
-    first, _, rest = text.partition("\n")
-    return first + "\n" + re.sub(r"^    ", "", rest, flags=re.M)
 
 
 def markdown(text: str, package: griffe.Module) -> str:

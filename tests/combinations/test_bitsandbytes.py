@@ -55,11 +55,11 @@ def quantised(model_type, bits, device="cpu", **settings):
 
 def patched_when_created(model_type, bits, device="cpu", **options):
     """A quantised model of a type all of whose models are patched: before its layers are replaced."""
-    getattr(lt, f"apply_liger_kernel_to_{model_type}")(**options)
+    lt.patch_future(model_type, **options)
     try:
         return quantised(model_type, bits, device)
     finally:
-        lt.revert(model_type)
+        lt.unpatch_future(model_type)
 
 
 def qlora(model_type, bits, order=None, device="cpu", targets=None, options=(), **settings):
@@ -220,15 +220,6 @@ def test_dequantize_keeps_the_patch():
     assert type(ours.model.layers[0].mlp.gate_proj) is torch.nn.Linear and kinds(ours) == before
     given = inputs_of("llama")
     assert_same_step(*(seeded_step(model.train(), given) for model in (ours, plain)))
-
-
-def test_the_auto_class_passes_quantisation_and_device_map():
-    ours = lt.AutoLigerKernelForCausalLM.from_pretrained(
-        checkpoint("qwen3"), quantization_config=quantisation(4), device_map="cpu", dtype=torch.float32
-    )
-    assert type(ours.model.layers[0].mlp.gate_proj).__name__ == "Linear4bit"
-    ours = lora(ours, *targets_of("qwen3"), init_lora_weights=False)
-    assert_same(ours, qlora("qwen3", 4), "qwen3")
 
 
 def test_norms_in_float32_beside_bfloat16():

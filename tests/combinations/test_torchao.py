@@ -145,11 +145,11 @@ def test_loaded_with_a_configuration(order):
         return load("qwen3", transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig()))
 
     if order == "before quantisation":
-        lt.apply_liger_kernel_to_qwen3()
+        lt.patch_future("qwen3")
         try:
             ours = quantised()
         finally:
-            lt.revert("qwen3")
+            lt.unpatch_future("qwen3")
     else:
         ours = liger.patch(quantised())
     theirs = quantised()

@@ -232,6 +232,24 @@ def test_the_auto_class(tmp_path):
     assert kinds(made) == {"rope", *NORMS, FUSED}
 
 
+def test_the_auto_class_loads_adapters(tmp_path):
+    """A folder of adapters alone names its base."""
+    peft = pytest.importorskip("peft")
+    from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+    base, adapters = tmp_path / "base", tmp_path / "adapters"
+    tiny_models.make("llama").save_pretrained(base)
+    adapted = transformers.AutoModelForCausalLM.from_pretrained(base)
+    settings = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "lm_head"], init_lora_weights=False)
+    peft.get_peft_model(adapted, settings).save_pretrained(adapters)
+    plain, patched = (
+        auto.from_pretrained(adapters).train()
+        for auto in (transformers.AutoModelForCausalLM, AutoLigerKernelForCausalLM)
+    )
+    assert FUSED in kinds(patched) and patched.state_dict().keys() == plain.state_dict().keys()
+    assert_same_step(patched, plain)
+
+
 # --- single modules -----------------------------------------------------------------------------------------------
 
 

@@ -61,7 +61,7 @@ def undone(monkeypatch, tmp_path):
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if "liger.transformers" in sys.modules:
-        liger.transformers.revert()
+        liger.transformers.unpatch_future()
     if "liger.compat" in sys.modules:
         sys.modules["liger.compat"].uninstall()
 

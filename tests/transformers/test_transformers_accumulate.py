@@ -164,14 +164,3 @@ def test_options():
         ValueError, match="accumulate_grad_weight is True, expected False without fused_linear_cross"
     ):
         liger.patch(model_of(False), accumulate_grad_weight=True, fused_linear_cross_entropy=False)
-
-
-def test_by_the_name_of_the_type():
-    """apply_liger_kernel_to_llama takes the option; without it, a sum of the weight is not touched."""
-    for accumulate in (False, True):
-        model = model_of(False)
-        liger.transformers.apply_liger_kernel_to_llama(model=model, accumulate_grad_weight=accumulate)
-        model.lm_head.weight.main_grad = torch.zeros(VOCAB, 64)
-        step(model, **batch())
-        assert model.lm_head.weight.main_grad.any() == accumulate
-        assert (model.lm_head.weight.grad is None) == accumulate

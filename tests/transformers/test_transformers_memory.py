@@ -160,14 +160,14 @@ def test_only_the_gradient_of_the_head_or_of_the_lookup():
 def test_shared_weight_of_models_made_later(tmp_path):
     plain = tied()
     plain.save_pretrained(tmp_path)
-    lt.apply_liger_kernel_to_llama()
+    lt.patch_future("llama")
     try:
         made = tied()
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path, attn_implementation="eager"
         ).train()
     finally:
-        lt.revert("llama")
+        lt.unpatch_future("llama")
     for model in (made, loaded, copy.deepcopy(made)):
         assert dense_gradients(model, **batch()) == 0
         assert_same_step(step(model, **batch()), step(plain, **batch()))

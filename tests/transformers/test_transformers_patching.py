@@ -30,7 +30,7 @@ def family(request):
 @pytest.fixture(autouse=True)
 def _reverted():
     yield
-    lt.revert()
+    lt.unpatch_future()
 
 
 def results(model):
@@ -284,10 +284,9 @@ def test_no_reference_outlives_the_model():
 # --- models made later --------------------------------------------------------------------------------------------
 
 
-def test_models_made_after_a_call_without_model(family):
-    apply = getattr(lt, f"apply_liger_kernel_to_{family}")
+def test_models_made_later(family):
     before = make(family)
-    apply()
+    lt.patch_future(family)
     model = make(family)
     assert not is_patched(before) and is_patched(model)
     rope = "qk_norm_rope" if family == "qwen3" else "rope"
@@ -296,116 +295,33 @@ def test_models_made_after_a_call_without_model(family):
     }  # fmt: skip
     assert_same_step(step(model, **batch()), step(before, **batch()))
     assert not is_patched(make("qwen2" if family == "llama" else "llama"))
-    apply(rope=False, rms_norm=False, mlp=False, fused_linear_cross_entropy=False, cross_entropy=True)
+    others = dict(rope=False, rms_norm=False, mlp=False, fused_linear_cross_entropy=False)
+    lt.patch_future(family, **others, cross_entropy=True)
     assert set(lt.patch_report(make(family)).replaced.values()) == {"cross_entropy"}
-    apply(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=False)
+    lt.patch_future(family, **others, rms_norm_gated=False, layer_norm=False, relu_squared=False, gelu=False)
     assert not is_patched(make(family)) and is_patched(model)
 
 
-def test_revert_restores_the_class(family):
-    base = lt._architectures.architecture_of(family).base_class()
+def test_unpatch_future_restores_the_class(family):
+    base = next(c for c in type(make(family)).__mro__ if transformers.PreTrainedModel in c.__bases__)
     attributes = dict(vars(base))
-    getattr(lt, f"apply_liger_kernel_to_{family}")()
+    other = "qwen2" if family == "llama" else "llama"
+    lt.patch_future(family)
+    lt.patch_future(other)
     assert dict(vars(base)) != attributes
-    lt.revert(family)
-    assert dict(vars(base)) == attributes
-    with pytest.raises(ValueError, match="liger knows no model type 'bert'"):
-        lt.revert("bert")
+    lt.unpatch_future(family)
+    assert dict(vars(base)) == attributes and is_patched(make(other))
+    lt.unpatch_future()
+    assert not is_patched(make(other))
 
 
 def test_later_models_load_checkpoints(tmp_path):
     plain = make("llama")
     plain.save_pretrained(tmp_path)
-    lt.apply_liger_kernel_to_llama()
+    lt.patch_future("llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
     assert is_patched(model)
     assert_same_step(step(model, **batch()), step(plain, **batch()))
-
-
-def test_one_model_of_the_right_type(family):
-    apply = getattr(lt, f"apply_liger_kernel_to_{family}")
-    model = make(family)
-    apply(model=model, rope=False)
-    assert set(lt.patch_report(model).replaced.values()) == {
-        "rms_norm",
-        "swiglu",
-        "fused_add_rms_norm",
-        "fused_linear_cross_entropy",
-    }
-    assert not is_patched(make(family))
-    other = "llama" if family != "llama" else "qwen3"
-    with pytest.raises(
-        ValueError, match=f"apply_liger_kernel_to_{family} was given a model of type '{other}'"
-    ):
-        apply(model=make(other))
-
-
-def test_auto_class(tmp_path, family):
-    plain = make(family)
-    plain.save_pretrained(tmp_path)
-    auto = lt.AutoLigerKernelForCausalLM
-    model = auto.from_pretrained(tmp_path, attn_implementation="eager", rope=False).train()
-    assert set(lt.patch_report(model).replaced.values()) == {
-        "rms_norm",
-        "swiglu",
-        "fused_add_rms_norm",
-        "fused_linear_cross_entropy",
-    }
-    assert_same_step(step(model, **batch()), step(plain, **batch()))
-    model = auto.from_config(plain.config, cross_entropy=True, fused_linear_cross_entropy=False)
-    assert "cross_entropy" in lt.patch_report(model).replaced.values()
-    model = auto.from_pretrained(tmp_path, cross_entropy=True)
-    assert lt.patch_report(model).replaced[""] == "fused_linear_cross_entropy"
-
-
-@pytest.mark.parametrize("beside_the_model", [False, True])
-def test_auto_class_with_adapters(tmp_path, beside_the_model):
-    """A folder of adapters alone names its base; one with a model, too, is loaded as that model."""
-    peft = pytest.importorskip("peft")
-    base, adapters = tmp_path / "base", tmp_path / "adapters"
-    make("llama").save_pretrained(base)
-    adapted = transformers.AutoModelForCausalLM.from_pretrained(base)
-    settings = peft.LoraConfig(target_modules=["q_proj", "gate_proj", "lm_head"], init_lora_weights=False)
-    peft.get_peft_model(adapted, settings).save_pretrained(adapters)
-    if beside_the_model:
-        make("llama").save_pretrained(adapters)
-    models = [
-        auto.from_pretrained(adapters, attn_implementation="eager").train()
-        for auto in (transformers.AutoModelForCausalLM, lt.AutoLigerKernelForCausalLM)
-    ]
-    plain, patched = models
-    assert type(patched).__name__ == type(plain).__name__ == "LlamaForCausalLM"
-    assert patched.state_dict().keys() == plain.state_dict().keys()
-    assert "fused_linear_cross_entropy" in lt.patch_report(patched).replaced.values()
-    for model in models:
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora" in name)
-    ours, theirs = (step(model, **batch()) for model in models)
-    assert len(ours[1]) == 10
-    assert_same_step(ours, theirs)
-
-
-def test_auto_class_with_adapters_of_an_unknown_type(tmp_path):
-    peft = pytest.importorskip("peft")
-    settings = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)
-    settings.save_pretrained(tmp_path / "base")
-    adapters = peft.LoraConfig(target_modules=["c_attn"], base_model_name_or_path=str(tmp_path / "base"))
-    adapters.save_pretrained(tmp_path / "adapters")
-    with pytest.raises(ValueError, match="knows no model type 'gpt2'"):
-        lt.AutoLigerKernelForCausalLM.from_pretrained(tmp_path / "adapters")
-
-
-def test_auto_class_refuses_an_unknown_type(tmp_path):
-    settings = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20)
-    settings.save_pretrained(tmp_path)
-    for make_model in (
-        lambda: lt.AutoLigerKernelForCausalLM.from_pretrained(tmp_path),
-        lambda: lt.AutoLigerKernelForCausalLM.from_config(settings),
-    ):
-        with pytest.raises(
-            ValueError, match=r"knows no model type 'gpt2', only deepseek_v2, .*, llama, .*, smolvlm"
-        ):
-            make_model()
 
 
 def test_importing_liger_imports_no_transformers():

@@ -208,13 +208,6 @@ def test_options(options):
     assert not {KIND, "rope"} & set(kinds(ours))
 
 
-def test_a_function_for_the_type():
-    model = liger.transformers.apply_liger_kernel_to_qwen3(model=(ours := tiny("qwen3")), qk_norm_rope=False)
-    assert model is None and KIND not in kinds(ours)
-    liger.transformers.apply_liger_kernel_to_qwen3(model=ours, recompute=True)
-    assert KIND in kinds(ours) and len(patch_report(ours).recomputed) == 2
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies(copied):
     ours, plain = pair("qwen3")

@@ -112,12 +112,14 @@ def test_an_activation_with_hooks_is_called(calls):
     assert len(seen) == 6 and calls == [(3, "silu")]
 
 
-def test_through_the_function_of_an_architecture(calls):
+def test_a_model_that_is_made_later(calls):
     plain = make("qwen2")
-    patched = twin(plain)
-    liger.transformers.apply_liger_kernel_to_qwen2(
-        model=patched, mlp=True, tiled_mlp=True, tiled_mlp_num_shards=2
-    )
+    liger.transformers.patch_future("qwen2", tiled_mlp=True, tiled_mlp_num_shards=2)
+    try:
+        patched = make("qwen2")
+    finally:
+        liger.transformers.unpatch_future("qwen2")
+    patched.load_state_dict(plain.state_dict())
     calls.clear()
     assert_same_step(step(patched, **batch()), step(plain, **batch()))
     assert calls == [(2, "silu")] * 2

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from torch import nn
 
 import liger
 
@@ -13,23 +12,12 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import assert_same_step, batch, make, step, twin  # noqa: E402
 
 import liger.transformers as lt  # noqa: E402
-from liger.transformers._architectures import TABLE  # noqa: E402
-
-# The model types of liger-kernel 0.8.5.
-MODEL_TYPES = [
-    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3",
-    "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss", "granite",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llava", "ministral", "mistral",
-    "mixtral", "mllama", "muse_glimmer", "nemotron", "olmo2", "olmo3", "paligemma", "phi3", "pixtral",
-    "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_next",
-    "qwen3_vl", "qwen3_vl_moe", "smollm3", "smolvlm",
-]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def no_later_models():
     yield
-    lt.revert()
+    lt.unpatch_future()
 
 
 def test_the_report_is_a_table():
@@ -77,13 +65,10 @@ def test_an_unknown_option_lists_the_right_ones():
     expected = (
         r"there is no option 'rmsnorm'\. Did you mean rms_norm\? The options are rope, rms_norm, rms_norm_"
     )
-    for patch in (liger.patch, lambda m, **o: lt.apply_liger_kernel_to_llama(model=m, **o)):
-        with pytest.raises(TypeError, match=expected):
-            patch(model, rmsnorm=True)
-    with pytest.raises(
-        TypeError, match=r"apply_liger_kernel_to_qwen2: there is no option 'x'\. The options are"
-    ):
-        lt.apply_liger_kernel_to_qwen2(x=1)
+    with pytest.raises(TypeError, match=rf"^liger\.patch: {expected}"):
+        liger.patch(model, rmsnorm=True)
+    with pytest.raises(TypeError, match=rf"^liger\.transformers\.patch_future: {expected}"):
+        lt.patch_future("llama", rmsnorm=True)
     assert str(lt.patch_report(model)) == "nothing"
 
 
@@ -101,18 +86,16 @@ def test_an_unknown_option_lists_the_right_ones():
 def test_a_value_of_another_type(option, value, expected):
     model = make("llama")
     message = rf"liger: the option {option} is {value!r}, expected {expected}$"
-    for patch in (liger.patch, lambda m, **o: lt.apply_liger_kernel_to_llama(model=m, **o)):
+    for function, given in ((liger.patch, model), (lt.patch_future, "llama")):
         with pytest.raises(TypeError, match=message):
-            patch(model, **{option: value})
+            function(given, **{option: value})
     assert str(lt.patch_report(model)) == "nothing"
 
 
 def test_both_losses_give_the_fused_one(caplog):
     plain = make("llama")
     with caplog.at_level(logging.WARNING, logger="liger.transformers"):
-        lt.apply_liger_kernel_to_llama(
-            rope=True, cross_entropy=True, fused_linear_cross_entropy=True, mlp=True
-        )
+        lt.patch_future("llama", cross_entropy=True, fused_linear_cross_entropy=True, mlp=True)
     assert [record.getMessage() for record in caplog.records] == [
         "liger: cross_entropy and fused_linear_cross_entropy are both True: the fused loss is used, because it has no "
         "logits to compute a cross entropy from"
@@ -132,34 +115,12 @@ def test_mlp_together_with_tiled_mlp(mlp):
     assert_same_step(step(model, **batch()), step(plain, **batch()))
 
 
-def test_each_model_type_of_liger_kernel_has_a_function():
-    assert sorted(TABLE) == MODEL_TYPES
-    for model_type in MODEL_TYPES:
-        function = getattr(lt, f"apply_liger_kernel_to_{model_type}")
-        assert function.__name__ == f"apply_liger_kernel_to_{model_type}" and function.__name__ in lt.__all__
-
-
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_later_models_of_each_type(model_type):
-    """A model of the base class, which every constructor of transformers finishes with post_init."""
-    row = TABLE[model_type]
-    apply = getattr(lt, f"apply_liger_kernel_to_{model_type}")
-    try:
-        base = row.base_class()
-    except ImportError as error:
-        assert "the installed transformers has no model type" in str(error)
-        with pytest.raises(ImportError, match="has no model type"):
-            apply()
-        return
-    before = dict(vars(base))
-    apply()
-    assert vars(base)["post_init"].liger_options.keys() == {model_type}
-    lt.revert(model_type)
-    assert dict(vars(base)) == before
+def test_an_unknown_model_type():
     with pytest.raises(
-        ValueError, match=f"apply_liger_kernel_to_{model_type} was given a model of type 'None'"
+        ValueError, match=r"patch_future: the installed transformers has no model type 'lama'"
     ):
-        apply(model=nn.Linear(2, 2))
+        lt.patch_future("lama")
+    lt.unpatch_future("lama")
 
 
 def test_two_types_with_one_base_class():
@@ -172,12 +133,12 @@ def test_two_types_with_one_base_class():
     def kinds():
         return set(lt.patch_report(transformers.Gemma3ForCausalLM(settings)).replaced.values())
 
-    lt.apply_liger_kernel_to_gemma3_text(rope=False)
-    lt.apply_liger_kernel_to_gemma3()
+    lt.patch_future("gemma3_text", rope=False)
+    lt.patch_future("gemma3")
     assert "qk_norm_rope" in kinds() and "geglu" in kinds()
-    lt.revert("gemma3")
+    lt.unpatch_future("gemma3")
     assert not {"rope", "qk_norm_rope"} & kinds() and "geglu" in kinds()
-    lt.revert("gemma3_text")
+    lt.unpatch_future("gemma3_text")
     assert not kinds()
 
 

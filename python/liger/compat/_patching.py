@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..transformers._architectures import architecture_of, patch_future_models
+from ..transformers._future import hook
 from ..transformers._options import LOSSES, NAMES, PARTS, Options
 from ..transformers._patching import apply, unpatch
 from ._architectures import LOSS_FROM_LOGITS, MODEL_TYPES, OPEN, PARAMETERS
@@ -99,7 +99,7 @@ def _make_function(name: str) -> Callable[..., None]:
         parts = {n: v for n, v in given.items() if v is not None or n in PARAMETERS[name] or n in _OWN}
         options, model = _options(title, parts), bound.arguments["model"]
         if model is None:
-            patch_future_models(architecture_of(name), _Options(**options))
+            hook(name, _Options(**options))
         else:
             _patch_instance(model, options)
 
