@@ -207,8 +207,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // The plan of the wgmma engine of compute capability 9.0 for a device with so many active two-block clusters
   // (66: 132 SMs), in chunks that are multiples of group_rows; no chunks where the generic engine takes over.
   // See LinearCePlan in csrc/linear_ce/sm90/planner.h
-  m.def("sm90_constants() -> str[]");
-  m.def("split_k_sums_sm90(int rows, int hidden, int k_splits) -> int");
+  m.def("plan_sizes_sm90() -> str[]");
+  m.def("plan_split_k_sums_sm90(int rows, int hidden, int k_splits) -> int");
   m.def("plan_chunks_sm90(int rows, int hidden, int vocab, bool need_grad_input, bool need_grad_weight, bool exact_accumulation, int? memory_budget=None, int clusters=66, int group_rows=1) -> (int[] chunk_first, int[] chunk_rows, int[] chunk_k_splits, int rows_in_grad_weight, int workspace_panel_bytes, int scale_bytes, int panel_offset)");
   // The same for losses whose dlogits is a matrix of its own; zeros where the generic engine takes over. See
   // LinearBackwardPlan there

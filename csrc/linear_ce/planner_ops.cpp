@@ -59,7 +59,7 @@ std::string listed(const int (&values)[kCount]) {
 }
 
 // "name=value" or "name=value,value", so that a constant can be added without a new schema.
-std::vector<std::string> sm90_constants_op() {
+std::vector<std::string> plan_sizes_sm90_op() {
   const auto field = [](const char* name, int64_t value) {
     return std::string(name) + "=" + std::to_string(value);
   };
@@ -126,8 +126,8 @@ STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("default_memory_budget", TORCH_BOX(&default_memory_budget));
   m.impl("plan_chunks", TORCH_BOX(&plan_chunks_op));
   m.impl("lay_out_chunks", TORCH_BOX(&lay_out_chunks_op));
-  m.impl("sm90_constants", TORCH_BOX(&sm90_constants_op));
-  m.impl("split_k_sums_sm90", TORCH_BOX(&sm90::split_k_sums));
+  m.impl("plan_sizes_sm90", TORCH_BOX(&plan_sizes_sm90_op));
+  m.impl("plan_split_k_sums_sm90", TORCH_BOX(&sm90::split_k_sums));
   m.impl("plan_chunks_sm90", TORCH_BOX(&plan_chunks_sm90_op));
   m.impl("plan_linear_backward_sm90", TORCH_BOX(&plan_linear_backward_sm90_op));
 }

@@ -33,7 +33,7 @@ def asked(monkeypatch):
     """The options of the patches since, which are not carried out."""
     found = []
     monkeypatch.setattr(compat, "_patch_instance", lambda model, options: found.append(Options(**options)))
-    monkeypatch.setattr(compat, "patch_future_models", lambda row, options: found.append(options))
+    monkeypatch.setattr(compat, "hook", lambda model_type, options: found.append(options))
     return found
 
 

@@ -247,6 +247,8 @@ def test_the_auto_class_loads_adapters(tmp_path):
         for auto in (transformers.AutoModelForCausalLM, AutoLigerKernelForCausalLM)
     )
     assert FUSED in kinds(patched) and patched.state_dict().keys() == plain.state_dict().keys()
+    for model in (plain, patched):
+        model.requires_grad_(True)
     assert_same_step(patched, plain)
 
 

@@ -155,8 +155,8 @@ def test_tiles_divide_the_hidden_size_where_a_width_does(hidden, of_input, of_we
 def test_split_k_sums_are_whole_tiles(rows, hidden):
     columns = tile_columns(hidden, GRAD_INPUT_WIDTHS)
     tiles = ceil_div(rows, TILE) * ceil_div(hidden, columns)
-    assert torch.ops.liger.split_k_sums_sm90(rows, hidden, 2) == tiles * TILE * columns
-    assert torch.ops.liger.split_k_sums_sm90(rows, hidden, 1) == 0
+    assert torch.ops.liger.plan_split_k_sums_sm90(rows, hidden, 2) == tiles * TILE * columns
+    assert torch.ops.liger.plan_split_k_sums_sm90(rows, hidden, 1) == 0
 
 
 def test_sm90_problems_are_of_every_kind():

@@ -25,11 +25,7 @@ OPS = sorted(
     if name.startswith("liger::")
 )
 # Host functions: they look at metadata and give no tensors back.
-HELPERS = [
-    op
-    for op in OPS
-    if op.startswith(("build_", "check_", "plan_", "lay_out_chunks", "default_", "sm90_constants"))
-]
+HELPERS = [op for op in OPS if op.startswith(("build_", "check_", "plan_", "lay_out_chunks", "default_"))]
 COMPOSITES = [
     op
     for op in OPS

@@ -367,7 +367,8 @@ SAMPLES = {
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
     "build_info": lambda d: [()],
     "default_memory_budget": lambda d: [()],
-    "sm90_constants": lambda d: [()],
+    "plan_sizes_sm90": lambda d: [()],
+    "plan_split_k_sums_sm90": lambda d: [(1000, 640, 2)],
     "plan_chunks": lambda d: [
         (4096, 2048, 32000, 2, True, True),
         (4096, 2048, 32000, 2, False, True, 1 << 20),

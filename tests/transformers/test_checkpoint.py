@@ -145,7 +145,7 @@ def test_report(capsys):
     lt.checkpoint(model, PLENTY)
     start = "all 4 LlamaDecoderLayer recomputed until a step has been measured"
     assert str(lt.patch_report(model)) == f"checkpointing: {start}"
-    liger.patch(model)
+    liger.patch(model, verbose=False)
     for _ in range(2):
         tiny_models.step(model, **tiny_models.batch())
     report = lt.patch_report(model)

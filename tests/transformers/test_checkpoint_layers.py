@@ -127,7 +127,7 @@ def test_a_padded_mask_on_a_device(tokens):
 
 def test_patching_again_measures_again(capsys):
     """More layers fit the same memory when they save less, and fewer when they save more."""
-    model = liger.patch(saved_bytes.build("llama", layers=LAYERS))
+    model = liger.patch(saved_bytes.build("llama", layers=LAYERS), verbose=False)
     lt.checkpoint(model, PLENTY)
 
     def steps():
@@ -141,7 +141,7 @@ def test_patching_again_measures_again(capsys):
     planner.meter.limit += 2 * planner.plan.cost(1)
     counts = []
     for options in ({}, {"recompute": True}, {}):
-        liger.patch(model, **options)
+        liger.patch(model, **options, verbose=False)
         assert lt.patch_report(model).checkpointing.endswith("until a step has been measured")
         steps()
         counts.append(sum(kept(model)))

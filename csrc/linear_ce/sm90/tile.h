@@ -1,5 +1,5 @@
 // Sizes that the kernels of linear_ce/sm90, its planner, and the Python code that allocates memory for it share. Python
-// reads them by the op sm90_constants (planner_ops.cpp).
+// reads them by the op plan_sizes_sm90 (planner_ops.cpp).
 #pragma once
 
 #include <cstddef>

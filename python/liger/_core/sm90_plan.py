@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import load  # noqa: F401  registers torch.ops.liger.sm90_constants
+from . import load  # noqa: F401  registers torch.ops.liger.plan_sizes_sm90
 
 # The dtypes that the engine takes.
 ENGINE_DTYPES = (torch.bfloat16, torch.float16)
@@ -34,7 +34,7 @@ class EngineConstants(NamedTuple):
 
     @classmethod
     def read(cls):
-        given = dict(field.split("=") for field in torch.ops.liger.sm90_constants())
+        given = dict(field.split("=") for field in torch.ops.liger.plan_sizes_sm90())
         numbers = {name: tuple(map(int, value.split(","))) for name, value in given.items()}
         return cls(**{name: n if name.endswith("_widths") else n[0] for name, n in numbers.items()})
 

@@ -166,7 +166,7 @@ def _plan_sm90(tokens, hidden, vocab, dtype, exact_accumulation, budget):
             need += chunk.rows * (math.ceil(vocab / ENGINE.logits_tile) + 12)
         if is_first and plan.rows_in_grad_weight:
             need += 2 * chunk.rows * hidden
-        need += 4 * torch.ops.liger.split_k_sums_sm90(chunk.rows, hidden, chunk.k_splits)
+        need += 4 * torch.ops.liger.plan_split_k_sums_sm90(chunk.rows, hidden, chunk.k_splits)
         # Free memory: grad_input of later rows, or grad_weight past its last row.
         room = 2 * hidden * (tokens - chunk.rows) if is_first else offset_bytes
         working = max(working, need if need > room else 0)
