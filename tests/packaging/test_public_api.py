@@ -1,0 +1,27 @@
+"""The public signatures are the recorded ones, so that a change of them is a change of a file in review."""
+
+import difflib
+
+import public_api
+import pytest
+
+
+def test_public_signatures_are_the_recorded_ones():
+    pytest.importorskip("transformers")
+    recorded = public_api.RECORDED.read_text().splitlines()
+    changes = list(
+        difflib.unified_diff(recorded, public_api.current(), "recorded", "current", lineterm="", n=0)
+    )
+    assert not changes, "python tests/support/public_api.py records them:\n" + "\n".join(changes)
+
+
+def test_a_changed_default_and_a_new_method_are_seen():
+    class Module:
+        def __init__(self, size, *, bias=False): ...
+
+        def forward(self, x): ...
+
+        def extra(self): ...
+
+    assert public_api._described("M", Module) == ["M(size, *, bias=False)", "M.forward(x)", "M.extra: method"]
+    assert public_api._described("f", lambda x, eps=1e-6: x) == ["f(x, eps=1e-06)"]
