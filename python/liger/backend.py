@@ -30,6 +30,7 @@ from ._core import load
 from ._core.build_info import build_info
 from ._core.command import refuse_in_command
 from ._core.environment import targets_checked, triton_interpreted
+from ._core.extras import install
 from ._core.kernel_checks import checking_devices, checking_overlap
 from ._core.log import log_dispatch, topics
 
@@ -62,6 +63,7 @@ FASTER: dict[Capability, dict[str, Backend]] = {
 }
 
 _library = torch.library.Library("liger", "IMPL")
+_NO_TRITON = "triton is not installed"
 
 
 class BackendUnavailable(RuntimeError):
@@ -229,7 +231,7 @@ def supported(backend: str, capabilities: Sequence[Capability] | None = None) ->
         return True, load.CUDA_REASON + by_driver
     if backend == "triton":
         if importlib.util.find_spec("triton") is None:
-            return False, "triton is not installed"
+            return False, _NO_TRITON
         if triton_interpreted():
             return True, "Triton's interpreter (TRITON_INTERPRET=1)"
         if torch.version.cuda is None:
@@ -277,8 +279,9 @@ def _resolve(family: Family, requested: str) -> tuple[str, str]:
     if requested != "auto":
         possible, why = supported(requested)
         if not possible:
+            command = f": {install('triton')}" if why == _NO_TRITON else ""
             raise BackendUnavailable(
-                f"liger: backend '{requested}' was requested for {family.name}, but {why}"
+                f"liger: backend '{requested}' was requested for {family.name}, but {why}{command}"
             )
         return requested, f"requested; {why}"
     if torch.version.cuda is None:

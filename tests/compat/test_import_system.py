@@ -245,7 +245,7 @@ exec(f"from liger_kernel.{{module}} import {{name}}")
 """
     status, output, errors = python("-c", code)
     assert (status, output) == (1, "LigerCrossEntropyLoss\n"), errors
-    assert f"needs {package}, which is not installed" in errors
+    assert f'needs {package}, which is not installed: pip install "liger-ops[{package}]"' in errors
 
 
 def test_the_star_import_of_liger_kernel_transformers():

@@ -80,6 +80,14 @@ def test_dtypes_of_triton():
     assert torch_to_triton_dtype[torch.bfloat16] == triton.bfloat16
 
 
+def test_nothing_is_to_be_configured():
+    from liger_kernel.ops.configure import FusedLinearCrossEntropyConfig, MoEConfig, configure
+
+    flsce = FusedLinearCrossEntropyConfig(max_tokens=8, hidden_size=4, local_vocab_size=16, group="tp")
+    moe = MoEConfig(8, 4, num_experts=2, top_k=1, num_hosts=1, gpus_per_host=1)
+    assert configure(process_groups={"tp": None}, device="cpu", flsce=flsce, moe=moe) is False
+
+
 def test_output_classes():
     pytest.importorskip("transformers")
     from liger_kernel.transformers.model.output_classes import LigerCausalLMOutputWithPast

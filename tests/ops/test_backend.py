@@ -92,6 +92,7 @@ def test_an_explicit_backend_that_is_missing_raises_at_import():
     line = last_line_of_failure(hidden, LIGER_BACKEND="torch,rope=triton", TRITON_INTERPRET="1")
     assert line == (
         "liger.backend.BackendUnavailable: liger: backend 'triton' was requested for rope, but triton is not installed"
+        ': pip install "liger-ops[triton]"'
     )
 
 

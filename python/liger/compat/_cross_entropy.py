@@ -300,6 +300,42 @@ LigerFusedLinearScaledCrossEntropyFunction = function_class(
 
 # --- of a vocabulary that is sharded over processes ---------------------------------------------------------------
 
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
+):  # fmt: skip
+    """Negative log-likelihood of each row of ``input`` (M, H), by :func:`liger.vocab_parallel_fused_linear_logprobs`.
+
+    Args:
+        weight: (classes of this process, H); all shards have equal size.
+        target: (M,) class indices among all classes.
+        tp_group: the processes with the shards; None: all processes.
+        tiles_per_reduce: without effect.
+
+    Returns:
+        The likelihoods (M,); with ``return_entropy`` also the entropies (M,), in float32, 0 in ignored rows. The
+        gradient of ``input`` is the complete one on every process.
+    """
+    from ..distributed import vocab_parallel_fused_linear_logprobs
+
+    result = vocab_parallel_fused_linear_logprobs(
+        input, weight, target, None, temperature, ignore_index, return_entropy=return_entropy, group=tp_group
+    )
+    return (-result.logprobs, result.entropy) if return_entropy else -result
+
+
+def _apply_scaled_cross_entropy_tp(
+    _input, weight, target, tp_group, temperature=1.0, ignore_index=-100, tiles_per_reduce=1, return_entropy=False
+):  # fmt: skip
+    return liger_fused_linear_scaled_cross_entropy_tp(
+        _input, weight, target, tp_group, temperature, ignore_index, tiles_per_reduce, return_entropy
+    )
+
+
+LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
+    "LigerFusedLinearScaledCrossEntropyTPFunction", _apply_scaled_cross_entropy_tp
+)
+
 _FORMULAS: dict[str, Sequence[str]] = {
     "label_smoothing_formula": ("pytorch",),
     "label_smoothing_mode": ("global",),

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .._core.environment import environment_flag
+from .._core.extras import missing
 from ._names import MODULES, is_starred, needed_packages
 
 ROOT = "liger_kernel"
@@ -52,11 +53,18 @@ class _Finder(importlib.metadata.DistributionFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:  # fmt: skip
         if fullname not in MODULES:
+            module, _, name = fullname.rpartition(".")
+            if module in MODULES:
+                # The error has the name of the module, as that of "from module import name": with the name of what is
+                # missing, that statement would replace this message by Python's.
+                raise ModuleNotFoundError(
+                    f"{_missing(module, name)}: docs/compat.md lists the names that are missing, with the reasons",
+                    name=module,
+                )
             return None
-        is_package = any(name.startswith(f"{fullname}.") for name in MODULES)
-        # The location appears in messages such as "cannot import name".
+        # Every module is a package, so that "from module import name" looks for a missing name here.
         return importlib.util.spec_from_file_location(
-            fullname, __file__, loader=_Loader(), submodule_search_locations=[] if is_package else None
+            fullname, __file__, loader=_Loader(), submodule_search_locations=[]
         )
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
@@ -67,6 +75,10 @@ class _Finder(importlib.metadata.DistributionFinder):
 
 
 _finder = _Finder()
+
+
+def _missing(module: str, name: str) -> str:
+    return f"liger.compat: {module} has no '{name}'"
 
 
 def _is_importable(package: str) -> bool:
@@ -90,12 +102,12 @@ def provide(module: ModuleType) -> None:
     def getattribute(attribute: str) -> Any:
         if attribute not in sources:
             raise AttributeError(
-                f"liger.compat: {name} has no '{attribute}', only {', '.join(sorted(sources))} (docs/compat.md)"
+                f"{_missing(name, attribute)}, only {', '.join(sorted(sources))} (docs/compat.md)"
             )
         source, _, original = sources[attribute].partition(":")
         for package in needed_packages(source, attribute):
             if not _is_importable(package):
-                raise ImportError(f"liger.compat: {name}.{attribute} needs {package}, which is not installed")
+                raise ImportError(missing(f"liger.compat: {name}.{attribute}", package))
         value = getattr(importlib.import_module(f"liger.compat.{source}"), original or attribute)
         namespace[attribute] = value
         return value

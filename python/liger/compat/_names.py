@@ -25,6 +25,8 @@ ops.cross_entropy    _cross_entropy  LigerCrossEntropyFunction
 ops.fused_linear_cross_entropy  _cross_entropy  LigerFusedLinearCrossEntropyFunction fused_linear_cross_entropy_forward
 ops.fused_linear_cross_entropy  _cross_entropy  fused_linear_cross_entropy_backward
 ops.fused_linear_scaled_cross_entropy  _cross_entropy  LigerFusedLinearScaledCrossEntropyFunction
+ops.fused_linear_scaled_cross_entropy  _cross_entropy  LigerFusedLinearScaledCrossEntropyTPFunction
+ops.configure        _configure   FusedLinearCrossEntropyConfig MoEConfig configure
 ops.vocab_parallel_cross_entropy  _cross_entropy  LigerVocabParallelCEFunction
 ops.grpo_loss        _cross_entropy  fused_selective_log_softmax
 ops.fused_ce_tvd     _divergence  LigerFusedCETVDFunction
@@ -38,12 +40,12 @@ ops.geglu            _rows        LigerGELUMulFunction
 ops.group_norm       _rows        LigerGroupNormFunction
 ops.layer_norm       _rows        LigerLayerNormFunction
 ops.relu_squared     _rows        LigerReLUSquaredFunction
-ops.rms_norm         _rows        LigerRMSNormFunction
+ops.rms_norm         _rows        LigerRMSNormFunction rms_norm_forward rms_norm_backward
 ops.softmax          _rows        LigerSoftmaxFunction
 ops.swiglu           _rows        LigerSiLUMulFunction LigerFusedGateUpSiLUMulFunction
 ops.tiled_mlp        _rows        LigerTiledMLPFunction apply_tiled_mlp
 ops.fused_moe        _experts     LigerFusedMoEFunction
-ops.rope             _rope        LigerRopeFunction
+ops.rope             _rope        LigerRopeFunction rope_forward rope_backward
 ops.qwen2vl_mrope    _rope        LigerQwen2VLMRopeFunction
 ops.llama4_rope      _rope        LigerLlama4RopeFunction
 
@@ -63,6 +65,7 @@ chunked_loss.functional   _policy      liger_fused_linear_grpo
 chunked_loss.functional   _distillation  liger_fused_linear_jsd liger_fused_linear_cosine
 
 transformers.functional   _cross_entropy  CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy
+transformers.functional   _cross_entropy  liger_fused_linear_scaled_cross_entropy_tp
 transformers.functional   _divergence  liger_fused_linear_jsd liger_fused_linear_kl_div liger_jsd liger_kl_div liger_tvd
 transformers.functional   _rows        liger_geglu liger_group_norm liger_layer_norm liger_relu_squared liger_rms_norm
 transformers.functional   _rows        liger_fused_add_rms_norm liger_swiglu liger_softmax
@@ -112,7 +115,7 @@ transformers              _utils  is_transformers_available
 
 # Packages have the names of the modules below them.
 _COLLECTED = {
-    "ops": ("ops.", {"ops.utils", "ops.backends.registry", "ops.grpo_loss"}),
+    "ops": ("ops.", {"ops.utils", "ops.backends.registry", "ops.configure", "ops.grpo_loss"}),
     "ops.backends": ("ops.backends.", set()),
     "chunked_loss": ("chunked_loss.", {"chunked_loss.functional", "chunked_loss.fused_linear_distillation"}),
     "transformers": (

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, with the arguments of liger_kernel. q and k are not written."""
+"""Rotary position embeddings, with the arguments of liger_kernel. q, k and their gradients are not written."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
         position_ids: without effect: cos and sin are those of the positions.
         rotary_dim: the number of rotated elements of a head; None: the width of the tables, at most D.
     """
+    tables = _tables(q, cos, sin, unsqueeze_dim, rotary_dim)
+    return rope(q, k, *tables, unsqueeze_dim=unsqueeze_dim)
+
+
+def _tables(q, cos, sin, unsqueeze_dim, rotary_dim):
+    """(T, R) or (B, T, R) tables of the op."""
     if rotary_dim is None:
         rotary_dim = min(cos.shape[-1], q.shape[-1])
     tables = []
@@ -28,7 +34,25 @@ def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rot
         if 2 * table.shape[-1] == rotary_dim:
             table = torch.cat((table, table), -1)
         tables.append(table[..., :rotary_dim])
-    return rope(q, k, *tables, unsqueeze_dim=unsqueeze_dim)
+    return tables
+
+
+@torch.no_grad()
+def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    """The forward of :func:`liger_rotary_pos_emb` without a graph: q, k, and cos and sin for :func:`rope_backward`."""
+    q, k = liger_rotary_pos_emb(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+    cos, sin = (t.squeeze(unsqueeze_dim) if t.dim() == 4 else t for t in (cos, sin))
+    return q, k, *(t.unsqueeze(0) if t.dim() == 2 else t for t in (cos, sin))
+
+
+@torch.no_grad()
+def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    """The gradients of q and k for those of the results of :func:`rope_forward`."""
+    tables = _tables(dq, cos, sin, unsqueeze_dim, rotary_dim)
+    if unsqueeze_dim == 2:
+        dq, dk = dq.transpose(1, 2), dk.transpose(1, 2)
+    dq, dk = torch.ops.liger.rope_backward(dq, dk, *tables)
+    return (dq.transpose(1, 2), dk.transpose(1, 2)) if unsqueeze_dim == 2 else (dq, dk)
 
 
 liger_rope = liger_rotary_pos_emb

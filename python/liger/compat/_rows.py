@@ -1,6 +1,7 @@
 """Norms, gated units and other row-wise functions, with the arguments of liger_kernel.
 
 ``in_place`` has no effect anywhere: no function writes into a tensor of the caller or into a gradient.
+``..._forward`` and ``..._backward`` are the halves of an op, for autograd functions of others: they record no graph.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import functools
 
 import torch
 
+from .._core.dtypes import accumulate_dtype
 from .._tiled import tiled
 from ..ops.geglu import geglu
 from ..ops.group_norm import group_norm
@@ -18,6 +20,10 @@ from ..ops.rms_norm import fused_add_rms_norm, rms_norm
 from ..ops.softmax import softmax
 from ..ops.swiglu import swiglu, swiglu_packed
 from ._function_class import function_class
+from ._utils import LARGEST_BLOCK, calculate_settings
+
+# The numbers by which liger_kernel passes a casting mode from the forward to the backward.
+_CASTING_MODES = {-1: "none", 0: "llama", 1: "gemma"}
 
 
 def _parameter_for(x, parameter):
@@ -34,6 +40,52 @@ def _apply_rms_norm(X, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=T
 
 def liger_rms_norm(X, W, eps, offset=0.0, casting_mode="llama", in_place=True):
     return _apply_rms_norm(X, W, eps, offset, casting_mode)
+
+
+def _casting_mode(function, value):
+    """(number, name) of a casting mode that is given as either."""
+    for pair in _CASTING_MODES.items():
+        if value in pair:
+            return pair
+    names = ", ".join(f"{number} or '{name}'" for number, name in _CASTING_MODES.items())
+    raise ValueError(f"{function}: casting_mode is {value!r}, expected one of {names}")
+
+
+@torch.no_grad()
+def rms_norm_forward(X, W, eps, offset, casting_mode, row_mode):
+    """The forward of :func:`liger.rms_norm`; ``row_mode`` has no effect.
+
+    Returns:
+        The output, X as (rows, hidden size), the reciprocals (rows,) of the root mean squares, the block size and
+        the number of warps of liger_kernel's kernel, and the number of the casting mode.
+    """
+    number, mode = _casting_mode("rms_norm_forward", casting_mode)
+    rows = X.detach().reshape(-1, X.shape[-1])
+    output, rstd = torch.ops.liger.rms_norm(rows, _parameter_for(X, W), eps, offset, mode)
+    if mode == "none":
+        rstd = rstd.to(X.dtype)
+    # Rows may be longer than those of liger_kernel, whose kernel has no effect here.
+    settings = calculate_settings(min(X.shape[-1], LARGEST_BLOCK))
+    return output.view(X.shape), rows, rstd, *settings, number
+
+
+@torch.no_grad()
+def rms_norm_backward(
+    dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode, needs_dw=None
+):
+    """The gradients of X, in the shape of dY, and of W, for what :func:`rms_norm_forward` returned.
+
+    ``BLOCK_SIZE``, ``num_warps`` and ``row_mode`` have no effect. The gradient of W is None without W, and with
+    ``needs_dw=False``.
+    """
+    _, mode = _casting_mode("rms_norm_backward", casting_mode)
+    weight, needs_dw = _parameter_for(X, W), W is not None and needs_dw is not False
+    rstd = RSTD.to(accumulate_dtype(X.dtype))
+    grad = dY.reshape(X.shape).to(X.dtype)
+    grad_x, grad_weight = torch.ops.liger.rms_norm_backward(
+        grad, X, weight, rstd, offset, mode, True, needs_dw
+    )
+    return grad_x.view(dY.shape), grad_weight.to(W.dtype) if needs_dw else None
 
 
 def _apply_fused_add_rms_norm(X, R, W, eps=1e-6, offset=0.0, casting_mode="llama", in_place=False):

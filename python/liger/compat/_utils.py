@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .._core.extras import missing
+
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
 # Alternative implementations of liger_kernel's kernels: liger has none of them.
@@ -102,6 +104,9 @@ def transformers_version_dispatch(
 ) -> Any:  # fmt: skip
     """Calls ``after_fn`` from the required version of transformers on, ``before_fn`` for older ones."""
     from packaging.version import Version
+
+    if not is_transformers_available():
+        raise ImportError(missing("transformers_version_dispatch", "transformers"))
     from transformers import __version__
 
     if Version(__version__) < Version(required_version):
@@ -138,7 +143,7 @@ def ensure_contiguous(fn: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-_LARGEST_BLOCK = 65536
+LARGEST_BLOCK = 65536
 # The smallest block that uses so many warps, larger ones first.
 _WARPS = ((32768, 32), (8192, 16), (2048, 8), (0, 4))
 
@@ -150,10 +155,8 @@ def calculate_settings(n: int) -> tuple[int, int]:
         RuntimeError: n above 65536.
     """
     block = 1 << max(n - 1, 0).bit_length()
-    if block > _LARGEST_BLOCK:
-        raise RuntimeError(
-            f"calculate_settings: n is {n}, expected at most {_LARGEST_BLOCK} elements per row"
-        )
+    if block > LARGEST_BLOCK:
+        raise RuntimeError(f"calculate_settings: n is {n}, expected at most {LARGEST_BLOCK} elements per row")
     warps = next(warps for smallest, warps in _WARPS if block >= smallest)
     return block, min(warps, 16) if is_hip() else warps
 

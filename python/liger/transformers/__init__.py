@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from .._core.extras import missing
+
+try:
+    import transformers as _  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    # The name of the function that is called most: liger.patch imports this package.
+    raise ModuleNotFoundError(missing("liger.patch", "transformers"), name="transformers") from error
+
 from ._checkpoint import checkpoint
 from ._experts import register as _register_experts
 from ._future import patch_future, unpatch_future

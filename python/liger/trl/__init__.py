@@ -2,10 +2,17 @@
 
 import logging
 
+from .._core.extras import install, missing
+
 try:
+    import trl  # noqa: F401
     from trl.trainer.utils import FusedCausalLMOutput as _  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"liger.trl needs trl 1.16 or later with what it depends on: {error}") from error
+    if isinstance(error, ModuleNotFoundError) and error.name == "trl":
+        raise ModuleNotFoundError(missing("liger.trl", "trl"), name="trl") from error
+    raise ImportError(
+        f"liger.trl needs trl 1.16 or later with what it depends on ({install('trl')}): {error}"
+    ) from error
 
 from ._patch import patch
 

@@ -1,6 +1,7 @@
 """Cross entropy: of logits, of an lm_head, of a sharded vocabulary; the loss of a causal language model."""
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from .case import IGNORED, classes, compare, random
@@ -120,6 +121,29 @@ compare(
     "_cross_entropy", "LigerFusedLinearScaledCrossEntropyFunction",
     lambda f, x, w, t: f.apply(x, w, t, 1.7, IGNORED, 1, True, SELECTED), scaled, X, W, T,
 )  # fmt: skip
+
+
+def of_one_process(f, x, w, t):
+    """What a function of a sharded head returns, without and with entropies, in a group of this process alone."""
+    call = getattr(f, "apply", f)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        alone = call(x, w, t, None, 1.7)
+        both = call(x, w, t, dist.group.WORLD, 1.7, IGNORED, 1, True)
+        grads = torch.autograd.grad(both[0].sum() + both[1].square().sum(), (x, w))
+    finally:
+        dist.destroy_process_group()
+    return [result.detach() for result in (alone, *both, *grads)]
+
+
+def scaled_with_gradients(x, w, t):
+    nll, entropy, _ = scaled(x, w, t)
+    grads = torch.autograd.grad(nll.sum() + entropy.square().sum(), (x, w))
+    return [result.detach() for result in (nll, nll, entropy, *grads)]
+
+
+for _name in ("LigerFusedLinearScaledCrossEntropyTPFunction", "liger_fused_linear_scaled_cross_entropy_tp"):
+    compare("_cross_entropy", _name, of_one_process, scaled_with_gradients, X, W, T)
 compare(
     "_cross_entropy", "LigerVocabParallelCEFunction",
     lambda f, x, t: f.apply(x, t, None, IGNORED, 0.1, "pytorch", "global"),

@@ -26,6 +26,31 @@ def added(x, r, w):
 
 compare("_rows", "LigerRMSNormFunction", lambda f, x, w: f.apply(x, w, *NORM), gemma, X, W)
 compare("_rows", "liger_rms_norm", lambda f, x, w: f(x, w, *NORM), gemma, X, W)
+
+
+def rms_forward(x, w):
+    y = gemma(x, w).detach()
+    rstd = torch.rsqrt(x.detach().square().mean(-1) + 1e-5).flatten()
+    return y, x.detach().flatten(0, 1), rstd
+
+
+def rms_backward(grad, x, w, rstd):
+    return torch.autograd.grad(gemma(x, w), (x, w), grad)
+
+
+GRADIENT = random(2, 5, 8, seed=4, grad=False)
+RSTD = torch.rsqrt(X.detach().square().mean(-1) + 1e-5).flatten()
+compare("_rows", "rms_norm_forward", lambda f, x, w: f(x, w, *NORM, None), rms_forward, X, W)
+compare(
+    "_rows",
+    "rms_norm_backward",
+    lambda f, grad, x, w, rstd: f(grad, x.flatten(0, 1), w, rstd, *NORM[1:], 8, 4, True, None),
+    rms_backward,
+    GRADIENT,
+    X,
+    W,
+    RSTD,
+)
 compare("_functional", "rms_norm", lambda f, x, w: f(x, w, *NORM[:1], offset=1.0), gemma, X, W)
 compare("_rows", "LigerFusedAddRMSNormFunction", lambda f, x, r, w: f.apply(x, r, w, *NORM), added, X, R, W)
 compare("_rows", "liger_fused_add_rms_norm", lambda f, x, r, w: f(x, r, w, *NORM), added, X, R, W)
@@ -224,6 +249,36 @@ for _name in ("liger_rotary_pos_emb", "liger_rope"):
         "_rope", _name, lambda f, q, k, c, s: f(q, k, c[:, None], s[:, None]), both, Q, K,
         COS[..., [0, 1, 4, 5]], SIN[..., [0, 1, 4, 5]],
     )  # fmt: skip
+
+
+def rope_forward(q, k, cos, sin):
+    return *both(q.detach(), k.detach(), cos, sin), cos, sin
+
+
+def rope_backward(dq, dk, cos, sin):
+    return torch.autograd.grad(both(Q, K, cos, sin), (Q, K), (dq, dk))
+
+
+compare(
+    "_rope",
+    "rope_forward",
+    lambda f, q, k, c, s: f(q, k, c[:, None], s[:, None]),
+    rope_forward,
+    Q,
+    K,
+    COS,
+    SIN,
+)
+compare(
+    "_rope",
+    "rope_backward",
+    lambda f, dq, dk, c, s: f(dq, dk, c, s),
+    rope_backward,
+    random(2, 3, 5, 8, seed=1, grad=False),
+    random(2, 1, 5, 8, seed=1, grad=False),
+    COS,
+    SIN,
+)
 compare("_functional", "rope", lambda f, q, k, c, s: f(q, k, c, s, None, 1), both, Q, K, COS, SIN)
 compare(
     "_rope",
