@@ -17,7 +17,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from ._core.arguments import ANYTHING, FLAG, FUNCTION, INTEGER
+from ._core.arguments import ANYTHING, FLAG, FUNCTION, INTEGER, TENSOR, check
 from ._core.arguments import arguments as rules_of
 from ._core.autograd import differentiable_once, graph_of_its_own, is_transformed, without_base
 from ._core.dtensor import is_dtensor
@@ -294,7 +294,7 @@ def tiled(
         keep their activations, so no memory is saved.
 
     Raises:
-        RuntimeError: num_shards out of range; in the backward, a tensor that requires grad and is not listed.
+        RuntimeError: num_shards out of range; a sparse, nested or quantised tensor; in the backward, a tensor that requires grad and is not listed.
         ValueError: a tensor among the arguments, or an output, without the leading shape of x.
         TypeError: an argument of another type, or an output that is not one tensor.
 
@@ -310,7 +310,10 @@ def tiled(
             f"tiled: num_shards is {num_shards}, expected at least 1 and at most the number of tokens, {rows}"
         )
     for i, value in enumerate(arguments):
-        if isinstance(value, torch.Tensor) and value.shape[: x.dim() - 1] != x.shape[:-1]:
+        if not isinstance(value, torch.Tensor):
+            continue
+        check("tiled", f"argument {i + 2}", value, TENSOR)
+        if value.shape[: x.dim() - 1] != x.shape[:-1]:
             raise ValueError(
                 f"tiled: argument {i + 2} has shape {tuple(value.shape)}, expected the leading shape of x, "
                 f"{tuple(x.shape[:-1])}; pass a tensor that all tokens share by keyword"

@@ -5,6 +5,8 @@
     LIGER_BACKEND=triton,rms_norm=cuda
     LIGER_BACKEND=auto,fused_linear_ce=torch
 
+Later changes of the variable have no effect; :func:`backend_report` warns of them.
+
 The choice applies to CUDA tensors. The torch backend serves CPU tensors, except that ``triton`` also serves them under
 ``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support, by measured speed where both were
 measured (docs/performance/dispatch.md). An explicit backend that cannot serve an op raises; it is never replaced.
@@ -22,14 +24,15 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from ._core import load
+from ._core.arguments import TEXT, check
 from ._core.build_info import build_info
 from ._core.command import refuse_in_command
-from ._core.environment import targets_checked, triton_interpreted
+from ._core.environment import changed_since_import, targets_checked, triton_interpreted
 from ._core.extras import install
 from ._core.kernel_checks import checking_devices, checking_overlap
 from ._core.log import log_dispatch, topics
@@ -245,11 +248,30 @@ def supported(backend: str, capabilities: Sequence[Capability] | None = None) ->
 # --- choice ----------------------------------------------------------------------------------------------------
 
 
-def parse(text: str) -> tuple[str, dict[str, str]]:
-    """``"triton,rms_norm=cuda"`` -> ``("triton", {"rms_norm": "cuda"})``.
+class Request(NamedTuple):
+    """The backends that were asked for.
+
+    Attributes:
+        default: ``"auto"`` or a backend.
+        per_op: exceptions by op.
+        source: the variable or the function, as messages name it.
+        reason: the source as reports name it.
+    """
+
+    default: str
+    per_op: dict[str, str]
+    source: str = VARIABLE
+    reason: str = VARIABLE
+
+    def of(self, name: str) -> str:
+        return self.per_op.get(name, self.default)
+
+
+def parse(text: str, source: str = VARIABLE, reason: str = VARIABLE) -> Request:
+    """``"triton,rms_norm=cuda"`` -> ``Request("triton", {"rms_norm": "cuda"})``.
 
     Raises:
-        ValueError: an unknown backend or op name, or a default after the first entry.
+        ValueError: an unknown backend or op name, an op with two backends, or a default after the first entry.
     """
     default = "auto"
     per_op: dict[str, str] = {}
@@ -257,33 +279,38 @@ def parse(text: str) -> tuple[str, dict[str, str]]:
         op, separator, backend = (piece.strip() for piece in entry.rpartition("="))
         if backend not in ("auto", *BACKENDS):
             raise ValueError(
-                f"{VARIABLE}: unknown backend '{backend}' in '{text}', expected auto, {', '.join(BACKENDS)}"
+                f"{source}: unknown backend '{backend}' in '{text}', expected auto, {', '.join(BACKENDS)}"
             )
         if not separator:
             if index:
                 raise ValueError(
-                    f"{VARIABLE}: '{entry}' in '{text}' must come first or be written op={entry}"
+                    f"{source}: '{entry}' in '{text}' must come first or be written op={entry}"
                 )
             default = backend
         elif op not in FAMILIES:
             raise ValueError(
-                f"{VARIABLE}: unknown op '{op}' in '{text}', expected one of {', '.join(FAMILIES)}"
+                f"{source}: unknown op '{op}' in '{text}', expected one of {', '.join(FAMILIES)}"
+            )
+        elif op in per_op:
+            raise ValueError(
+                f"{source}: two backends for {op} in '{text}', '{per_op[op]}' and '{backend}', expected one"
             )
         else:
             per_op[op] = backend
-    return default, per_op
+    return Request(default, per_op, source, reason)
 
 
-def _resolve(family: Family, requested: str) -> tuple[str, str]:
-    """(backend, reason) for ``"auto"`` or a backend. Raises BackendUnavailable if that backend cannot serve the op."""
+def _resolve(family: Family, request: Request) -> tuple[str, str]:
+    """(backend, reason) for an op. Raises BackendUnavailable if the backend that was requested cannot serve it."""
+    requested = request.of(family.name)
     if requested != "auto":
         possible, why = supported(requested)
         if not possible:
             command = f": {install('triton')}" if why == _NO_TRITON else ""
             raise BackendUnavailable(
-                f"liger: backend '{requested}' was requested for {family.name}, but {why}{command}"
+                f"{request.source}: backend '{requested}' was requested for {family.name}, but {why}{command}"
             )
-        return requested, f"requested; {why}"
+        return requested, f"requested by {request.reason}; {why}"
     if torch.version.cuda is None:
         return "torch", "auto: this torch has no CUDA"
     rejected: list[str] = []
@@ -304,8 +331,8 @@ def _kernels(family: Family, backend: str) -> Kernels:
     return {op: getattr(module, op) for op in family.torch_kernels}
 
 
-def _apply(family: Family, requested: str) -> None:
-    backend, reason = _resolve(family, requested)
+def _apply(family: Family, request: Request) -> None:
+    backend, reason = _resolve(family, request)
     kernels = None if backend == "cuda" else _kernels(family, backend)
     if family._override is not None:
         # Destroying the library restores the compiled kernels that it overrides.
@@ -332,13 +359,23 @@ def _apply(family: Family, requested: str) -> None:
     family.choice, family.reason = backend, reason
 
 
-# (default, exceptions by op), as parse() returns them.
-_requested: tuple[str, dict[str, str]] = ("auto", {})
+_requested = Request("auto", {})
 
 
-def _apply_all(default: str, per_op: dict[str, str]) -> None:
-    for name, family in FAMILIES.items():
-        _apply(family, per_op.get(name, default))
+def _apply_all(request: Request) -> None:
+    for family in FAMILIES.values():
+        _apply(family, request)
+
+
+def _set(source: str, default: str, per_op: dict[str, str]) -> None:
+    global _requested
+    for name, value in {"default": default, **per_op}.items():
+        check(source, name, value, TEXT)
+    request = parse(",".join([default, *(f"{op}={b}" for op, b in per_op.items())]), source, source)
+    for family in FAMILIES.values():
+        _resolve(family, request)
+    _apply_all(request)
+    _requested = request
 
 
 def set_backend(default: str = "auto", **per_op: str) -> None:
@@ -349,15 +386,11 @@ def set_backend(default: str = "auto", **per_op: str) -> None:
         per_op: exceptions by op name, for example ``rms_norm="cuda"``.
 
     Raises:
-        ValueError: an unknown backend or op name.
+        TypeError: a backend that is no string.
+        ValueError: an unknown backend or op name, or an op with two backends.
         BackendUnavailable: an explicit backend cannot serve an op on this machine. No backend has changed then.
     """
-    global _requested
-    parsed_default, parsed = parse(",".join([default, *(f"{op}={b}" for op, b in per_op.items())]))
-    for name, family in FAMILIES.items():
-        _resolve(family, parsed.get(name, parsed_default))
-    _apply_all(parsed_default, parsed)
-    _requested = (parsed_default, parsed)
+    _set("set_backend", default, per_op)
 
 
 @contextlib.contextmanager
@@ -370,23 +403,31 @@ def use_backend(default: str = "auto", **per_op: str) -> Iterator[None]:
         default, per_op: as in :func:`set_backend`.
 
     Raises:
-        ValueError, BackendUnavailable: as :func:`set_backend`.
+        TypeError, ValueError, BackendUnavailable: as :func:`set_backend`.
     """
+    global _requested
     before = _requested
-    set_backend(default, **per_op)
+    _set("use_backend", default, per_op)
     try:
         yield
     finally:
-        set_backend(before[0], **before[1])
+        _apply_all(before)
+        _requested = before
 
 
 def backend_report() -> dict[str, dict[str, str]]:
     """The backend that serves CUDA tensors, for each op family, and the reason for the choice.
 
     Returns:
-        ``{op: {"backend": "cuda", "triton" or "torch", "reason": text}}``. Until torch initialises CUDA, ``"auto"``
-        has chosen without knowing the devices.
+        ``{op: {"backend": "cuda", "triton" or "torch", "reason": text}}``. The reason names what requested a backend:
+        ``LIGER_BACKEND`` with the value that was read when liger was imported, :func:`set_backend` or
+        :func:`use_backend`. Until torch initialises CUDA, ``"auto"`` has chosen without knowing the devices.
+
+    Warns:
+        UserWarning: an environment variable that is read when liger is imported has another value now.
     """
+    for change in changed_since_import():
+        warnings.warn(f"liger.backend_report: {change}", stacklevel=2)
     return {name: {"backend": f.choice, "reason": f.reason} for name, f in FAMILIES.items()}
 
 
@@ -394,23 +435,21 @@ def _on_cuda_initialised() -> None:
     global _cuda_initialised
     _cuda_initialised = True
     _capabilities[:] = [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
-    _apply_all(*_requested)
+    _apply_all(_requested)
 
 
 def _initialise() -> None:
     global _requested
     try:
-        _requested = parse(os.environ.get(VARIABLE, "auto"))
+        text = os.environ.get(VARIABLE, "auto")
+        _requested = parse(text, reason=f"{VARIABLE}={text}, read when liger was imported")
         # Invalid values raise at import, not at first use.
         triton_interpreted()
         targets_checked()
         topics()
-        _apply_all(*_requested)
-    except ValueError as error:
+        _apply_all(_requested)
+    except (ValueError, BackendUnavailable) as error:
         refuse_in_command(str(error))
-        raise
-    except BackendUnavailable as error:
-        refuse_in_command(f"{VARIABLE}: {str(error).removeprefix('liger: ')}")
         raise
     if torch.version.cuda is not None:
         torch.cuda._lazy_call(_on_cuda_initialised)

@@ -61,7 +61,7 @@ def last_line_of_failure(code, **environment):
     ],
 )
 def test_parse(text, expected):
-    assert parse(text) == expected
+    assert parse(text)[:2] == expected
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,11 @@ def test_parse(text, expected):
         ("torch,triton", "'triton' in 'torch,triton' must come first or be written op=triton"),
         ("rms_norm=torch,triton", "'triton' in 'rms_norm=torch,triton' must come first"),
         ("rms_norm_backward=torch", "unknown op 'rms_norm_backward'"),
+        (
+            "rms_norm=cuda,rms_norm=torch",
+            "two backends for rms_norm in 'rms_norm=cuda,rms_norm=torch', 'cuda' and 'torch', expected one",
+        ),
+        ("rope=torch, swiglu=torch, rope=torch", "two backends for rope"),
     ],
 )
 def test_parse_refuses(text, words):
@@ -91,8 +96,8 @@ def test_an_explicit_backend_that_is_missing_raises_at_import():
     hidden = "import sys; sys.modules['triton'] = None; import liger"
     line = last_line_of_failure(hidden, LIGER_BACKEND="torch,rope=triton", TRITON_INTERPRET="1")
     assert line == (
-        "liger.backend.BackendUnavailable: liger: backend 'triton' was requested for rope, but triton is not installed"
-        ': pip install "liger-ops[triton]"'
+        "liger.backend.BackendUnavailable: LIGER_BACKEND: backend 'triton' was requested for rope, but triton is not "
+        'installed: pip install "liger-ops[triton]"'
     )
 
 
@@ -126,7 +131,7 @@ def test_use_backend_restores():
     with liger.use_backend("torch"):
         inside = liger.backend_report()
         with liger.use_backend("auto", rms_norm="torch"):
-            assert liger.backend_report()["rms_norm"]["reason"].startswith("requested")
+            assert liger.backend_report()["rms_norm"]["reason"].startswith("requested by use_backend; ")
         assert liger.backend_report() == inside
         assert all(r == {"backend": "torch", "reason": inside["rope"]["reason"]} for r in inside.values())
     assert backend._requested == before
@@ -141,7 +146,7 @@ def test_set_backend_takes_a_whole_string():
     before = backend._requested
     try:
         liger.set_backend("torch,rope=auto", swiglu="torch")
-        assert backend._requested == ("torch", {"rope": "auto", "swiglu": "torch"})
+        assert backend._requested[:2] == ("torch", {"rope": "auto", "swiglu": "torch"})
     finally:
         liger.set_backend(before[0], **before[1])
 
@@ -150,14 +155,20 @@ def test_a_refused_choice_changes_nothing(monkeypatch):
     before, requested = liger.backend_report(), backend._requested
     monkeypatch.setattr(load, "CUDA_LOADED", False)
     monkeypatch.setattr(load, "CUDA_REASON", "the kernels were not built")
-    with pytest.raises(
-        BackendUnavailable, match="'cuda' was requested for swiglu, but the kernels were not built"
+    for given, error, words in (
+        (("torch", {"swiglu": "cuda"}), BackendUnavailable, "backend 'cuda' was requested for swiglu, but the kernels"),
+        (("torch", {"batch_norm": "torch"}), ValueError, "unknown op 'batch_norm'"),
+        (("fast", {}), ValueError, "unknown backend 'fast'"),
+        (("rope=torch", {"rope": "auto"}), ValueError, "two backends for rope"),
+        (("rope=torch,torch", {}), ValueError, "'torch' in 'rope=torch,torch' must come first"),
+        ((3, {}), TypeError, "default is 3, expected a string"),
+        (("torch", {"rope": None}), TypeError, "rope is None, expected a string"),
     ):
-        liger.set_backend("torch", swiglu="cuda")
-    with pytest.raises(ValueError, match="unknown op 'batch_norm'"):
-        liger.set_backend("torch", batch_norm="torch")
-    with pytest.raises(ValueError, match="unknown backend 'fast'"), liger.use_backend("fast"):
-        raise AssertionError("not reached")
+        default, per_op = given
+        with pytest.raises(error, match=f"^set_backend: {words}"):
+            liger.set_backend(default, **per_op)
+        with pytest.raises(error, match=f"^use_backend: {words}"), liger.use_backend(default, **per_op):
+            raise AssertionError("not reached")
     assert liger.backend_report() == before and backend._requested == requested
 
 
@@ -223,10 +234,38 @@ def test_report_names_every_family_and_says_why():
     assert list(report) == list(FAMILIES)
     for entry in report.values():
         assert entry["backend"] in backend.BACKENDS and entry["reason"]
-    if torch.version.cuda is None and backend._requested == ("auto", {}):
+    if torch.version.cuda is None and backend._requested[:2] == ("auto", {}):
         assert set(map(tuple, (e.values() for e in report.values()))) == {
             ("torch", "auto: this torch has no CUDA")
         }
+
+
+CHANGED = """
+import os, warnings, liger
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    print(liger.backend_report()["rope"]["reason"])
+    os.environ |= {"LIGER_BACKEND": "auto", "LIGER_AUTOGRAD": "python", "TRITON_INTERPRET": "", "LIGER_LOG": "plan"}
+    liger.backend_report()
+print(*(w.message for w in caught), sep="\\n")
+"""
+
+
+def test_report_names_the_variable_and_warns_of_later_changes():
+    lines = output(CHANGED, LIGER_BACKEND="torch", LIGER_AUTOGRAD="", TRITON_INTERPRET="").splitlines()
+    assert lines[0] == (
+        "requested by LIGER_BACKEND=torch, read when liger was imported; plain torch runs everywhere"
+    )
+    assert len(lines) == 3
+    for line, words in zip(
+        lines[1:],
+        (
+            "LIGER_BACKEND is 'auto', and was 'torch' when liger was imported",
+            "LIGER_AUTOGRAD is 'python', and was not set when liger was imported",
+        ),
+        strict=True,
+    ):
+        assert line.startswith(f"liger.backend_report: {words}")
 
 
 IMPORT = """
@@ -261,5 +300,5 @@ def test_log_of_dispatch():
     status, _, err = python("-c", code, LIGER_LOG="plan,dispatch")
     assert status == 0, err
     lines = [line for line in err.splitlines() if line.startswith("liger: dispatch ")]
-    assert "liger: dispatch softmax -> torch (requested; plain torch runs everywhere)" in lines
+    assert "liger: dispatch softmax -> torch (requested by set_backend; plain torch runs everywhere)" in lines
     assert any(line.startswith("liger: dispatch rms_norm -> ") and "(auto: " in line for line in lines)

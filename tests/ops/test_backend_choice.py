@@ -20,6 +20,12 @@ from liger.backend import (
 )
 
 RMS_NORM = FAMILIES["rms_norm"]
+
+
+def resolved(family, requested):
+    return backend._resolve(family, backend.Request(requested, {}))
+
+
 pytestmark = pytest.mark.usefixtures("backends_restored")
 
 
@@ -153,12 +159,12 @@ def test_auto_takes_the_faster_one(cuda_machine, monkeypatch):
     monkeypatch.setattr(backend, "FASTER", {(9, 0): {"rms_norm": "triton", "rope": "cuda"}})
     monkeypatch.setattr(backend, "_capabilities", [(9, 0)])
     why = "measured to be the faster one on compute capability 9.0"
-    assert backend._resolve(RMS_NORM, "auto") == ("triton", f"auto: triton 3.6.0; {why}")
-    assert backend._resolve(FAMILIES["rope"], "auto") == ("cuda", f"auto: compiled CUDA kernels; {why}")
-    assert backend._resolve(FAMILIES["swiglu"], "auto") == ("cuda", "auto: compiled CUDA kernels")
-    assert backend._resolve(RMS_NORM, "cuda") == ("cuda", "requested; compiled CUDA kernels")
+    assert resolved(RMS_NORM, "auto") == ("triton", f"auto: triton 3.6.0; {why}")
+    assert resolved(FAMILIES["rope"], "auto") == ("cuda", f"auto: compiled CUDA kernels; {why}")
+    assert resolved(FAMILIES["swiglu"], "auto") == ("cuda", "auto: compiled CUDA kernels")
+    assert resolved(RMS_NORM, "cuda") == ("cuda", "requested by LIGER_BACKEND; compiled CUDA kernels")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert backend._resolve(RMS_NORM, "auto") == (
+    assert resolved(RMS_NORM, "auto") == (
         "cuda",
         "auto: compiled CUDA kernels; not triton: triton is not installed",
     )
@@ -167,13 +173,13 @@ def test_auto_takes_the_faster_one(cuda_machine, monkeypatch):
 def test_auto_takes_triton_where_no_binary_fits(cuda_machine, monkeypatch):
     monkeypatch.setattr(backend, "_capabilities", [(13, 0)])
     why = "no binary of the CUDA kernels for compute capability 13.0"
-    assert backend._resolve(RMS_NORM, "auto") == ("triton", f"auto: triton 3.6.0; {why}")
+    assert resolved(RMS_NORM, "auto") == ("triton", f"auto: triton 3.6.0; {why}")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    chosen, why = backend._resolve(RMS_NORM, "auto")
+    chosen, why = resolved(RMS_NORM, "auto")
     assert chosen == "cuda" and why.endswith("not triton: triton is not installed")
     # Neither binary nor PTX.
     monkeypatch.setattr(backend, "_capabilities", [(11, 0)])
-    assert backend._resolve(RMS_NORM, "auto")[0] == "torch"
+    assert resolved(RMS_NORM, "auto")[0] == "torch"
 
 
 def test_supported_everywhere_and_nowhere(cuda_machine):
@@ -203,12 +209,12 @@ def test_triton_needs_its_package_and_a_device(cuda_machine, monkeypatch):
 
 
 def test_auto_takes_the_first_that_is_possible(cuda_machine, monkeypatch):
-    assert backend._resolve(RMS_NORM, "auto") == ("cuda", "auto: compiled CUDA kernels")
+    assert resolved(RMS_NORM, "auto") == ("cuda", "auto: compiled CUDA kernels")
     monkeypatch.setattr(load, "CUDA_LOADED", False)
     monkeypatch.setattr(load, "CUDA_REASON", "no nvcc")
-    assert backend._resolve(RMS_NORM, "auto") == ("triton", "auto: triton 3.6.0; not cuda: no nvcc")
+    assert resolved(RMS_NORM, "auto") == ("triton", "auto: triton 3.6.0; not cuda: no nvcc")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert backend._resolve(RMS_NORM, "auto") == (
+    assert resolved(RMS_NORM, "auto") == (
         "torch",
         "auto: plain torch runs everywhere; not cuda: no nvcc; not triton: triton is not installed",
     )
@@ -216,10 +222,10 @@ def test_auto_takes_the_first_that_is_possible(cuda_machine, monkeypatch):
 
 def test_auto_falls_back_on_an_old_device_and_an_explicit_choice_does_not(cuda_machine, monkeypatch):
     monkeypatch.setattr(backend, "_capabilities", [(7, 5)])
-    chosen, why = backend._resolve(RMS_NORM, "auto")
+    chosen, why = resolved(RMS_NORM, "auto")
     assert chosen == "torch" and "not cuda: a device has compute capability 7.5" in why
     for name in ("cuda", "triton"):
         with pytest.raises(
             BackendUnavailable, match=f"'{name}' was requested for rms_norm, but a device has"
         ):
-            backend._resolve(RMS_NORM, name)
+            resolved(RMS_NORM, name)

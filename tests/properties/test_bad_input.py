@@ -79,6 +79,23 @@ def wrong_tensors(tensor):
     yield tensor.new_zeros(() if tensor.dim() else 2)
 
 
+def other_layouts(tensor):
+    """The tensor in every layout, and quantised, as far as torch has them for its dtype and dimensions."""
+    floats, dims = tensor.dtype == torch.float32, tensor.dim()
+    tensor = torch.ones_like(tensor)  # Compressed layouts want the same number of elements in every batch.
+    yield "layout sparse_coo", tensor.to_sparse()
+    if dims >= 2:
+        yield "layout sparse_csr", tensor.to_sparse_csr()
+        yield "layout sparse_bsc", tensor.to_sparse_bsc((1, 1))
+    if dims:
+        yield "nested", torch.nested.nested_tensor([tensor, tensor])
+        yield "nested", torch.nested.nested_tensor([tensor, tensor], layout=torch.jagged)
+    if floats and dims:
+        yield "layout _mkldnn", tensor.to_mkldnn()
+    if floats:
+        yield "quantised", torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8)
+
+
 def wrong_options(name, default):
     """What no option takes, by its default."""
     if isinstance(default, bool):
@@ -132,6 +149,49 @@ def test_tensors(name):
             if name == "tiled" and isinstance(value, torch.Tensor) and value.is_complex():
                 continue  # The function may take it.
             refused(lambda a=argument, v=value: call(**{**given, a: v}), op, argument, value)
+
+
+def refuses_layouts(call, ops, given, argument, error=RuntimeError):
+    """Asserts that the call refuses every other layout of the tensor that it is given for an argument."""
+    for words, value in other_layouts(given[argument]):
+        pattern = rf"({'|'.join(ops)}): {argument} is a .*{words}.*, expected a dense tensor"
+        with pytest.raises(error, match=pattern):
+            call(**{**given, argument: value})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("name", FIRST)
+def test_layouts(name):
+    if name in PUBLIC:
+        signature, call, op = function_of(name)
+        given, ops = given_to(name), (op,)
+    else:
+        cls, case = public(name), CASES[FIRST[name]]
+        signature, call = cls.forward, case.call
+        given, ops = arguments(FIRST[name], requires_grad=False), (cls.__name__, CALLED.get(cls.__name__, cls.__name__))
+    tensors = [a for a in parameters_of(signature) if isinstance(given.get(a), torch.Tensor)]
+    assert tensors
+    for argument in tensors:
+        refuses_layouts(call, ops, given, argument)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta", "ignore:The PyTorch API of nested")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
+def test_layouts_elsewhere():
+    x, weight, target = torch.randn(4, 8), torch.randn(6, 8), torch.zeros(4, dtype=torch.int64)
+    for function, given in (
+        (liger.vocab_parallel_cross_entropy, {"logits": x, "target": target}),
+        (liger.vocab_parallel_fused_linear_ce, {"input": x, "weight": weight, "target": target}),
+        (liger.vocab_parallel_fused_linear_logprobs, {"hidden": x, "weight": weight, "targets": target}),
+    ):
+        for argument in given:
+            refuses_layouts(function, (function.__name__,), given, argument)
+    given = {"weight": torch.ones(6)}
+    refuses_layouts(liger.nn.CrossEntropyLoss, ("CrossEntropyLoss",), given, "weight", ValueError)
+    for words, value in other_layouts(x):
+        with pytest.raises(RuntimeError, match=f"tiled: argument 2 is .*{words}"):
+            liger.tiled(lambda part, other: part, x, value)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -117,9 +117,23 @@ CE_OPTIONS: dict[str, Any] = {
 }
 
 
+def layout_of(tensor):
+    """In words, what no op takes: a tensor that is nested or quantised, or has another layout than strided. None for
+    all other tensors."""
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return f"a quantised tensor of dtype {dtype_name(tensor.dtype)}"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    return None
+
+
 def described(value):
     """A value as error messages print it."""
     if isinstance(value, torch.Tensor):
+        if (layout := layout_of(value)) is not None:
+            return layout  # The shape of a nested tensor is an error.
         return f"a tensor of shape {tuple(value.shape)} and dtype {dtype_name(value.dtype)}"
     if isinstance(value, float):
         return f"{value:g}"
@@ -131,11 +145,14 @@ def dtype_name(dtype):
 
 
 def check(op, name, value, rule, optional=False, error=RuntimeError):
-    """Raises TypeError for a value of another type, ``error`` for one out of range; None passes if ``optional``."""
+    """Raises TypeError for a value of another type, ``error`` for one out of range or a tensor of a layout that no op
+    takes; None passes if ``optional``."""
     if value is None and optional:
         return
     if not rule.has_type(value):
         kind = TypeError
+    elif isinstance(value, torch.Tensor) and layout_of(value) is not None:
+        raise error(f"{op}: {name} is {layout_of(value)}, expected a dense tensor (torch.strided)")
     elif rule.in_range is not None and not rule.in_range(value):
         kind = error
     else:

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 import os
 
+# Variables that have no effect after the import of liger, with their values then.
+_AT_IMPORT = {name: os.environ.get(name) for name in ("LIGER_BACKEND", "LIGER_AUTOGRAD", "TRITON_INTERPRET")}
+
+
+def changed_since_import() -> list[str]:
+    """A sentence for each variable of this process whose value differs from the one that the import of liger read."""
+    changed = []
+    for name, before in _AT_IMPORT.items():
+        now = os.environ.get(name)
+        if (now or "") != (before or ""):
+            was = f"'{before}'" if before else "not set"
+            changed.append(
+                f"{name} is {repr(now) if now else 'not set'}, and was {was} when liger was imported, which alone reads"
+                " it: set it before the import"
+                + (", or call liger.set_backend" if name == "LIGER_BACKEND" else "")
+            )
+    return changed
+
 
 def environment_flag(name: str, default: str = "0") -> bool:
     """Whether an environment variable is 1. Unset and empty mean ``default``.
