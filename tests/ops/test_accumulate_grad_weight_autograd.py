@@ -184,6 +184,50 @@ def test_unsuitable_weights(message):
             call(x, weight, target, accumulate_grad_weight=True)
 
 
+def _columns_in_one_place(weight, x):
+    return torch.zeros(VOCAB).as_strided(weight.shape, (1, 0))
+
+
+def _shifted_rows(weight, x):
+    return torch.zeros(VOCAB + HIDDEN).as_strided(weight.shape, (1, 1))
+
+
+def _memory_of_the_weight(weight, x):
+    return weight.detach()
+
+
+def _memory_around_the_input(weight, x):
+    whole = torch.zeros(VOCAB, HIDDEN)
+    x.set_(whole[: x.shape[0]])
+    return whole
+
+
+SHARED = {
+    r"{weight}.{what} of shape \(211, 32\) has strides \(1, 0\), .*is written": _columns_in_one_place,
+    r"{weight}.{what} of shape \(211, 32\) has strides \(1, 1\), .*is written": _shifted_rows,
+    r"{weight} shares memory with {weight}.{what}, .*is written": _memory_of_the_weight,
+    r"(input|hidden|_input) shares memory with {weight}.{what}, .*is written": _memory_around_the_input,
+}
+
+
+@pytest.mark.parametrize("what", ["main_grad", "grad"])
+@pytest.mark.parametrize("message", SHARED)
+def test_sums_in_shared_memory_are_refused_in_the_forward(message, what):
+    how = {"accumulate_grad_weight": True}
+    orpo = liger.losses.FusedLinearORPOLoss(**how)
+    calls = {
+        "fused_linear_ce: weight": lambda x, w, y: liger.fused_linear_ce(x, w, y, **how),
+        "fused_linear_logprobs: weight": lambda x, w, y: liger.fused_linear_logprobs(x, w, y, **how),
+        "FusedLinearORPOLoss: lin_weight": lambda x, w, y: orpo(w, x[:4, None], y[:4, None]),
+    }
+    for named, call in calls.items():
+        op, name = named.split(": ")
+        x, weight, target, *_ = make("cpu")
+        setattr(weight, what, SHARED[message](weight, x))
+        with pytest.raises(RuntimeError, match=f"^{op}: {message.format(weight=name, what=what)}"):
+            call(x, weight, target)
+
+
 def test_bad_calls():
     x, weight, target, *_ = make("cpu")
     with_sum(weight)

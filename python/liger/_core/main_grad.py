@@ -7,7 +7,7 @@ it directly, so autograd gets no gradient of the weight.
 import torch
 
 from .arguments import described, dtype_name
-from .autograd import is_transformed
+from .autograd import is_transformed, may_write_inputs
 from .dtensor import is_dtensor
 from .dtypes import accumulate_dtype
 
@@ -51,6 +51,7 @@ class WeightGradientSum:
         return None
 
     def _check_buffer(self):
+        """Returns (the name of the attribute that has the sum, the sum or None)."""
         weight, main_grad = self.weight, getattr(self.weight, "main_grad", None)
         what = "main_grad"
         if main_grad is None:
@@ -63,7 +64,7 @@ class WeightGradientSum:
                     f"has no float32 gradient: set {self.name}.main_grad to a float32 tensor of its shape, "
                     f"or {self.name}.grad_dtype to torch.float32"
                 )
-            return
+            return what, None
         fits = (
             isinstance(main_grad, torch.Tensor)
             and not is_dtensor(main_grad)
@@ -77,6 +78,17 @@ class WeightGradientSum:
                 f"{self.op}: accumulate_grad_weight with {self.name}.{what} = {described(main_grad)}, expected a "
                 f"{dtype_name(self.dtype)} tensor of shape {tuple(weight.shape)} on {weight.device}"
             )
+        return what, main_grad
+
+    def check_memory(self, others):
+        """Raises RuntimeError if two elements of the sum have one place in memory, or if it shares memory with the
+        weight or one of ``others``, tensors or None by argument: the backward writes the sum while it reads them."""
+        what, main_grad = self._check_buffer()
+        if main_grad is None or not may_write_inputs(main_grad, self.weight, *others.values()):
+            return  # Tracers have no memory to compare.
+        named = {f"{self.name}.{what}": main_grad, self.name: self.weight, **others}
+        named = {name: tensor.detach() for name, tensor in named.items() if tensor is not None}
+        torch.ops.liger.check_written(self.op, list(named), list(named.values()), 1)
 
     def is_wanted(self):
         """Inside a backward: whether it computes the gradient of the weight."""
@@ -92,13 +104,11 @@ class WeightGradientSum:
 
     def buffer(self):
         """The sum; a ``grad`` that does not exist yet is created with zeros."""
-        self._check_buffer()
-        main_grad = getattr(self.weight, "main_grad", None)
-        if main_grad is not None:
-            return main_grad
-        if self.weight.grad is None:
-            self.weight.grad = torch.zeros_like(self.weight, dtype=self.dtype)
-        return self.weight.grad
+        what, main_grad = self._check_buffer()
+        if main_grad is None:
+            main_grad = torch.zeros_like(self.weight, dtype=self.dtype)
+            setattr(self.weight, what, main_grad)
+        return main_grad
 
     def mark_added(self):
         # Megatron-LM sets the attribute to False, and adds weight.grad to main_grad unless it is True afterwards.
@@ -134,14 +144,16 @@ class _AddInBackward(torch.autograd.Function):
 
 
 @torch.compiler.disable(reason="liger: accumulate_grad_weight adds to weight.main_grad or weight.grad")
-def add_in_backward(op, name, weight, add, outputs, saved):
+def add_in_backward(op, name, weight, add, outputs, saved, names=()):
     """``outputs``, whose backward also calls ``add(total, weight, saved, gradients of outputs)`` without autograd.
 
     Args:
         op, name, weight: as in :class:`WeightGradientSum`.
         outputs: results that were computed with the detached weight.
         saved: tensors that ``add`` needs, or None.
+        names: the arguments whose memory the first of ``saved`` may have.
     """
     sum_of = WeightGradientSum(op, name, weight)
+    sum_of.check_memory(dict(zip(names, saved, strict=False)))
     detached = [t if t is None else t.detach() for t in saved]
     return _AddInBackward.apply(sum_of, add, len(outputs), weight, *outputs, *detached)

@@ -335,7 +335,7 @@ class FusedLinearLoss(nn.Module):
             row_grads = of_logprobs, of_entropy if self.uses_entropy else None
             (loss,) = logprobs_adding_grad_weight(
                 batch.op,
-                self.names.weight,
+                self.names,
                 parameter,
                 (loss,),
                 hidden,

@@ -149,17 +149,18 @@ def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_bud
         )  # fmt: skip
 
     inputs = input, target, bias, ce_weight, token_weight, denominator
-    return _add_in_backward("fused_linear_ce", "weight", weight, add, (loss,), inputs)[0]
+    names = "input", "target", "bias", "ce_weight", "token_weight", "denominator"
+    return _add_in_backward("fused_linear_ce", "weight", weight, add, (loss,), inputs, names)[0]
 
 
 def logprobs_adding_grad_weight(
-    op, name, weight, outputs, input, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype,
+    op, names, weight, outputs, input, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype,
     row_grads=(None, None),
 ):  # fmt: skip
     """``outputs``, whose backward also adds the gradient of the weight to its float32 sum.
 
     Args:
-        op, name: of the public function, and of its argument.
+        op, names: of the public function, and of its arguments.
         weight: the parameter.
         outputs: (log-probabilities,), (log-probabilities, entropies), or (a loss,) of the detached weight.
         row_grads: the gradients of the loss with respect to both, (rows,) or None.
@@ -180,4 +181,7 @@ def logprobs_adding_grad_weight(
             temperature, ignore_index, softcap, memory_budget, logits_dtype,
         )  # fmt: skip
 
-    return _add_in_backward(op, name, weight, add, outputs, (input, target, bias, *row_grads))
+    saved = input, target, bias, *row_grads
+    return _add_in_backward(
+        op, names.weight, weight, add, outputs, saved, (names.input, names.target, names.bias)
+    )

@@ -194,7 +194,7 @@ def logprobs_of_layer(
     results = *results[:3], *(results[5:] or (None, None))
     if parameter is not None:
         logprobs, *others = logprobs_adding_grad_weight(
-            op, names.weight, parameter, results[: 1 + return_entropy], rows, flat, bias, float(temperature),
+            op, names, parameter, results[: 1 + return_entropy], rows, flat, bias, float(temperature),
             ignore_index, softcap, memory_budget, logits_dtype,
         )  # fmt: skip
         results = logprobs, *(others or results[1:2]), *results[2:]
