@@ -33,7 +33,7 @@ RELEASE_ARGS ?=
 .PHONY: release-check demo test test-slow fuzz gpu-test gpu-test-archs sanitize distributed-test bench lint docs clean install-demo install-test
 
 demo: install-demo
-	$(PYTHON) -m liger.cli demo $(DEMO_ARGS)
+	$(PYTHON) -m liger_cli demo $(DEMO_ARGS)
 
 # What needs no GPU and is not marked slow: lint, the tests with the torch backend, a quarter of the op tests with
 # Triton's interpreter.
@@ -57,7 +57,7 @@ gpu-test:
 	$(GPU_PYTHON) -c "import torch; torch.cuda.init()"
 	LIGER_BUILD_CUDA=1 LIGER_CUDA_ARCHS=$${LIGER_CUDA_ARCHS:-$$($(GPU_PYTHON) scripts/gpu_arch.py)} \
 	  $(GPU_PYTHON) -m pip install --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m liger.cli info
+	$(GPU_PYTHON) -m liger_cli info
 	OMP_NUM_THREADS=1 $(GPU_PYTHON) -m pytest -m "not packaging and not distributed" $(if $(shell $(GPU_PYTHON) -c "import xdist" 2>&1),,-n 12) $(PYTEST_ARGS)
 
 # The same kernels built for 8.0 alone, which a later GPU runs through PTX: a selection of tests.
@@ -75,7 +75,7 @@ distributed-test:
 
 # Every op beside the peers that are installed, with the liger that is installed: after gpu-test, or after demo.
 bench:
-	$(if $(wildcard $(PYTHON)),$(PYTHON),$(GPU_PYTHON)) -m liger.cli bench $(BENCH_ARGS)
+	$(if $(wildcard $(PYTHON)),$(PYTHON),$(GPU_PYTHON)) -m liger_cli bench $(BENCH_ARGS)
 
 lint:
 	$(PYTHON) -m ruff check

@@ -21,7 +21,7 @@ built = build_info()["cuda_archs"].split()
 if not liger.__file__.startswith(folder) or built[0] != arch:
     sys.exit(f"liger is imported from {liger.__file__}, built for {' '.join(built)}: expected {folder}, {arch}")
 PYTHON
-"$python" -m liger.cli info
+"$python" -m liger_cli info
 "$python" -m pytest -k "cuda-cuda or loaded_code" "$@" \
   tests/packaging/test_loaded_code.py \
   tests/ops/test_{softmax,cross_entropy,group_norm,rms_norm,layer_norm,divergence,fused_linear_ce}.py \

@@ -11,10 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
-from liger.backend import BACKENDS
-from liger.cli._arguments import positive
+from liger_cli.arguments import positive
 
 from . import OPS
 
@@ -93,6 +90,11 @@ def _parser():
 
 def _complaint(arguments):
     """What is wrong with the arguments, or None."""
+    # Not at the top: --help takes no time without torch.
+    import torch
+
+    from liger.backend import BACKENDS
+
     for kind, given, known in (("op", arguments.ops, OPS), ("backend", arguments.backends, BACKENDS)):
         unknown = [name for name in given if name not in known]
         if unknown:

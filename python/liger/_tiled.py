@@ -294,7 +294,8 @@ def tiled(
         keep their activations, so no memory is saved.
 
     Raises:
-        RuntimeError: num_shards out of range; a sparse, nested or quantised tensor; in the backward, a tensor that requires grad and is not listed.
+        RuntimeError: num_shards out of range; a sparse, nested or quantised tensor; in the backward, a tensor that
+            requires grad and is not listed.
         ValueError: a tensor among the arguments, or an output, without the leading shape of x.
         TypeError: an argument of another type, or an output that is not one tensor.
 

@@ -9,7 +9,8 @@ Later changes of the variable have no effect; :func:`backend_report` warns of th
 
 The choice applies to CUDA tensors. The torch backend serves CPU tensors, except that ``triton`` also serves them under
 ``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support, by measured speed where both were
-measured (docs/performance/dispatch.md). An explicit backend that cannot serve an op raises; it is never replaced.
+measured (docs/performance/dispatch.md). An explicit backend that cannot serve an op of CUDA tensors raises; it is never
+replaced.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import torch
 from ._core import load
 from ._core.arguments import TEXT, check
 from ._core.build_info import build_info
-from ._core.command import refuse_in_command
 from ._core.environment import changed_since_import, targets_checked, triton_interpreted
 from ._core.extras import install
 from ._core.kernel_checks import checking_devices, checking_overlap
@@ -283,9 +283,7 @@ def parse(text: str, source: str = VARIABLE, reason: str = VARIABLE) -> Request:
             )
         if not separator:
             if index:
-                raise ValueError(
-                    f"{source}: '{entry}' in '{text}' must come first or be written op={entry}"
-                )
+                raise ValueError(f"{source}: '{entry}' in '{text}' must come first or be written op={entry}")
             default = backend
         elif op not in FAMILIES:
             raise ValueError(
@@ -440,16 +438,12 @@ def _on_cuda_initialised() -> None:
 
 def _initialise() -> None:
     global _requested
-    try:
-        text = os.environ.get(VARIABLE, "auto")
-        _requested = parse(text, reason=f"{VARIABLE}={text}, read when liger was imported")
-        # Invalid values raise at import, not at first use.
-        triton_interpreted()
-        targets_checked()
-        topics()
-        _apply_all(_requested)
-    except (ValueError, BackendUnavailable) as error:
-        refuse_in_command(str(error))
-        raise
+    text = os.environ.get(VARIABLE, "auto")
+    _requested = parse(text, reason=f"{VARIABLE}={text}, read when liger was imported")
+    # Invalid values raise at import, not at first use.
+    triton_interpreted()
+    targets_checked()
+    topics()
+    _apply_all(_requested)
     if torch.version.cuda is not None:
         torch.cuda._lazy_call(_on_cuda_initialised)

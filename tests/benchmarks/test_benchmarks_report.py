@@ -6,10 +6,10 @@ import pytest
 import torch
 from forked_python import python
 
-from liger import cli
-from liger.cli import bench
+import liger_cli as cli
 from liger_bench import OPS, environment, goals, harness, report, suite, verdict
 from liger_bench.harness import Options
+from liger_cli import bench
 
 ROOT = Path(__file__).parents[2]
 
@@ -201,7 +201,7 @@ def test_a_copy_without_history_has_no_commit(monkeypatch, tmp_path):
 def installed(monkeypatch, tmp_path):
     """liger as it is installed from a wheel, and a current folder without a checkout."""
     monkeypatch.delenv(bench.VARIABLE, raising=False)
-    monkeypatch.setattr(bench.liger, "__file__", str(tmp_path / "lib/site-packages/liger/__init__.py"))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "lib/site-packages/liger_cli/bench.py"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -237,7 +237,7 @@ def test_then_the_checkout_of_the_current_folder(installed, monkeypatch):
 
 def test_then_the_checkout_of_an_editable_install(installed, monkeypatch):
     suite = suite_in(installed / "checkout/benchmarks")
-    monkeypatch.setattr(bench.liger, "__file__", str(installed / "checkout/python/liger/__init__.py"))
+    monkeypatch.setattr(bench, "__file__", str(installed / "checkout/python/liger_cli/bench.py"))
     assert bench.suite_folder() == suite
 
 
@@ -250,6 +250,6 @@ def test_run_py_is_the_command():
 
 
 def test_importing_liger_does_not_import_the_suite():
-    code = "import sys, liger, liger.cli; print(*[m for m in sys.modules if m.startswith('liger_bench')])"
+    code = "import sys, liger, liger_cli; print(*[m for m in sys.modules if m.startswith('liger_bench')])"
     done = python("-c", code)
     assert (done.returncode, done.stdout.strip()) == (0, "")

@@ -156,7 +156,11 @@ def test_a_refused_choice_changes_nothing(monkeypatch):
     monkeypatch.setattr(load, "CUDA_LOADED", False)
     monkeypatch.setattr(load, "CUDA_REASON", "the kernels were not built")
     for given, error, words in (
-        (("torch", {"swiglu": "cuda"}), BackendUnavailable, "backend 'cuda' was requested for swiglu, but the kernels"),
+        (
+            ("torch", {"swiglu": "cuda"}),
+            BackendUnavailable,
+            "backend 'cuda' was requested for swiglu, but the kernels",
+        ),
         (("torch", {"batch_norm": "torch"}), ValueError, "unknown op 'batch_norm'"),
         (("fast", {}), ValueError, "unknown backend 'fast'"),
         (("rope=torch", {"rope": "auto"}), ValueError, "two backends for rope"),

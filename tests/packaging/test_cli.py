@@ -1,27 +1,33 @@
 """The liger command: what info says, and what demo concludes."""
 
+import importlib
 import importlib.util
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from forked_python import python
+from public_callables import CASES, arguments, differentiable_outputs, weighted_sum
 
 import liger
-from liger import cli
+import liger_cli as cli
 from liger._core import load
 from liger._core.build_info import build_info
 from liger._core.environment import triton_interpreted
-from liger.cli import _demo_data, _demo_report, _format, demo
-from liger.cli._demo_sizes import SIZES
+from liger.backend import FAMILIES
+from liger.cli import _demo_data, _demo_report, _format, demo, info
+from liger_cli.commands import COMMANDS
+from liger_cli.demo_sizes import SIZES
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers"
@@ -39,6 +45,7 @@ def test_info_as_json(capsys, monkeypatch):
     assert found["ops"].keys() == liger.backend_report().keys()
     assert found["environment"]["LIGER_MEMORY_BUDGET"] == "64M"
     assert len(found["devices"]) == torch.cuda.device_count()
+    assert {name: row and row["op"] for name, row in found["functions"].items()} == info.FUNCTIONS
     assert found["build"]["version"] == liger.__version__
     assert found["autograd library"] == {"loaded": load.NODES_LOADED, "reason": load.NODES_REASON}
 
@@ -47,9 +54,16 @@ def test_info_as_text(capsys, monkeypatch):
     monkeypatch.delenv("LIGER_CHECK_TARGETS", raising=False)
     assert cli.main(["info"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for op, row in liger.backend_report().items():
-        (line,) = (line for line in lines if line.split()[:1] == [op])
-        assert row["backend"] in line and row["reason"] in line
+    ops = json_info(capsys)["ops"]
+    reasons = {row["reason"] for row in ops.values()}
+    numbers = {}
+    for reason in reasons:
+        (line,) = (line for line in lines if reason in line)
+        numbers[reason] = line.split()[0]
+    for name, op in info.FUNCTIONS.items():
+        (line,) = (line for line in lines if line.split()[:1] == [name])
+        if op is not None:
+            assert line.split()[1:3] == [ops[op]["backend"], numbers[ops[op]["reason"]]]
     assert any(line.split() == ["LIGER_CHECK_TARGETS", "not", "set:", "0"] for line in lines)
     assert f"  autograd nodes  {load.NODES_REASON}" in lines
 
@@ -70,6 +84,87 @@ def test_info_says_which_variables_are_invalid(capsys, monkeypatch):
     assert "yes (invalid: LIGER_COMPAT_OVERRIDE: expected 0 or 1" in lines["LIGER_COMPAT_OVERRIDE"]
 
 
+def json_info(capsys):
+    assert cli.main(["info", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_public_function_has_the_op_that_it_calls():
+    cases = [name for name, case in CASES.items() if "." not in case.public]
+    several = {name for name in liger.__all__ if name.startswith("vocab_parallel_")}
+    assert info.FUNCTIONS.keys() == {CASES[name].public for name in cases} | several
+    family_of = {op: name for name, family in FAMILIES.items() for op in family.torch_kernels}
+    called = defaultdict(set)
+    for name in cases:
+        given = arguments(name)
+        with torch.profiler.profile() as profile:
+            torch.autograd.grad(
+                weighted_sum(differentiable_outputs(name, given)),
+                [given[key] for key in CASES[name].differentiable],
+            )
+        names = [event.key.removeprefix("liger::") for event in profile.key_averages()]
+        called[CASES[name].public].update(map(family_of.get, names))
+    assert {name: op for name, op in info.FUNCTIONS.items() if op not in called[name]}.keys() == several
+
+
+# --- help -----------------------------------------------------------------------------------------------------------
+
+HELP = """
+import sys
+start = __import__("time").process_time()
+import liger_cli
+try:
+    code = liger_cli.main(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+assert not {"torch", "liger"} & set(sys.modules)
+print(__import__("time").process_time() - start, code)
+"""
+
+
+@pytest.mark.parametrize("command", ["", "--version", "-V", "--help", *COMMANDS, "bench"])
+def test_help_is_quick(command, tmp_path):
+    given = command.split() if command in ("", "--version", "-V", "--help") else [command, "--help"]
+    # A folder without the benchmark suite, and a package that is no editable install: bench has help there, too.
+    shutil.copytree(Path(cli.__file__).parent, tmp_path / "liger_cli")
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *given],
+        cwd=tmp_path, env=os.environ | {"LIGER_BACKEND": "no such backend"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    *text, end = done.stdout.splitlines()
+    if "ersion" in command or command == "-V":
+        assert text == [f"liger {liger.__version__}"]
+    else:
+        assert text[0].startswith(f"usage: liger {command.removeprefix('--help')}".rstrip())
+    seconds, code = end.split()
+    assert code == "0" and float(seconds) < 0.3
+
+
+def test_the_help_of_the_suite_needs_no_torch():
+    program = HELP.replace('{"torch", "liger"}', '{"torch"}')
+    done = subprocess.run(
+        [sys.executable, "-c", program, "bench", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--heads" in done.stdout and done.stdout.splitlines()[-1].endswith(" 0")
+
+
+def test_unknown_commands(capsys):
+    for command, words in (("modles", "did you mean 'models'?"), ("bnech", "did you mean 'bench'?"),
+                           ("x", "expected one of info, plan, models, demo, bench")):  # fmt: skip
+        with pytest.raises(SystemExit) as end:
+            cli.main([command])
+        assert end.value.code == 2
+        assert f"liger: error: unknown command '{command}', {words}" in capsys.readouterr().err
+
+
+def test_every_command_has_its_module():
+    for command in COMMANDS:
+        assert callable(importlib.import_module(f"liger.cli.{command}").run)
+
+
+# --- variables ------------------------------------------------------------------------------------------------------
+
 # Variables that are read when liger is imported: an invalid value, and what the command says.
 INVALID = {
     "LIGER_BACKEND": ("cudaa", "unknown backend 'cudaa' in 'cudaa', expected auto, cuda, triton, torch"),
@@ -84,7 +179,7 @@ INVALID = {
 def test_an_invalid_variable_ends_the_command_in_one_line(variable):
     value, words = INVALID[variable]
     script = Path(sysconfig.get_path("scripts"), "liger")
-    for command in (["-m", "liger.cli"], *([[script]] if script.exists() else [])):
+    for command in (["-m", "liger_cli"], *([[script]] if script.exists() else [])):
         done = python(*command, "info", environment=os.environ | {variable: value})
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == f"liger: {variable}: {words}\n"
@@ -94,7 +189,7 @@ def test_an_invalid_variable_ends_the_command_in_one_line(variable):
 
 
 def test_a_backend_that_cannot_serve_an_op_ends_the_command_in_one_line():
-    code = "import sys; sys.modules['triton'] = None; sys.argv = ['liger']; import liger"
+    code = "import sys; sys.modules['triton'] = None; import liger_cli; sys.exit(liger_cli.main(['info']))"
     done = python("-c", code, environment=os.environ | {"LIGER_BACKEND": "auto,rope=triton"})
     words = "LIGER_BACKEND: backend 'triton' was requested for rope, but "
     assert done.returncode == 2 and done.stderr.startswith(f"liger: {words}")
@@ -116,7 +211,7 @@ def test_info_names_what_serves_an_op_without_a_gpu(capsys):
 
 def test_a_reader_that_closes_the_pipe_is_no_error():
     info = subprocess.Popen(
-        [sys.executable, "-m", "liger.cli", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "liger_cli", "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     info.stdout.close()
     assert info.stderr.read() == ""
@@ -179,6 +274,8 @@ def test_demo_text_and_picture(tmp_path):
     assert "3      7.000000    7.500000    +5.0e-01" in text
     assert "The losses DISAGREE: largest difference 5.0e-01" in text
     assert "4.00 x less" in text
+    note = "Tokens/s on a CPU that has other work to do are noise"
+    assert note in text and note not in _demo_report.text(results | {"device": "NVIDIA H100"})
     _demo_report.picture(results, tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
@@ -191,6 +288,9 @@ def test_demo_names_the_extra_when_something_is_missing(capsys, monkeypatch):
 
 @needs_transformers
 def test_demo_refuses_too_few_steps(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["demo", "--quick", "--steps", "-3"])
+    assert "argument --steps: expected an integer above 0, got '-3'" in capsys.readouterr().err
     assert cli.main(["demo", "--quick", "--steps", "1"]) == 2
     assert "--steps is 1, expected at least 2" in capsys.readouterr().err
 

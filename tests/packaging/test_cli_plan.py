@@ -8,7 +8,7 @@ import torch
 from live_bytes import LiveBytes
 
 import liger
-from liger import cli
+import liger_cli as cli
 from liger._core.sm90_plan import plan_chunks_sm90
 from liger.cli import plan as plan_command
 from liger.cli.plan import head_memory
@@ -177,11 +177,14 @@ def test_plan_is_for_the_device_at_hand(capsys, monkeypatch):
         assert json.loads(capsys.readouterr().out)["engine"] == engine
 
 
-@pytest.mark.parametrize("text", ["9", "90a", "9.x", "-9.0", ""])
+@pytest.mark.parametrize("text", ["9", "90a", "9.x", "-9.0", "", "99.0", "9.1", "7.5"])
 def test_plan_with_an_unreadable_capability(capsys, text):
     with pytest.raises(SystemExit):
         cli.main([*ARGUMENTS_90, f"--capability={text}"])
-    assert f"expected a compute capability such as 9.0, got '{text}'" in capsys.readouterr().err
+    assert re.search(
+        f"argument --capability: expected a compute capability such as 9.0, .*, got '{text}'\n",
+        capsys.readouterr().err,
+    )
 
 
 @pytest.mark.parametrize("option", ["tokens", "hidden", "vocab"])
@@ -189,7 +192,10 @@ def test_plan_of_sizes_that_are_none(capsys, option):
     sizes = {"tokens": "8", "hidden": "8", "vocab": "8"}
     for text, words in (
         ("99999999999999999999", "expected at most "),
-        ("many", "expected an integer, got 'many'"),
+        ("many", "expected an integer above 0, such as 8192 or 8K, got 'many'"),
+        ("-5", "expected an integer above 0, such as 8192 or 8K, got '-5'"),
+        ("0", "expected an integer above 0, such as 8192 or 8K, got '0'"),
+        ("2.5K", "expected an integer above 0, such as 8192 or 8K, got '2.5K'"),
     ):
         with pytest.raises(SystemExit):
             cli.main(["plan", *(f"--{name}={size}" for name, size in (sizes | {option: text}).items())])
@@ -207,17 +213,47 @@ def test_plan_as_text(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tokens", "8", "--budget", "lots"], "--budget: expected a positive number of bytes"),
-        (["--tokens", "8", "--budget=-1M"], "--budget: expected a positive number of bytes"),
-        (["--tokens", "8", "--budget="], "--budget is empty"),
         (["--tokens", str(2**40), "--vocab", str(2**31)], "need more than 2^63 bytes"),
-        (["--tokens", "-8"], "rows, hidden and vocab must not be negative"),
+        (
+            ["--tokens", "8", "--budget", "1"],
+            "--budget is 1, expected at least the logits of one row, 2000 bytes",
+        ),
+        (["--tokens", "8", "--budget", "1K"], "--budget is 1K, expected at least the logits of one row"),
     ],
 )
 def test_plan_with_bad_input(capsys, monkeypatch, arguments, words):
     monkeypatch.setenv("LIGER_MEMORY_BUDGET", "512M")
     assert cli.main(["plan", "--hidden", "64", "--vocab", "1000", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["lots", "-1M", "", "0", "1.5G", "1T", " 1"])
+def test_plan_with_an_unreadable_budget(capsys, text):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--tokens=8", "--hidden=64", "--vocab=1000", f"--budget={text}"])
+    words = f"argument --budget: expected a number of bytes above 0, such as 8192 or 8K, got '{text}'"
+    assert words in capsys.readouterr().err
+
+
+def test_plan_of_rounded_sizes(capsys):
+    plans = []
+    for sizes in (["8k", "2K", "1m"], ["8192", "2048", str(2**20)]):
+        pairs = zip(("--tokens", "--hidden", "--vocab"), sizes, strict=True)
+        assert cli.main(["plan", *(word for pair in pairs for word in pair)]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] and "8192 tokens, hidden 2048, vocabulary 1048576" in plans[0]
+
+
+def test_plan_says_for_which_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(plan_command, "_clusters", lambda: 66)
+    for chosen, found, words in (
+        ([], None, "planned for any GPU but one of compute capability 9.0, since "),
+        ([], (9, 0), "planned for the GPU of this machine, compute capability 9.0\n"),
+        (["--capability=8.0"], (9, 0), "planned for compute capability 8.0\n"),
+    ):
+        monkeypatch.setattr(plan_command, "_device_capability", lambda c=found: c)
+        assert cli.main([*ARGUMENTS_90, *chosen]) == 0
+        assert words in capsys.readouterr().out
 
 
 def test_plan_reads_the_variables(capsys, monkeypatch):

@@ -1,12 +1,18 @@
 """``liger plan --model``."""
 
+import io
 import json
+import ssl
+import urllib.error
+import urllib.request
 
 import pytest
 
 pytest.importorskip("transformers")
+from huggingface_hub import constants
+from transformers import AutoConfig
 
-from liger import cli
+import liger_cli as cli
 
 LLAMA_1B = {
     "model_type": "llama",
@@ -104,18 +110,66 @@ def test_layers_of_a_vision_tower_do_not_count(tmp_path, capsys):
     assert totals[0] == totals[1]
 
 
+def test_options_without_a_meaning(config, capsys):
+    assert cli.main(["plan", "--model", config, "--hidden", "64", "--budget", "1G"]) == 2
+    assert "--model takes no --hidden, --budget" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    "given, message",
+    "given, missing",
     [
-        (["--hidden", "64", "--budget", "1G"], "--model takes no --hidden, --budget"),
-        (["--tokens", "-5"], "--tokens is -5, expected at least 0"),
+        (["--tokens", "16"], "--hidden, --vocab are missing"),
+        (["--tokens", "16", "--vocab=8"], "--hidden is missing"),
     ],
 )
-def test_options_without_a_meaning(given, message, config, capsys):
-    assert cli.main(["plan", "--model", config, *given]) == 2
-    assert message in capsys.readouterr().err
+def test_sizes_are_needed_without_a_model(given, missing, capsys):
+    assert cli.main(["plan", *given]) == 2
+    words = f"liger plan: {missing}: the plan of an lm_head needs --tokens, --hidden and --vocab; that of the decoder"
+    assert capsys.readouterr().err.startswith(words)
 
 
-def test_sizes_are_needed_without_a_model(capsys):
-    assert cli.main(["plan", "--tokens", "16"]) == 2
-    assert "--hidden, --vocab must be given" in capsys.readouterr().err
+NOWHERE = "no file, no folder, and no model in the cache of the Hub, which "
+
+
+def test_unknown_names_are_refused_without_a_second_try(monkeypatch, capsys):
+    tries = []
+
+    def no_connection(request, timeout):
+        tries.append((request.full_url, request.method, timeout))
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr(urllib.request, "urlopen", no_connection)
+    monkeypatch.setattr(
+        AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("transformers tries again")
+    )
+    for offline, words in ((False, "does not answer (no route)"), (True, "HF_HUB_OFFLINE forbids to ask")):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        assert cli.main(["plan", "--model", "no/such"]) == 2
+        assert capsys.readouterr().err == f"liger plan --model no/such: {NOWHERE}{words}\n"
+    assert tries == [("https://huggingface.co/no/such/resolve/main/config.json", "HEAD", 5)]
+    assert cli.main(["plan", "--model", "no such/name"]) == 2
+    assert "liger plan --model no such/name: Repo id must" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        urllib.error.HTTPError("https://huggingface.co", 401, "private", None, None),
+        urllib.error.URLError(ssl.SSLCertVerificationError("unknown certificate")),
+        None,
+    ],
+)
+def test_a_hub_that_answers_is_left_to_transformers(answer, monkeypatch, capsys):
+    def answers(request, timeout):
+        if answer is not None:
+            raise answer
+        return io.BytesIO()
+
+    def config(name, local_files_only):
+        raise OSError(f"{name} {local_files_only}")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(urllib.request, "urlopen", answers)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", config)
+    assert cli.main(["plan", "--model", "no/such"]) == 2
+    assert capsys.readouterr().err == "liger plan --model no/such: no/such False\n"

@@ -32,7 +32,10 @@ TOP = {"", "benchmarks", "cli"}
 def sources():
     """Each module of liger and the path of its source."""
     found = {}
-    for folder, prefix in ((ROOT / "python", ()), (ROOT / "triton_kernels", ("liger", "triton_kernels"))):
+    for folder, prefix in (
+        (ROOT / "python/liger", ("liger",)),
+        (ROOT / "triton_kernels", ("liger", "triton_kernels")),
+    ):
         for path in folder.rglob("*.py"):
             parts = (*prefix, *path.relative_to(folder).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path

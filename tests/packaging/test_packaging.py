@@ -133,7 +133,7 @@ def test_wheel_metadata(wheel):
     assert [
         line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra" not in line
     ] == [f"Requires-Dist: torch>={oldest}"]
-    assert "liger = liger.cli:main" in entry_points
+    assert "liger = liger_cli:main" in entry_points
 
 
 def test_build_without_cuda_says_so(wheel):

@@ -80,7 +80,7 @@ def test_python_runs(block, tmp_path, capsys):
     script = tmp_path / "block.py"
     script.write_text(block.program)
     runpy.run_path(str(script))
-    assert "nothing" not in capsys.readouterr().out
+    assert "not patched" not in capsys.readouterr().out
 
 
 def test_blocks_that_do_not_run_are_few():

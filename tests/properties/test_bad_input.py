@@ -169,7 +169,10 @@ def test_layouts(name):
     else:
         cls, case = public(name), CASES[FIRST[name]]
         signature, call = cls.forward, case.call
-        given, ops = arguments(FIRST[name], requires_grad=False), (cls.__name__, CALLED.get(cls.__name__, cls.__name__))
+        given, ops = (
+            arguments(FIRST[name], requires_grad=False),
+            (cls.__name__, CALLED.get(cls.__name__, cls.__name__)),
+        )
     tensors = [a for a in parameters_of(signature) if isinstance(given.get(a), torch.Tensor)]
     assert tensors
     for argument in tensors:

@@ -212,7 +212,7 @@ def test_a_model_inside_another_keeps_its_own_labels():
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"nothing in Linear can be patched as asked \(nothing\)"):
+    with pytest.raises(ValueError, match="nothing in Linear can be patched as asked; looked for"):
         liger.patch(nn.Linear(3, 4))
     for function in (
         liger.patch,

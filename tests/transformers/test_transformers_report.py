@@ -57,7 +57,7 @@ def test_rotary_embeddings_that_were_not_asked_for_are_not_looked_at():
 def test_an_unpatched_model_has_an_empty_report():
     model = make("Mixtral", num_local_experts=2)
     for _ in range(2):
-        assert str(patch_report(model)) == "nothing"
+        assert str(patch_report(model)) == "not patched: call liger.patch(model)"
         liger.unpatch(liger.patch(model))
 
 

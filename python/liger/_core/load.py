@@ -8,7 +8,6 @@ from importlib.resources import files
 
 import torch
 
-from .command import refuse_in_command
 from .environment import python_nodes
 
 
@@ -82,12 +81,7 @@ def _torch_abi(version):
 
 def _load_nodes():
     """(whether the autograd nodes in C++ are registered, the reason in words)"""
-    try:
-        in_python = python_nodes()
-    except ValueError as error:
-        refuse_in_command(str(error))
-        raise
-    if in_python:
+    if python_nodes():
         return False, "in Python: LIGER_AUTOGRAD=python"
     path = _library(f"liger_autograd_{_torch_abi(torch.__version__)}")
     if path is None:

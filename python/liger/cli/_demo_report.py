@@ -7,6 +7,7 @@ import torch
 from ._format import human_bytes, table
 from ._memory_timeline import figure
 
+NOISE = "Tokens/s on a CPU that has other work to do are noise; losses and memory do not depend on it."
 # Steps excluded from tokens/s: caches fill, kernels compile, the optimizer allocates its state.
 WARMUP_STEPS = 3
 
@@ -94,7 +95,9 @@ def text(results):
         ],
         header=("", "unpatched", "with liger", ""),
     )
-    return f"\n{losses}\n\n{verdict}\n\n{summary}\n"
+    on_cpu = results["device"].startswith("CPU")
+    note = f"\n{NOISE}\n" if on_cpu else ""
+    return f"\n{losses}\n\n{verdict}\n\n{summary}\n{note}"
 
 
 def memory_label(results):

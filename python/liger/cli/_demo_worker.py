@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import liger
+from liger_cli.demo_sizes import Size
 
-from ._demo_sizes import Size
 from ._memory_timeline import record_steps
 
 

@@ -1,7 +1,10 @@
 """``liger plan --model``: the activations of a patched model in bytes per token, from its configuration."""
 
 import json
+import ssl
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -15,16 +18,17 @@ from ._quiet import quiet_patching
 def run(name, dtype, tokens, as_json):
     """Prints the table of a model; returns the exit code."""
     try:
+        _refuse_unknown(name)
         from ..transformers._saved_bytes import saved_in_layers
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        print("liger plan --model needs transformers: pip install 'liger-ops[transformers]'", file=sys.stderr)
-        return 2
-    try:
+
         model = _model(name)
         with quiet_patching():
             rows = saved_in_layers(liger.patch(model), dtype)
+    except ModuleNotFoundError as error:
+        if error.name not in ("transformers", "huggingface_hub"):
+            raise
+        print("liger plan --model needs transformers: pip install 'liger-ops[transformers]'", file=sys.stderr)
+        return 2
     except (OSError, ValueError) as error:
         print(f"liger plan --model {name}: {error}", file=sys.stderr)
         return 2
@@ -43,6 +47,37 @@ def run(name, dtype, tokens, as_json):
     )
     print(table(lines, header=("part", "tensors", "liger.patch", "recompute=True")))
     return 0
+
+
+def _is_cached(name):
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def _refuse_unknown(name):
+    """Raises OSError, or ValueError for a malformed name, where there is no such path, no such model in the cache and
+    no connection to the Hub: in seconds, while transformers would import its models and then try for half a minute."""
+    if Path(name).exists() or _is_cached(name):
+        return
+    from huggingface_hub import constants, hf_hub_url
+
+    nowhere = "no file, no folder, and no model in the cache of the Hub"
+    if constants.HF_HUB_OFFLINE:
+        raise OSError(f"{nowhere}, which HF_HUB_OFFLINE forbids to ask")
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(hf_hub_url(name, "config.json"), method="HEAD"), timeout=5
+        ):
+            pass
+    except urllib.error.HTTPError as error:
+        # The Hub answers, and with the user's token it may give the model.
+        error.close()
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        # Certificates that Python does not know, but the Hub's client may.
+        if not isinstance(reason, ssl.SSLError):
+            raise OSError(f"{nowhere}, which does not answer ({reason})") from error
 
 
 def _model(name):
@@ -77,7 +112,8 @@ def _config(name):
 
     path = Path(name)
     if not path.is_file():
-        return AutoConfig.from_pretrained(name)
+        # With a connection that fails, transformers would try for half a minute before it looks into the cache.
+        return AutoConfig.from_pretrained(name, local_files_only=_is_cached(name))
     settings = json.loads(path.read_text())
     if not isinstance(settings, dict) or "model_type" not in settings:
         raise ValueError("the configuration has no model_type")

@@ -1,12 +1,4 @@
-"""Trains the same Llama on the same text twice, unpatched and patched with one line of liger, and compares the losses
-of every step, tokens per second and peak memory.
-
-The text is the source code of Python's standard library, and the tokenizer is trained on it: nothing is downloaded.
-Each model trains in a separate process, from the same weights and data. A third, unpatched run starts from weights
-that differ by one rounding each. Its losses show the effect of rounding alone, which limits the difference allowed for
-liger.
-Exit code: 0; 1 if a run fails or the losses disagree; 2 if a required package is missing.
-"""
+"""``liger demo``: trains the same Llama unpatched and patched, and compares losses, memory and tokens per second."""
 
 import importlib.util
 import json
@@ -19,33 +11,12 @@ from pathlib import Path
 
 import torch
 
+from liger_cli.demo_sizes import SIZES
+
 from . import _demo_report as report
-from ._demo_sizes import SIZES
 
 EXTRA = 'pip install "liger-ops[demo]"'
 RUNS = {"unpatched": "unpatched", "liger": "patched with liger", "nudged": "rounding yardstick"}
-
-
-def add_arguments(parser):
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--size",
-        choices=list(SIZES),
-        help="of the model: tiny, cpu (a few million parameters), gpu (Llama-3.2-1B's shape); default: by the device",
-    )
-    size.add_argument("--quick", action="store_true", help="the tiny size: half a minute on two CPU cores")
-    parser.add_argument("--steps", type=int, help="training steps (default: by the size)")
-    parser.add_argument(
-        "--snapshot",
-        action="store_true",
-        help="after the run, memory.png: two more steps of each model, every allocation by category over time",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("demo-output"),
-        help="folder for demo.png and results.json (demo-output)",
-    )
 
 
 class RunFailed(Exception):

@@ -1,4 +1,4 @@
-"""Versions, devices, the build, the backend of each op with the reason for it, and environment variables."""
+"""``liger info``: versions, devices, the build, the backend of each public function and environment variables."""
 
 import importlib.metadata
 import json
@@ -36,13 +36,45 @@ _READERS = {
 }
 
 
-def add_arguments(parser):
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+# Public function -> the op of LIGER_BACKEND whose backend serves it, beside GEMMs of torch; None: what it is given.
+FUNCTIONS = {
+    "rms_norm": "rms_norm",
+    "fused_add_rms_norm": "fused_add_rms_norm",
+    "rms_norm_gated": "rms_norm_gated",
+    "layer_norm": "layer_norm",
+    "group_norm": "group_norm",
+    "softmax": "softmax",
+    "swiglu": "swiglu",
+    "swiglu_packed": "swiglu",
+    "geglu": "geglu",
+    "geglu_packed": "geglu",
+    "relu_squared": "relu_squared",
+    "rope": "rope",
+    "qk_norm_rope": "qk_norm_rope",
+    "mrope": "rope",
+    "complex_rope": "rope",
+    "cross_entropy": "cross_entropy",
+    "fused_linear_ce": "fused_linear_ce",
+    "fused_linear_logprobs": "cross_entropy_stats",
+    "kl_div": "divergence",
+    "jsd": "divergence",
+    "tvd": "divergence",
+    "fused_linear_kl_div": "divergence",
+    "fused_linear_jsd": "divergence",
+    "vocab_parallel_cross_entropy": "cross_entropy_stats",
+    "vocab_parallel_fused_linear_ce": "cross_entropy_stats",
+    "vocab_parallel_fused_linear_logprobs": "cross_entropy_stats",
+    "grouped_experts": "swiglu",
+    "tiled_mlp": "swiglu",
+    "tiled": None,
+}
 
 
 def collect():
     """The output of ``liger info`` as a dictionary that is JSON-serialisable."""
+    # Before the report: querying the devices initialises CUDA, which determines the backends.
     devices = [_device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    ops = liger.backend_report() if devices else _on_the_cpu(liger.backend_report())
     return {
         "versions": {
             "liger": liger.__version__,
@@ -56,8 +88,10 @@ def collect():
         "build": dict(build_info()),
         "cuda library": {"loaded": load.CUDA_LOADED, "reason": load.CUDA_REASON},
         "autograd library": {"loaded": load.NODES_LOADED, "reason": load.NODES_REASON},
-        # After the devices: querying them initialises CUDA, which determines the backends.
-        "ops": liger.backend_report() if devices else _on_the_cpu(liger.backend_report()),
+        "ops": ops,
+        "functions": {
+            name: op and {"op": op, "backend": ops[op]["backend"]} for name, op in FUNCTIONS.items()
+        },
         "environment": {name: os.environ.get(name) for name in VARIABLES},
     }
 
@@ -94,7 +128,11 @@ def run(arguments):
         ],
     )
 
-    _section("ops", [(op, f"{row['backend']:7s} {row['reason']}") for op, row in info["ops"].items()])
+    numbers = {}
+    for row in info["ops"].values():
+        numbers.setdefault(row["reason"], f"[{len(numbers) + 1}]")
+    _section("functions", [(name, _served(name, info["ops"], numbers)) for name in info["functions"]])
+    _section("reasons", [(number, reason) for reason, number in numbers.items()])
     _section(
         "environment",
         [
@@ -112,6 +150,15 @@ def _complaint(name):
     except ValueError as error:
         return f" (invalid: {error})"
     return ""
+
+
+def _served(name, ops, numbers):
+    """The backend of a function, the number of the reason, and the op that LIGER_BACKEND knows it by."""
+    op = FUNCTIONS[name]
+    if op is None:
+        return "runs the function that it is given"
+    text = f"{ops[op]['backend']:7s} {numbers[ops[op]['reason']]}"
+    return text if op == name else f"{text}  as {op}"
 
 
 def _on_the_cpu(report):

@@ -1,28 +1,11 @@
-"""What liger.patch replaces in every causal and image-text model of transformers, and whether it is equal.
-
-Builds each model type tiny and random on the CPU, in a process of its own, and compares it with a patched copy:
-loss and gradients, in training with dropout, checkpointing, images, packed positions and more. docs/models.md is the
-result for all types. The exit code is 1 if a patched model gives other numbers.
-"""
+"""``liger models``: what liger.patch replaces in the models of transformers, and whether it is equal."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from pathlib import Path
 
-from ._arguments import positive
 from ._quiet import quiet_patching
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as llama; default: all")
-    parser.add_argument(
-        "--write", type=Path, metavar="FILE", help="write the page to this file, not to stdout"
-    )
-    parser.add_argument("--jobs", type=positive(int), default=os.cpu_count() or 1, help="processes at a time")
-    parser.add_argument("--limit-s", type=positive(float), default=300.0, help="seconds for one model class")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,19 +29,22 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     if arguments.types:
         classes = [pair for pair in classes if pair[0] in arguments.types]
-    with quiet_patching():
-        reports = runner.scan(classes, arguments.jobs, arguments.limit_s, progress=_progress)
+    # A dependency of transformers.
+    from tqdm import tqdm
+
+    def progress(report):
+        found = report.get("not built") or "; ".join(_differs(report)) or f"loss: {report['loss']}"
+        bar.write(f"{report['type']} {report['class']}: {found}", file=sys.stderr)
+        bar.update()
+
+    with quiet_patching(), tqdm(total=len(classes), unit="class", disable=None) as bar:
+        reports = runner.scan(classes, arguments.jobs, arguments.limit_s, progress=progress)
     page = table.render(reports)
     if arguments.write is None:
         print(page)
     else:
         arguments.write.write_text(page)
     return int(any(_differs(report) for report in reports))
-
-
-def _progress(report):
-    found = report.get("not built") or "; ".join(_differs(report)) or f"loss: {report['loss']}"
-    print(f"{report['type']} {report['class']}: {found}", file=sys.stderr, flush=True)
 
 
 def _differs(report):

@@ -1,32 +1,8 @@
-"""The chunks of fused_linear_ce for a batch, and the memory of the lm_head with and without it.
+"""``liger plan``: the chunks of fused_linear_ce for a batch, and the memory of the lm_head with and without it.
 
-The numbers are for one training step of an lm_head without bias and its loss, in addition to weights and activations.
-
-Without liger: the larger of the two peaks of the Hugging Face causal-LM loss in eager PyTorch. Backward of log_softmax:
-log-probabilities, their gradient and the gradient of the logits, all in float32, 12 bytes per logit for every dtype
-(plus the logits, if the caller still refers to the model's output). Backward of the linear layer: the gradients of the
-logits, of the hidden states and of the weight.
-
-With liger: the logits of one chunk, which their gradient overwrites; the float32 sum of the weight gradient, if there
-is one; the gradients of the hidden states and of the weight. With a float32 sum, the logits of a chunk are freed before
-the weight gradient is allocated.
-
-GPUs of compute capability 9.0 use the wgmma engine for bfloat16 and float16, at least 256 rows, and hidden sizes
-divisible by 16. It stores exponentials instead of logits. Its first chunk is larger than the others, because most of
-its exponentials use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block
-scales in a separate buffer. Its working memory is a copy of the rows of a chunk, numbers per row and class, shifts per
-row with float16, and the float32 sums of split-K of the input gradient, unless they fit into gradients that are not
-written yet.
-
-fused_linear_logprobs takes three GEMMs where this engine keeps the exponentials of all rows from the forward to the
-backward, because they fit the budget, and four elsewhere.
-
-With --model: what the decoder layers of a patched model save for the backward, in bytes per token, by part and tensor:
-with liger.patch(model), and with liger.patch(model, recompute=True). Assumed are trained weights, no autocast, no
-checkpointing, use_cache=False, and an attention kernel that saves q, k, v, its output and the logarithms of its sums.
+``liger_cli.commands`` says what is counted.
 """
 
-import argparse
 import json
 import math
 import os
@@ -35,6 +11,8 @@ import sys
 import torch
 
 import liger
+from liger_cli.arguments import size
+from liger_cli.commands import DTYPES
 
 from .._core.environment import wgmma_engine_allowed
 from .._core.kept_logits import exponentials_bytes, sizes_for_engine
@@ -43,72 +21,11 @@ from .._core.sm90_plan import ENGINE, ENGINE_DTYPES, plan_chunks_sm90
 from . import _plan_model
 from ._format import human_bytes, table
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
 SM90 = (9, 0)
 # What describes the lm_head, and has no meaning with --model.
+_SIZES = ("tokens", "hidden", "vocab")
 _HEAD_OPTIONS = ("hidden", "vocab", "budget", "accum", "capability")
 _LARGEST_BYTES = 2**63 - 1
-
-
-def add_arguments(parser):
-    parser.add_argument("--tokens", type=_size(2**40), help="rows of the batch: batch size x sequence length")
-    parser.add_argument("--hidden", type=_size(2**31), help="hidden size of the model")
-    parser.add_argument("--vocab", type=_size(2**31), help="size of the vocabulary")
-    parser.add_argument(
-        "--model",
-        metavar="NAME_OR_CONFIG",
-        help="instead of the lm_head: what the decoder layers of a patched model save for the backward, in bytes per"
-        " token; a model of the Hub, a folder or a config.json. --tokens is optional",
-    )
-    parser.add_argument(
-        "--dtype", choices=list(DTYPES), default="bf16", help="of logits and weight (default: bf16)"
-    )
-    parser.add_argument(
-        "--budget",
-        help="bytes for the logits of a chunk, for example 256M (default: LIGER_MEMORY_BUDGET, else 512M)",
-    )
-    parser.add_argument(
-        "--accum",
-        choices=["fp32", "same"],
-        help="how the weight gradient is summed over chunks: in float32, or in its own dtype (default: fp32)",
-    )
-    parser.add_argument(
-        "--capability",
-        type=_capability,
-        metavar="X.Y",
-        help="compute capability of the GPU, for example 9.0 (default: that of the device at hand; without one, any"
-        " but 9.0)",
-    )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-
-
-def _size(largest):
-    """argparse type: an integer up to ``largest``. head_memory and the planner reject the rest."""
-
-    def parse(text):
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"expected an integer, got '{text}'") from None
-        if value > largest:
-            raise argparse.ArgumentTypeError(f"expected at most {largest}, got {value}")
-        return value
-
-    return parse
-
-
-def _capability(text):
-    major, _, minor = text.partition(".")
-    if not (major.isdecimal() and minor.isdecimal()):
-        raise argparse.ArgumentTypeError(f"expected a compute capability such as 9.0, got '{text}'")
-    return int(major), int(minor)
 
 
 def _device_capability():
@@ -250,36 +167,53 @@ def _describe_logprobs(memory):
     return text
 
 
+def _complaint(arguments, dtype):
+    """What is wrong with the arguments of the lm_head, or None."""
+    missing = [f"--{name}" for name in _SIZES if getattr(arguments, name) is None]
+    if missing:
+        return (
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: the plan of an lm_head needs "
+            "--tokens, --hidden and --vocab; that of the decoder layers of a model needs --model alone"
+        )
+    if arguments.budget is not None:
+        row = arguments.vocab * dtype.itemsize
+        if size(_LARGEST_BYTES)(arguments.budget) < row:
+            return f"--budget is {arguments.budget}, expected at least the logits of one row, {row} bytes"
+    return None
+
+
+def _planned_for(chosen, found):
+    """The GPU that the plan is for, in words."""
+    if chosen is not None:
+        return "compute capability {}.{}".format(*chosen)
+    if found is not None:
+        return "the GPU of this machine, compute capability {}.{}".format(*found)
+    why = (
+        "the cuda backend does not serve it here" if torch.cuda.is_available() else "this machine has no GPU"
+    )
+    return f"any GPU but one of compute capability 9.0, since {why}: --capability 9.0 plans for an H100"
+
+
 def run(arguments):
+    dtype = getattr(torch, DTYPES[arguments.dtype])
     if arguments.model is not None:
         unused = [f"--{name}" for name in _HEAD_OPTIONS if getattr(arguments, name) is not None]
         if unused:
             print(f"liger plan: --model takes no {', '.join(unused)}", file=sys.stderr)
             return 2
-        if arguments.tokens is not None and arguments.tokens < 0:
-            print(f"liger plan: --tokens is {arguments.tokens}, expected at least 0", file=sys.stderr)
-            return 2
-        return _plan_model.run(arguments.model, DTYPES[arguments.dtype], arguments.tokens, arguments.json)
-    missing = [f"--{name}" for name in ("tokens", "hidden", "vocab") if getattr(arguments, name) is None]
-    if missing:
-        print(f"liger plan: without --model, {', '.join(missing)} must be given", file=sys.stderr)
+        return _plan_model.run(arguments.model, dtype, arguments.tokens, arguments.json)
+    if (complaint := _complaint(arguments, dtype)) is not None:
+        print(f"liger plan: {complaint}", file=sys.stderr)
         return 2
     if arguments.budget is not None:
-        if not arguments.budget:
-            print("liger plan: --budget is empty, expected bytes such as 256M", file=sys.stderr)
-            return 2
-        # The planner parses the budget and reports errors.
         os.environ["LIGER_MEMORY_BUDGET"] = arguments.budget
-    dtype = DTYPES[arguments.dtype]
     exact = arguments.accum != "same"
-    capability = arguments.capability or _device_capability()
+    found = _device_capability()
+    capability = arguments.capability or found
     try:
         memory = head_memory(arguments.tokens, arguments.hidden, arguments.vocab, dtype, exact, capability)
     except (ValueError, RuntimeError) as error:
-        message = str(error)
-        if arguments.budget is not None:
-            message = message.replace("LIGER_MEMORY_BUDGET", "--budget")
-        print(f"liger plan: {message}", file=sys.stderr)
+        print(f"liger plan: {error}", file=sys.stderr)
         return 2
     if arguments.json:
         print(json.dumps(memory, indent=2))
@@ -290,7 +224,8 @@ def run(arguments):
         f"{arguments.tokens} tokens, hidden {arguments.hidden}, vocabulary {arguments.vocab}, "
         f"{str(dtype).removeprefix('torch.')}, budget {budget}"
     )
-    print(_describe_chunks(memory) + "\n")
+    print(_describe_chunks(memory))
+    print(f"planned for {_planned_for(arguments.capability, found)}\n")
     rows = [
         ("log-probabilities, gradients, logits", memory["logits"], memory["logits_liger"]),
         ("sum of the weight gradient, beside it", 0, memory["accumulator"]),

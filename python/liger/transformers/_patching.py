@@ -102,8 +102,9 @@ def patch(model: _Model, *, verbose: bool = True, **options: Unpack[PatchOptions
     _restore(model)
     report = apply(model, parsed)
     if parsed.asks_common_parts and not report.replaced:
+        found = f" ({report.summary})" if report.rows else ""
         raise ValueError(
-            f"liger.patch: nothing in {type(model).__name__} can be patched as asked ({report.summary}); looked for "
+            f"liger.patch: nothing in {type(model).__name__} can be patched as asked{found}; looked for "
             f"{parsed.looked_for}"
         )
     if verbose and not report.left:

@@ -82,7 +82,7 @@ class PatchReport:
             lines.append("not looked at: " + ", ".join(others))
         if self.checkpointing:
             lines.append(f"checkpointing: {self.checkpointing}")
-        return "; ".join(lines) or "nothing"
+        return "; ".join(lines) or "not patched: call liger.patch(model)"
 
     @property
     def rows(self) -> list[tuple[str, int, str, str]]:

@@ -61,11 +61,12 @@ def render(reports: list[dict[str, Any]]) -> str:
     lines += [_line(row(report, numbers)) for report in built]
     lines += ["", "## Reasons", ""]
     lines += [f"{number}. {_escaped(reason)}" for reason, number in numbers.items()]
-    lines += ["", "## Not built", "", "| model type | class | reason |", "|---|---|---|"]
+    others = [report for report in reports if "not built" in report]
+    if others:
+        lines += ["", "## Not built", "", "| model type | class | reason |", "|---|---|---|"]
     lines += [
         _line((f"`{report['type']}`", f"`{report['class']}`", _escaped(report["not built"])))
-        for report in reports
-        if "not built" in report
+        for report in others
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,7 +1,0 @@
-"""``python -m liger.cli``: the ``liger`` command, for environments without the script on PATH."""
-
-import sys
-
-from . import main
-
-sys.exit(main())

@@ -1,0 +1,170 @@
+"""The arguments and the help of each command; ``liger.cli`` has a module of the same name with ``run(arguments)``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from .arguments import budget, capability, positive, size
+from .demo_sizes import SIZES
+
+# Names of dtypes, as ``liger plan`` takes them.
+DTYPES = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+
+
+class Command(NamedTuple):
+    """A command: a line about it, the text above its options, and what adds these to its parser."""
+
+    summary: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+INFO = """\
+Versions, devices, the build, the backend of each public function with the reason for it, and
+environment variables."""
+
+
+def _info(parser):
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+PLAN = """\
+The chunks of fused_linear_ce for a batch, and the memory of the lm_head with and without it.
+
+The numbers are for one training step of an lm_head without bias and its loss, in addition to weights and activations.
+
+Without liger: the larger of the two peaks of the Hugging Face causal-LM loss in eager PyTorch. Backward of log_softmax:
+log-probabilities, their gradient and the gradient of the logits, all in float32, 12 bytes per logit for every dtype
+(plus the logits, if the caller still refers to the model's output). Backward of the linear layer: the gradients of the
+logits, of the hidden states and of the weight.
+
+With liger: the logits of one chunk, which their gradient overwrites; the float32 sum of the weight gradient, if there
+is one; the gradients of the hidden states and of the weight. With a float32 sum, the logits of a chunk are freed before
+the weight gradient is allocated.
+
+GPUs of compute capability 9.0 use the wgmma engine for bfloat16 and float16, at least 256 rows, and hidden sizes
+divisible by 16. It stores exponentials instead of logits. Its first chunk is larger than the others, because most of
+its exponentials use the memory of the weight gradient. The sum over chunks uses the same memory, in float16 with block
+scales in a separate buffer. Its working memory is a copy of the rows of a chunk, numbers per row and class, shifts per
+row with float16, and the float32 sums of split-K of the input gradient, unless they fit into gradients that are not
+written yet.
+
+fused_linear_logprobs takes three GEMMs where this engine keeps the exponentials of all rows from the forward to the
+backward, because they fit the budget, and four elsewhere.
+
+With --model: what the decoder layers of a patched model save for the backward, in bytes per token, by part and tensor:
+with liger.patch(model), and with liger.patch(model, recompute=True). Assumed are trained weights, no autocast, no
+checkpointing, use_cache=False, and an attention kernel that saves q, k, v, its output and the logarithms of its sums.
+"""
+
+
+def _plan(parser):
+    parser.add_argument(
+        "--tokens",
+        type=size(2**40),
+        help="rows of the batch: batch size x sequence length, for example 8192 or 8K (powers of 1024)",
+    )
+    parser.add_argument("--hidden", type=size(2**31), help="hidden size of the model")
+    parser.add_argument("--vocab", type=size(2**31), help="size of the vocabulary")
+    parser.add_argument(
+        "--model",
+        metavar="NAME_OR_CONFIG",
+        help="instead of the lm_head: what the decoder layers of a patched model save for the backward, in bytes per"
+        " token; a model of the Hub, a folder or a config.json. --tokens is optional",
+    )
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default="bf16", help="of logits and weight (default: bf16)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=budget,
+        help="bytes for the logits of a chunk, for example 256M (default: LIGER_MEMORY_BUDGET, else 512M)",
+    )
+    parser.add_argument(
+        "--accum",
+        choices=["fp32", "same"],
+        help="how the weight gradient is summed over chunks: in float32, or in its own dtype (default: fp32)",
+    )
+    parser.add_argument(
+        "--capability",
+        type=capability,
+        metavar="X.Y",
+        help="compute capability of the GPU, for example 9.0 (default: that of the device at hand; without one, any"
+        " but 9.0)",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+MODELS = """\
+What liger.patch replaces in every causal and image-text model of transformers, and whether it is equal.
+
+Builds each model type tiny and random on the CPU, in a process of its own, and compares it with a patched copy:
+loss and gradients, in training with dropout, checkpointing, images, packed positions and more. docs/models.md is the
+result for all types. The exit code is 1 if a patched model gives other numbers.
+"""
+
+
+def _models(parser):
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as llama; default: all")
+    parser.add_argument(
+        "--write", type=Path, metavar="FILE", help="write the page to this file, not to stdout"
+    )
+    parser.add_argument("--jobs", type=positive(int), default=os.cpu_count() or 1, help="processes at a time")
+    parser.add_argument("--limit-s", type=positive(float), default=300.0, help="seconds for one model class")
+
+
+DEMO = """\
+Trains the same Llama on the same text twice, unpatched and patched with one line of liger, and compares the losses
+of every step, tokens per second and peak memory.
+
+The text is the source code of Python's standard library, and the tokenizer is trained on it: nothing is downloaded.
+Each model trains in a separate process, from the same weights and data. A third, unpatched run starts from weights
+that differ by one rounding each. Its losses show the effect of rounding alone, which limits the difference allowed for
+liger. Tokens per second on a CPU that has other work to do are noise.
+Exit code: 0; 1 if a run fails or the losses disagree; 2 if a required package is missing.
+"""
+
+
+def _demo(parser):
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--size",
+        choices=list(SIZES),
+        help="of the model: tiny, cpu (a few million parameters), gpu (Llama-3.2-1B's shape); default: by the device",
+    )
+    size.add_argument(
+        "--quick", action="store_true", help="the tiny size: one to two minutes on two CPU cores"
+    )
+    parser.add_argument("--steps", type=positive(int), help="training steps (default: by the size)")
+    parser.add_argument(
+        "--snapshot",
+        action="store_true",
+        help="after the run, memory.png: two more steps of each model, every allocation by category over time",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("demo-output"),
+        help="folder for demo.png and results.json (demo-output)",
+    )
+
+
+COMMANDS = {
+    "info": Command("versions, devices, what was built, and which backend serves each function", INFO, _info),
+    "plan": Command("memory of the lm_head and its chunks, or of the activations of a model", PLAN, _plan),
+    "models": Command(
+        "what liger.patch replaces in every model of transformers, and whether it is equal", MODELS, _models
+    ),
+    "demo": Command("train a Llama with and without liger on this machine and compare", DEMO, _demo),
+}
