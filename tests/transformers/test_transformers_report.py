@@ -84,7 +84,7 @@ def test_after_merge_and_unload():
         "", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm",
     }  # fmt: skip
     liger.unpatch(merged)
-    assert str(patch_report(merged)) == "nothing"
+    assert str(patch_report(merged)) == "not patched: call liger.patch(model)"
 
 
 def test_a_forward_that_came_after_the_patch_is_reported():
