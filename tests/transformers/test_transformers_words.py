@@ -69,7 +69,7 @@ def test_an_unknown_option_lists_the_right_ones():
         liger.patch(model, rmsnorm=True)
     with pytest.raises(TypeError, match=rf"^liger\.transformers\.patch_future: {expected}"):
         lt.patch_future("llama", rmsnorm=True)
-    assert str(lt.patch_report(model)) == "nothing"
+    assert str(lt.patch_report(model)) == "not patched: call liger.patch(model)"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_value_of_another_type(option, value, expected):
     for function, given in ((liger.patch, model), (lt.patch_future, "llama")):
         with pytest.raises(TypeError, match=message):
             function(given, **{option: value})
-    assert str(lt.patch_report(model)) == "nothing"
+    assert str(lt.patch_report(model)) == "not patched: call liger.patch(model)"
 
 
 def test_both_losses_give_the_fused_one(caplog):
