@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers
 
+from liger.transformers import _checkpointing_names
+
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
@@ -84,9 +86,10 @@ def step(model, **inputs):
 
 def enable_checkpointing(model, reentrant=False):
     """Checkpointing of whole layers."""
-    # Its name since transformers 5.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": reentrant})
+    _checkpointing_names.enable(model, use_reentrant=reentrant)
+
+
+disable_checkpointing = _checkpointing_names.disable
 
 
 def twin(model):

@@ -129,6 +129,29 @@ def test_none_restores_checkpointing():
     assert model.is_gradient_checkpointing
 
 
+@pytest.mark.parametrize("stepped", [False, True], ids=["before a step", "after a step"])
+@pytest.mark.parametrize("turn", ["on", "on, reentrant", "off", "off and on"])
+def test_none_keeps_what_came_after_the_plan(turn, stepped):
+    model, expected = llama(), llama()
+    if turn.startswith("off"):
+        tiny_models.enable_checkpointing(model)
+    lt.checkpoint(model, PLENTY)
+    for _ in range(2 if stepped else 0):
+        tiny_models.step(model, **tiny_models.batch())
+    for each in (model, expected):
+        if turn.startswith("off"):
+            tiny_models.disable_checkpointing(each)
+        if turn != "off":
+            tiny_models.enable_checkpointing(each, reentrant="reentrant" in turn)
+    if stepped:
+        tiny_models.step(model, **tiny_models.batch())
+    lt.checkpoint(model, None)
+    for ours, theirs in zip(model.modules(), expected.modules(), strict=True):
+        assert vars(ours).get("gradient_checkpointing") == vars(theirs).get("gradient_checkpointing")
+        functions = [vars(m).get("_gradient_checkpointing_func") for m in (ours, theirs)]
+        assert [getattr(f, "keywords", f) for f in functions[:1]] == [getattr(f, "keywords", f) for f in functions[1:]]
+
+
 def test_unpatch_ends_it_and_patch_does_not():
     model = llama()
     lt.checkpoint(model, PLENTY)

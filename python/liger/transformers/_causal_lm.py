@@ -6,17 +6,20 @@ the loss, and both must agree in the loss and in its gradient: in evaluation, in
 What the model does before the head does not matter, because a patched model does it, too.
 """
 
+import copy
 import inspect
 import logging
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, ForMaskedLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 
 from . import _trials
+from ._deferred_logits import DeferredLogits
 from ._heads import heads_of, needs_logits
 from ._loss import CausalLMRecipe
 from ._loss_call import LOSS_KEYWORDS, HeadCall, LossCall
@@ -28,9 +31,10 @@ HIDDEN, CLASSES, TOKENS = 16, 20, 5
 # Of the weight of an artificial head: 256 MiB.
 MOST_ELEMENTS = 1 << 26
 
-CHANGED = "between head and loss it changes the logits, or it does not use its loss function"
+CHANGED = "between head and loss it changes the logits, or it computes its loss in another way"
 READS = "between head and loss it uses the logits in a way in which the loss cannot take their place"
 CHANGED_LABELS = "it changes the labels before its loss function"
+ITSELF = "it calls torch's cross entropy itself, which only fused_linear_cross_entropy replaces"
 UNKNOWN = "its forward needs more than a trial can give it, so that nothing is known of what it computes"
 
 
@@ -50,18 +54,20 @@ def causal_lm(module, fused):
     name = next((name for name, child in module.named_modules() if child is head), None)
     if name is None:
         return "its head is not one of its submodules"
-    if not fused:
-        return CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
     reason = needs_logits(head)
     if reason is not None:
-        return reason
+        return reason if fused else CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
     first = heads_of(head)[0]
     linear = getattr(first, "base_layer", first)
     found = _Trial(module, name, linear, loss, CLASSES, False).result()
     if found in (UNKNOWN, READS) and linear.out_features * HIDDEN < MOST_ELEMENTS:
         # The forward may read the shape of the logits, or cut off classes, which shows with all classes only.
         found = _Trial(module, name, linear, loss, linear.out_features, True).result()
-    return found
+    if fused:
+        return found
+    if getattr(found, "deferred", False):
+        return ITSELF
+    return CausalLMRecipe(name, fused=False, shift=loss is ForCausalLMLoss)
 
 
 class _Undecided(RuntimeError):
@@ -89,7 +95,9 @@ class _Stub:
 
     def __call__(self, *args, **kwargs):
         floats = [
-            x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.is_floating_point()
+            x
+            for x in (*args, *kwargs.values())
+            if isinstance(x, DeferredLogits) or (isinstance(x, torch.Tensor) and x.is_floating_point())
         ]
         if any(not x.dim() or x.shape[-1] in (1, self._classes) for x in floats):
             if inspect.ismethod(self._module) or next(_tensors(self._module), None) is not None:
@@ -134,7 +142,35 @@ class _Head:
         loss = LossCall.at_head(self, x, self.weight, self.bias)
         output = nn.functional.linear(x, self.weight, self.bias) if loss is None else loss
         self.calls.append((x, output))
-        return output
+        return LossCall.result_of_call(output)
+
+
+_CROSS_ENTROPY = inspect.signature(nn.functional.cross_entropy)
+
+
+class _CrossEntropies(TorchFunctionMode):
+    """Records the calls of torch's cross entropy with logits of some number of classes."""
+
+    def __init__(self, record, classes):
+        super().__init__()
+        self.record, self.classes = record, classes
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is nn.functional.cross_entropy and not self.inner:
+            bound = _CROSS_ENTROPY.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            logits, target = given.pop("input"), given.pop("target")
+            if logits.shape[-1] == self.classes:
+                self.record(logits, target, given)
+        return function(*args, **kwargs)
+
+    inner = False
+
+
+# The options of torch's cross entropy that the loss of a head has.
+_DEFAULTS = {name: p.default for name, p in _CROSS_ENTROPY.parameters.items() if p.default is not p.empty}
 
 
 class _Trial:
@@ -152,13 +188,26 @@ class _Trial:
         self.mask = torch.ones_like(self.labels)
         self.mask[0, -2:] = self.mask[3, :2] = 0
         self.arguments = self._required(random)
+        self.out_features = linear.out_features
+        self.tensors = dict(self._tensors_of_classes(random))
+
+    def _tensors_of_classes(self, random):
+        """(name, artificial tensor) of each tensor with a number per class in the modules around the head."""
+        module, prefix = self.module, ""
+        for name in self.head_name.split("."):
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                # ZeRO-3 partitions parameters and stores their shape in ds_shape.
+                shape = () if tensor is None else getattr(tensor, "ds_shape", tensor.shape)
+                if shape[-1:] == (self.out_features,) and shape.numel() == self.out_features:
+                    yield prefix + key, random(*shape[:-1], len(self.head.weight))
+            module, prefix = getattr(module, name), f"{prefix}{name}."
 
     def _required(self, random):
         """Arguments of the forward without a default."""
         found, parameters = {}, inspect.signature(_trials.original(self.module).forward).parameters
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in list(parameters.items())[1:]:
-            if name == "input_ids":
+            if name in ("input_ids", "decoder_input_ids"):
                 found[name] = self.labels.clamp_min(0)
             elif parameter.default is parameter.empty and parameter.kind in kinds and name != "labels":
                 pixels = "pixel" in name or "patches" in name
@@ -187,11 +236,13 @@ class _Trial:
         if any(len(calls) != 1 or len(given) != 1 for calls, given, _, _ in seen):
             return CHANGED
         (x, logits), (training_x, _) = (calls[0] for calls, _, _, _ in seen)
-        (recorded, labels, keywords), _ = (given[0] for _, given, _, _ in seen)
+        (recorded, labels, keywords, direct), _ = (given[0] for _, given, _, _ in seen)
         if x.shape[:-1] != self.labels.shape or not torch.equal(x, training_x):
             return CHANGED
         if labels is not self.labels:
             return CHANGED_LABELS
+        if direct:
+            return self._decide_direct(logits, recorded, keywords, seen)
         shift = self.loss_function is ForCausalLMLoss and keywords.get("shift_labels") is not self.labels
         own = {name for name in LOSS_KEYWORDS if keywords.get(name) is not None}
         if own - (set() if shift else {"shift_labels"}):
@@ -205,6 +256,23 @@ class _Trial:
         scale, softcap = transform
         recipe = CausalLMRecipe(self.head_name, True, softcap, scale, passed, shift, cut, self.shaped)
         return self._rehearse(recipe, seen)
+
+    def _decide_direct(self, logits, recorded, keywords, seen):
+        """A recipe or a reason for a forward that calls torch's cross entropy."""
+        if keywords != _DEFAULTS:
+            return "it gives the cross entropy options of its own"
+        if recorded.numel() != logits.numel():
+            return CHANGED
+        logits, recorded = logits.detach(), recorded.detach().reshape(logits.shape)
+        for added in (None, *self.tensors):
+            total = logits if added is None else logits + self.tensors[added]
+            transform = _transform(total, recorded)
+            if transform is not None and transform[1] is None:
+                recipe = CausalLMRecipe(
+                    self.head_name, True, scale=transform[0], shift=False, deferred=True, added=added
+                )
+                return self._rehearse(recipe, seen)
+        return CHANGED
 
     def _keywords(self, shift):
         """Arguments of the model by the keyword that they try."""
@@ -256,14 +324,30 @@ class _Trial:
             yield self.pixels
 
     def _observe(self, training=False, **arguments):
-        """([(input, output) of the head], [(logits, labels, keywords) of the loss function], loss, gradient)."""
-        given = []
+        """([(input, output) of the head], [(logits, labels, keywords, direct) of each loss], loss, gradient).
+
+        direct: the forward calls torch's cross entropy, not the loss function of the model.
+        """
+        given, labels = [], arguments.get("labels", self.labels)
+        version = labels._version
+
+        def direct(logits, target, keywords):
+            if _is_view(target, labels) and labels._version == version:
+                target = labels
+            given.append((logits, target, keywords, True))
+
+        recorder = _CrossEntropies(direct, len(self.head.weight))
 
         def loss_function(logits, labels, vocab_size=None, **keywords):
-            given.append((logits, labels, keywords))
-            return self.loss_function(logits, labels, logits.shape[-1], **keywords)
+            given.append((logits, labels, keywords, False))
+            recorder.inner = True
+            try:
+                return self.loss_function(logits, labels, logits.shape[-1], **keywords)
+            finally:
+                recorder.inner = False
 
-        output = self._forward(loss_function, arguments, training)
+        with recorder:
+            output = self._forward(self._model(loss_function, training), arguments)
         calls, self.head.calls = self.head.calls, []
         loss = _loss_of(output)
         if loss is None:
@@ -274,29 +358,56 @@ class _Trial:
         """(loss, gradient of the hidden states) with a head that computes the loss."""
         keywords = {name: arguments[name] for name in recipe.keywords if name in arguments}
         labels = arguments.get("labels", self.labels)
-        with HeadCall(LossCall(self.module, [self.head], labels, keywords, recipe)):
-            output = self._forward(recipe.loss_function, arguments, training)
+        model = self._model(recipe.loss_function, training)
+        call = LossCall(model, [self.head], labels, keywords, recipe)
+        with HeadCall(call):
+            output = self._forward(model, arguments)
         self.head.calls = []
+        if recipe.deferred and not call.is_read:
+            raise _Undecided("it did not compute the cross entropy of its logits")
         loss = _loss_of(output)
         return loss, torch.autograd.grad(loss, self.hidden)[0]
 
-    def _forward(self, loss_function, arguments, training):
+    def _model(self, loss_function, training):
         attributes = {"_loss_function": loss_function, "training": training}
-        model = self._stand_in(self.module, self.head_name.split("."), attributes)
+        return self._stand_in(self.module, self.head_name.split("."), attributes)
+
+    def _forward(self, model, arguments):
         return type(model).forward(model, **{**self.arguments, "labels": self.labels, **arguments})
 
-    def _stand_in(self, module, path, attributes):
+    def _stand_in(self, module, path, attributes, prefix=""):
         name, *rest = path
+        own = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in self.tensors.items()
+            if key.rpartition(".")[0] == prefix.rstrip(".")
+        }
+        config = getattr(module, "config", None)
+        if config is not None and not self.shaped:
+            own["config"] = self._config(config)
         children = {
             key: _Stub(child, self.hidden, len(self.head.weight))
             for key, child in module.named_children()
             if key != name
         }
         if rest:
-            children[name] = self._stand_in(getattr(module, name), rest, attributes)
+            children[name] = self._stand_in(getattr(module, name), rest, attributes, f"{prefix}{name}.")
         else:
             children[name] = self.head
-        return _trials.stand_in(module, **_trials.NO_HOOKS, **children, **attributes)
+        return _trials.stand_in(module, **_trials.NO_HOOKS, **children, **attributes, **own)
+
+    def _config(self, config):
+        """A copy of a configuration with the vocabulary of the artificial head."""
+        result = copy.copy(config)
+        for name, value in vars(config).items():
+            if "vocab_size" in name and value == self.out_features:
+                vars(result)[name] = len(self.head.weight)
+        return result
+
+
+def _is_view(target, labels):
+    """Whether two tensors have the same elements in the same memory."""
+    return target.numel() == labels.numel() and target.data_ptr() == labels.data_ptr()
 
 
 def _loss_of(output):

@@ -50,7 +50,7 @@ def checkpoint(
             (int), a share of the memory of the device (float in (0, 1]), or "auto" for what is free after the first
             step. A part of the device is left free in any case, 3 to 8 percent by measurement. On a CPU it must be in
             bytes and counts parameters, gradients and the activations of layers alone. None ends the planning and
-            restores the checkpointing that the model had before.
+            restores the checkpointing that the model had before, or that other code has turned on or off since.
         tokens: the tokens of the longest step that will come, padding included, on any rank. None: the longest step so
             far.
         group: the process group whose ranks run this model, which must agree on a plan. None: all processes.

@@ -68,21 +68,23 @@ def kind(layer):
 
 
 class Switches:
-    """Turns checkpointing on in a model, switches its layers, and restores what the model had before."""
+    """Turns checkpointing on in a model, switches its layers, and restores what the model had before, or what other code
+    has set since."""
 
     def __init__(self, model, layers):
         self.layers, self._kept = layers, None
         own = {id(layer) for layer in layers}
         self._wrapped = [layer for layer in layers if not isinstance(layer, GradientCheckpointingLayer)]
         wrapped = {id(layer) for layer in self._wrapped}
-        self._before = []
+        # By module: the attributes that other code has set, and those that this object has set since.
+        self._before, self._ours = {}, {}
         for module in model.modules():
             if FLAG in vars(module) or hasattr(type(module), FLAG) or id(module) in own:
-                self._before.append((module, [vars(module).get(name, _MISSING) for name in (FLAG, FUNCTION)]))
-                _set(module, _checkpointing_of(module))
+                flag, function = True, _checkpointing_of(module)
                 if id(module) not in wrapped and any(id(child) in wrapped for child in module.modules()):
                     # Older code of models checkpoints the calls of its layers itself, all or none.
-                    vars(module)[FLAG] = False
+                    flag = False
+                self._set(module, function, flag)
         # accelerate's hooks and users set a forward of the instance.
         self._forwards = [vars(layer).get("forward") for layer in self._wrapped]
         for layer, replaced in zip(self._wrapped, self._forwards, strict=True):
@@ -102,21 +104,34 @@ class Switches:
             return
         self._kept = kept
         for number, layer in enumerate(self.layers):
-            _set(layer, keep if number >= first else _checkpointing_of(layer))
+            self._set(layer, keep if number >= first else _checkpointing_of(layer))
 
     def use(self, layer, function):
         """Sets the function that calls a layer, until the next :meth:`turn`."""
         self._kept = None
         _checkpointing_of(layer)
-        _set(layer, function)
+        self._set(layer, function)
+
+    def _set(self, module, function, flag=True):
+        self._note(module)
+        # Not setattr, whose checks for parameters and modules cost more than the rest of the planner.
+        vars(module)[FLAG], vars(module)[FUNCTION] = self._ours[module] = flag, function
+
+    def _note(self, module):
+        """Records the attributes of a module if other code has set them."""
+        found = tuple(vars(module).get(name, _MISSING) for name in (FLAG, FUNCTION))
+        if any(a is not b for a, b in zip(found, self._ours.get(module, (None, None)), strict=True)):
+            self._before[module] = found
 
     def restore(self):
-        """Sets the attributes that the model had before."""
+        """Sets the attributes that other code set last."""
         for layer, replaced in zip(self._wrapped, self._forwards, strict=True):
             vars(layer).pop("forward", None)
             if replaced is not None:
                 layer.forward = replaced
-        for module, before in self._before:
+        for module in self._ours:
+            self._note(module)
+        for module, before in self._before.items():
             vars(module).pop(_RECOMPUTE, None)
             for name, value in zip((FLAG, FUNCTION), before, strict=True):
                 if isinstance(value, str):
@@ -134,11 +149,6 @@ def _checkpointing_of(module):
     elif found is not recompute:
         vars(module)[_RECOMPUTE] = found
     return found
-
-
-def _set(module, function):
-    # Not setattr, whose checks for parameters and modules cost more than the rest of the planner.
-    vars(module)[FLAG], vars(module)[FUNCTION] = True, function
 
 
 def _hides_steps(function):

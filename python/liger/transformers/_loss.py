@@ -19,6 +19,7 @@ from ..ops.cross_entropy import cross_entropy
 from . import _trials
 from ._classes import give_class, patched_class, recipe_of
 from ._heads import heads_of, needs_logits
+from ._deferred_logits import DeferredLogits, traceable
 from ._lora_head import is_lora_linear, low_rank_parts, supports
 from ._loss_call import HeadCall, LossCall, active, target_and_options, warn_about_head
 from ._sharded_head import KIND, is_tensor_parallel, tensor_parallel_forward, why_from_logits
@@ -51,7 +52,16 @@ class HeadRecipe:
                 return original.forward(self, input)
             return LossCall.output_of_head(loss, input)
 
-        return {"forward": functools.wraps(original.forward)(forward)}
+        return {"forward": functools.wraps(original.forward)(forward), "__call__": _call(original)}
+
+
+def _call(original):
+    """The ``__call__`` of a patched head. What the head returns in place of logits is none of its hooks' business."""
+
+    def call(self, *args, **kwargs):
+        return LossCall.result_of_call(original.__call__(self, *args, **kwargs))
+
+    return call
 
 
 def compute_loss_first(head):
@@ -102,7 +112,7 @@ class LoraHeadRecipe:
             loss = LossCall.at_head(self, x, self.base_layer.weight, bias, low_rank)
             return original.forward(self, x) if loss is None else loss
 
-        return {"forward": functools.wraps(original.forward)(forward)}
+        return {"forward": functools.wraps(original.forward)(forward), "__call__": _call(original)}
 
 
 def _rows(embedding, input):
@@ -159,6 +169,8 @@ class CausalLMRecipe:
         accumulate_grad_weight: as in :func:`liger.fused_linear_ce`.
         like_liger_kernel: without labels, ``shift_labels`` ask for the loss, and ``skip_logits=True`` without both has
             no effect.
+        deferred: the forward calls torch's cross entropy, so the head returns a :class:`DeferredLogits`.
+        added: the name of a tensor with a number per class that is added to the logits after the head.
     """
 
     head_name: str
@@ -171,6 +183,8 @@ class CausalLMRecipe:
     shaped: bool = False
     accumulate_grad_weight: bool = False
     like_liger_kernel: bool = False
+    deferred: bool = False
+    added: str | None = None
 
     @property
     def follows_head(self):
@@ -179,6 +193,9 @@ class CausalLMRecipe:
 
     def head_of(self, model):
         return functools.reduce(getattr, self.head_name.split("."), model)
+
+    def added_to(self, model):
+        return functools.reduce(getattr, self.added.split("."), model)
 
     def unused_because(self, model):
         """Why the loss is computed from full logits although the model is patched; None if the head computes it."""
@@ -291,6 +308,8 @@ def _calls_of_lookup(embedding, cls):
 def _fused_forward(original, recipe):
     labels_at = list(inspect.signature(original.forward).parameters).index("labels") - 1
 
+    inner = traceable(original.forward) if recipe.deferred else original.forward
+
     @functools.wraps(original.forward)
     def forward(self, *args, skip_logits=None, **kwargs):
         labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
@@ -319,7 +338,9 @@ def _fused_forward(original, recipe):
             # This model is part of another one, which computes the loss.
             call = active.call
         with HeadCall(call):
-            output = original.forward(self, *args, **kwargs)
+            output = inner(self, *args, **kwargs)
+        if skip and recipe.deferred and call is not None and call.loss is not None and not call.is_read:
+            raise call.logits.error("computes no cross entropy of its logits with these arguments")
         return _without_logits(output, call) if skip else output
 
     # accelerate's unwrap_model follows __wrapped__ to the end, and would restore the original forward.
@@ -334,10 +355,13 @@ def _without_logits(output, call):
         given = None if call is None else call.logits
 
         def is_logits(value):
+            if isinstance(value, DeferredLogits):
+                return True
             if given is not None:
                 return value is given
             return isinstance(value, torch.Tensor) and value.dim() > 1
 
         at = next((i for i, value in enumerate(output) if i > 0 and is_logits(value)), 1)
         return (*output[:at], *output[at + 1 :])
-    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    kept = {n: v for n, v in output.items() if n != "logits" and not isinstance(v, DeferredLogits)}
+    return type(output)(**kept)

@@ -14,6 +14,7 @@ from torch import nn
 from .._core.dtensor import is_dtensor
 from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import changing_hook, gradient_hook, recipe_of
+from ._deferred_logits import DeferredLogits
 from ._low_rank import low_rank_ce
 from ._reuse import can_share, lookup, lookup_adding_gradient
 from ._sharded_head import FROM_LOGITS, as_output, own_copy, sharded_loss, whole_hidden, why_from_logits
@@ -49,6 +50,8 @@ class LossCall:
         self.shared = (None, None)
         # The mesh of the DTensor in which a sharded head returned copies of the loss.
         self.mesh = None
+        # Whether the cross entropy that the forward calls has read the loss.
+        self.is_read = False
 
     def lookup(self, embedding, ids):
         """The rows of an embedding that shares its weight with a head; None if the two need separate gradients."""
@@ -129,6 +132,20 @@ class LossCall:
         active.call.mesh = hidden.device_mesh
         return as_output(loss, hidden.device_mesh)
 
+    @staticmethod
+    def result_of_call(output):
+        """What a call of the head returns: its output, or the logits that a forward gives to torch's cross entropy."""
+        call = active.call
+        if (
+            call is None
+            or not call.recipe.deferred
+            or call.logits is not None
+            or not call.has_loss_in(output)
+        ):
+            return output
+        call.logits = DeferredLogits(call, output, call.shape)
+        return call.logits
+
     def has_loss_in(self, logits):
         """Whether the output of the head, perhaps transformed, is the loss."""
         return self.loss is not None and logits.numel() in (1, 1 if self.mesh is None else self.mesh.size())
@@ -136,8 +153,13 @@ class LossCall:
     def _compute(self, hidden, weight, bias, low_rank):
         if self.shared[0] is weight:
             weight = self.shared[1]
-        target, options = target_and_options(hidden, self.labels, self.recipe.shift, **self.keywords)
-        options["softcap"] = self.recipe.softcap
+        recipe = self.recipe
+        target, options = target_and_options(hidden, self.labels, recipe.shift, **self.keywords)
+        options["softcap"] = recipe.softcap
+        if recipe.added is not None:
+            added = recipe.added_to(self.owner).reshape(-1).to(weight.dtype)
+            bias = added if bias is None else bias + added
+        self.shape = (*hidden.shape[:-1], len(weight) if recipe.classes is None else recipe.classes)
         rows, scale, classes = hidden.reshape(-1, hidden.shape[-1]), self.recipe.scale, self.recipe.classes
         if classes is not None:
             weight, bias = weight[:classes], None if bias is None else bias[:classes]
@@ -176,8 +198,11 @@ class LossCall:
                 "was called with, for which the lm_head has computed the loss: pass skip_logits=False, or patch "
                 "with fused_linear_cross_entropy=False"
             )
-        # The output of the head's call, not self.loss: hooks on the head may have wrapped it, to gather the weight
-        # before the backward.
+        return self.own_loss(logits)
+
+    def own_loss(self, logits):
+        """The loss, connected with the output of the head's call: hooks on the head may have wrapped it, to gather the
+        weight before the backward."""
         if self.mesh is not None:
             output = own_copy(logits, self.mesh.get_local_rank())
         else:

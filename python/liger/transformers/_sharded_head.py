@@ -90,6 +90,8 @@ def why_from_logits(head, weight, bias, recipe, gathered=True):
         return f"its head leaves no class to the last of {processes} processes{FROM_LOGITS}"
     if recipe.classes is not None:
         return f"it cuts off the logits of some classes, which its head shards{FROM_LOGITS}"
+    if recipe.added is not None:
+        return f"it adds {recipe.added} to the logits, of which its head shards the classes{FROM_LOGITS}"
     if recipe.accumulate_grad_weight:
         return f"accumulate_grad_weight does not support a head that shards its classes{FROM_LOGITS}"
     return None

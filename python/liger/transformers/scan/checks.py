@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import _patching
 from .comparison import Differs, NotRun, both, copied, patched_copy, step
-from .inputs import ERRORS, batch_for, image_batch, packed, parameters_of
+from .inputs import ERRORS, SOUNDS, batch_for, image_batch, packed, parameters_of
 from .models import NotBuilt, build
 
 
@@ -57,9 +57,12 @@ def generate(plain, patched, model_type, class_name):
     if not plain.can_generate():
         raise NotRun("the model does not generate")
     batch = {
-        k: v for k, v in batch_for(plain, padded=False).items() if k in ("input_ids", "mm_token_type_ids")
+        k: v
+        for k, v in batch_for(plain, padded=False).items()
+        if k in ("input_ids", "mm_token_type_ids", *SOUNDS)
     }
-    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if "input_ids" in batch:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     arguments = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     if not torch.equal(*_in_evaluation(plain, patched, lambda model: model.generate(**batch, **arguments))):
         raise Differs("other tokens")

@@ -130,6 +130,8 @@ def shrink(config: PretrainedConfig, sizes: dict[str, Any]) -> PretrainedConfig:
         for name in _COUNTS:
             if isinstance(values.get(name), int):
                 values[name] = len(kept)
+    if values.get("is_encoder_decoder") and values.get("decoder_start_token_id") is None:
+        values["decoder_start_token_id"] = 0
     _fit_rope(values)
     values.update({name: size for name, size in everywhere.items() if name in values})
     values.update({name[1:]: size for name, size in sizes.items() if name.startswith("+")})

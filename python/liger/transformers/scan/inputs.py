@@ -30,6 +30,8 @@ def parameters_of(model: torch.nn.Module) -> set[str]:
 
 def batch_for(model: torch.nn.Module, padded: bool = True, seed: int = 0) -> dict[str, Any]:
     """A batch of text, or with an image in every row for a model that refuses text alone."""
+    if "input_ids" not in parameters_of(model):
+        return sound_batch(model) or text_batch(model, padded, seed)
     batch = text_batch(model, padded, seed)
     if not {"pixel_values", "flattened_patches"} & parameters_of(model):
         return batch
@@ -59,6 +61,42 @@ def text_batch(model: torch.nn.Module, padded: bool = True, seed: int = 0) -> di
     if "use_cache" in names:
         batch["use_cache"] = False
     return {**batch, "labels": labels}
+
+
+# Names of the sounds that take the place of input_ids.
+SOUNDS = ("input_features", "input_values")
+
+
+def sound_batch(model: torch.nn.Module) -> dict[str, Any] | None:
+    """A batch of sounds with labels; None if the model takes none in a known layout."""
+    name = next((name for name in SOUNDS if name in parameters_of(model)), None)
+    if name is None:
+        return None
+    batch, generator = text_batch(model, padded=False), torch.Generator().manual_seed(4)
+    batch.pop("input_ids", None)
+    for shape in _sound_shapes(model.config, name):
+        candidate = {**batch, name: torch.randn(ROWS, *shape, generator=generator)}
+        try:
+            with torch.no_grad():
+                model(**candidate)
+        except ERRORS:
+            continue
+        return candidate
+    return None
+
+
+def _sound_shapes(config, name):
+    """Shapes of one sound: samples, or frames of features in both orders."""
+    if name == "input_values":
+        yield (1600,)
+        return
+    bands = getattr(config, "num_mel_bins", None)
+    if bands is not None:
+        yield bands, 2 * config.max_source_positions
+    names = ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "hidden_size", "d_model")
+    for key in names:
+        if isinstance(getattr(config, key, None), int):
+            yield 32, getattr(config, key)
 
 
 def packed(batch: dict[str, Any]) -> dict[str, Any]:

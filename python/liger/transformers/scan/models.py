@@ -1,4 +1,4 @@
-"""The causal and image-text model classes of the installed transformers, and tiny instances of them."""
+"""The language model classes of the installed transformers, and tiny instances of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from torch import nn
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
 from .configs import tiny_config
-from .inputs import ERRORS, image_batch, text_batch
+from .inputs import ERRORS, image_batch, sound_batch, text_batch
+
+
+_MAPPINGS = (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
 
 
 class NotBuilt(Exception):
@@ -21,10 +33,9 @@ class NotBuilt(Exception):
 
 
 def model_classes() -> list[tuple[str, str]]:
-    """(model type, class name) of every causal and image-text model, sorted."""
-    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    """(model type, class name) of every causal, image-text, encoder-decoder, masked and speech model, sorted."""
     found = set()
-    for mapping in mappings:
+    for mapping in _MAPPINGS:
         for model_type, names in mapping.items():
             found |= {(model_type, name) for name in ([names] if isinstance(names, str) else names)}
     return sorted(found)
@@ -53,7 +64,7 @@ def build(model_type: str, class_name: str, dropout: float = 0.0) -> nn.Module:
         output = probe(**text_batch(model))
     except ERRORS as error:
         # Models that need an image, or cannot pad.
-        batch = image_batch(probe)
+        batch = image_batch(probe) or sound_batch(probe)
         if batch is None:
             raise NotBuilt(f"no known input fits: {type(error).__name__}: {_first_line(error)}") from error
         output = probe(**batch)

@@ -65,6 +65,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "ernie4_5_vl_moe": _sections(3, 3, 2),
+    "esm": {"+vocab_size": 320, "+pad_token_id": 0, "+mask_token_id": 3},
     "exaone4_5": _WINDOWS,
     "florence2": {
         "vision_config.depths": (1, 1, 1, 1), "vision_config.embed_dim": (16, 16, 32, 32),

@@ -1,0 +1,13 @@
+"""Checkpointing of a model by the methods of transformers, whose names changed in 5.24."""
+
+
+def enable(model, **settings):
+    """Recomputes every layer in the backward. ``settings``: of torch.utils.checkpoint, by default without reentrance."""
+    method = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    method({"use_reentrant": False, **settings})
+
+
+def disable(model):
+    """Ends :func:`enable`."""
+    method = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    method()
