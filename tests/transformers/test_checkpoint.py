@@ -148,8 +148,9 @@ def test_none_keeps_what_came_after_the_plan(turn, stepped):
     lt.checkpoint(model, None)
     for ours, theirs in zip(model.modules(), expected.modules(), strict=True):
         assert vars(ours).get("gradient_checkpointing") == vars(theirs).get("gradient_checkpointing")
-        functions = [vars(m).get("_gradient_checkpointing_func") for m in (ours, theirs)]
-        assert [getattr(f, "keywords", f) for f in functions[:1]] == [getattr(f, "keywords", f) for f in functions[1:]]
+        found, expected = (vars(m).get("_gradient_checkpointing_func") for m in (ours, theirs))
+        # Each call makes a partial function of its own.
+        assert getattr(found, "keywords", found) == getattr(expected, "keywords", expected)
 
 
 def test_unpatch_ends_it_and_patch_does_not():

@@ -29,10 +29,15 @@ T5 = {
     "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2,
     "decoder_start_token_id": 0,
 }  # fmt: skip
-ESM = {"position_embedding_type": "rotary", "pad_token_id": 0, "mask_token_id": 3, "max_position_embeddings": 64}
+ESM = {
+    "position_embedding_type": "rotary",
+    "pad_token_id": 0,
+    "mask_token_id": 3,
+    "max_position_embeddings": 64,
+}
 WHISPER = {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 64, "suppress_tokens": None}
-# A scaled head, one with a bias of the model, heads in modules with a transform, a bias after the head, nn.CrossEntropy-
-# Loss by another name or as a module, other inputs, and another name of the vocabulary.
+# A scaled head, one with a bias of the model, heads in modules with a transform, a bias after the head, the loss by
+# another name or as a module, other inputs, and another name of the vocabulary.
 MODELS = {
     "T5ForConditionalGeneration": T5,
     "BartForConditionalGeneration": BART,
@@ -79,7 +84,7 @@ def batch(model):
     encoder_decoder = model.config.is_encoder_decoder
     labels = torch.randint(4, VOCAB, (2, 7 if encoder_decoder else 11), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < (0.2 if encoder_decoder else 0.7)] = -100
-    if "input_features" in MODELS[type(model).__name__] or hasattr(model.config, "num_mel_bins"):
+    if hasattr(model.config, "num_mel_bins"):
         return {"input_features": torch.randn(2, 8, 16, generator=generator), "labels": labels}
     ids = torch.randint(4, VOCAB, (2, 11), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
@@ -273,7 +278,9 @@ LEFT = {
 
 
 def compare(cls):
-    config = transformers.BertConfig(vocab_size=VOCAB, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **BERT)
+    config = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_dropout_prob=0, attention_probs_dropout_prob=0, **BERT
+    )
     torch.manual_seed(1)
     plain = cls(config).train()
     model = liger.patch(twin(plain))
@@ -317,5 +324,5 @@ def test_the_loss_from_logits_alone_says_what_it_does_not_replace():
 def test_code_that_changes_after_patching_raises(loss):
     model, _ = compare(Bert)
     model.loss = types.MethodType(loss, model)
-    with pytest.raises((RuntimeError, AttributeError), match="its head computes the loss without logits|logsumexp"):
+    with pytest.raises((RuntimeError, AttributeError), match="its head computes the loss without logits"):
         model(torch.ones(2, 11, dtype=torch.long), torch.ones(2, 11, dtype=torch.long))

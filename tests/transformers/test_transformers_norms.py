@@ -81,6 +81,7 @@ TAKEN = {
     "zero-centred rms": (ZeroCentredRMSNorm, "rms_norm"),
     "rms with an unused weight": (UnusedWeightRMSNorm, "rms_norm"),
     "torch rms": (lambda: nn.RMSNorm(16, eps=1e-5), "rms_norm"),
+    "torch rms with the eps of float32": (lambda: nn.RMSNorm(16), "rms_norm"),
     "torch": (lambda: nn.LayerNorm(16), "layer_norm"),
     "torch without bias": (lambda: nn.LayerNorm(16, bias=False), "layer_norm"),
     "torch without weight": (lambda: nn.LayerNorm(16, elementwise_affine=False), "layer_norm"),

@@ -9,6 +9,7 @@ import liger
 transformers = pytest.importorskip("transformers")
 
 from tiny_models import assert_same_step, batch, config, make, step, twin  # noqa: E402
+from transformers.activations import ReLUSquaredActivation  # noqa: E402
 
 from liger.transformers import patch_report  # noqa: E402
 
@@ -35,14 +36,33 @@ def test_experts_are_replaced_and_those_without_a_gate_are_not_looked_at():
     assert "not looked at: 2 x experts" in report.summary
 
 
-def test_layer_norms_that_were_not_asked_for_are_not_looked_at():
-    model = transformers.StableLmForCausalLM(config("StableLm"))
-    report = patch_report(liger.patch(model, layer_norm=False))
-    norms = sum(isinstance(m, nn.LayerNorm) for m in model.modules())
-    assert count(report.not_looked_at) == {"layer norm": norms} and norms > 0
+# The option that is False, what is not replaced then, and a model that has it.
+NOT_ASKED = {
+    "layer_norm": ({"layer_norm": 5}, lambda: transformers.StableLmForCausalLM(config("StableLm"))),
+    "rms_norm": ({"rms_norm": 5, "fused_add_rms_norm": 2}, lambda: make("llama")),
+    "fused_add_rms_norm": ({"fused_add_rms_norm": 2}, lambda: make("llama")),
+    "rope": ({"rope": 2}, lambda: make("llama")),
+    "swiglu": ({"swiglu": 2}, lambda: make("llama")),
+    "mlp": ({"swiglu": 2}, lambda: make("llama")),
+    "geglu": ({"geglu": 2}, lambda: make("llama", hidden_act="gelu")),
+    "relu_squared": ({"relu_squared": 1}, lambda: nn.Sequential(ReLUSquaredActivation(), nn.RMSNorm(4))),
+    "fused_linear_cross_entropy": ({"fused_linear_cross_entropy": 1}, lambda: make("llama")),
+}
 
 
-def test_rotary_embeddings_that_were_not_asked_for_are_not_looked_at():
+@pytest.mark.parametrize("option", NOT_ASKED)
+def test_what_was_not_asked_for(option):
+    """It has no reason, which would be one for not replacing it."""
+    expected, made = NOT_ASKED[option]
+    model = made()
+    report = patch_report(liger.patch(model, **{option: False}))
+    assert count(report.not_asked_for) == expected and not report.left
+    assert "not asked for" in report.summary and "not asked for" in str(report)
+    assert not report.not_asked_for.keys() & (report.not_looked_at.keys() | report.replaced.keys())
+    assert not patch_report(liger.patch(model)).not_asked_for
+
+
+def test_rotary_embeddings_of_images_that_were_not_asked_for():
     if not hasattr(transformers, "Qwen2VLConfig"):
         pytest.skip("this transformers has no Qwen2-VL")
     modeling = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
@@ -51,7 +71,7 @@ def test_rotary_embeddings_that_were_not_asked_for_are_not_looked_at():
     )
     holder = nn.ModuleList([make("llama"), modeling.VisionAttention(settings)])
     report = patch_report(liger.patch(holder, rope=False))
-    assert report.not_looked_at["1"] == "rotary embedding (apply_rotary_pos_emb_vision)"
+    assert report.not_asked_for["1"] == "rope"
 
 
 def test_an_unpatched_model_has_an_empty_report():

@@ -89,6 +89,32 @@ def test_an_mlp_that_is_random_in_training_is_left(module, mode):
     assert module.act_fn.training == (mode == "train")
 
 
+class WithDropout(MLP):
+    """As in T5Gemma: a module before the last projection."""
+
+    def __init__(self, rate):
+        super().__init__()
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, x):
+        return self.down_proj(self.dropout(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_dropout_of_rate_zero(tiled):
+    assert _behaviour.mlp(WithDropout(0.5), GATED, True) == _trials.IN_TRAINING
+    model = liger.patch(nn.ModuleList([WithDropout(0.0)]), tiled_mlp=tiled)
+    kind = "tiled_mlp" if tiled else "swiglu"
+    assert lt.patch_report(model).replaced == {"0": kind}
+    x = torch.randn(64, 8)
+    expected = MLP.forward(model[0], x)
+    torch.testing.assert_close(model[0](x), expected)
+    model[0].dropout.p = 0.5
+    assert not torch.allclose(model[0](x), expected)
+    torch.testing.assert_close(model.eval()[0](x), expected)
+    assert tiled or "dropout" in lt.patch_report(model).left["0"]
+
+
 class WithStatistics(MLP):
     def forward(self, x):
         return super().forward(x), x.mean()

@@ -9,6 +9,8 @@ returns a recipe, a string with the reason for leaving the module alone, or None
 
 import functools
 
+from torch import nn
+
 from . import _trials
 from ._modules import MLPRecipe, TiledMLPRecipe
 
@@ -21,15 +23,18 @@ ACTIVATION_NAMES = ("act_fn", "activation_fn")
 
 
 def mlp(module, activations, inplace, recompute=False):
-    def recipes(inputs, act_name):
-        return [MLPRecipe(inputs, act_name, activation, inplace, recompute) for activation in activations]
+    def recipes(inputs, act_name, dropouts):
+        return [
+            MLPRecipe(inputs, act_name, activation, inplace, recompute, dropouts)
+            for activation in activations
+        ]
 
     return _mlp(module, recipes, activations)
 
 
 def mlp_to_tile(module, num_shards):
-    def recipes(inputs, _):
-        return [TiledMLPRecipe(inputs, activation, num_shards) for activation in TILED_ACTIVATIONS]
+    def recipes(inputs, _, dropouts):
+        return [TiledMLPRecipe(inputs, activation, num_shards, dropouts) for activation in TILED_ACTIVATIONS]
 
     return _mlp(module, recipes, TILED_ACTIVATIONS)
 
@@ -43,11 +48,13 @@ def _mlp(module, recipes, activations):
     x, width = random.of_all_scales(3, 16), 24 if len(inputs) == 1 else 12
     projections = {name: _trials.Projection(random(width, 16)) for name in inputs}
     projections["down_proj"] = _trials.Projection(random(16, 12))
-    stand_in = _trials.stand_in(module, **projections, **{act_name: getattr(module, act_name)})
+    dropouts = tuple(name for name, child in module._modules.items() if isinstance(child, nn.Dropout))
+    kept = {name: getattr(module, name) for name in (act_name, *dropouts)}
+    stand_in = _trials.stand_in(module, **projections, **kept)
     expected = _trials.result_of(module, stand_in, x)
     if isinstance(expected, str):
         return expected
-    for recipe in recipes(inputs, act_name):
+    for recipe in recipes(inputs, act_name, dropouts):
         if _trials.error(recipe.run(stand_in, x), expected) <= 1:
             ours, theirs = functools.partial(recipe.run, stand_in), type(stand_in).forward.__get__(stand_in)
             return recipe if _trials.same_gradients(ours, theirs, x) else _trials.OTHER_GRADIENTS

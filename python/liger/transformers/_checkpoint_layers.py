@@ -68,8 +68,10 @@ def kind(layer):
 
 
 class Switches:
-    """Turns checkpointing on in a model, switches its layers, and restores what the model had before, or what other code
-    has set since."""
+    """Turns checkpointing on in a model, switches its layers, and restores what the model had before.
+
+    What other code has set since stays.
+    """
 
     def __init__(self, model, layers):
         self.layers, self._kept = layers, None

@@ -73,8 +73,13 @@ class DeferredLogits:
     contiguous = float = _unchanged
     __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = _unchanged
 
-    def error(self, what):
-        return RuntimeError(_MESSAGE.format(model=type(self.call.owner).__name__, what=what))
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.error(f"uses {name} of its logits", AttributeError)
+
+    def error(self, what, kind=RuntimeError):
+        return kind(_MESSAGE.format(model=type(self.call.owner).__name__, what=what))
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

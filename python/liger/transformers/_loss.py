@@ -18,8 +18,8 @@ from torch import nn
 from ..ops.cross_entropy import cross_entropy
 from . import _trials
 from ._classes import give_class, patched_class, recipe_of
-from ._heads import heads_of, needs_logits
 from ._deferred_logits import DeferredLogits, traceable
+from ._heads import heads_of, needs_logits
 from ._lora_head import is_lora_linear, low_rank_parts, supports
 from ._loss_call import HeadCall, LossCall, active, target_and_options, warn_about_head
 from ._sharded_head import KIND, is_tensor_parallel, tensor_parallel_forward, why_from_logits

@@ -35,6 +35,13 @@ _GATED = {
 
 
 HOOKED = "its activation has hooks, which the op would not call"
+DROPS = "its dropout has a rate above 0 or hooks, which the op would not apply"
+
+
+def _drops(module, names):
+    """Whether one of these dropouts drops anything in training, or has hooks: an op calls none of them."""
+    return any(getattr(module, name).p > 0 or is_hooked(getattr(module, name)) for name in names)
+
 
 # Names of the activation in gated MLPs.
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
@@ -49,7 +56,10 @@ def _form(activation, packed):
 
 @dataclass(frozen=True)
 class MLPRecipe:
-    """``down_proj(activation(gate) * up)``, from two projections or, packed, from one."""
+    """``down_proj(activation(gate) * up)``, from two projections or, packed, from one.
+
+    dropouts: names of submodules, whose rate was 0 in the trial.
+    """
 
     inputs: tuple
     act_name: str
@@ -57,6 +67,7 @@ class MLPRecipe:
     inplace: bool
     # Whether the backward recomputes the product of gate and up.
     recompute: bool = False
+    dropouts: tuple = ()
 
     @property
     def kind(self):
@@ -68,7 +79,9 @@ class MLPRecipe:
 
     def unused_because(self, module):
         """Why each call reaches the original forward although the module is patched; None if it does not."""
-        return HOOKED if is_hooked(getattr(module, self.act_name, None)) else None
+        if is_hooked(getattr(module, self.act_name, None)):
+            return HOOKED
+        return DROPS if _drops(module, self.dropouts) else None
 
     def run(self, module, x):
         projections = [getattr(module, name) for name in self.inputs]
@@ -97,7 +110,7 @@ class MLPRecipe:
         recipe = self
 
         def forward(self, *args, **kwargs):
-            if kwargs or len(args) != 1 or is_hooked(getattr(self, recipe.act_name)):
+            if kwargs or len(args) != 1 or recipe.unused_because(self) is not None:
                 return original.forward(self, *args, **kwargs)
             return recipe.run(self, args[0])
 
@@ -115,6 +128,7 @@ class TiledMLPRecipe:
     inputs: tuple
     activation: str
     num_shards: int | None
+    dropouts: tuple = ()
     kind: ClassVar[str] = "tiled_mlp"
 
     def run(self, module, x):
@@ -146,7 +160,7 @@ class TiledMLPRecipe:
             if kwargs or len(args) != 1 or is_dtensor(args[0]):
                 return original.forward(self, *args, **kwargs)
             x, act_name = args[0], next(name for name in _ACTIVATION_NAMES if hasattr(self, name))
-            if is_hooked(getattr(self, act_name)):
+            if is_hooked(getattr(self, act_name)) or _drops(self, recipe.dropouts):
                 function = functools.partial(original.forward, self)
                 return tiled(function, x, num_shards=recipe._shards(x))
             projections = [getattr(self, name) for name in (*recipe.inputs, "down_proj")]

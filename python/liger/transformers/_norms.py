@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass
+from types import NoneType
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class NormRecipe:
-    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it.
+    """``kind`` is the op. ``eps`` is a value, or the name of the attribute that has it; None there is that of float32.
 
     mixed: the dtype of the result for an x of 16 bits and weights in float32, as under autocast: ``"narrow"``, that of
         x, ``"wide"``, float32, or None if the op does not give that result.
@@ -54,7 +55,8 @@ class NormRecipe:
         return lambda x, weight, bias: (self.run(x, weight, bias, eps),)
 
     def eps_of(self, module):
-        return getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        return torch.finfo(torch.float32).eps if eps is None else eps
 
     def operand(self, module, x, *tensors):
         """x as the op takes it; None where the op does not give what the original gives, including the dtype."""
@@ -127,7 +129,7 @@ def _kind_by_name(cls):
 
 def _recipes(module, tensors):
     """The recipes to try, the specific ones after the common ones."""
-    eps_name = next((name for name in EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
+    eps_name = next((n for n in EPS_NAMES if isinstance(getattr(module, n, ""), float | NoneType)), None)
     weighted = tensors.get("weight") is not None
     for eps in _LITERAL_EPS if eps_name is None else (eps_name,):
         if tensors.get("bias") is None:

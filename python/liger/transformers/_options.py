@@ -6,7 +6,7 @@ import difflib
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import Any, ClassVar, TypedDict, TypeVar
 
@@ -93,6 +93,14 @@ class Options:
             if type(value) not in types:
                 expected = ", or ".join(_WORDS[kind] for kind in types)
                 raise TypeError(f"liger: the option {name} is {value!r}, expected {expected}")
+
+    @property
+    def complete(self) -> Options:
+        """The same with every part that is replaced by default."""
+        parts = {f.name: True for f in fields(self) if f.default is True and f.name not in _HOW}
+        if self.cross_entropy:
+            del parts["fused_linear_cross_entropy"]
+        return replace(self, **parts, mlp=None)
 
     @property
     def any(self) -> bool:

@@ -37,7 +37,7 @@ from ._heads import heads_of
 from ._loss import compute_loss_first, head_recipe, restore_forward, sharing_embeddings
 from ._options import Options, PatchOptions, check_names, with_options
 from ._recompute import RecomputeRecipe
-from ._report import LEFT, PatchReport, covered_parts, function_of, override_reason, patch_report
+from ._report import LEFT, NOT_ASKED, PatchReport, covered_parts, function_of, override_reason, patch_report
 from ._residual import AddNormRecipe
 
 logger = logging.getLogger("liger.transformers")
@@ -145,14 +145,20 @@ def _restore(model):
         restore_class(module)
         restore_forward(module)
         module.__dict__.pop(LEFT, None)
+        module.__dict__.pop(NOT_ASKED, None)
 
 
 def apply(model: nn.Module, options: Options) -> PatchReport:
     """Patches all modules that can be patched, logs the report and returns it."""
     with _trials.without_modes(), _trials.remember():
         covered: set[int] = set()
+        complete = options.complete
         for module in list(model.modules()):
             recipe = None if id(module) in covered else _recipe(module, options)
+            if id(module) not in covered and isinstance(recipe, str | None) and complete != options:
+                other = _recipe(module, complete)
+                if not isinstance(other, str | None):
+                    recipe, module.__dict__[NOT_ASKED] = None, other.kind
             if recipe is not None and not isinstance(recipe, str):
                 forward = function_of(instance_forward(module))
                 recipe = recipe if forward is None else override_reason(forward)

@@ -17,6 +17,8 @@ from ._rotary import is_rotary
 
 # Attribute of a module with the reason why it was not patched; copies and wrappers of the model preserve it.
 LEFT = "_liger_left"
+# Attribute of a module with the kind of a replacement whose option is False.
+NOT_ASKED = "_liger_not_asked"
 
 # The kind of a replacement in the words of a user.
 PARTS = {
@@ -57,7 +59,8 @@ class PatchReport:
             tensor parallelism shards the classes of the lm_head, or ``"trainer_loss"`` for a model whose lm_head was
             replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
-        not_looked_at: module name -> a computation for which patching has no replacement, or whose option is False.
+        not_asked_for: module name -> what it would be in ``replaced``, but the option is False.
+        not_looked_at: module name -> a computation for which patching has no replacement.
         classes: module name -> name of the class, of the modules in ``left``.
         recomputed: names of the decoder layers whose backward recomputes cheap outputs (``recompute=True``).
         checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
@@ -65,6 +68,7 @@ class PatchReport:
 
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    not_asked_for: dict[str, str] = field(default_factory=dict)
     not_looked_at: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)
@@ -77,9 +81,10 @@ class PatchReport:
         if self.recomputed:
             lines.append(f"{len(self.recomputed)} x recompute")
         lines += [f"left {count} as before: {reason}" for reason, count in _counted(self.left.values())]
-        others = [f"{count} x {what}" for what, count in _counted(self.not_looked_at.values())]
-        if others:
-            lines.append("not looked at: " + ", ".join(others))
+        for title, found in (("not asked for", self.not_asked_for), ("not looked at", self.not_looked_at)):
+            if found:
+                counted = _counted(found.values())
+                lines.append(f"{title}: " + ", ".join(f"{count} x {what}" for what, count in counted))
         if self.checkpointing:
             lines.append(f"checkpointing: {self.checkpointing}")
         return "; ".join(lines) or "not patched: call liger.patch(model)"
@@ -95,6 +100,10 @@ class PatchReport:
             rows.append((LAYER, len(self.recomputed), "recomputes cheap outputs (recompute)", ""))
         left = [(self.classes.get(name, "module"), reason) for name, reason in self.left.items()]
         rows += [(part, n, "left as before", reason) for (part, reason), n in _counted(left)]
+        rows += [
+            (PARTS.get(kind, kind), n, "not asked for", "")
+            for kind, n in _counted(self.not_asked_for.values())
+        ]
         rows += [
             (_PART_OF.get(what, what), n, "not looked at", _WHY_NOT.get(what, ""))
             for what, n in _counted(self.not_looked_at.values())
@@ -158,8 +167,9 @@ def patch_report(model: nn.Module) -> PatchReport:
         }
         for name, module in modules.items():
             if recipe_of(module) is None and name not in report.left and id(module) not in covered:
-                what = _not_looked_at(module)
-                if what is not None:
+                if NOT_ASKED in module.__dict__:
+                    report.not_asked_for[name] = module.__dict__[NOT_ASKED]
+                elif (what := _not_looked_at(module)) is not None:
                     report.not_looked_at[name] = what
     return report
 

@@ -93,7 +93,13 @@ def _sound_shapes(config, name):
     bands = getattr(config, "num_mel_bins", None)
     if bands is not None:
         yield bands, 2 * config.max_source_positions
-    names = ("feature_projection_input_dim", "input_feat_per_channel", "num_mel_bins", "hidden_size", "d_model")
+    names = (
+        "feature_projection_input_dim",
+        "input_feat_per_channel",
+        "num_mel_bins",
+        "hidden_size",
+        "d_model",
+    )
     for key in names:
         if isinstance(getattr(config, key, None), int):
             yield 32, getattr(config, key)

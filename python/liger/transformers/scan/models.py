@@ -18,7 +18,6 @@ from transformers.models.auto.modeling_auto import (
 from .configs import tiny_config
 from .inputs import ERRORS, image_batch, sound_batch, text_batch
 
-
 _MAPPINGS = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
