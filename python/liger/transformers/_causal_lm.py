@@ -157,7 +157,7 @@ class _CrossEntropies(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is nn.functional.cross_entropy and not self.inner:
+        if function is nn.functional.cross_entropy and not self.paused:
             bound = _CROSS_ENTROPY.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
@@ -166,7 +166,7 @@ class _CrossEntropies(TorchFunctionMode):
                 self.record(logits, target, given)
         return function(*args, **kwargs)
 
-    inner = False
+    paused = False
 
 
 # The options of torch's cross entropy that the loss of a head has.
@@ -340,11 +340,11 @@ class _Trial:
 
         def loss_function(logits, labels, vocab_size=None, **keywords):
             given.append((logits, labels, keywords, False))
-            recorder.inner = True
+            recorder.paused = True
             try:
                 return self.loss_function(logits, labels, logits.shape[-1], **keywords)
             finally:
-                recorder.inner = False
+                recorder.paused = False
 
         with recorder:
             output = self._forward(self._model(loss_function, training), arguments)

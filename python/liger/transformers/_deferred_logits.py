@@ -102,7 +102,7 @@ _ELEMENTWISE = (
 register_pytree_node(
     DeferredLogits,
     lambda deferred: ([deferred.output], (deferred.call, deferred.shape)),
-    lambda outputs, context: DeferredLogits(context[0], *outputs, context[1]),
+    lambda outputs, context: DeferredLogits(context[0], next(iter(outputs)), context[1]),
     serialized_type_name="liger.DeferredLogits",
 )
 

@@ -307,7 +307,6 @@ def _calls_of_lookup(embedding, cls):
 
 def _fused_forward(original, recipe):
     labels_at = list(inspect.signature(original.forward).parameters).index("labels") - 1
-
     inner = traceable(original.forward) if recipe.deferred else original.forward
 
     @functools.wraps(original.forward)

@@ -97,10 +97,10 @@ class Options:
     @property
     def complete(self) -> Options:
         """The same with every part that is replaced by default."""
-        parts = {f.name: True for f in fields(self) if f.default is True and f.name not in _HOW}
-        if self.cross_entropy:
-            del parts["fused_linear_cross_entropy"]
-        return replace(self, **parts, mlp=None)
+        names = PARTS if self.cross_entropy else (*PARTS, "fused_linear_cross_entropy")
+        if all(getattr(self, name) for name in names):
+            return self
+        return replace(self, **dict.fromkeys(names, True), mlp=None)
 
     @property
     def any(self) -> bool:

@@ -155,7 +155,7 @@ def apply(model: nn.Module, options: Options) -> PatchReport:
         complete = options.complete
         for module in list(model.modules()):
             recipe = None if id(module) in covered else _recipe(module, options)
-            if id(module) not in covered and isinstance(recipe, str | None) and complete != options:
+            if complete is not options and id(module) not in covered and isinstance(recipe, str | None):
                 other = _recipe(module, complete)
                 if not isinstance(other, str | None):
                     recipe, module.__dict__[NOT_ASKED] = None, other.kind
