@@ -53,7 +53,8 @@ def build(size, tokens, features, device):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.train()
     if "checkpointing" in features:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # gradient_checkpointing_enable before transformers 5.24.
+        model.activation_checkpointing_enable({"use_reentrant": False})
     return liger.patch(
         model,
         tiled_mlp="tiled_mlp" in features,

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import liger
 from liger_cli.demo_sizes import Size
 
+from ..transformers import _checkpointing_names
 from ._memory_timeline import record_steps
 
 
@@ -66,7 +67,7 @@ def build_model(size, device):
     with torch.device(device):
         model = LlamaForCausalLM(config).to(getattr(torch, size.dtype))
     if size.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _checkpointing_names.enable(model)
     return model.train()
 
 

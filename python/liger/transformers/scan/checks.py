@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _patching
+from .. import _checkpointing_names, _patching
 from .comparison import Differs, NotRun, both, copied, patched_copy, step
 from .inputs import ERRORS, SOUNDS, batch_for, image_batch, packed, parameters_of
 from .models import NotBuilt, build
@@ -41,14 +41,14 @@ def checkpointing(plain, patched, model_type, class_name):
     for reentrant in (False, True):
         try:
             for model in (plain, patched):
-                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+                _checkpointing_names.enable(model, use_reentrant=reentrant)
             if reentrant:
                 for model in (plain, patched):
                     model.enable_input_require_grads()
             both(plain, patched, batch_for(plain))
         finally:
             for model in (plain, patched):
-                model.gradient_checkpointing_disable()
+                _checkpointing_names.disable(model)
                 if reentrant:
                     model.disable_input_require_grads()
 

@@ -38,6 +38,10 @@ def _sections(*sections: int, **more: Any) -> dict[str, Any]:
 
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "vision_config.codebook_size": 8, "audio_config.codebook_size": 8, "+image_token_offset": 300,
+        "+audio_token_offset": 308,
+    },
     "aria": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4},
     "bamba": {"attn_layer_indices": [1]},
     "blip-2": {"+image_token_index": 280},
@@ -53,6 +57,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"+num_experts_per_tok": 2, "+n_routed_experts": 4, "num_key_value_heads": 4},
     "deepseek_vl_hybrid": {"num_key_value_heads": 2},
+    "dory": {"+n_input_layers": 1, "+n_recurrent_layers": 1, "+n_output_layers": 0, "+num_hidden_layers": 2},
     "dots1": {
         "+num_experts_per_tok": 2, "+n_routed_experts": 4, "+n_shared_experts": 1, "first_k_dense_replace": 1,
     },
@@ -82,6 +87,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite4_vision": {"+deepstack_layer_map": [[-1, 0]], "+downsample_rate": "1/2"},
     "granitemoehybrid": {"+layer_types": ["mamba", "attention"]},
     "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
+    "hy_v4_vl": {"text_config.+rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}},
     "hunyuan_vl": _sections(2, 2, 2, 2),
     "hyperclovax_vision_v2": _WINDOWS,
     "instructblip": {"+image_token_index": 280},
