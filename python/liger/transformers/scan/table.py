@@ -11,9 +11,8 @@ from .comparison import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 _INTRODUCTION = """# Models
 
-Written by `liger models --write docs/models.md`, not by hand. transformers {version}: {tried} classes of
-causal, image-text, encoder-decoder, masked and speech models, of which {built} were built as tiny random models; {fused}
-of these compute their loss in the lm_head.
+Written by `liger models --write docs/models.md`, not by hand. transformers {version}: {tried} language model
+classes, of which {built} were built as tiny random models; {fused} of these compute their loss in the lm_head.
 
 Every model was compared on the CPU in float32 with a copy that `liger.patch` had changed. **Equal** means: the loss
 within {loss:g} of its value, and every gradient within {gradient:g} of its largest element. Where a model amplifies
