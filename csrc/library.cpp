@@ -73,16 +73,16 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // logits (..., V), target (...): the loss alone, composite over cross_entropy_forward
   m.def("cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\") -> Tensor");
   // logits (N, V), target (N,). The gradient is that of the summed (or averaged) loss; with reduction "none"
-  // it is that of sum(loss).
-  m.def("cross_entropy_forward(Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy, Tensor lse, Tensor used_denominator, Tensor grad_logits)");
+  // it is that of sum(loss). stats (2, N): the maximum logit m and sum(exp(z - m)); 0 and 1 in ignored rows.
+  m.def("cross_entropy_forward(Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy, bool need_grad) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy, Tensor stats, Tensor used_denominator, Tensor grad_logits)");
   // The same in place: the gradient overwrites the logits
   m.def("cross_entropy_forward_(Tensor(a!) logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap, str reduction, bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_logprobs, bool return_entropy) -> (Tensor loss, Tensor z_loss, Tensor token_accuracy, Tensor predicted_tokens, Tensor logprobs, Tensor entropy)");
-  m.def("cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor lse, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
-  m.def("cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor lse, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ()");
+  m.def("cross_entropy_backward(Tensor grad_loss, Tensor logits, Tensor target, Tensor stats, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> Tensor");
+  m.def("cross_entropy_backward_(Tensor grad_loss, Tensor(a!) logits, Tensor target, Tensor stats, Tensor used_denominator, Tensor? ce_weight, Tensor? token_weight, int ignore_index, float label_smoothing, float lse_square_scale, float? softcap) -> ()");
 
   // Row statistics of a vocabulary shard: logits (N, V) of the V classes from vocab_start on; target (N,) is
   // an index into all classes. stats (3 to 5, N): the maximum logit m, sum(exp(z - m)), the logit of the
-  // target, or 0 if the shard does not have it, with return_class_sum sum(ce_weight * z), and with
+  // target, or 0 if the shard does not have it, with return_class_sum sum(ce_weight * (z - m)), and with
   // return_square_sum sum(exp(z - m)^2), which makes the statistics not differentiable. Ignored rows have 0,
   // 1, 0, 0, 1.
   m.def("cross_entropy_stats(Tensor logits, Tensor target, Tensor? ce_weight, int vocab_start, int ignore_index, float? softcap, bool return_class_sum, bool return_square_sum=False) -> Tensor");

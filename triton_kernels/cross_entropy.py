@@ -1,13 +1,13 @@
 """Cross entropy of logits: launchers, and the backward kernel. The forward row kernel is in :mod:`.cross_entropy_rows`.
 
-backward_kernel: one program per row; it reads the logits once and computes probabilities from the saved log-sum-exp.
+backward_kernel: one program per row; it reads the logits once and computes probabilities from the saved statistics.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .._core.cross_entropy_math import CEOptions
+from .._core.cross_entropy_math import CEOptions, check_row_stats
 from .common import (
     dense_vector,
     on_device_of,
@@ -28,11 +28,11 @@ from .cross_entropy_rule import (
 )
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["n_rows", "ignore_index"])
 def backward_kernel(
-    grad_loss_ptr, grad_loss_stride, logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, lse_ptr,
+    grad_loss_ptr, grad_loss_stride, logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, stats_ptr,
     used_denominator_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr,
-    n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, SMOOTHING: tl.constexpr,
+    n_rows, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap, SMOOTHING: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -50,16 +50,16 @@ def backward_kernel(
             upstream *= tl.load(token_weight_ptr + row).to(tl.float32)
         upstream = tl.where(in_range, upstream, float("nan"))
         weight = class_weight(ce_weight_ptr, target, in_range)
-        lse = tl.load(lse_ptr + row)
+        z_max, e_sum = tl.load(stats_ptr + row), tl.load(stats_ptr + tl.cast(n_rows, tl.int64) + row)
         coef_exp, coef_target, coef_class = coefficients(
-            ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
+            ce_weight_ptr, class_weight_sum_ptr, weight, z_max, e_sum, n_cols, label_smoothing, lse_square_scale, SMOOTHING
         )  # fmt: skip
         write_gradient(
-            row_ptr, out_row, lse, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING,
+            row_ptr, out_row, z_max, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING,
             LANES, REPEATS, VECTOR,
         )  # fmt: skip
         store_target_gradient(
-            out_row, target, in_range, z_target, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
+            out_row, target, in_range, z_target, z_max, weight, coef_exp, coef_target, coef_class, upstream, softcap,
             SMOOTHING,
         )  # fmt: skip
     else:
@@ -70,7 +70,7 @@ def backward_kernel(
 
 
 def _forward(gradient, logits, target, options, metrics):
-    """(*reduced results, lse, denominator). Also writes ``gradient``, which may be the logits, unless it is None."""
+    """(*reduced results, stats, denominator). Also writes ``gradient``, which may be the logits, unless it is None."""
     options.check("cross_entropy", logits, target)
     require_dtype("cross_entropy", "logits", logits)
     rule = Rule.of_options("cross_entropy", logits.shape[1], target, options)
@@ -80,12 +80,12 @@ def _forward(gradient, logits, target, options, metrics):
     if gradient is None:
         results.fill(*rows, 0)
         used_denominator = rule.buffer((), True)
-        return *results.reduced(denominator, reduction, used_denominator), results.lse, used_denominator
+        return *results.reduced(denominator, reduction, used_denominator), results.stats, used_denominator
     used_denominator = results.used_denominator(denominator, reduction)
     gradient_rows = rows if gradient is logits else output_rows(gradient)
     results.fill(*rows, 0, used_denominator, *gradient_rows)
     write_back(gradient, gradient_rows[0])
-    return *results.reduced(used_denominator, reduction), results.lse, used_denominator
+    return *results.reduced(used_denominator, reduction), results.stats, used_denominator
 
 
 def cross_entropy_forward(logits, target, *rest):
@@ -99,11 +99,11 @@ def cross_entropy_forward_(logits, target, *rest):
     return _forward(logits, logits, target, CEOptions(*rest[:8]), rest[8:])[:6]
 
 
-def _backward(op, out, grad_loss, logits, target, lse, used_denominator, *options):
+def _backward(op, out, grad_loss, logits, target, stats, used_denominator, *options):
     options = CEOptions.of_backward(*options)
     options.check(op, logits, target)
     require_dtype(op, "logits", logits)
-    require_same_shape(op, "lse", lse, "target", target)
+    check_row_stats(op, logits, stats)
     if grad_loss.dim():
         require_same_shape(op, "grad_loss", grad_loss, "target", target)
     rule = Rule.of_options(op, logits.shape[1], target, options)
@@ -116,8 +116,8 @@ def _backward(op, out, grad_loss, logits, target, lse, used_denominator, *option
     with on_device_of(logits):
         backward_kernel[(logits.shape[0],)](
             grad_loss, grad_loss.stride(0) if grad_loss.dim() else 0, logits_rows, logits_stride, out_rows, out_stride,
-            rule.target, dense_vector(lse), used_denominator, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
-            rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing,
+            rule.target, stats.contiguous(), used_denominator, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
+            logits.shape[0], rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing,
             *tile, num_warps=warps,
         )  # fmt: skip
     write_back(out, out_rows)

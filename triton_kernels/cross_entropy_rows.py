@@ -45,8 +45,8 @@ _REDUCE_WARPS = 8
 @triton.jit
 def _row(
     index, logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr, token_weight_ptr,
-    class_weight_sum_ptr, used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, lse_ptr,
-    first_row, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap,
+    class_weight_sum_ptr, used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr,
+    stats_ptr, all_rows, first_row, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap,
     SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, IN_REGISTERS: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _row(
         if valid & (in_range == 0):
             tl.device_print("liger: target out of range at row", row)
         tl.device_assert(in_range | (valid == 0), "liger: target out of range")
-    loss, z_loss, logprob, entropy, lse = 0.0, 0.0, 0.0, 0.0, 0.0
+    loss, z_loss, logprob, entropy, z_max, e_sum = 0.0, 0.0, 0.0, 0.0, 0.0, 1.0
     best = -1
     if valid:
         # Loaded before the gradient may overwrite it: the reductions of the statistics are barriers in between.
@@ -69,55 +69,58 @@ def _row(
         weight = class_weight(ce_weight_ptr, target, in_range)
         # Makes all results NaN if the target is not a class.
         scale = tl.where(in_range, 1.0, float("nan"))
-        # Smoothing sums differences from the target's logit, so that a large offset common to all logits cancels.
-        shift = tl.where(tl.abs(z_target) < float("inf"), z_target, 0.0)
         if IN_REGISTERS:
             x, cols, mask = load_row(row_ptr, n_cols, LANES, REPEATS, VECTOR)
-            lse, entropy, best, weighted_sum = tile_statistics(
-                x, cols, mask, ce_weight_ptr, n_cols, softcap, shift,
+            z_max, e_sum, entropy, best, weighted_sum = tile_statistics(
+                x, cols, mask, ce_weight_ptr, n_cols, softcap,
                 predicted_ptr is not None, entropy_ptr is not None, SMOOTHING, LANES,
             )  # fmt: skip
         else:
-            lse, entropy, best, weighted_sum = statistics(
-                row_ptr, ce_weight_ptr, n_cols, softcap, shift,
+            z_max, e_sum, entropy, best, weighted_sum = statistics(
+                row_ptr, ce_weight_ptr, n_cols, softcap,
                 predicted_ptr is not None, entropy_ptr is not None, SMOOTHING, out_ptr is not None,
                 LANES, REPEATS, VECTOR,
             )  # fmt: skip
-        logprob = scale * (z_target - lse)
+        log_sum = tl.log(e_sum)
+        lse = z_max + log_sum
+        # Not minus lse: an offset of all logits goes before anything is rounded.
+        logprob = scale * ((z_target - z_max) - log_sum)
         if token_weight_ptr is not None:
             scale *= tl.load(token_weight_ptr + row).to(tl.float32)
         # A term with coefficient 0 is skipped, because its factor may be infinite.
         z_loss = tl.where(lse_square_scale == 0.0, 0.0, lse_square_scale * weight * lse * lse)
         loss = z_loss + tl.where(
-            label_smoothing == 1.0, 0.0, (1.0 - label_smoothing) * weight * (lse - z_target)
+            label_smoothing == 1.0, 0.0, -(1.0 - label_smoothing) * weight * logprob
         )
         if SMOOTHING:
             weight_sum = n_cols if ce_weight_ptr is None else tl.load(class_weight_sum_ptr)
-            loss += label_smoothing / n_cols * (weight_sum * (lse - shift) - weighted_sum)
+            loss += label_smoothing / n_cols * (weight_sum * log_sum - weighted_sum)
         loss *= scale
         z_loss *= scale
         if out_ptr is not None:
             upstream = scale / tl.load(used_denominator_ptr)
             coef_exp, coef_target, coef_class = coefficients(
-                ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale, SMOOTHING
+                ce_weight_ptr, class_weight_sum_ptr, weight, z_max, e_sum, n_cols, label_smoothing, lse_square_scale,
+                SMOOTHING,
             )  # fmt: skip
             if IN_REGISTERS:
                 store_gradient(
-                    out_ptr, x, cols, mask, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING
+                    out_ptr, x, cols, mask, z_max, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING
                 )  # fmt: skip
             else:
                 write_gradient(
-                    row_ptr, out_ptr, lse, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING,
+                    row_ptr, out_ptr, z_max, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING,
                     LANES, REPEATS, VECTOR,
                 )  # fmt: skip
             store_target_gradient(
-                out_ptr, target, in_range, z_target, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
-                SMOOTHING,
+                out_ptr, target, in_range, z_target, z_max, weight, coef_exp, coef_target, coef_class, upstream,
+                softcap, SMOOTHING,
             )  # fmt: skip
     elif out_ptr is not None:
         fill_zeros(out_ptr, n_cols, LANES * REPEATS * VECTOR)
     tl.store(loss_ptr + row, loss)
-    tl.store(lse_ptr + row, lse)
+    tl.store(stats_ptr + row, z_max)
+    tl.store(stats_ptr + tl.cast(all_rows, tl.int64) + row, e_sum)
     if z_loss_ptr is not None:
         tl.store(z_loss_ptr + row, z_loss)
     if predicted_ptr is not None:
@@ -128,11 +131,11 @@ def _row(
         tl.store(entropy_ptr + row, entropy)
 
 
-@triton.jit(do_not_specialize=["first_row", "n_rows", "ignore_index"])
+@triton.jit(do_not_specialize=["all_rows", "first_row", "n_rows", "ignore_index"])
 def forward_kernel(
     logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr, token_weight_ptr, class_weight_sum_ptr,
-    used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, lse_ptr,
-    first_row, n_rows, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap,
+    used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr, logprobs_ptr, entropy_ptr, stats_ptr,
+    all_rows, first_row, n_rows, n_cols, ignore_index, label_smoothing, lse_square_scale, softcap,
     SMOOTHING: tl.constexpr, CHECK_TARGETS: tl.constexpr, IN_REGISTERS: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -144,8 +147,8 @@ def forward_kernel(
         _row(
             tl.cast(index, tl.int64), logits_ptr, logits_stride, out_ptr, out_stride, target_ptr, ce_weight_ptr,
             token_weight_ptr, class_weight_sum_ptr, used_denominator_ptr, loss_ptr, z_loss_ptr, predicted_ptr,
-            logprobs_ptr, entropy_ptr, lse_ptr, first_row, n_cols, ignore_index, label_smoothing, lse_square_scale,
-            softcap, SMOOTHING, CHECK_TARGETS, IN_REGISTERS, LANES, REPEATS, VECTOR,
+            logprobs_ptr, entropy_ptr, stats_ptr, all_rows, first_row, n_cols, ignore_index, label_smoothing,
+            lse_square_scale, softcap, SMOOTHING, CHECK_TARGETS, IN_REGISTERS, LANES, REPEATS, VECTOR,
         )  # fmt: skip
 
 
@@ -263,7 +266,7 @@ class RowResults:
     def __init__(self, rule, z_loss, token_accuracy, predicted_tokens, logprobs, entropy):
         rows = rule.target.shape
         self.rule, self.token_accuracy, self.predicted_tokens = rule, token_accuracy, predicted_tokens
-        self.loss, self.lse = rule.buffer(rows, True), rule.buffer(rows, True)
+        self.loss, self.stats = rule.buffer(rows, True), rule.buffer((2, *rows), True)
         self.z_loss = rule.buffer(rows, z_loss)
         self.predicted = rule.buffer(rows, predicted_tokens or token_accuracy, torch.int64)
         self.logprobs, self.entropy = rule.buffer(rows, logprobs), rule.buffer(rows, entropy)
@@ -301,7 +304,7 @@ class RowResults:
             forward_kernel[(programs,)](
                 logits, logits_stride, gradient, gradient_stride, rule.target, rule.ce_weight, rule.token_weight,
                 rule.class_weight_sum, used_denominator, self.loss, self.z_loss, self.predicted, self.logprobs,
-                self.entropy, self.lse, first_row, logits.shape[0], rule.n_cols, rule.ignore_index,
+                self.entropy, self.stats, self.loss.shape[0], first_row, logits.shape[0], rule.n_cols, rule.ignore_index,
                 rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing, rule.check_targets,
                 in_registers, *tile,
                 num_warps=warps, debug=rule.check_targets,

@@ -2,7 +2,8 @@
 computed from them, and the gradient. The twin of csrc/cross_entropy/rule.cuh.
 
 Statistics: z_max; sum of exp(z - z_max); entropy_sum of exp(z - z_max) * (z - z_max); best, best_col: the largest logit
-before the softcap and its column; weighted_sum of class_weight * (z - shift). Probabilities are never materialised.
+before the softcap and its column; weighted_sum of class_weight * (z - z_max), weight_total of class_weight. The
+log-sum-exp is rounded where logits are large, so only the z-loss reads it. Probabilities are never materialised.
 docs/cross_entropy.md defines every term.
 """
 
@@ -59,8 +60,8 @@ def _lane_max(x):
 
 @triton.jit
 def _accumulate(
-    x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum,
-    ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
+    x, cols, mask, ce_weight_ptr, n_cols, softcap, z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum,
+    weight_total, ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     """Adds a tile of logits to the running statistics of every lane (online softmax); masked x must be -inf."""
     z = x
@@ -84,13 +85,24 @@ def _accumulate(
         best_col = tl.where(tile_best > best_z, tl.min(tl.min(tile_col, 2), 1), best_col)
         best_z = tl.maximum(best_z, tile_best)
     if SMOOTHING:
-        term = z - shift
+        term = step
         if mask is not None:
             term = tl.where(mask, term, 0.0)
+        weighted_sum = _rebased(weighted_sum, weight_total, z_max - new_max)
         if ce_weight_ptr is not None:
-            term *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
-        weighted_sum += _lane_sum(term)
-    return new_max, e_sum, entropy_sum, best_z, best_col, weighted_sum
+            weight = tl.load(ce_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            weighted_sum += _lane_sum(term * weight)
+            weight_total += _lane_sum(weight)
+        else:
+            weighted_sum += _lane_sum(term)
+            weight_total += _lane_sum((cols < n_cols).to(tl.float32))
+    return new_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total
+
+
+@triton.jit
+def _rebased(weighted_sum, weight_total, difference):
+    """A sum of weight * (z - z_max) for a larger maximum. Before the first logit the difference may be -inf."""
+    return weighted_sum + tl.where(weight_total == 0.0, 0.0, weight_total * difference)
 
 
 @triton.jit
@@ -99,7 +111,7 @@ def _empty_stats(LANES: tl.constexpr):
     z_max = tl.full([LANES], -3.4028234663852886e38, tl.float32)
     zeros = tl.zeros([LANES], tl.float32)
     best_z = tl.full([LANES], float("-inf"), tl.float32)
-    return z_max, zeros, zeros, best_z, tl.zeros([LANES], tl.int32), zeros
+    return z_max, zeros, zeros, best_z, tl.zeros([LANES], tl.int32), zeros, zeros
 
 
 @triton.jit
@@ -110,23 +122,24 @@ def _merge_lanes(
     best_z,
     best_col,
     weighted_sum,
+    weight_total,
     n_cols,
     ARGMAX: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(log-sum-exp, entropy, column of the largest logit, weighted_sum) of a row from the statistics of its lanes."""
+    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, weighted_sum) of a row from the statistics of
+    its lanes."""
     row_max = tl.max(z_max, 0)
     scale = _exp(z_max - row_max)
     row_sum = tl.sum(e_sum * scale, 0)
-    log_sum = tl.log(row_sum)
     entropy = 0.0
     if ENTROPY:
         shifted = (entropy_sum + e_sum * (z_max - row_max)) * scale
-        entropy = log_sum - tl.sum(tl.where(e_sum * scale == 0.0, 0.0, shifted), 0) / row_sum
+        entropy = tl.log(row_sum) - tl.sum(tl.where(e_sum * scale == 0.0, 0.0, shifted), 0) / row_sum
     best = 0
     if ARGMAX:
         best = tl.min(tl.where(best_z == tl.max(best_z, 0), best_col, n_cols), 0)
-    return row_max + log_sum, entropy, best, tl.sum(weighted_sum, 0)
+    return row_max, row_sum, entropy, best, tl.sum(_rebased(weighted_sum, weight_total, z_max - row_max), 0)
 
 
 @triton.jit
@@ -140,61 +153,65 @@ def load_row(row_ptr, n_cols, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR
 
 @triton.jit
 def tile_statistics(
-    x, cols, mask, ce_weight_ptr, n_cols, softcap, shift,
+    x, cols, mask, ce_weight_ptr, n_cols, softcap,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The results of :func:`statistics` for a row from :func:`load_row`."""
-    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _empty_stats(LANES)
-    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate(
-        x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum,
-        ARGMAX, ENTROPY, SMOOTHING,
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total = _empty_stats(LANES)
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total = _accumulate(
+        x, cols, mask, ce_weight_ptr, n_cols, softcap, z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum,
+        weight_total, ARGMAX, ENTROPY, SMOOTHING,
     )  # fmt: skip
-    return _merge_lanes(z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, n_cols, ARGMAX, ENTROPY)
+    return _merge_lanes(
+        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total, n_cols, ARGMAX, ENTROPY
+    )
 
 
 @triton.jit
 def _accumulate_row(
-    row_ptr, ce_weight_ptr, n_cols, softcap, shift,
+    row_ptr, ce_weight_ptr, n_cols, softcap,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, READ_AGAIN: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """The running statistics of every lane after all tiles of a row."""
     policy: tl.constexpr = "evict_last" if READ_AGAIN else "evict_first"
     tile: tl.constexpr = LANES * REPEATS * VECTOR
-    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _empty_stats(LANES)
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total = _empty_stats(LANES)
     full_tiles_end = n_cols // tile * tile
     for start in range(0, full_tiles_end, tile):
         cols = _columns(start, LANES, REPEATS, VECTOR)
         x = tl.load(row_ptr + cols, eviction_policy=policy).to(tl.float32)
-        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate(
-            x, cols, None, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col,
-            weighted_sum, ARGMAX, ENTROPY, SMOOTHING,
+        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total = _accumulate(
+            x, cols, None, ce_weight_ptr, n_cols, softcap, z_max, e_sum, entropy_sum, best_z, best_col,
+            weighted_sum, weight_total, ARGMAX, ENTROPY, SMOOTHING,
         )  # fmt: skip
     if full_tiles_end < n_cols:
         cols = _columns(full_tiles_end, LANES, REPEATS, VECTOR)
         mask = cols < n_cols
         x = tl.load(row_ptr + cols, mask=mask, other=float("-inf"), eviction_policy=policy).to(tl.float32)
-        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate(
-            x, cols, mask, ce_weight_ptr, n_cols, softcap, shift, z_max, e_sum, entropy_sum, best_z, best_col,
-            weighted_sum, ARGMAX, ENTROPY, SMOOTHING,
+        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total = _accumulate(
+            x, cols, mask, ce_weight_ptr, n_cols, softcap, z_max, e_sum, entropy_sum, best_z, best_col,
+            weighted_sum, weight_total, ARGMAX, ENTROPY, SMOOTHING,
         )  # fmt: skip
-    return z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum
+    return z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total
 
 
 @triton.jit
 def statistics(
-    row_ptr, ce_weight_ptr, n_cols, softcap, shift,
+    row_ptr, ce_weight_ptr, n_cols, softcap,
     ARGMAX: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHING: tl.constexpr, READ_AGAIN: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(log-sum-exp, entropy, column of the largest logit, sum of class_weight * (z - shift)) of a row.
+    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, sum of class_weight * (z - z_max)) of a row.
 
     READ_AGAIN: the row will be read again, from the last tile to the first, so its tiles should remain in L2.
     """
-    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum = _accumulate_row(
-        row_ptr, ce_weight_ptr, n_cols, softcap, shift, ARGMAX, ENTROPY, SMOOTHING, READ_AGAIN, LANES, REPEATS, VECTOR
-    )  # fmt: skip
-    return _merge_lanes(z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, n_cols, ARGMAX, ENTROPY)
+    z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total = _accumulate_row(
+        row_ptr, ce_weight_ptr, n_cols, softcap, ARGMAX, ENTROPY, SMOOTHING, READ_AGAIN, LANES, REPEATS, VECTOR
+    )
+    return _merge_lanes(
+        z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total, n_cols, ARGMAX, ENTROPY
+    )
 
 
 @triton.jit
@@ -202,15 +219,13 @@ def partial_statistics(
     row_ptr, ce_weight_ptr, n_cols, softcap, SMOOTHING: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(z_max, sum of exp(z - z_max), sum of class_weight * z) of a row."""
-    z_max, e_sum, _, _, _, weighted_sum = _accumulate_row(
-        row_ptr, ce_weight_ptr, n_cols, softcap, 0.0, False, False, SMOOTHING, True, LANES, REPEATS, VECTOR
-    )  # fmt: skip
-    row_max = tl.max(z_max, 0)
-    row_sum = tl.sum(e_sum * _exp(z_max - row_max), 0)
+    """(z_max, sum of exp(z - z_max), sum of class_weight * (z - z_max)) of a row."""
+    row_max, row_sum, _, _, weighted_sum = statistics(
+        row_ptr, ce_weight_ptr, n_cols, softcap, False, False, SMOOTHING, True, LANES, REPEATS, VECTOR
+    )
     # In a row of -inf the lanes still have the finite initial z_max.
     row_max = tl.where(row_sum == 0.0, float("-inf"), row_max)
-    return row_max, row_sum, tl.sum(weighted_sum, 0)
+    return row_max, row_sum, weighted_sum
 
 
 @triton.jit
@@ -251,10 +266,11 @@ def fill_zeros(row_ptr, n_cols, BLOCK: tl.constexpr):
 
 @triton.jit
 def coefficients(
-    ce_weight_ptr, class_weight_sum_ptr, weight, lse, n_cols, label_smoothing, lse_square_scale,
+    ce_weight_ptr, class_weight_sum_ptr, weight, z_max, e_sum, n_cols, label_smoothing, lse_square_scale,
     SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """(coef_exp, coef_target, coef_class): factors of the probabilities, the one-hot target and the class weights."""
+    """(coef_exp, coef_target, coef_class): factors of exp(z - z_max), the one-hot target and the class weights."""
+    lse = z_max + tl.log(e_sum)
     coef_target = (1.0 - label_smoothing) * weight
     coef_exp = coef_target + tl.where(lse_square_scale == 0.0, 0.0, 2.0 * lse_square_scale * weight * lse)
     if SMOOTHING:
@@ -262,7 +278,7 @@ def coefficients(
             coef_exp += label_smoothing
         else:
             coef_exp += label_smoothing / n_cols * tl.load(class_weight_sum_ptr)
-    return coef_exp, coef_target, label_smoothing / n_cols
+    return coef_exp / e_sum, coef_target, label_smoothing / n_cols
 
 
 @triton.jit
@@ -275,7 +291,7 @@ def _store(out_ptr, grad, z, cols, mask, softcap):
 
 @triton.jit
 def _add_log_term(coef_exp, coef_log, log):
-    """coef_exp + coef_log * log(p); the logarithm is bounded below, because a class of p = 0 must add 0."""
+    """coef_exp + coef_log * log, bounded below, because a class of exp(log) = 0 must add 0."""
     if coef_log is not None:
         coef_exp += coef_log * tl.maximum(log, -1e30)
     return coef_exp
@@ -283,31 +299,31 @@ def _add_log_term(coef_exp, coef_log, log):
 
 @triton.jit
 def store_gradient(
-    out_ptr, x, cols, mask, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING: tl.constexpr,
+    out_ptr, x, cols, mask, reference, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING: tl.constexpr,
     coef_log=None,
 ):  # fmt: skip
     """Stores the gradient of a tile of logits x, without the one-hot term of the target."""
     z = apply_softcap(x, softcap)
-    p = _exp(z - lse)
-    coef_exp = _add_log_term(coef_exp, coef_log, z - lse)
+    e = _exp(z - reference)
+    coef_exp = _add_log_term(coef_exp, coef_log, z - reference)
     if SMOOTHING:
         if ce_weight_ptr is not None:
             coef_class *= tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
-        grad = (coef_exp * p - coef_class) * upstream
+        grad = (coef_exp * e - coef_class) * upstream
     else:
-        grad = (coef_exp * upstream) * p
+        grad = (coef_exp * upstream) * e
     _store(out_ptr, grad, z, cols, mask, softcap)
 
 
 @triton.jit
 def store_target_gradient(
-    out_ptr, target, in_range, z, lse, weight, coef_exp, coef_target, coef_class, upstream, softcap,
+    out_ptr, target, in_range, z, reference, weight, coef_exp, coef_target, coef_class, upstream, softcap,
     SMOOTHING: tl.constexpr, coef_log=None,
 ):  # fmt: skip
     """Stores the element of the target again, with its one-hot term: cheaper than a comparison in every column."""
     # Another thread stored the element before.
     tl.debug_barrier()
-    grad = _add_log_term(coef_exp, coef_log, z - lse) * _exp(z - lse)
+    grad = _add_log_term(coef_exp, coef_log, z - reference) * _exp(z - reference)
     if SMOOTHING:
         grad -= coef_class * weight
     _store(out_ptr, (grad - coef_target) * upstream, z, target, in_range, softcap)
@@ -315,7 +331,7 @@ def store_target_gradient(
 
 @triton.jit
 def write_gradient(
-    row_ptr, out_ptr, lse, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
+    row_ptr, out_ptr, reference, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
     LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, coef_log=None,
 ):  # fmt: skip
     """Stores the gradient of a row from the last tile to the first: the tiles that were read last are still cached."""
@@ -326,13 +342,13 @@ def write_gradient(
         mask = cols < n_cols
         x = tl.load(row_ptr + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
         store_gradient(
-            out_ptr, x, cols, mask, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING,
+            out_ptr, x, cols, mask, reference, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING,
             coef_log,
         )  # fmt: skip
     for done in range(0, full_tiles_end, tile):
         cols = _columns(full_tiles_end - tile - done, LANES, REPEATS, VECTOR)
         x = tl.load(row_ptr + cols, eviction_policy="evict_first").to(tl.float32)
         store_gradient(
-            out_ptr, x, cols, None, lse, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING,
+            out_ptr, x, cols, None, reference, ce_weight_ptr, coef_exp, coef_class, upstream, softcap, SMOOTHING,
             coef_log,
         )  # fmt: skip

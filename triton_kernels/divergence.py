@@ -42,8 +42,8 @@ def _terms(s, t, max_s, log_sum_s, max_t, log_sum_t, inverse_temperature, beta, 
     """
     p = tl.exp((t - max_t) * inverse_temperature - log_sum_t)
     q = tl.exp((s - max_s) * inverse_temperature - log_sum_s)
-    # log(p / q): the difference of close logits is exact, that of rounded log-probabilities is not.
-    d = ((t - s) - (max_t - max_s)) * inverse_temperature - (log_sum_t - log_sum_s)
+    # Each row loses its own maximum first: an offset of one would round the other.
+    d = ((t - max_t) - (s - max_s)) * inverse_temperature - (log_sum_t - log_sum_s)
     if KIND == 0:
         value = tl.where(p == 0, 0.0, p * d)  # NaN stays
         slope = -p

@@ -66,7 +66,7 @@ void launch_backward(const char* op, const ce::Problem& p, const ce::Backward& b
   const bool aligned = rows_same_alignment<T>(p, b.out, b.out_stride);
   const unsigned tiles = backward_tiles<T>(op, p);
   const auto kernel =
-      aligned ? ce::backward_from_lse<T, kExtras, true> : ce::backward_from_lse<T, kExtras, false>;
+      aligned ? ce::backward_from_stats<T, kExtras, true> : ce::backward_from_stats<T, kExtras, false>;
   kernel<<<static_cast<unsigned>(p.rows) * tiles, ce::kBackwardThreads, 0, stream>>>(p, b,
                                                                                      static_cast<int>(tiles));
   check_launch(op);
@@ -201,7 +201,7 @@ class Forward {
         options_(arguments, logits.size(1)),
         results(logits, logits.size(0), arguments.reduction == "none", outputs),
         logits(row_input(logits)),
-        lse(empty({logits.size(0)}, ScalarType::Float, logits)),
+        stats(empty({2, logits.size(0)}, ScalarType::Float, logits)),
         used_denominator(empty({}, ScalarType::Float, logits)) {}
 
   // Fills the results, and `gradient` with the gradient of the reduced loss if it is not null. It may be the
@@ -217,7 +217,8 @@ class Forward {
     problem.gradient_stride = gradient_stride;
     problem.rows = like.size(0);
     problem.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
-    problem.lse = at_row<float>(lse, 0);
+    problem.row_max = at_row<float>(stats, 0);
+    problem.row_sum = at_row<float>(stats, like.size(0));
     results.attach(problem, 0);
     launch_rows(kOp, problem, like.scalar_type(), gradient != nullptr, like.get_device_index(),
                 current_stream(like));
@@ -232,7 +233,7 @@ class Forward {
  public:
   const CrossEntropyResults results;
   const RowInput logits;
-  const Tensor lse, used_denominator;
+  const Tensor stats, used_denominator;
 };
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_forward(
@@ -263,7 +264,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
           r.predicted_tokens,
           r.logprobs,
           r.entropy,
-          call.lse,
+          call.stats,
           call.used_denominator,
           gradient ? gradient->result : no_tensor(logits.scalar_type(), logits)};
 }
@@ -298,24 +299,25 @@ const std::string kNoReduction = "none";
 
 // Writes the gradient to out, which may be the logits themselves.
 void backward_into(const char* op, void* out, int64_t out_stride, const RowInput& logits,
-                   const Tensor& grad_loss, const Tensor& lse, const Tensor& used_denominator,
+                   const Tensor& grad_loss, const Tensor& stats, const Tensor& used_denominator,
                    const CrossEntropyArguments& arguments) {
   const Tensor& like = logits.tensor;
   const int64_t rows = like.size(0), vocab = like.size(1);
-  require(lse.dim() == 1 && lse.size(0) == rows && lse.scalar_type() == ScalarType::Float, op,
-          ": lse has shape ", shape_text(lse), " and dtype ", dtype_name(lse.scalar_type()), ", expected (",
-          rows, ",) float32");
+  require(stats.dim() == 2 && stats.size(0) == 2 && stats.size(1) == rows &&
+              stats.scalar_type() == ScalarType::Float,
+          op, ": stats has shape ", shape_text(stats), " and dtype ", dtype_name(stats.scalar_type()),
+          ", expected (2, ", rows, ") float32");
   require(grad_loss.numel() == (grad_loss.dim() == 1 ? rows : 1), op, ": grad_loss has shape ",
           shape_text(grad_loss), ", expected () or (", rows, ",)");
   require(used_denominator.numel() == 1 && used_denominator.scalar_type() == ScalarType::Float, op,
           ": used_denominator has shape ", shape_text(used_denominator), ", expected one float32");
   check_same_device(op, "grad_loss", grad_loss, "logits", like);
-  check_same_device(op, "lse", lse, "logits", like);
+  check_same_device(op, "stats", stats, "logits", like);
   check_same_device(op, "used_denominator", used_denominator, "logits", like);
   if (rows == 0 || vocab == 0) return;
   CrossEntropyOptions options(arguments, vocab);
   prepare_cross_entropy(op, options, std::nullopt, false, std::nullopt);
-  const Tensor upstream = as_float(grad_loss), row_lse = torch::stable::contiguous(lse);
+  const Tensor upstream = as_float(grad_loss), row_stats = torch::stable::contiguous(stats);
   ce::Problem problem = options.problem;
   problem.logits = logits.data();
   problem.row_stride = logits.rows.stride;
@@ -323,7 +325,7 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
   ce::Backward backward{};
   backward.grad_loss = static_cast<const float*>(upstream.const_data_ptr());
   backward.per_row = grad_loss.dim() == 1;
-  backward.lse = static_cast<const float*>(row_lse.const_data_ptr());
+  backward.stats = static_cast<const float*>(row_stats.const_data_ptr());
   backward.denominator = static_cast<const float*>(used_denominator.const_data_ptr());
   backward.out = out;
   backward.out_stride = out_stride;
@@ -336,7 +338,7 @@ void backward_into(const char* op, void* out, int64_t out_stride, const RowInput
 }
 
 Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
-                              const Tensor& lse, const Tensor& used_denominator,
+                              const Tensor& stats, const Tensor& used_denominator,
                               const std::optional<Tensor>& ce_weight,
                               const std::optional<Tensor>& token_weight, int64_t ignore_index,
                               double label_smoothing, double lse_square_scale,
@@ -348,14 +350,14 @@ Tensor cross_entropy_backward(const Tensor& grad_loss, const Tensor& logits, con
   arguments.check(op, logits);
   const OpGuard guard(op, logits.get_device_index());
   RowOutput out = row_output(new_like(logits));
-  backward_into(op, out.data(), out.rows.stride, row_input(logits), grad_loss, lse, used_denominator,
+  backward_into(op, out.data(), out.rows.stride, row_input(logits), grad_loss, stats, used_denominator,
                 arguments);
   out.finish();
   return out.result;
 }
 
 void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, const Tensor& target,
-                             const Tensor& lse, const Tensor& used_denominator,
+                             const Tensor& stats, const Tensor& used_denominator,
                              const std::optional<Tensor>& ce_weight,
                              const std::optional<Tensor>& token_weight, int64_t ignore_index,
                              double label_smoothing, double lse_square_scale, std::optional<double> softcap) {
@@ -368,12 +370,12 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
   check_written(op, {{"logits", logits}},
                 {{"grad_loss", grad_loss},
                  {"target", target},
-                 {"lse", lse},
+                 {"stats", stats},
                  {"used_denominator", used_denominator},
                  {"ce_weight", ce_weight},
                  {"token_weight", token_weight}});
   const RowInput rows = row_input(logits);
-  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, lse, used_denominator,
+  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, stats, used_denominator,
                 arguments);
   write_back(logits, rows);
 }

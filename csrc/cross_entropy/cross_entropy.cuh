@@ -1,5 +1,5 @@
 // The kernels of cross entropy besides the row kernels: the denominator, the reduction of per-row results to
-// scalars, and the backward from a saved lse.
+// scalars, and the backward from saved statistics.
 #pragma once
 
 #include <cstdio>
@@ -139,22 +139,22 @@ __global__ void __launch_bounds__(kReduceThreads) reduce_rows(const Reduction p)
 struct Backward {
   const float* grad_loss;  // one value, or one per row with per_row
   bool per_row;
-  const float* lse;
+  const float* stats;  // (2, rows): Problem::row_max and row_sum of the forward
   const float* denominator;
   void* out;
   int64_t out_stride;
 };
 
-// The gradient of rows from their saved lse: one read of the logits, one write. grid: rows x tiles.
+// The gradient of rows from their saved maxima and sums: one read of the logits, one write. grid: rows x tiles.
 template <typename T, bool kExtras, bool kAligned>
 __global__ void __launch_bounds__(kBackwardThreads)
-    backward_from_lse(const Problem p, const Backward b, int tiles) {
+    backward_from_stats(const Problem p, const Backward b, int tiles) {
   write_tile<T, kExtras, kAligned>(
       p, b.out, b.out_stride, tiles, [&](int64_t index, const T* logits, int64_t y) {
-        const float lse = b.lse[index];
+        const float max = b.stats[index], sum = b.stats[p.rows + index];
         const Row row = read_row<kExtras>(p, logits, index, y);
         const float upstream = row.token_weight * b.grad_loss[b.per_row ? index : 0] / *b.denominator;
-        return gradient_coefficients(p, row, lse, upstream, lse, 1.0f);
+        return gradient_coefficients(p, row, upstream, max, sum);
       });
 }
 

@@ -38,13 +38,14 @@ struct Problem {
   const float* token_weight;  // (rows)
   const float* denominator;   // divides the gradient
   const float* weight_sum;    // sum of class_weight, set with kSmoothing and class_weight
+  const float* offset;        // one number that all logits lack, which matters to the z-loss alone; null for 0
   float label_smoothing;
   float lse_square_scale;
   float softcap;
   unsigned extras;
   float* loss;
   float* z_loss;
-  float* lse;
+  float *row_max, *row_sum;  // of the logits, and of exp(z - row_max); 0 and 1 in ignored rows
   float* logprobs;
   float* entropy;
   int64_t* predicted;

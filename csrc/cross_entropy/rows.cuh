@@ -108,8 +108,7 @@ __global__ void __launch_bounds__(kMaxThreads) rows_streamed(const Problem p) {
   if (threadIdx.x == 0) write_results(p, row, stats);
   if (!write_gradient) return;
 
-  const GradientCoefficients g =
-      gradient_coefficients(p, row, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
+  const GradientCoefficients g = gradient_coefficients(p, row, upstream, stats.max, stats.sum);
   const bool out_aligned = same_alignment(logits, out);
 #pragma unroll 2
   for (int v = threadIdx.x; v < aligned.vectors; v += step) {

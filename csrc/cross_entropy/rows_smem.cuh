@@ -74,11 +74,11 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerSm)
         // another block may overwrite that one as soon as the reduction is complete.
         row_data.z_target = __shfl_sync(0xffffffffu, row_data.z_target, 0);
       }
-      const GradientCoefficients g = cluster_reduce.template reduce<kExtras ? 6 : 2>(
+      const GradientCoefficients g = cluster_reduce.template reduce<kExtras ? 7 : 2>(
           stats, [&](const Stats<kExtras>* partials, int count) {
             merge_slots(stats, partials, count);
-            return gradient_coefficients(p, row_data, stats.max + logf(stats.sum),
-                                         row_data.token_weight / denominator, stats.max, stats.sum);
+            return gradient_coefficients(p, row_data, row_data.token_weight / denominator, stats.max,
+                                         stats.sum);
           });
       if (rank == 0 && threadIdx.x == 0) write_results(p, row_data, stats);
       if (edge_column >= 0) out[edge_column] = gradient<kExtras>(edge, edge_column, p, g).v[0];

@@ -21,7 +21,8 @@ struct alignas(16) Stats<true> {
   float max;
   float sum;
   float entropy_sum;   // of exp(z - max) * (z - max)
-  float weighted_sum;  // of class_weight * z
+  float weighted_sum;  // of class_weight * (z - max), so that an offset of all logits does not round it
+  float weight_total;  // of class_weight
   float best;          // the largest logit before the softcap
   int best_column;     // the first column with that logit
 };
@@ -31,7 +32,7 @@ inline constexpr int kNoColumn = 0x7fffffff;
 template <bool kExtras>
 __device__ __forceinline__ Stats<kExtras> empty_stats() {
   if constexpr (kExtras) {
-    return {-INFINITY, 0.0f, 0.0f, 0.0f, -INFINITY, kNoColumn};
+    return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f, -INFINITY, kNoColumn};
   } else {
     return {-INFINITY, 0.0f};
   }
@@ -42,9 +43,11 @@ __device__ __forceinline__ Stats<kExtras> empty_stats() {
 template <bool kExtras>
 __device__ __forceinline__ void rescale(Stats<kExtras>& s, float max) {
   const float scale = s.max == -INFINITY ? 1.0f : exp_from(s.max, max);
-  if constexpr (kExtras)
+  if constexpr (kExtras) {
     // Where sum * scale underflows, (s.max - max) * s.sum may be -inf, and -inf * 0 is NaN.
     s.entropy_sum = s.sum * scale == 0.0f ? 0.0f : (s.entropy_sum + (s.max - max) * s.sum) * scale;
+    if (s.max != -INFINITY) s.weighted_sum = fmaf(s.max - max, s.weight_total, s.weighted_sum);
+  }
   s.sum *= scale;
   s.max = max;
 }
@@ -83,7 +86,11 @@ __device__ __forceinline__ void accumulate(Stats<kExtras>& s, const Vec<T, N>& r
       float w[N];
       if (p.class_weight != nullptr) load_unaligned<float, N>(p.class_weight + column, w);
 #pragma unroll
-      for (int i = 0; i < N; ++i) s.weighted_sum += p.class_weight != nullptr ? w[i] * z[i] : z[i];
+      for (int i = 0; i < N; ++i) {
+        const float below = z[i] - reference;
+        s.weighted_sum += p.class_weight != nullptr ? w[i] * below : below;
+      }
+      s.weight_total += p.class_weight != nullptr ? reduce_pairwise<Sum>(w) : static_cast<float>(N);
     }
   }
   s.sum += reduce_pairwise<Sum>(e);
@@ -124,6 +131,7 @@ __device__ __forceinline__ void merge(Stats<kExtras>& a, Stats<kExtras> b) {
   if constexpr (kExtras) {
     a.entropy_sum += b.entropy_sum;
     a.weighted_sum += b.weighted_sum;
+    a.weight_total += b.weight_total;
     if (b.best > a.best || (b.best == a.best && b.best_column < a.best_column)) {
       a.best = b.best;
       a.best_column = b.best_column;
@@ -139,6 +147,7 @@ __device__ __forceinline__ void merge_warp(Stats<kExtras>& s) {
   if constexpr (kExtras) {
     s.entropy_sum = warp_reduce<Sum>(s.entropy_sum);
     s.weighted_sum = warp_reduce<Sum>(s.weighted_sum);
+    s.weight_total = warp_reduce<Sum>(s.weight_total);
     const float best = warp_reduce<Max>(s.best);
     s.best_column = __reduce_min_sync(0xffffffffu, s.best == best ? s.best_column : kNoColumn);
     s.best = best;
@@ -210,13 +219,17 @@ struct GradientCoefficients {
 // A lower bound of z - reference: a class of probability 0 would have 0 * -inf, which is nan.
 inline constexpr float kMinLog = -1e30f;
 
+// The logarithm of the sum of exp(z). It is rounded where logits are large, so only the z-loss reads it.
+__device__ __forceinline__ float log_sum_exp(const Problem& p, float max, float sum) {
+  return max + logf(sum) + (p.offset != nullptr ? *p.offset : 0.0f);
+}
+
 // upstream: the gradient of the row's loss, times its token weight. The probabilities of the row are
-// exp(z - reference) / sum: callers pass the maximum and the sum that belongs to it, or lse and 1.
+// exp(z - max) / sum.
 __device__ __forceinline__ GradientCoefficients gradient_coefficients(const Problem& p, const Row& row,
-                                                                      float lse, float upstream,
-                                                                      float reference, float sum) {
+                                                                      float upstream, float max, float sum) {
   GradientCoefficients g;
-  g.reference = reference_of(reference);
+  g.reference = reference_of(max);
   g.target = row.target;
   g.coef_target = upstream * (1.0f - p.label_smoothing) * row.class_weight;
   g.coef_class = 0.0f;
@@ -225,7 +238,8 @@ __device__ __forceinline__ GradientCoefficients gradient_coefficients(const Prob
     g.coef_class = upstream * (p.label_smoothing / static_cast<float>(p.vocab));
     total += g.coef_class * class_weight_sum(p);
   }
-  if (p.lse_square_scale != 0.0f) total += upstream * 2.0f * p.lse_square_scale * row.class_weight * lse;
+  if (p.lse_square_scale != 0.0f)
+    total += upstream * 2.0f * p.lse_square_scale * row.class_weight * log_sum_exp(p, max, sum);
   g.coef_exp = total / sum;
   return g;
 }
@@ -272,7 +286,7 @@ __device__ __forceinline__ Vec<T, N> gradient(const Vec<T, N>& raw, int column, 
 __device__ __forceinline__ void write_ignored(const Problem& p, int64_t row) {
   if (p.loss != nullptr) p.loss[row] = 0.0f;
   if (p.z_loss != nullptr) p.z_loss[row] = 0.0f;
-  if (p.lse != nullptr) p.lse[row] = 0.0f;
+  if (p.row_max != nullptr) p.row_max[row] = 0.0f, p.row_sum[row] = 1.0f;
   if (p.logprobs != nullptr) p.logprobs[row] = 0.0f;
   if (p.entropy != nullptr) p.entropy[row] = 0.0f;
   if (p.predicted != nullptr) p.predicted[row] = -1;
@@ -281,24 +295,25 @@ __device__ __forceinline__ void write_ignored(const Problem& p, int64_t row) {
 template <bool kExtras>
 __device__ __forceinline__ void write_results(const Problem& p, const Row& row, const Stats<kExtras>& s) {
   const float log_of_sum = logf(s.sum);
-  const float lse = s.max + log_of_sum;
   const float logprob = (row.z_target - s.max) - log_of_sum;
 
   float loss = row.target >= 0 ? 0.0f : NAN;
   if (p.label_smoothing != 1.0f) loss -= (1.0f - p.label_smoothing) * row.class_weight * logprob;
   if constexpr (kExtras) {
     if (p.extras & kSmoothing) {
-      loss += p.label_smoothing / static_cast<float>(p.vocab) * (class_weight_sum(p) * lse - s.weighted_sum);
+      loss += p.label_smoothing / static_cast<float>(p.vocab) *
+              (class_weight_sum(p) * log_of_sum - s.weighted_sum);
     }
   }
   float z_loss = 0.0f;
   if (p.lse_square_scale != 0.0f) {
+    const float lse = log_sum_exp(p, s.max, s.sum);
     z_loss = row.token_weight * p.lse_square_scale * row.class_weight * lse * lse;
   }
   const int64_t i = row.index;
   if (p.loss != nullptr) p.loss[i] = row.token_weight * loss + z_loss;
   if (p.z_loss != nullptr) p.z_loss[i] = z_loss;
-  if (p.lse != nullptr) p.lse[i] = lse;
+  if (p.row_max != nullptr) p.row_max[i] = s.max, p.row_sum[i] = s.sum;
   if (p.logprobs != nullptr) p.logprobs[i] = logprob;
   if constexpr (kExtras) {
     if (p.entropy != nullptr) p.entropy[i] = log_of_sum - s.entropy_sum / s.sum;

@@ -115,8 +115,8 @@ struct LogSoftmax {
 
 __device__ __forceinline__ Class class_at(float student, float teacher, const LogSoftmax& log_q,
                                           const LogSoftmax& log_p) {
-  // The difference of two close logits is exact; the difference of their rounded log-probabilities is not.
-  const float difference = (teacher - student) - (log_p.max - log_q.max);
+  // Each logit loses the maximum of its own row first: an offset of one row would round the other one.
+  const float difference = (teacher - log_p.max) - (student - log_q.max);
   const float d = difference * log_q.inverse_temperature - (log_p.log_sum - log_q.log_sum);
   return {d, __expf(log_p(teacher)), __expf(log_q(student))};
 }

@@ -3,10 +3,8 @@
 //
 // Arithmetic limits these kernels (docs/performance/divergence.md). So exponentials are powers of 2 of
 // y = fma(z, scale, -reference), and a factor per row normalises them. The reference may be rounded, because
-// any value near the maximum serves.
+// any value near the maximum serves; where the rounding is not small, y is (z - max) * scale instead.
 #pragma once
-
-#include <cfloat>
 
 #include "device/cluster.cuh"
 #include "divergence/divergence.cuh"
@@ -16,8 +14,8 @@ namespace liger::divergence {
 // The cross term that the first pass sums: differences of exponents, weighted by the exponentials of one row.
 enum class CrossTerm { kNone, kStudentWeights, kTeacherWeights };
 
-// Statistics of two rows or of parts of them: maxima of the logits, sums of 2^(z * scale - reference(max,
-// scale)), and the sum of e * (y - y of the other row). An aggregate without initialisers, because shared
+// Statistics of two rows or of parts of them: maxima of the logits, sums of 2^y for the Reference of the maximum, and
+// the sum of e * (y - y of the other row). An aggregate without initialisers, because shared
 // memory holds it too.
 struct alignas(16) PairStats {
   float student_max, student_sum, teacher_max, teacher_sum, cross_sum;
@@ -25,17 +23,31 @@ struct alignas(16) PairStats {
 
 #if __CUDA_ARCH__ >= 900
 
-__device__ __forceinline__ float reference(float max, float scale) {
-  // Finite for the most negative logits, too: with -inf their exponentials would be infinite.
-  return fmaxf(ce::reference_of(max) * scale, -FLT_MAX);
-}
+// y = (z - centre) * scale - exponent. One of the two is 0.
+struct Reference {
+  // From here on the product max * scale is off by 1 or more.
+  static constexpr float kLargest = 0x1p24f;
+  float centre, exponent;
+
+  __device__ __forceinline__ Reference(float max, float scale) {
+    const float z = ce::reference_of(max), product = z * scale;
+    const bool rounded = fabsf(product) >= kLargest;
+    centre = rounded ? z : 0.0f;
+    exponent = rounded ? 0.0f : product;
+  }
+  // What y is less for another reference.
+  __device__ __forceinline__ float shift_to(const Reference& other, float scale) const {
+    return fmaf(other.centre - centre, scale, other.exponent - exponent);
+  }
+};
 
 // Rescales the sums to maxima that are at least the current ones. If all logits so far were -inf, the sum is
 // 0, or nan after a nan logit, and the factor of 1 preserves both.
 template <CrossTerm kCross>
 __device__ __forceinline__ void rescale(PairStats& s, float student_max, float teacher_max, float scale) {
-  const float student_shift = reference(student_max, scale) - reference(s.student_max, scale);
-  const float teacher_shift = reference(teacher_max, scale) - reference(s.teacher_max, scale);
+  const Reference student_from(s.student_max, scale), teacher_from(s.teacher_max, scale);
+  const float student_shift = student_from.shift_to({student_max, scale}, scale);
+  const float teacher_shift = teacher_from.shift_to({teacher_max, scale}, scale);
   const float student_factor = s.student_max == -INFINITY ? 1.0f : exp2_fast(-student_shift);
   const float teacher_factor = s.teacher_max == -INFINITY ? 1.0f : exp2_fast(-teacher_shift);
   // If the sum of the weights underflows to 0, the cross sum is 0 as well, where 0 * inf would be nan.
@@ -113,16 +125,21 @@ __device__ __forceinline__ float vector_max(const Vec<T, N>& x) {
 }
 
 template <int N>
-__device__ __forceinline__ void exponents(float (&z)[N], float scale, float from) {
+__device__ __forceinline__ void exponents(float (&z)[N], float scale, const Reference& from) {
+  // A branch: most rows skip these subtractions.
+  if (from.centre != 0.0f) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) z[i] = fmaf(z[i], scale, -from);
+    for (int i = 0; i < N; ++i) z[i] -= from.centre;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) z[i] = fmaf(z[i], scale, -from.exponent);
 }
 
 // Online statistics of the vectors that one thread reads.
 template <CrossTerm kCross>
 struct OnlineStats {
   PairStats stats = empty_stats();
-  float student_reference = 0.0f, teacher_reference = 0.0f;  // of the current maxima
+  Reference student_reference{0.0f, 0.0f}, teacher_reference{0.0f, 0.0f};  // of the current maxima
 
   // Adds M vectors of each row at once, so that the maxima are compared only once.
   template <typename T, int N, int M>
@@ -137,8 +154,8 @@ struct OnlineStats {
     if (student_high > stats.student_max || teacher_high > stats.teacher_max) {
       rescale<kCross>(stats, fmaxf(stats.student_max, student_high), fmaxf(stats.teacher_max, teacher_high),
                       scale);
-      student_reference = reference(stats.student_max, scale);
-      teacher_reference = reference(stats.teacher_max, scale);
+      student_reference = {stats.student_max, scale};
+      teacher_reference = {stats.teacher_max, scale};
     }
 #pragma unroll
     for (int m = 0; m < M; ++m) {

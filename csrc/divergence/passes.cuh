@@ -41,31 +41,34 @@ __device__ __forceinline__ TermSums merge_slots(const TermSums* slots, int count
 // Constants of a row that every thread has after the first pass.
 struct alignas(16) RowConstants {
   float scale;
-  float student_reference, teacher_reference;  // references of the exponents
-  float student_factor, teacher_factor;        // exponential -> probability
-  float log_ratio;                             // log2(student's sum / teacher's sum)
+  float student_max, teacher_max;
+  float student_factor, teacher_factor;  // exponential -> probability
+  float log_ratio;                       // log2(student's sum / teacher's sum): y_q - y_p of a class with p == q
   float cross_sum;
-  float equal_gap;  // student's minus teacher's logit of a class with p == q
 
   // Also sets *log_q and *log_p.
   __device__ __forceinline__ RowConstants(const PairStats& s, const Problem& p, LogSoftmax* log_q,
                                           LogSoftmax* log_p)
       : scale(p.exp2_scale),
-        student_reference(reference(s.student_max, scale)),
-        teacher_reference(reference(s.teacher_max, scale)),
+        student_max(s.student_max),
+        teacher_max(s.teacher_max),
         student_factor(1.0f / s.student_sum),
         teacher_factor(1.0f / s.teacher_sum),
         cross_sum(s.cross_sum) {
     const float student_log = log2f(s.student_sum), teacher_log = log2f(s.teacher_sum);
     log_ratio = student_log - teacher_log;
     // The sums above are relative to the rounded references; these logarithms are relative to the maxima.
-    const float log_student_sum =
-        student_log - fmaf(ce::reference_of(s.student_max), scale, -student_reference);
-    const float log_teacher_sum =
-        teacher_log - fmaf(ce::reference_of(s.teacher_max), scale, -teacher_reference);
-    equal_gap = (s.student_max - s.teacher_max) + (log_student_sum - log_teacher_sum) / scale;
+    const float log_student_sum = student_log - exponent_of_max(student(), s.student_max);
+    const float log_teacher_sum = teacher_log - exponent_of_max(teacher(), s.teacher_max);
     *log_q = {s.student_max, log_student_sum * kLn2, p.inverse_temperature};
     *log_p = {s.teacher_max, log_teacher_sum * kLn2, p.inverse_temperature};
+  }
+  __device__ __forceinline__ Reference student() const { return {student_max, scale}; }
+  __device__ __forceinline__ Reference teacher() const { return {teacher_max, scale}; }
+
+ private:
+  __device__ __forceinline__ float exponent_of_max(const Reference& from, float max) const {
+    return fmaf(ce::reference_of(max) - from.centre, scale, -from.exponent);
   }
 };
 
@@ -107,8 +110,8 @@ struct Passes<ForwardKl> {
   template <int N>
   static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const RowConstants& k,
                                                   const RowResult& o) {
-    exponents(s, k.scale, k.student_reference);
-    exponents(t, k.scale, k.teacher_reference);
+    exponents(s, k.scale, k.student());
+    exponents(t, k.scale, k.teacher());
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = fmaf(o.a, exp2_fast(s[i]), o.b * exp2_fast(t[i]));
   }
@@ -132,8 +135,8 @@ struct Passes<ReverseKl> {
   template <int N>
   static __device__ __forceinline__ void gradient(float (&s)[N], float (&t)[N], const RowConstants& k,
                                                   const RowResult& o) {
-    exponents(s, k.scale, k.student_reference);
-    exponents(t, k.scale, k.teacher_reference);
+    exponents(s, k.scale, k.student());
+    exponents(t, k.scale, k.teacher());
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float exp_s = exp2_fast(s[i]);
@@ -148,16 +151,17 @@ struct Passes<Tvd> {
   static constexpr bool kTerms = true;
   static constexpr Overwrite kOverwrite = Overwrite::kStudent;
 
-  // The difference of the logits determines which probability is larger. If p == q, both signs are correct.
+  // The difference of the exponents determines which probability is larger. If p == q, both signs are correct.
   template <int N>
-  static __device__ __forceinline__ void terms(float (&s)[N], const float (&t)[N], const RowConstants& k,
-                                               float, TermSums& sums) {
+  static __device__ __forceinline__ void terms(float (&s)[N], float (&t)[N], const RowConstants& k, float,
+                                               TermSums& sums) {
     const float ratio = k.teacher_factor / k.student_factor;
+    exponents(s, k.scale, k.student());
+    exponents(t, k.scale, k.teacher());
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float exp_s = exp2_fast(fmaf(s[i], k.scale, -k.student_reference));
-      const float exp_t = exp2_fast(fmaf(t[i], k.scale, -k.teacher_reference));
-      const float signed_exp = copysignf(exp_s, (s[i] - t[i]) - k.equal_gap);
+      const float exp_s = exp2_fast(s[i]), exp_t = exp2_fast(t[i]);
+      const float signed_exp = copysignf(exp_s, (s[i] - t[i]) - k.log_ratio);
       sums.value += fabsf(fmaf(-ratio, exp_t, exp_s));
       sums.slope += signed_exp;
       s[i] = signed_exp;
@@ -194,10 +198,12 @@ struct Passes<Jsd> {
   template <int N>
   static __device__ __forceinline__ void terms(float (&s)[N], float (&t)[N], const RowConstants& k,
                                                float beta, TermSums& sums) {
+    exponents(s, k.scale, k.student());
+    exponents(t, k.scale, k.teacher());
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float student_exponent = fmaxf(fmaf(s[i], k.scale, -k.student_reference), kMinExponent);
-      const float teacher_exponent = fmaxf(fmaf(t[i], k.scale, -k.teacher_reference), kMinExponent);
+      const float student_exponent = fmaxf(s[i], kMinExponent);
+      const float teacher_exponent = fmaxf(t[i], kMinExponent);
       const float log_r = (teacher_exponent - student_exponent) + k.log_ratio;
       const float weighted_ratio = beta * exp2_fast(log_r), mixture = weighted_ratio + (1.0f - beta);
       const float l = log2_fast(mixture), e = exp2_fast(student_exponent);
@@ -219,11 +225,9 @@ struct Passes<Jsd> {
   template <int N>
   static __device__ __forceinline__ void gradient(float (&s)[N], float (&l)[N], const RowConstants& k,
                                                   const RowResult& o) {
+    exponents(s, k.scale, k.student());
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float exp_s = exp2_fast(fmaf(s[i], k.scale, -k.student_reference));
-      s[i] = exp_s * fmaf(o.a, l[i], o.c);
-    }
+    for (int i = 0; i < N; ++i) s[i] = exp2_fast(s[i]) * fmaf(o.a, l[i], o.c);
   }
 };
 #endif

@@ -345,10 +345,10 @@ def test_dtypes_of_results(device):
 def test_results_not_asked_for_are_empty(device):
     logits, target = random_logits(4, 9, device)
     no = [False] * 6
-    loss, *others, lse, used, grad_logits = torch.ops.liger.cross_entropy_forward(
+    loss, *others, stats, used, grad_logits = torch.ops.liger.cross_entropy_forward(
         logits, target, None, None, None, -100, 0.0, 0.0, None, "mean", *no
     )
-    assert loss.shape == used.shape == () and lse.shape == (4,)
+    assert loss.shape == used.shape == () and stats.shape == (2, 4)
     assert [t.shape for t in (*others, grad_logits)] == [(0,)] * 6
     assert used == (target != -100).sum()
 

@@ -175,8 +175,9 @@ def test_the_forward_op_without_its_gradient_is_differentiable(device):
 
 def test_the_op_that_writes_refuses_autograd(device):
     logits, target = random_logits(3, 9, device)
-    lse, one = logits.logsumexp(-1), torch.ones((), device=device)
-    arguments = (target, lse, one, None, None, -100, 0.0, 0.0, None)
+    one = torch.ones((), device=device)
+    stats = torch.stack((logits.logsumexp(-1), torch.ones(3, device=device)))
+    arguments = (target, stats, one, None, None, -100, 0.0, 0.0, None)
     expected = torch.ops.liger.cross_entropy_backward(one, logits, *arguments)
     with pytest.raises(RuntimeError, match="cross_entropy_backward_ writes over its arguments"):
         torch.ops.liger.cross_entropy_backward_(one, logits.clone().requires_grad_(), *arguments)

@@ -41,7 +41,8 @@ def plain_stats(logits, target, ce_weight, softcap):
     column, present = here(target, z.shape[1])
     high = z.amax(-1)
     chosen = torch.where(present, z.gather(1, column[:, None])[:, 0], 0.0)
-    class_sum = (z if ce_weight is None else z * ce_weight).sum(-1)
+    below = z - high[:, None]
+    class_sum = (below if ce_weight is None else below * ce_weight).sum(-1)
     stats = torch.stack([high, (z - high[:, None]).exp().sum(-1), chosen, class_sum])
     ignored = torch.tensor([0.0, 1.0, 0.0, 0.0], device=z.device, dtype=z.dtype)[:, None]
     return torch.where(target == -100, ignored, stats)
@@ -109,12 +110,13 @@ def test_gradient(device, shape, dtype, name, with_log):
 
 
 def test_softmax_minus_onehot(device):
-    """The gradient of every loss of log-probabilities: c * (softmax - onehot), from lse and one number per row."""
+    """The gradient of every loss of log-probabilities: c * (softmax - onehot), from two statistics and one number per
+    row."""
     logits, target, _, _ = make(device, 6, 41)
     target = torch.randint(41, (6,), device=device)
     c = torch.randn(6, device=device)
-    lse = logits.logsumexp(-1)
-    grad = backward_op(logits, target, lse, c, c, None, None, 0, -100, None, None)
+    largest, total, _ = stats_op(logits, target, None, 0, -100, None, False)
+    grad = backward_op(logits, target, largest, c / total, c, None, None, 0, -100, None, None)
     expected = c[:, None] * (logits.softmax(-1) - torch.nn.functional.one_hot(target, 41))
     torch.testing.assert_close(grad, expected, rtol=1e-5, atol=1e-6)
 
@@ -134,7 +136,9 @@ def test_parts_give_the_whole(device, softcap):
         high, total, chosen, class_sum = torch.stack(parts).unbind(1)
         largest = high.amax(0).detach()
         lse = largest + ((high.detach() - largest).exp() * total).sum(0).log()
-        return chosen.sum(0) - lse + 0.01 * class_sum.sum(0)
+        # Each sum is relative to the largest logit of its part.
+        sizes = torch.tensor([[20], [7], [23]], device=device)
+        return chosen.sum(0) - lse + 0.01 * (class_sum + sizes * high.detach()).sum(0)
 
     def plain(logits):
         z = capped(logits, softcap)
@@ -174,7 +178,7 @@ def test_classes_that_are_impossible(device):
 
 
 def test_gradient_of_the_entropy(device):
-    """From lse, the entropy and one number per row; classes without probability have none."""
+    """From the log-sum-exp as reference, the entropy and one number per row; classes without probability have none."""
     logits, _, _, _ = make(device, 6, 41)
     logits[1, 3:9] = -torch.inf
     target = torch.zeros(6, dtype=torch.int64, device=device)

@@ -191,11 +191,11 @@ def cross_entropy_launches(dtype, tokens=9):
             (None, None, None, -100, 0.1, 0.0, None, "none", *(True,) * 5),
         ]
         for option in options:
-            *_, lse, used, _ = cross_entropy.cross_entropy_forward(logits, target, *option, False)
+            *_, stats, used, _ = cross_entropy.cross_entropy_forward(logits, target, *option, False)
             cross_entropy.cross_entropy_forward(logits, target, *option, True)
             cross_entropy.cross_entropy_forward_(logits, target, *option)
             ce_weight, token_weight, _, *numbers = option[:7]
-            rest = (logits, target, lse, used, ce_weight, token_weight, *numbers)
+            rest = (logits, target, stats, used, ce_weight, token_weight, *numbers)
             cross_entropy.cross_entropy_backward(torch.ones(()), *rest)
             cross_entropy.cross_entropy_backward_(torch.ones(tokens), *rest)
 

@@ -84,7 +84,7 @@ def run_backward(heads, found, grads, trained=(True, True), compare=True):
     with group_of(len(heads)):
         plan = shards.backward_plan(heads[0], trained, grads[1] is not None, keeps)
     calls = [
-        shards.Backward(head, plan, trained, results.lse, results.entropy, kept, kept_rows, grads)
+        shards.Backward(head, plan, trained, results.stats, results.entropy, kept, kept_rows, grads)
         for head, (results, kept, kept_rows) in zip(heads, found, strict=True)
     ]
     for call in calls:

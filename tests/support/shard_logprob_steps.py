@@ -13,17 +13,18 @@ from shard_steps import MOST_DISTANCE, ReferenceSteps
 class LogProbSteps(ReferenceSteps):
     def logprobs_begin(
         self, input, weight, target, ignore_index, temperature, vocab_start, vocab_size, state, target_logit, rows,
-        logprobs, lse, entropy, argmax,
+        logprobs, stats, entropy, argmax,
     ):  # fmt: skip
         valid = target != ignore_index
-        for values, ignored in ((logprobs, 0.0), (lse, 0.0), (entropy, 0.0), (argmax, -1)):
+        of_ignored = ((logprobs, 0.0), (entropy, 0.0), (argmax, -1))
+        for values, ignored in (*of_ignored, *zip(stats, (0.0, 1.0), strict=False)):
             if values.numel():
                 values[~valid] = ignored
         self._gather(input, weight, target, valid, None, temperature, vocab_start, target_logit, rows)
 
     def logprobs(
         self, target, ignore_index, vocab_size, sums, input, weight, plan, index, state, target_logit, rows,
-        grad_weight, panel_workspace, workspace, logprobs, lse, entropy, argmax, kept_rows,
+        grad_weight, panel_workspace, workspace, logprobs, stats, entropy, argmax, kept_rows,
     ):  # fmt: skip
         chunk, valid = self._chunk(plan, index)
         source = self.index[valid]
@@ -35,7 +36,7 @@ class LogProbSteps(ReferenceSteps):
         log = total.log()
         known = self._known(target[source], vocab_size)
         logprobs[source] = torch.where(known, (target_logit[valid] - largest) - log, torch.nan)
-        lse[source] = largest + log
+        stats[:, source] = torch.stack((largest, total))
         if entropy.numel():
             distance = references - largest
             of_ranks = (sums[:, 2, :count] + distance * totals) * distance.exp()
@@ -44,23 +45,26 @@ class LogProbSteps(ReferenceSteps):
             best, column = sums[:, 3, :count], sums[:, 4, :count].contiguous().view(torch.int32).long()
             argmax[source] = torch.where(best == best.amax(0), column, 1 << 40).amin(0)
         if kept_rows.numel():
-            self._keep_rows(target, vocab_size, target_logit[valid], lse, entropy, kept_rows[valid], source)
+            self._keep_rows(target, vocab_size, target_logit[valid], stats, entropy, kept_rows[valid], source)
             panel_workspace[: self.exp.numel()] = self.exp.flatten()
 
     @staticmethod
     def _known(target, vocab_size):
         return (target >= 0) & (target < vocab_size)
 
-    def _keep_rows(self, target, vocab_size, z_target, lse, entropy, out, source):
+    def _keep_rows(self, target, vocab_size, z_target, stats, entropy, out, source):
         """keep_shard_rows()"""
-        far = lse[source] - self.reference > MOST_DISTANCE
+        whole, total = stats[:, source]
+        distance = (whole - self.reference) + total.log()
+        far = distance > MOST_DISTANCE
         type(self).moved += int(far.sum())
-        factor = torch.exp(self.reference - lse[source])
+        moved = self.reference + distance
+        factor = torch.exp(self.reference - moved)
         self.exp[far] = (self.exp[far].float() * factor[far, None]).to(self.exp.dtype)
-        self.reference = torch.where(far, lse[source], self.reference)
-        sum = torch.exp(lse[source] - self.reference)
+        self.reference = torch.where(far, moved, self.reference)
+        sum = total * torch.exp(whole - self.reference)
         out[:, 0] = torch.where(self._known(target[source], vocab_size), sum, torch.nan)
-        out[:, 1] = z_target - lse[source]
+        out[:, 1] = (z_target - whole) - total.log()
         out[:, 2] = entropy[source] if entropy.numel() else torch.nan
         out[:, 3] = 0.0
         seen = set()
@@ -73,7 +77,7 @@ class LogProbSteps(ReferenceSteps):
         assert not self.exp.isinf().any()
 
     def logprob_gradients(
-        self, grad_logprobs, grad_entropy, target, vocab_size, temperature, lse, entropy, kept, kept_rows, input,
+        self, grad_logprobs, grad_entropy, target, vocab_size, temperature, stats, entropy, kept, kept_rows, input,
         weight, need_grad_input, plan, index, state, target_logit, rows, grad_weight, panel_workspace, workspace,
         grad_input_sum,
     ):  # fmt: skip
@@ -86,12 +90,12 @@ class LogProbSteps(ReferenceSteps):
             of_rows = kept_rows[valid]
         else:
             self.reference = target_logit[valid].clone()
-            far = lse[source] - self.reference > MOST_DISTANCE
-            self.reference = torch.where(far, lse[source], self.reference)
+            distance = (stats[0, source] - self.reference) + stats[1, source].log()
+            self.reference += torch.where(distance > MOST_DISTANCE, distance, 0.0)
             self._exponentials(rows[valid], weight, None, temperature, self.reference)
             self.exp = self.exp.to(weight.dtype)
-            of_rows = lse.new_empty(count, 4)
-            self._keep_rows(target, vocab_size, target_logit[valid], lse, entropy, of_rows, source)
+            of_rows = stats.new_empty(count, 4)
+            self._keep_rows(target, vocab_size, target_logit[valid], stats, entropy, of_rows, source)
         sum, logprob, entropies, included = of_rows.unbind(1)
         u = -grad_logprobs[source] / temperature
         scale = u / sum

@@ -32,7 +32,7 @@ struct LogitTerms {
   float* grad_bias_sum;  // (vocab), of the chunks so far
   Bf16* grad_bias;       // (vocab), written by the last chunk
   // With label smoothing, logit_terms.cuh:
-  const float *class_sum, *bias_sum;  // class_weight @ weight, class_weight @ bias
+  const float *class_sum, *bias_sum;  // class_weight @ weight, class_weight @ transform.bias
   float* row_sum;                     // coefficients @ input, of a chunk
   float* partial;                     // row_sum_elements(hidden)
 

@@ -38,19 +38,21 @@ struct TermElements {
         grad_bias(call.need_grad_bias ? round_up(call.weight.size(0), int64_t{sm90::kTileN}) : 0),
         hidden(smoothing(call) ? round_up(call.input.size(1), int64_t{sm90::kTileN}) : 0),
         partial(smoothing(call) ? linear_ce::row_sum_elements(call.input.size(1)) : 0),
-        bias_sum(smoothing(call) ? sm90::kTileN : 0) {}
-  int64_t bias, grad_bias, hidden, partial, bias_sum;
+        bias_sum(smoothing(call) ? sm90::kTileN : 0),
+        offset(call.bias && !(problem_of(call).extras & ce::kSoftcap) ? sm90::kTileN : 0) {}
+  int64_t bias, grad_bias, hidden, partial, bias_sum, offset;
 
-  int64_t total() const { return bias + grad_bias + 2 * hidden + partial + bias_sum; }
+  int64_t total() const { return bias + grad_bias + 2 * hidden + partial + bias_sum + offset; }
   static bool smoothing(const FusedLinearCe& call) { return problem_of(call).extras & ce::kSmoothing; }
 };
 
-// memory: TermElements::total(), which the caller keeps until the last launch. T: the type of the elements.
+// memory: TermElements::total(), which the caller keeps until the last launch. T: the type of the elements. Also sets the
+// offset of the problem.
 template <typename T>
-linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, const linear_ce::Batch& batch,
+linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, linear_ce::Batch& batch,
                                   const Tensor& memory, const Tensor& grad_bias) {
   const TermElements elements(call);
-  const ce::Problem& problem = batch.problem;
+  ce::Problem& problem = batch.problem;
   float* at = static_cast<float*>(memory.mutable_data_ptr());
   const auto take = [&](int64_t count) {
     float* const block = at;
@@ -67,12 +69,14 @@ linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, const linear_ce::Ba
   terms.row_sum = take(elements.hidden);
   terms.partial = take(elements.partial);
   float* const bias_sum = take(elements.bias_sum);
+  float* const offset = take(elements.offset);
+  problem.offset = offset;
   if (call.bias) {
     terms.bias_sum = bias_sum;
     const Tensor values = torch::stable::contiguous(*call.bias);
     linear_ce::launch_bias_terms(
         linear_ce::BiasTerms<T>{static_cast<const T*>(values.const_data_ptr()), problem.class_weight,
-                                batch.vocab(), elements.bias, bias, bias_sum},
+                                batch.vocab(), elements.bias, bias, bias_sum, offset},
         call.stream);
   }
   if (terms.smoothing()) {

@@ -52,21 +52,35 @@ __global__ void __launch_bounds__(kSumColumns) sum_splits(const float* partial, 
   vector[column] = total;
 }
 
+constexpr int kBiasThreads = 1024;
+
+// One block.
+template <typename T>
+__global__ void __launch_bounds__(kBiasThreads) largest_bias(const BiasTerms<T> p) {
+  __shared__ float scratch[32];
+  float largest = -INFINITY;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < p.vocab; i += kBiasThreads) largest = fmaxf(largest, to_float(p.bias[i]));
+  largest = block_reduce<Max>(largest, scratch);
+  // An infinity would make differences of nan.
+  if (threadIdx.x == 0) *p.offset = fabsf(largest) < INFINITY ? largest : 0.0f;
+}
+
 // One thread per element of padded.
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads) widen_bias(const BiasTerms<T> p) {
   const int64_t i = int64_t{blockIdx.x} * kSumThreads + threadIdx.x;
-  if (i < p.padded_size) p.padded[i] = i < p.vocab ? to_float(p.bias[i]) : 0.0f;
+  const float offset = p.offset != nullptr ? *p.offset : 0.0f;
+  if (i < p.padded_size) p.padded[i] = i < p.vocab ? to_float(p.bias[i]) - offset : 0.0f;
 }
 
 // One block, so that the order is fixed.
-constexpr int kBiasThreads = 1024;
 template <typename T>
 __global__ void __launch_bounds__(kBiasThreads) sum_bias(const BiasTerms<T> p) {
   __shared__ float scratch[32];
   float total = 0.0f;
   for (int64_t i = threadIdx.x; i < p.vocab; i += kBiasThreads) {
-    const float bias = to_float(p.bias[i]);
+    const float bias = p.padded[i];
     total += p.class_weight != nullptr ? p.class_weight[i] * bias : bias;
   }
   total = block_reduce<Sum>(total, scratch);
@@ -90,6 +104,10 @@ void launch_row_sums(const RowSums<T>& sums, cudaStream_t stream) {
 
 template <typename T>
 void launch_bias_terms(const BiasTerms<T>& terms, cudaStream_t stream) {
+  if (terms.offset != nullptr) {
+    largest_bias<<<1, kBiasThreads, 0, stream>>>(terms);
+    check_launch(kOp);
+  }
   widen_bias<<<static_cast<unsigned>(ceil_div(terms.padded_size, int64_t{kSumThreads})), kSumThreads, 0,
                stream>>>(terms);
   check_launch(kOp);

@@ -14,7 +14,8 @@
 
 namespace liger::linear_ce {
 
-// bias: float32, zeros up to a multiple of kTileN; null without one. softcap: 0 without one.
+// bias: float32, less its maximum without a softcap; zeros up to a multiple of kTileN; null without one. softcap: 0
+// without one.
 struct LogitTransform {
   const float* bias = nullptr;
   float softcap = 0.0f;
@@ -72,13 +73,16 @@ int64_t row_sum_elements(int64_t columns);
 template <typename T>
 void launch_row_sums(const RowSums<T>& sums, cudaStream_t stream);
 
-// padded[i] = bias[i], and zeros from vocab on; *weighted_sum = class_weight @ bias, if it is not null.
+// padded[i] = bias[i] - *offset, and zeros from vocab on; *weighted_sum = class_weight @ padded, if it is not null.
+//
+// *offset is the maximum of the bias, which no probability depends on: the exponents of the epilogue would be rounded to
+// the size of an offset that all classes have. Null, for an offset of 0, with a softcap, which depends on it.
 template <typename T>
 struct BiasTerms {
   const T* bias;
   const float* class_weight;  // null for ones
   int64_t vocab, padded_size;
-  float *padded, *weighted_sum;
+  float *padded, *weighted_sum, *offset;
 };
 template <typename T>
 void launch_bias_terms(const BiasTerms<T>& terms, cudaStream_t stream);

@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<Of> p) {
       stats.entropy_sum = block_reduce<Sum>(entropy_sum, scratch) / kLog2e;
       stats.best_column = column_of_key(p.metrics.best_keys[row]);
     }
-    if (p.weighted_sum != nullptr) stats.weighted_sum = p.weighted_sum[row];
+    if (p.weighted_sum != nullptr)
+      stats.weighted_sum = fmaf(-ce::class_weight_sum(p.problem), reference, p.weighted_sum[row]);
   }
   if constexpr (kShard) p.merge(row, stats);
   ce::Row r = {p.index[row], -1, NAN, 1.0f, NAN};
@@ -215,8 +216,7 @@ __global__ void __launch_bounds__(kRowThreads) apply_rule(const Rule<Of> p) {
 
   const float upstream =
       p.problem.denominator != nullptr ? r.token_weight / *p.problem.denominator : r.token_weight;
-  ce::GradientCoefficients g =
-      ce::gradient_coefficients(p.problem, r, stats.max + logf(stats.sum), upstream, stats.max, stats.sum);
+  ce::GradientCoefficients g = ce::gradient_coefficients(p.problem, r, upstream, stats.max, stats.sum);
   if constexpr (kShard) p.restrict_to_shard(row, r, stats, g);
   // The one-hot term relative to the scale of the row; none if that is 0, by underflow or a z-loss.
   const float relative_target = g.coef_exp != 0.0f ? g.coef_target / g.coef_exp : 0.0f;

@@ -6,26 +6,43 @@
 
 namespace liger::linear_ce {
 
-// The backward knows the log-sum-exp of a row over all classes. So all ranks have the same reference, from which no sum
-// of a tile overflows: the logit of the target, or if that is more than kMostDistance below the log-sum-exp, the latter.
-// Rows beyond the count get 0. grid: rows of the chunk / kRowThreads.
+// The sum of exp(z - reference) of a row over all classes, which the forward has written for each row of the batch. The
+// log-sum-exp, reference + log(sum), is rounded where logits are large.
+struct WholeRow {
+  float reference, sum;
+
+  __device__ __forceinline__ float log_sum_exp_above(float other) const {
+    return (reference - other) + logf(sum);
+  }
+  // The sum for another reference.
+  __device__ __forceinline__ float sum_from(float other) const { return sum * ce::exp_from(reference, other); }
+};
+struct WholeRows {
+  const float* stats;  // (2, rows): references and sums
+  int64_t rows;        // of the batch
+  __device__ __forceinline__ WholeRow operator[](int row) const { return {stats[row], stats[rows + row]}; }
+};
+
+// All ranks have the same reference, from which no sum of a tile overflows: the logit of the target, or if that is more
+// than kMostDistance below the log-sum-exp of all classes, the latter. Rows beyond the count get 0. grid: rows of the
+// chunk / kRowThreads.
 static __global__ void __launch_bounds__(kRowThreads)
-    references_from_lse(const ChunkRows chunk, const int* index, const float* target_logit, const float* lse,
-                        float* reference) {
+    references_of_whole_rows(const ChunkRows chunk, const int* index, const float* target_logit,
+                             const WholeRows whole, float* reference) {
   const int row = blockIdx.x * kRowThreads + threadIdx.x;
   if (row >= chunk.rows) return;
   float chosen = 0.0f;
   if (row < chunk()) {
-    const float of_row = lse[index[row]];
     chosen = target_logit[row];
-    if (of_row - chosen > kMostDistance) chosen = of_row;
+    const float distance = whole[index[row]].log_sum_exp_above(chosen);
+    if (distance > kMostDistance) chosen += distance;
   }
   reference[row] = chosen;
 }
 
 // keep_rows() for a shard, from results of all classes. A sum in a kept row is that of all classes, relative to the
-// reference of this rank: exp(lse - reference). If that is too large, the exponentials of the row are rescaled to the
-// log-sum-exp as reference. grid: rows of the chunk.
+// reference of this rank. If that is too large, the exponentials of the row are rescaled to the log-sum-exp as
+// reference. grid: rows of the chunk.
 struct KeepShardRows {
   ChunkRows chunk;
   const int* index;
@@ -33,7 +50,8 @@ struct KeepShardRows {
   int vocab;             // of all ranks
   const int32_t* local;  // as in Rule<ShardOf<T>>
   const float* target_logit;
-  const float *lse, *entropy;  // of the batch; entropy may be null
+  WholeRows whole;
+  const float* entropy;  // of the batch; may be null
   const float* reference;
   const int* overflow;
   const float* recomputed;      // references of rows of tiles with overflow
@@ -49,17 +67,20 @@ __global__ void __launch_bounds__(kRowThreads) keep_shard_rows(const KeepShardRo
   const int row = blockIdx.x;
   if (row >= p.chunk()) return;
   const int source = p.index[row];
-  const float lse = p.lse[source];
+  const WholeRow whole = p.whole[source];
   float reference = p.overflow[row / sm90::kTileM] ? p.recomputed[row] : p.reference[row];
-  if (lse - reference > kMostDistance) {
-    rescale_row<T>(p.exponentials, p.panels, row, ce::exp_from(reference, lse));
-    reference = lse;
+  const float distance = whole.log_sum_exp_above(reference);
+  if (distance > kMostDistance) {
+    const float log_sum_exp = reference + distance;
+    rescale_row<T>(p.exponentials, p.panels, row, ce::exp_from(reference, log_sum_exp));
+    reference = log_sum_exp;
     __syncthreads();
   }
   if (threadIdx.x != 0) return;
   const int64_t target = p.targets[source];
-  const float z_target = p.target_logit[row], sum = ce::exp_from(lse, reference);
-  KeptRow kept = {target >= 0 && target < p.vocab ? sum : NAN, z_target - lse, NAN, 0.0f};
+  const float z_target = p.target_logit[row], sum = whole.sum_from(reference);
+  const float logprob = (z_target - whole.reference) - logf(whole.sum);
+  KeptRow kept = {target >= 0 && target < p.vocab ? sum : NAN, logprob, NAN, 0.0f};
   if (p.entropy != nullptr) kept.entropy = p.entropy[source];
   const int column = p.local[source];
   if (column >= 0 && p.class_one_hot != nullptr && p.class_one_hot[column].index != source) {

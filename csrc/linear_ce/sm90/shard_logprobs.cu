@@ -7,7 +7,7 @@
 //     all-gather          of that
 //   shard_logprobs        results; with kept exponentials also the kept rows
 //
-// The backward knows the log-sum-exp of each row, so the ranks exchange no sums:
+// The backward knows the sum of each row over all classes, so the ranks exchange no sums:
 //
 //   shard_logprobs_begin, all-reduce
 //   shard_logprob_gradients  a chunk: exponentials unless they are kept, scales, and the input gradient in float32
@@ -32,20 +32,26 @@ ce::Targets targets_of(const Tensor& target, int64_t ignore_index) {
   return {target.const_data_ptr(), target.scalar_type() == ScalarType::Int, ignore_index};
 }
 
+// stats: (2, rows of the batch), references and sums of exponentials of all classes.
+WholeRows whole_rows(const Tensor& stats) {
+  return {memory_of<float>(stats), stats.size(1)};
+}
+
 void set_problem(ce::Problem& problem, const Tensor& target, int64_t ignore_index, int64_t vocab_size,
-                 const Tensor& logprobs, const Tensor& lse, const Tensor& entropy, const Tensor& argmax) {
+                 const Tensor& logprobs, const Tensor& stats, const Tensor& entropy, const Tensor& argmax) {
   require(vocab_size < INT_MAX, kOp, ": ", vocab_size, " classes, expected fewer than 2^31 - 1");
   problem.vocab = static_cast<int>(vocab_size);
   problem.targets = targets_of(target, ignore_index);
   problem.logprobs = memory_of<float>(logprobs);
-  problem.lse = memory_of<float>(lse);
+  problem.row_max = memory_of<float>(stats);
+  problem.row_sum = problem.row_max == nullptr ? nullptr : problem.row_max + target.size(0);
   problem.entropy = memory_of<float>(entropy);
   problem.predicted = memory_of<int64_t>(argmax);
 }
 
 // After ShardChunk::exponentials(). target_logit: of the rows of the chunk.
 void keep_rows(const ShardStep& step, const ce::Targets& targets, int64_t vocab_size,
-               const float* target_logit, const Tensor& lse, const Tensor& entropy, KeptRow* kept) {
+               const float* target_logit, const Tensor& stats, const Tensor& entropy, KeptRow* kept) {
   const Batch& batch = step.batch;
   const ShardChunk chunk = step.chunk();
   const KeepShardRows arguments{chunk.rows(),
@@ -54,7 +60,7 @@ void keep_rows(const ShardStep& step, const ce::Targets& targets, int64_t vocab_
                                 static_cast<int>(vocab_size),
                                 step.state.local,
                                 target_logit,
-                                memory_of<float>(lse),
+                                whole_rows(stats),
                                 memory_of<float>(entropy),
                                 step.buffers.target_logit,
                                 step.buffers.overflow,
@@ -74,11 +80,11 @@ void keep_rows(const ShardStep& step, const ce::Targets& targets, int64_t vocab_
 void shard_logprobs_begin(const Tensor& input, const Tensor& weight, const Tensor& target,
                           int64_t ignore_index, double temperature, int64_t vocab_start, int64_t vocab_size,
                           const Tensor& state, const Tensor& target_logit, const Tensor& rows,
-                          const Tensor& logprobs, const Tensor& lse, const Tensor& entropy,
+                          const Tensor& logprobs, const Tensor& stats, const Tensor& entropy,
                           const Tensor& argmax) {
   const OpGuard guard("vocab_parallel_fused_linear_logprobs begin", input.get_device_index());
   Batch batch = shard_batch(input, weight, false, false, std::nullopt, temperature);
-  set_problem(batch.problem, target, ignore_index, vocab_size, logprobs, lse, entropy, argmax);
+  set_problem(batch.problem, target, ignore_index, vocab_size, logprobs, stats, entropy, argmax);
   gather_shard(batch, ShardState(state, batch.rows()), vocab_start, target_logit, rows);
 }
 
@@ -88,22 +94,22 @@ void shard_logprobs(const Tensor& target, int64_t ignore_index, int64_t vocab_si
                     const Tensor& input, const Tensor& weight, std::vector<int64_t> plan, int64_t index,
                     const Tensor& state, const Tensor& target_logit, const Tensor& rows,
                     const Tensor& grad_weight, const Tensor& panel_workspace, const Tensor& workspace,
-                    const Tensor& logprobs, const Tensor& lse, const Tensor& entropy, const Tensor& argmax,
+                    const Tensor& logprobs, const Tensor& stats, const Tensor& entropy, const Tensor& argmax,
                     const Tensor& kept_rows) {
   const bool keep = kept_rows.numel() > 0, with_metrics = entropy.numel() > 0 || argmax.numel() > 0;
   ShardStep step(kOp, {input, weight, std::nullopt, false, plan, index, state, target_logit, rows,
                        grad_weight, panel_workspace, workspace, 1.0, with_metrics, keep});
-  set_problem(step.batch.problem, target, ignore_index, vocab_size, logprobs, lse, entropy, argmax);
+  set_problem(step.batch.problem, target, ignore_index, vocab_size, logprobs, stats, entropy, argmax);
   step.chunk().apply_rule(step.state, sums, 0, false);
   if (!keep) return;
-  keep_rows(step, step.batch.problem.targets, vocab_size, step.buffers.target_logit, lse, entropy,
+  keep_rows(step, step.batch.problem.targets, vocab_size, step.buffers.target_logit, stats, entropy,
             memory_of<KeptRow>(kept_rows) + step.planned.first);
 }
 
-// lse, entropy: of the forward; entropy may be empty without grad_entropy. With kept exponentials kept_rows is that of
+// stats, entropy: of the forward; entropy may be empty without grad_entropy. With kept exponentials kept_rows is that of
 // shard_logprobs; without grad_entropy they are the panel workspace then, else `kept`.
 void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-                             const Tensor& target, int64_t vocab_size, double temperature, const Tensor& lse,
+                             const Tensor& target, int64_t vocab_size, double temperature, const Tensor& stats,
                              const Tensor& entropy, const Tensor& kept, const Tensor& kept_rows,
                              const Tensor& input, const Tensor& weight, bool need_grad_input,
                              std::vector<int64_t> plan, int64_t index, const Tensor& state,
@@ -115,7 +121,9 @@ void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Te
   const Batch& batch = step.batch;
   const int64_t all_rows = batch.rows(), first = step.planned.first;
   check_row_gradient(kOp, "the gradient of the log-probabilities", grad_logprobs, all_rows);
-  check_row_gradient(kOp, "lse", lse, all_rows);
+  require(stats.dim() == 2 && stats.size(0) == 2 && stats.size(1) == all_rows && stats.is_contiguous() &&
+              stats.scalar_type() == ScalarType::Float,
+          kOp, ": stats has shape ", shape_text(stats), ", expected (2, ", all_rows, ") float32");
   if (grad_entropy) {
     check_row_gradient(kOp, "the gradient of the entropies", *grad_entropy, all_rows);
     check_row_gradient(kOp, "entropy", entropy, all_rows);
@@ -128,12 +136,12 @@ void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Te
     const float* const logits = step.buffers.target_logit;
     step.buffers.target_logit = step.references;
     const ShardChunk chunk = step.chunk();
-    references_from_lse<<<static_cast<unsigned>(ceil_div(step.planned.rows, int64_t{kRowThreads})),
+    references_of_whole_rows<<<static_cast<unsigned>(ceil_div(step.planned.rows, int64_t{kRowThreads})),
                           kRowThreads, 0, batch.stream>>>(chunk.rows(), batch.row_index.index + first, logits,
-                                                          memory_of<float>(lse), step.references);
+                                                          whole_rows(stats), step.references);
     check_launch(kOp);
     chunk.exponentials(step.state);
-    keep_rows(step, targets_of(target, 0), vocab_size, logits, lse, entropy, rows_of_chunk);
+    keep_rows(step, targets_of(target, 0), vocab_size, logits, stats, entropy, rows_of_chunk);
   }
   const ShardChunk chunk = step.chunk();
   // The kernels know the classes of this shard.
@@ -158,9 +166,9 @@ void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Te
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY_FRAGMENT(liger_sm90, m) {
-  m.def("shard_logprobs_begin(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int vocab_start, int vocab_size, Tensor(a!) state, Tensor(b!) target_logit, Tensor(c!) rows, Tensor(d!) logprobs, Tensor(e!) lse, Tensor(f!) entropy, Tensor(g!) argmax) -> ()");
-  m.def("shard_logprobs(Tensor target, int ignore_index, int vocab_size, Tensor sums, Tensor input, Tensor weight, int[] plan, int index, Tensor state, Tensor target_logit, Tensor rows, Tensor grad_weight, Tensor(a!) panel_workspace, Tensor(b!) workspace, Tensor(c!) logprobs, Tensor(d!) lse, Tensor(e!) entropy, Tensor(f!) argmax, Tensor(g!) kept_rows) -> ()");
-  m.def("shard_logprob_gradients(Tensor grad_logprobs, Tensor? grad_entropy, Tensor target, int vocab_size, float temperature, Tensor lse, Tensor entropy, Tensor kept, Tensor kept_rows, Tensor input, Tensor weight, bool need_grad_input, int[] plan, int index, Tensor state, Tensor target_logit, Tensor(a!) rows, Tensor(b!) grad_weight, Tensor(c!) panel_workspace, Tensor(d!) workspace, Tensor(e!) grad_input_sum) -> ()");
+  m.def("shard_logprobs_begin(Tensor input, Tensor weight, Tensor target, int ignore_index, float temperature, int vocab_start, int vocab_size, Tensor(a!) state, Tensor(b!) target_logit, Tensor(c!) rows, Tensor(d!) logprobs, Tensor(e!) stats, Tensor(f!) entropy, Tensor(g!) argmax) -> ()");
+  m.def("shard_logprobs(Tensor target, int ignore_index, int vocab_size, Tensor sums, Tensor input, Tensor weight, int[] plan, int index, Tensor state, Tensor target_logit, Tensor rows, Tensor grad_weight, Tensor(a!) panel_workspace, Tensor(b!) workspace, Tensor(c!) logprobs, Tensor(d!) stats, Tensor(e!) entropy, Tensor(f!) argmax, Tensor(g!) kept_rows) -> ()");
+  m.def("shard_logprob_gradients(Tensor grad_logprobs, Tensor? grad_entropy, Tensor target, int vocab_size, float temperature, Tensor stats, Tensor entropy, Tensor kept, Tensor kept_rows, Tensor input, Tensor weight, bool need_grad_input, int[] plan, int index, Tensor state, Tensor target_logit, Tensor(a!) rows, Tensor(b!) grad_weight, Tensor(c!) panel_workspace, Tensor(d!) workspace, Tensor(e!) grad_input_sum) -> ()");
 }
 // clang-format on
 

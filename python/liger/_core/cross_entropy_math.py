@@ -30,6 +30,13 @@ def check_row_values(op, logits, **values):
             )
 
 
+def check_row_stats(op, logits, stats):
+    """Raises RuntimeError for statistics other than those of the forward: (2, rows), see :class:`RowResults`."""
+    if stats.ndim != 2 or len(stats) != 2:
+        raise RuntimeError(f"{op}: stats has shape {tuple(stats.shape)}, expected (2, {logits.shape[0]})")
+    check_row_values(op, logits, **{f"stats[{i}]": values for i, values in enumerate(stats)})
+
+
 class CEOptions(NamedTuple):
     """The options of cross entropy, in the order of the op schemas."""
 
@@ -155,13 +162,6 @@ def at_original_rows(results, metrics, reduction, index, rows):
     return tuple(scattered(v) if scatter else v for v, scatter in zip(results, has_rows, strict=True))
 
 
-class Exponentials(NamedTuple):
-    """Exponentials of a block of capped logits z. The next block reuses the memory of ``exp``."""
-
-    exp: torch.Tensor  # exp(z - max of the row)
-    total: torch.Tensor  # row sums of exp
-
-
 class RowResults:
     """Per-row results of a call, filled one block of rows at a time."""
 
@@ -172,13 +172,17 @@ class RowResults:
         def buffer(needed, dtype=wide):
             return torch.empty(rows if needed else 0, dtype=dtype, device=rule.class_index.device)
 
-        self.loss, self.lse = buffer(True), buffer(True)
+        self.loss = buffer(True)
+        # (2, rows): the maximum of the capped logits, and the sum of exp(z - maximum). Their log-sum-exp is rounded where
+        # logits are large.
+        self.stats = self.loss.new_empty(2, rows)
         self.z_loss = buffer(metrics.z_loss)
         self.predicted = buffer(metrics.predicted_tokens or metrics.token_accuracy, torch.int64)
         self.logprobs, self.entropy = buffer(metrics.logprobs), buffer(metrics.entropy)
 
     def fill(self, block, logits):
-        """Computes the results of rows ``block``; returns the capped logits z and their :class:`Exponentials`."""
+        """Computes the results of rows ``block``; returns the capped logits z and exp(z - their maximum), whose memory
+        the next block reuses."""
         rule, metrics = self.rule, self.metrics
         valid = rule.valid[block]
         z = rule.capped(logits)
@@ -186,47 +190,49 @@ class RowResults:
             self._memory = torch.empty_like(z, memory_format=torch.contiguous_format)
         largest = z.amax(-1)
         exp = torch.sub(z, largest.unsqueeze(1), out=self._memory[: z.shape[0]]).exp_()
-        total_exp = exp.sum(-1)
-        log_total = total_exp.log()
-        lse = largest + log_total
-        # Not minus lse, which is rounded where logits are large.
-        logp = z.gather(1, rule.class_index[block].unsqueeze(1)).squeeze(1) - largest - log_total
-        total = None
-        if rule.label_smoothing != 0.0:
-            cost = lse.unsqueeze(1) - z
-            total = cost.sum(-1) if rule.class_weight is None else (cost * rule.class_weight).sum(-1)
-        self.fill_from(block, lse, logp, total)
-        if metrics.entropy:
-            # Not lse - z, which has no digits where logits are large.
+        total = exp.sum(-1)
+        log_total = total.log()
+        target = z.gather(1, rule.class_index[block].unsqueeze(1)).squeeze(1)
+        below = cost = None
+        if rule.label_smoothing != 0.0 or metrics.entropy:
             below = largest.unsqueeze(1) - z
-            entropy = torch.where(exp == 0, 0.0, exp * below).sum(-1) / total_exp + log_total
+        if rule.label_smoothing != 0.0:
+            weighted = below if rule.class_weight is None else below * rule.class_weight
+            cost = weighted.sum(-1) + rule.class_weight_sum * log_total
+        self.fill_from(block, largest, total, target, cost)
+        if metrics.entropy:
+            entropy = torch.where(exp == 0, 0.0, exp * below).sum(-1) / total + log_total
             self.entropy[block] = torch.where(valid, entropy, 0.0)
         if self.predicted.numel():
             self.predicted[block] = torch.where(valid, logits.argmax(-1), -1)
-        return z, Exponentials(exp, total_exp)
+        return z, exp
 
     def fill_with_gradient(self, block, logits, upstream, out):
         """As :meth:`fill`, and writes the gradient to ``out``, which may be the logits."""
-        z, exponentials = self.fill(block, logits)
+        z, exp = self.fill(block, logits)
         wide = out if out.dtype == self.rule.wide else None
-        grad = row_gradient(self.rule, block, z, self.lse[block], upstream, exponentials, wide)
+        grad = row_gradient(self.rule, block, z, self.stats[:, block], upstream, exp, wide)
         if wide is None:
             out.copy_(grad)
 
-    def fill_from(self, block, lse, logp, total):
+    def fill_from(self, block, largest, total, target, cost):
         """Loss, z-loss and log-probabilities of rows ``block``.
 
-        ``logp``: the log-probability of the target. ``total``: ``sum(w * (lse - z))`` if labels are smoothed.
+        ``largest``: of their logits z. ``total``: ``sum(exp(z - largest))``. ``target``: the logit of the target.
+        ``cost``: ``sum(w * (lse - z))`` if labels are smoothed.
         """
         rule, metrics = self.rule, self.metrics
         valid, has_class, weight = rule.valid[block], rule.has_class[block], rule.weight[block]
-        self.lse[block] = lse
+        self.stats[0, block] = torch.where(valid, largest, 0.0)
+        self.stats[1, block] = torch.where(valid, total, 1.0)
+        # Without an offset of all logits before anything is rounded.
+        logp = (target - largest) - total.log()
         smoothing = rule.label_smoothing
-        loss = torch.zeros_like(lse)
+        loss = torch.zeros_like(logp)
         if smoothing != 1.0:
             loss -= (1.0 - smoothing) * weight * logp
         if smoothing != 0.0:
-            loss += smoothing / rule.vocab * total
+            loss += smoothing / rule.vocab * cost
 
         def masked(values):
             """``values``, but nan where the target is out of range and 0 where the row is ignored."""
@@ -236,7 +242,7 @@ class RowResults:
             return masked(values if rule.token_weight is None else rule.token_weight[block] * values)
 
         if rule.lse_square_scale != 0.0:
-            z_loss = rule.lse_square_scale * weight * lse.square()
+            z_loss = rule.lse_square_scale * weight * (largest + total.log()).square()
             loss += z_loss
             if metrics.z_loss:
                 self.z_loss[block] = scaled(z_loss)
@@ -263,15 +269,15 @@ class RowResults:
         return reduce(self.loss), z_loss, accuracy, predicted, self.logprobs, self.entropy
 
 
-def gradient_weights(rule, block, lse):
-    """Coefficients in the gradient of a row: (of the probabilities, of the one-hot target), each per row, and of the
-    class weights, one number."""
+def gradient_weights(rule, block, largest, total):
+    """Coefficients in the gradient of a row with logits z: (of exp(z - largest), of the one-hot target), each per row,
+    and of the class weights, one number."""
     weight, smoothing = rule.weight[block], rule.label_smoothing
     hard = (1.0 - smoothing) * weight
     scale = hard + smoothing / rule.vocab * rule.class_weight_sum
     if rule.lse_square_scale != 0.0:
-        scale = scale + 2.0 * rule.lse_square_scale * weight * lse
-    return scale, hard, smoothing / rule.vocab
+        scale = scale + 2.0 * rule.lse_square_scale * weight * (largest + total.log())
+    return scale / total, hard, smoothing / rule.vocab
 
 
 def row_upstream(rule, block, upstream):
@@ -281,19 +287,17 @@ def row_upstream(rule, block, upstream):
     return torch.where(rule.has_class[block], upstream, torch.nan)
 
 
-def row_gradient(rule, block, z, lse, upstream, exponentials=None, out=None):
+def row_gradient(rule, block, z, stats, upstream, exp=None, out=None):
     """d(loss)/d(logits) of rows ``block`` in the accumulation dtype, from their capped logits z.
 
     Args:
+        stats: those of :class:`RowResults` of these rows.
         upstream: the gradient with respect to the loss of each row, or one scalar for all rows.
-        exponentials: :class:`Exponentials` of z, which are overwritten, or None.
+        exp: ``exp(z - largest)``, which is overwritten, or None.
         out: memory for the gradient, in the accumulation dtype, or None.
     """
-    scale, hard, per_class = gradient_weights(rule, block, lse)
-    if exponentials is None:
-        grad = (z - lse.unsqueeze(1)).exp_()
-    else:
-        grad, scale = exponentials.exp, scale / exponentials.total
+    scale, hard, per_class = gradient_weights(rule, block, *stats)
+    grad = (z - stats[0].unsqueeze(1)).exp_() if exp is None else exp
     out = grad if out is None else out
     index, upstream = rule.class_index[block].unsqueeze(1), row_upstream(rule, block, upstream).unsqueeze(1)
     scale, hard = scale.unsqueeze(1), hard.unsqueeze(1)

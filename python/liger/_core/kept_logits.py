@@ -113,7 +113,7 @@ def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
     """Shapes of (logits or exponentials, numbers of each row).
 
     Logits are rows of classes, rounded up to 16 bytes on a GPU, whose GEMMs need aligned rows. The numbers of a row
-    are its log-sum-exp, and its entropy if that is known.
+    are its largest logit z, the sum of exp(logit - z), and its entropy if that is known.
     """
     (rows, _), vocab = input.shape, weight.shape[0]
     if keep == EXPONENTIALS:
@@ -121,7 +121,7 @@ def _kept_shapes(keep, input, weight, with_entropy, logits_dtype):
     if keep == LOGITS:
         per_16_bytes = 16 // _kept_dtype(keep, input, logits_dtype).itemsize
         stride = round_up(vocab, per_16_bytes) if input.is_cuda else vocab
-        return (rows, stride), (1 + with_entropy, rows)
+        return (rows, stride), (2 + with_entropy, rows)
     return (0,), (0,)
 
 
@@ -133,7 +133,7 @@ def check_kept(op, keep, kept, kept_rows, input, weight, with_entropy, logits_dt
     for name, tensor, shape in zip(("kept", "kept_rows"), (kept, kept_rows), shapes, strict=True):
         found = None if tensor is None else tuple(tensor.shape)
         # Entropies may be known without having a gradient.
-        if found != shape and (found != (2, *shape[1:]) or name == "kept"):
+        if found != shape and (found != (3, *shape[1:]) or name == "kept"):
             raise RuntimeError(f"{op}: {name} has shape {found}, expected {shape} for keep='{keep}'")
     expected = _kept_dtype(keep, input, logits_dtype)
     if kept.dtype != expected:

@@ -20,13 +20,13 @@ from .sm90_plan import LinearBackwardPlan
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of rows of logits, (rows,) each. entropy and argmax are empty unless requested. Ignored rows have
+    """Statistics of rows of logits z, (rows,) each. entropy and argmax are empty unless requested. Ignored rows have
     log-probability 0, entropy 0 and argmax -1."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     argmax: torch.Tensor
-    lse: torch.Tensor
+    stats: torch.Tensor  # (2, rows): the largest logit, and the sum of exp(z - largest)
 
 
 class LMHead(NamedTuple):
@@ -55,11 +55,11 @@ class LMHead(NamedTuple):
 
     def statistics(self, logits, target, entropy=False, argmax=False):
         """The :class:`RowStatistics` of a chunk of logits."""
-        _, _, _, predicted, logprobs, entropies, lse, _, _ = torch.ops.liger.cross_entropy_forward.default(
+        _, _, _, predicted, logprobs, entropies, stats, _, _ = torch.ops.liger.cross_entropy_forward.default(
             logits, target, None, None, None, self.ignore_index, 0.0, 0.0, self._cap, "none",
             False, False, argmax, True, entropy, False,
         )  # fmt: skip
-        return RowStatistics(logprobs, entropies, predicted, lse)
+        return RowStatistics(logprobs, entropies, predicted, stats)
 
     def metrics(self, logits, target, log_sum_sq_probs, mean_logits):
         """(log of the sum over classes of the squared probabilities, mean over classes of the logits) of a chunk of
@@ -69,7 +69,7 @@ class LMHead(NamedTuple):
         )
         return (
             stats[-1].log() - 2 * stats[1].log() if log_sum_sq_probs else None,
-            stats[3] / logits.shape[1] if mean_logits else None,
+            stats[0] + stats[3] / logits.shape[1] if mean_logits else None,
         )
 
     def write_gradient(self, logits, target, rows, grad_logprob, grad_entropy=None, vocab_start=0):
@@ -79,15 +79,18 @@ class LMHead(NamedTuple):
         those of all classes then.
         """
         neg_grad = grad_logprob * (-1.0 / self.temperature)
+        largest, total = rows.stats
         coef_exp, coef_log = neg_grad, None
         if grad_entropy is not None:
             coef_log = grad_entropy * (-1.0 / self.temperature)
-            coef_exp = torch.addcmul(neg_grad, coef_log, rows.entropy)
+            # log p = (z - largest) - log(total)
+            coef_exp = torch.addcmul(neg_grad, coef_log, rows.entropy - total.log())
+            coef_log = coef_log / total
         torch.ops.liger.cross_entropy_stats_backward_.default(
             logits,
             target,
-            rows.lse,
-            coef_exp,
+            largest,
+            coef_exp / total,
             neg_grad,
             None,
             None,

@@ -12,7 +12,7 @@ from .._core.cross_entropy_math import read_targets
 from .._core.dtypes import accumulate_dtype
 from .._core.placements import is_sharded, restrict_sharding, where_sharded
 
-_PER_ROW = ("predicted_tokens", "logprobs", "entropy", "lse", "grad_logits", "grad_input", "grad_down")
+_PER_ROW = ("predicted_tokens", "logprobs", "entropy", "grad_logits", "grad_input", "grad_down")
 _SUMS = ("grad_weight", "grad_bias", "grad_lora_a", "grad_lora_b")
 # Arguments with a gradient that may be None.
 _OPTIONAL = ("bias", "lora_a", "down")
@@ -79,6 +79,8 @@ def _forward(call):
             return call.placeholder(local)
         if name in _PER_ROW or (per_row and name in ("loss", "z_loss")):
             return call.wrap(local, tokens, (x.shape[0], *local.shape[1:]))
+        if name == "stats":
+            return call.wrap(local, where_sharded(tokens, Shard(1)), (2, x.shape[0]))
         if name in _SUMS or name in ("loss", "z_loss"):
             return call.wrap(local, where_sharded(tokens, Partial()))
         return call.wrap(local, call.replicated)
@@ -94,7 +96,8 @@ def _redistribute_backward(call):
     logits, tokens = call["logits"], _tokens_of(call["logits"])
     per_row = call["grad_loss"].dim() > 0
     call.redistribute(tokens if per_row else call.replicated, "grad_loss")
-    call.redistribute(tokens, "logits", "target", "lse", "token_weight")
+    call.redistribute(tokens, "logits", "target", "token_weight")
+    call.redistribute(where_sharded(tokens, Shard(1)), "stats")
     call.redistribute(call.replicated, "used_denominator", "ce_weight")
     return tokens, logits.shape
 

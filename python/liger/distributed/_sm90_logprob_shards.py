@@ -1,7 +1,7 @@
 """vocab_parallel_fused_linear_logprobs on the wgmma engine of compute capability 9.0: the order of steps and exchanges.
 
 The steps are those of csrc/linear_ce/sm90/shard_logprobs.cu. In the forward the processes add the logits of the targets
-and gather the sums of each chunk, as for the loss. The backward knows the log-sum-exp of each row, so its exponentials
+and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over all classes, so its exponentials
 need no exchange; the processes add the input gradients of each chunk. It computes the exponentials again, unless the
 forward has kept them. The host never waits for the device, except in the first call of a group.
 """
@@ -86,7 +86,7 @@ class Results(NamedTuple):
     """Per row; what was not requested has no elements."""
 
     logprobs: torch.Tensor
-    lse: torch.Tensor
+    stats: torch.Tensor  # (2, rows): references of exponentials, and their sums over all classes
     entropy: torch.Tensor
     argmax: torch.Tensor
 
@@ -108,7 +108,7 @@ class LogProbCall(ShardCall):
 
     def _results(self, rows, entropy, argmax):
         return Results(
-            self._floats(rows), self._floats(rows), self._floats(rows if entropy else 0),
+            self._floats(rows), self._floats(2, rows) if rows else self._floats(0), self._floats(rows if entropy else 0),
             self._target.new_empty(rows if argmax else 0, dtype=torch.int64),
         )  # fmt: skip
 
@@ -150,13 +150,13 @@ class Backward(LogProbCall):
     """:meth:`begin`, then :meth:`input_gradient` and :meth:`add_grad_weight` for each chunk of the plan in turn, then
     :meth:`gradients`."""
 
-    def __init__(self, head: Head, plan, needs_grad, lse, entropy, kept, kept_rows, grads):
+    def __init__(self, head: Head, plan, needs_grad, stats, entropy, kept, kept_rows, grads):
         """``grads``: upstream gradients of the log-probabilities, and of the entropies or None."""
         self._upstream = [None if grad is None else grad.contiguous() for grad in grads]
         # The gradients of entropies need a second matrix.
         in_place = kept_rows.numel() > 0 and grads[1] is None
         super().__init__(head, plan, needs_grad, kept=kept if in_place else None)
-        self._of_forward = lse, entropy, kept, kept_rows
+        self._of_forward = stats, entropy, kept, kept_rows
 
     def begin(self):
         self._begin(self._results(0, False, False))
@@ -204,9 +204,9 @@ def backward_plan(head: Head, needs_grad, with_entropy, keeps):
     return one_chunk(head.input.shape[0], splits)
 
 
-def backward(head: Head, plan, needs_grad, lse, entropy, kept, kept_rows, grads):
+def backward(head: Head, plan, needs_grad, stats, entropy, kept, kept_rows, grads):
     """(grad_input, grad_weight)"""
-    call = Backward(head, plan, needs_grad, lse, entropy, kept, kept_rows, grads)
+    call = Backward(head, plan, needs_grad, stats, entropy, kept, kept_rows, grads)
     call.begin()
     if kept_rows.numel() == 0:
         sum_target_logits(call, head.group)

@@ -28,12 +28,12 @@ _PLAN = "int? memory_budget, ScalarType? logits_dtype, int vocab_start, int voca
 _library.define(
     f"fused_linear_logprobs_forward({_LAYER}, {_PLAN}, bool return_entropy, bool return_argmax,"
     " bool return_log_sum_sq_probs=False, bool return_mean_logits=False, bool keep=False)"
-    " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor lse, Tensor log_sum_sq_probs, Tensor mean_logits,"
+    " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor stats, Tensor log_sum_sq_probs, Tensor mean_logits,"
     " Tensor kept, Tensor kept_rows)"
 )
-# lse, entropy: results of the forward, of rows over all classes. kept, kept_rows: those of a forward with `keep`.
+# stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: those of a forward with `keep`.
 _library.define(
-    f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor lse, Tensor entropy,"
+    f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor stats, Tensor entropy,"
     f" {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, Tensor? kept=None,"
     " Tensor? kept_rows=None)"
     " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
@@ -53,10 +53,11 @@ class _Shard(NamedTuple):
     """Statistics of rows over the classes of one process, or of every process after the exchange. Each process adds in
     the order of ranks, so all get the same bits."""
 
-    lse: torch.Tensor
+    largest: torch.Tensor  # logit
+    total: torch.Tensor  # sum of exp(z - largest); 0 on a process whose logits are all -inf
     logprobs: torch.Tensor  # of the target; -inf on the processes without it
     entropy: torch.Tensor | None
-    highest: torch.Tensor | None  # the largest logit
+    highest: torch.Tensor | None  # the largest logit before the softcap
     argmax: torch.Tensor | None  # its class, an int32 with the bits of a float
     log_sum_sq_probs: torch.Tensor | None
     mean_logits: torch.Tensor | None  # of one process: its term of the mean over all classes
@@ -68,17 +69,18 @@ class _Shard(NamedTuple):
         present = (target >= 0) & (target < classes)
         ignored = target == _IGNORED
         # The op needs a class for the rows whose target another process has.
-        rows = head.statistics(logits, torch.where(present | ignored, target, 0), requested.entropy, True)
-        column = rows.argmax.clamp(min=0)
-        highest = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(rows.lse.dtype)
+        rows = head.statistics(logits, torch.where(present | ignored, target, 0), *requested[:2])
+        largest, total = rows.stats
         # Without a class that has probability here, the statistics are NaN.
-        empty = highest == -torch.inf
-        lse = torch.where(empty, -torch.inf, rows.lse)
+        empty = largest == -torch.inf
+        total = torch.where(empty, 0.0, total)
         logprobs = torch.where(present & ~empty, rows.logprobs, -torch.inf)
         entropy = torch.where(empty, 0.0, rows.entropy) if requested.entropy else None
-        highest, argmax = (
-            (highest, _as_bits(column + vocab_start, lse.dtype)) if requested.argmax else (None, None)
-        )
+        highest = argmax = None
+        if requested.argmax:
+            column = rows.argmax.clamp(min=0)
+            highest = logits.gather(1, column.unsqueeze(1)).squeeze(1).to(largest.dtype)
+            argmax = _as_bits(column + vocab_start, largest.dtype)
         squares = means = None
         if any(requested[2:]):
             squares, means = head.metrics(logits, target, *requested[2:])
@@ -86,7 +88,7 @@ class _Shard(NamedTuple):
             squares = torch.where(empty, -torch.inf, squares)
         if means is not None:
             means = means * (classes / vocab_size)
-        return cls(lse, logprobs, entropy, highest, argmax, squares, means)
+        return cls(largest, total, logprobs, entropy, highest, argmax, squares, means)
 
     def stacked(self):
         return torch.stack([t for t in self if t is not None])
@@ -94,18 +96,20 @@ class _Shard(NamedTuple):
     @classmethod
     def unstacked(cls, gathered, requested):
         parts = iter(gathered.unbind(1))
-        flags = (True, True, requested.entropy, requested.argmax, *requested[1:])
+        flags = (True, True, True, requested.entropy, requested.argmax, *requested[1:])
         return cls(*(next(parts) if flag else None for flag in flags))
 
     def merged(self):
         """(:class:`RowStatistics`, log_sum_sq_probs, mean_logits) over all classes; empty unless requested."""
-        reference = self.lse.amax(0)
+        reference = self.largest.amax(0)
         # A row of -inf: avoids inf - inf.
         finite = torch.where(reference == -torch.inf, 0.0, reference)
-        lse = reference + (self.lse - finite).exp().sum(0).log()
-        log_share = self.lse - lse
+        distance = self.largest - finite
+        total = (distance.exp() * self.total).sum(0)
+        # Of the processes, without the log-sum-exp, which is rounded where logits are large.
+        log_share = torch.where(self.total == 0.0, -torch.inf, distance + self.total.log()) - total.log()
         logprobs = (self.logprobs + log_share).amax(0)
-        entropy = argmax = lse.new_empty(0)
+        entropy = argmax = total.new_empty(0)
         if self.entropy is not None:
             # The entropy of a mixture: -sum(p log p) with p = share * q, q the softmax over the classes of a process.
             share = log_share.exp()
@@ -114,13 +118,13 @@ class _Shard(NamedTuple):
             classes = _as_classes(self.argmax)
             is_highest = (self.highest == self.highest.amax(0)) | self.highest.isnan()
             argmax = torch.where(is_highest, classes, torch.iinfo(torch.int64).max).amin(0)
-        squares = means = lse.new_empty(0)
+        squares = means = total.new_empty(0)
         if self.log_sum_sq_probs is not None:
             # Of the classes of a process the sum is its share squared times that of its softmax.
             squares = (self.log_sum_sq_probs + 2 * log_share).logsumexp(0)
         if self.mean_logits is not None:
             means = self.mean_logits.sum(0)
-        return RowStatistics(logprobs, entropy, argmax, lse), squares, means
+        return RowStatistics(logprobs, entropy, argmax, torch.stack((reference, total))), squares, means
 
 
 def _as_bits(classes, dtype):
@@ -173,7 +177,7 @@ def _forward(
         if engine_plan is not None:
             found, *kept = _engine.forward(head, engine_plan, return_entropy, return_argmax, keep)
             no_metrics = input.new_empty(0, dtype=wide), input.new_empty(0, dtype=wide)
-            return found.logprobs, found.entropy, found.argmax, found.lse, *no_metrics, *kept
+            return found.logprobs, found.entropy, found.argmax, found.stats, *no_metrics, *kept
     head = LMHead(weight, bias, temperature, _IGNORED, softcap, logits_dtype is not None)
     ignored = target == ignore_index
     local = torch.where(ignored, _IGNORED, target.long() - vocab_start)
@@ -181,7 +185,8 @@ def _forward(
     local = torch.where(~ignored & (local < 0), weight.shape[0], local)
     # The values of ignored rows, which no process computes: all have the same targets.
     computed = computed_rows(target, ignore_index, skip=True)
-    logprobs, lse = input.new_zeros(rows, dtype=wide), input.new_zeros(rows, dtype=wide)
+    logprobs, stats = input.new_zeros(rows, dtype=wide), input.new_zeros(2, rows, dtype=wide)
+    stats[1] = 1.0
     entropy = input.new_zeros(rows if return_entropy else 0, dtype=wide)
     argmax = target.new_full((rows if return_argmax else 0,), -1, dtype=torch.int64)
     metrics = [input.new_zeros(rows if flag else 0, dtype=wide) for flag in requested[2:]]
@@ -192,7 +197,9 @@ def _forward(
         # A target that is no class: only a CUDA tensor can have one.
         found = torch.where((y >= 0) & (y < vocab_size), merged.logprobs, torch.nan)
         logprobs[chunk.rows] = found.masked_fill_(left_out, 0.0)
-        lse[chunk.rows] = merged.lse.masked_fill_(left_out, 0.0)
+        largest, total = merged.stats
+        stats[0, chunk.rows] = largest.masked_fill_(left_out, 0.0)
+        stats[1, chunk.rows] = total.masked_fill_(left_out, 1.0)
         if return_entropy:
             entropy[chunk.rows] = merged.entropy.masked_fill_(left_out, 0.0)
         if return_argmax:
@@ -215,11 +222,11 @@ def _forward(
             finish(pending.popleft())
     while pending:
         finish(pending.popleft())
-    return logprobs, entropy, argmax, lse, *metrics, empty, input.new_empty(0, dtype=wide)
+    return logprobs, entropy, argmax, stats, *metrics, empty, input.new_empty(0, dtype=wide)
 
 
 def _backward_kernel(
-    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, lse, entropy,
+    grad_logprobs, grad_entropy, input, weight, target, bias, temperature, ignore_index, softcap, stats, entropy,
     memory_budget, logits_dtype, vocab_start, vocab_size, group_name, need_grad_input, need_grad_weight,
     need_grad_bias, kept=None, kept_rows=None,
 ):  # fmt: skip
@@ -235,7 +242,7 @@ def _backward_kernel(
         engine_plan = _engine.backward_plan(head, needs_grad[:2], grad_entropy is not None, kept.numel() > 0)
         if engine_plan is not None:
             grads = grad_logprobs, grad_entropy
-            found = _engine.backward(head, engine_plan, needs_grad[:2], lse, entropy, kept, kept_rows, grads)
+            found = _engine.backward(head, engine_plan, needs_grad[:2], stats, entropy, kept, kept_rows, grads)
             return *found, empty
     head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
     computed = computed_rows(target, ignore_index, skip=True)
@@ -257,7 +264,7 @@ def _backward_kernel(
         logits, x, y = logits_of(index), input[chunk], target[chunk]
         head.write_logits(x, logits)
         with_entropy = grad_entropy is not None
-        statistics = RowStatistics(None, entropy[chunk] if with_entropy else None, None, lse[chunk])
+        statistics = RowStatistics(None, entropy[chunk] if with_entropy else None, None, stats[:, chunk])
         chunk_grad_entropy = grad_entropy[chunk] if with_entropy else None
         head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy, vocab_start)
         gradients.add(chunk, logits, x)
@@ -282,7 +289,7 @@ def _(input, *arguments):
         input.new_empty((rows,), dtype=wide),
         input.new_empty((rows if return_entropy else 0,), dtype=wide),
         input.new_empty((rows if return_argmax else 0,), dtype=torch.int64),
-        input.new_empty((rows,), dtype=wide),
+        input.new_empty((2, rows), dtype=wide),
         *(input.new_empty((rows if flag else 0,), dtype=wide) for flag in metrics),
         input.new_empty(kept),
         input.new_empty(kept_rows, dtype=wide),
@@ -305,10 +312,10 @@ def _(grad_logprobs, grad_entropy, input, weight, target, bias, *arguments):
 
 def _setup(ctx, inputs, output):
     input, weight, target, bias, *options, with_entropy, _, _, _, _keep = inputs
-    _logprobs, entropy, argmax, lse, *others = output
-    ctx.save_for_backward(input, weight, target, bias, lse, entropy, *others[-2:])
+    _logprobs, entropy, argmax, stats, *others = output
+    ctx.save_for_backward(input, weight, target, bias, stats, entropy, *others[-2:])
     ctx.options, ctx.arguments = options, len(inputs)
-    ctx.mark_non_differentiable(argmax, lse, *others, *(() if with_entropy else (entropy,)))
+    ctx.mark_non_differentiable(argmax, stats, *others, *(() if with_entropy else (entropy,)))
     ctx.set_materialize_grads(False)
 
 
@@ -318,11 +325,11 @@ def _backward(ctx, grad_logprobs, grad_entropy, *_grad_others):
         return (None,) * ctx.arguments
     if grad_logprobs is None:
         grad_logprobs = torch.zeros_like(grad_entropy)
-    input, weight, target, bias, lse, entropy, *kept = ctx.saved_tensors
+    input, weight, target, bias, stats, entropy, *kept = ctx.saved_tensors
     positions = (0, 1, 3)  # of input, weight and bias among the arguments
     needed = [ctx.needs_input_grad[i] for i in positions]
     grads = torch.ops.liger_distributed.fused_linear_logprobs_backward.default(
-        grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options[:3], lse, entropy, *ctx.options[3:],
+        grad_logprobs, grad_entropy, input, weight, target, bias, *ctx.options[:3], stats, entropy, *ctx.options[3:],
         *needed, *kept,
     )  # fmt: skip
     return at_positions(ctx.arguments, positions, grads, needed)

@@ -14,25 +14,22 @@ class WholeRows(NamedTuple):
     reference: torch.Tensor  # the largest logit
     total: torch.Tensor  # sum of exp(z - reference)
     target: torch.Tensor  # the target's logit
-    class_sum: torch.Tensor | None  # sum of w * z
+    cost: torch.Tensor | None  # sum of w * (lse - z)
 
     @classmethod
     def merge(cls, gathered):
-        high, total, target, *class_sum = gathered.unbind(1)
+        high, total, target, *class_sums = gathered.unbind(1)
         reference = high.amax(0)
         # A row of -inf: avoids inf - inf.
         finite = torch.where(reference == -torch.inf, 0.0, reference)
-        total = ((high - finite).exp_() * total).sum(0)
-        return cls(reference, total, target.sum(0), class_sum[0].sum(0) if class_sum else None)
-
-    @property
-    def lse(self):
-        return self.reference + self.total.log()
-
-    @property
-    def logp(self):
-        # Subtract first, so that a large common offset of the logits cancels without rounding.
-        return (self.target - self.reference) - self.total.log()
+        total, cost = ((high - finite).exp_() * total).sum(0), None
+        if class_sums:
+            # Relative to the largest logits of the processes: an offset of all logits must not round the sum.
+            class_sum, weight_sum = class_sums
+            # A process without a finite logit has sums relative to 0.
+            above = finite - torch.where(high == -torch.inf, 0.0, high)
+            cost = (weight_sum * (above + total.log()) - class_sum).sum(0)
+        return cls(reference, total, target.sum(0), cost)
 
 
 class Rows:
@@ -59,23 +56,24 @@ class Rows:
             computed.clear(values)
 
     def stats(self, rows, logits):
-        return cross_entropy_stats(
+        stats = cross_entropy_stats(
             logits, self.target[rows], self.shard_weight, *self.options, self.smoothing
         )
+        if not self.smoothing:
+            return stats
+        weight_sum = logits.shape[1] if self.shard_weight is None else self.shard_weight.sum(dtype=stats.dtype)
+        return torch.cat([stats, torch.zeros_like(stats[:1]) + weight_sum])
 
     def fill(self, rows, gathered):
         """Computes losses and metrics of rows. Returns the arguments (reference, coef_exp, coef_target, coef_class) of
         cross_entropy_stats_backward for an upstream gradient of 1."""
         rule, merged = self.rule, WholeRows.merge(gathered)
-        lse, cost = merged.lse, None
-        if self.smoothing:
-            cost = rule.class_weight_sum * lse - merged.class_sum
-        self.results.fill_from(rows, lse, merged.logp, cost)
-        coef_exp, coef_target, coef_class = gradient_weights(rule, rows, lse)
+        self.results.fill_from(rows, *merged)
+        coef_exp, coef_target, coef_class = gradient_weights(rule, rows, merged.reference, merged.total)
         upstream = row_upstream(rule, rows, 1.0 / self.denominator)
         return (
             merged.reference,
-            coef_exp * upstream / merged.total,
+            coef_exp * upstream,
             coef_target * upstream,
             coef_class * upstream if self.smoothing else None,
         )

@@ -64,7 +64,7 @@ def _(*arguments):
     rows, wide = logits.shape[0], accumulate_dtype(logits.dtype)
     return (
         *fake_results(logits, rows, arguments[_REDUCTION], Metrics(*arguments[_METRICS])),
-        logits.new_empty((rows,), dtype=wide),
+        logits.new_empty((2, rows), dtype=wide),
         logits.new_empty((), dtype=wide),
         torch.empty_like(logits) if need_grad else logits.new_empty(0),
     )
@@ -114,12 +114,12 @@ def _refuse_gradients(inputs):
     refuse_gradients("cross_entropy", ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
 
 
-def _save(ctx, inputs, lse, used_denominator, grad_logits):
+def _save(ctx, inputs, stats, used_denominator, grad_logits):
     if ctx.has_gradient:
         ctx.save_for_backward(grad_logits)
     else:
         logits, target, ce_weight, token_weight, _, *ctx.options = inputs[:_REDUCTION]
-        ctx.save_for_backward(logits, target, lse, used_denominator, ce_weight, token_weight)
+        ctx.save_for_backward(logits, target, stats, used_denominator, ce_weight, token_weight)
 
 
 @differentiable_once("cross_entropy")

@@ -7,8 +7,9 @@ all classes. A few coefficients per row then give the gradient of every shard:
 
 where ``l = z[v] - reference``.
 
-With ``reference = lse`` and ``coef_exp = coef_target = c`` that is ``c * (softmax - onehot)``: the gradient of any loss
-that depends on the logits through the log-probability of the target alone. ``coef_log`` adds the gradient of a loss of
+With ``reference`` the largest logit, ``coef_target = c`` and ``coef_exp`` c over the sum of ``exp(l)``, that is
+``c * (softmax - onehot)``: the gradient of any loss that depends on the logits through the log-probability of the target
+alone. Not with the log-sum-exp as ``reference``, which is rounded where logits are large. ``coef_log`` adds the gradient of a loss of
 the entropy H: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
 """
 
@@ -57,13 +58,14 @@ def cross_entropy_stats_torch(
         stats[0, block] = high
         # A row of -inf: avoids inf - inf.
         reference = torch.where(high == -torch.inf, 0.0, high)
-        exponentials = (z - reference.unsqueeze(1)).exp_()
+        below = z - reference.unsqueeze(1)
+        if return_class_sum:
+            stats[3, block] = (below if ce_weight is None else below * ce_weight.to(wide)).sum(-1)
+        exponentials = below.exp_()
         stats[1, block] = exponentials.sum(-1)
         if return_square_sum:
             stats[-1, block] = exponentials.square_().sum(-1)
         stats[2, block] = torch.where(present[block], z.gather(1, column[block]).squeeze(1), 0.0)
-        if return_class_sum:
-            stats[3, block] = (z if ce_weight is None else z * ce_weight.to(wide)).sum(-1)
     ignored_stats = stats.new_zeros(stats.shape[0], 1)
     ignored_stats[1] = 1.0
     if return_square_sum:

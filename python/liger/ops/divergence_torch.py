@@ -50,27 +50,23 @@ def _tvd(d, p, q, beta):
 _TERMS = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jsd": _jsd, "tvd": _tvd}
 
 
-def _log_probs(logits, temperature, largest, log_sum):
-    # Subtract first, so that a common offset of the logits cancels without rounding.
-    z = logits.to(accumulate_dtype(logits.dtype))
-    return (z - largest.unsqueeze(1)) / temperature - log_sum.unsqueeze(1)
+def _below_largest(logits, largest):
+    return logits.to(accumulate_dtype(logits.dtype)) - largest.unsqueeze(1)
 
 
 def _normaliser(logits, temperature):
-    z = logits.to(accumulate_dtype(logits.dtype))
-    largest = z.amax(-1)
+    largest = logits.amax(-1).to(accumulate_dtype(logits.dtype))
     reference = torch.where(largest == -torch.inf, 0.0, largest)
-    return largest, ((z - reference.unsqueeze(1)) / temperature).exp_().sum(-1).log_()
+    return largest, (_below_largest(logits, reference) / temperature).exp_().sum(-1).log_()
 
 
 def _terms(student, teacher, stats, divergence, beta, temperature):
     """(values, derivatives with respect to log q, q) of some rows."""
-    q = _log_probs(student, temperature, *stats[:2]).exp_()
-    p = _log_probs(teacher, temperature, *stats[2:4]).exp_()
-    # The difference of two similar logits is exact; the difference of two rounded log-probabilities is not.
-    d = teacher.to(p.dtype) - student.to(p.dtype)
-    largest, log_sum = (stats[2:4] - stats[:2]).unsqueeze(2)
-    d = (d - largest) / temperature - log_sum
+    # Each row loses its own largest logit first: an offset of one would round the other.
+    s, t = (_below_largest(x, largest) for x, largest in ((student, stats[0]), (teacher, stats[2])))
+    log_sum_s, log_sum_t = stats[1].unsqueeze(1), stats[3].unsqueeze(1)
+    d = (t - s) / temperature - (log_sum_t - log_sum_s)
+    q, p = ((x / temperature - log_sum).exp_() for x, log_sum in ((s, log_sum_s), (t, log_sum_t)))
     return *_TERMS[divergence](d, p, q, beta), q
 
 

@@ -85,15 +85,18 @@ class Targets(NamedTuple):
         return torch.where(self.ignored, 0.0, per_row)
 
     def statistics(self, logits):
-        """(largest logit m, log of the sum of exp(logit - m)) of each row."""
-        largest, total, _ = torch.ops.liger.cross_entropy_stats.default(
+        """(2, N): the largest logit m of each row, and the sum of exp(logit - m)."""
+        return torch.ops.liger.cross_entropy_stats.default(
             logits, self.target, None, 0, self.ignore_index, None, False
-        )
-        return largest, total.log()
+        )[:2]
 
     def coefficients(self, reference, coef_exp, coef_target):
         """The arguments of cross_entropy_stats_backward after the logits."""
         return self.target, reference, coef_exp, coef_target, None, None, 0, self.ignore_index, None, None
+
+    def ce_coefficients(self, stats, weight):
+        """The same for ``weight`` times the cross entropy of each row. ``stats``: :meth:`statistics`."""
+        return self.coefficients(stats[0], weight / stats[1], weight)
 
 
 class RowWeights(NamedTuple):
@@ -135,16 +138,16 @@ class Rows(NamedTuple):
 
 
 def _cross_entropy(logits, targets):
-    """(log-probabilities of the targets, log-sum-exp) of rows."""
-    largest, log_sum = targets.statistics(logits)
-    return (targets.of(logits) - largest) - log_sum, largest + log_sum
+    """(log-probabilities of the targets, :meth:`Targets.statistics`) of rows."""
+    stats = targets.statistics(logits)
+    return (targets.of(logits) - stats[0]) - stats[1].log(), stats
 
 
 def _hard_rows(terms, rows):
     logits, targets, weights = rows.logits, rows.targets, rows.weights
-    log_q, lse = _cross_entropy(logits, targets)
+    log_q, stats = _cross_entropy(logits, targets)
     if rows.gradient is not None:
-        cross_entropy_stats_backward_(logits, *targets.coefficients(lse, weights.hard, weights.hard))
+        cross_entropy_stats_backward_(logits, *targets.ce_coefficients(stats, weights.hard))
     return None, targets.zero_ignored(weights.hard * -log_q)
 
 
@@ -170,7 +173,7 @@ def _shared_softmax_rows(terms, rows):
 
 
 def _tempered_rows(terms, rows):
-    log_q, lse = _cross_entropy(rows.logits, rows.targets)
+    log_q, stats = _cross_entropy(rows.logits, rows.targets)
     hard = rows.targets.zero_ignored(rows.weights.hard * -log_q)
     if rows.gradient is None:
         return _distance(terms, rows)[0], hard
@@ -179,7 +182,7 @@ def _tempered_rows(terms, rows):
     for begin in range(0, len(hard), _CE_GRADIENT_ROWS):
         some = slice(begin, begin + _CE_GRADIENT_ROWS)
         logits, targets, weights = rows.logits[some], rows.targets.at(some), rows.weights.at(some)
-        ce_gradient = backward(logits, *targets.coefficients(lse[some], weights.hard, weights.hard))
+        ce_gradient = backward(logits, *targets.ce_coefficients(stats[:, some], weights.hard))
         soft[some] = divergence_forward_(
             logits, rows.teacher[some], targets.target, weights.soft, terms.divergence, terms.beta, terms.temperature,
             False, targets.ignore_index, True,
@@ -244,7 +247,8 @@ class _Support:
 def _normaliser(logits, temperature, targets):
     """(largest logit m, log of the sum of exp(logit - m)) of each row of ``logits / temperature``."""
     if temperature == 1.0:
-        return targets.statistics(logits)
+        largest, total = targets.statistics(logits)
+        return largest, total.log()
     wide, blocks = accumulate_dtype(logits.dtype), []
     for block in row_blocks(logits):
         z = logits[block].to(wide) / temperature
@@ -254,8 +258,10 @@ def _normaliser(logits, temperature, targets):
     return torch.cat(blocks, 1)
 
 
-def _write_exponentials(logits, temperature, targets, reference, factor):
-    """Overwrites logits with ``factor * exp(logits / temperature - reference)``, ignored rows with 0."""
+def _write_exponentials(logits, temperature, targets, largest, factor):
+    """Overwrites logits with ``factor * exp(logits / temperature - largest)``, ignored rows with 0."""
+    # A row without a finite logit has no largest one.
+    reference = torch.where(largest == -torch.inf, 0.0, largest)
     if temperature == 1.0:
         zeros = torch.zeros_like(factor)
         cross_entropy_stats_backward_(logits, *targets.coefficients(reference, factor, zeros))
@@ -272,10 +278,10 @@ def _topk_rows(terms, rows):
     support, ce_gradient = _Support(teacher, indices, logits, wide), None
     weights = RowWeights(torch.where(support.unknown, torch.nan, weights.soft), weights.hard)
     if terms.has_separate_ce:
-        log_q_target, lse = _cross_entropy(logits, targets)
+        log_q_target, stats = _cross_entropy(logits, targets)
         if need_grad:
             backward = torch.ops.liger.cross_entropy_stats_backward.default
-            ce_gradient = backward(logits, *targets.coefficients(lse, weights.hard, weights.hard))
+            ce_gradient = backward(logits, *targets.ce_coefficients(stats, weights.hard))
     z_target = targets.of(logits) / terms.temperature
     z = logits.gather(1, support.column).to(wide) / terms.temperature
     z = torch.where(support.known, z, -torch.inf)
@@ -316,9 +322,8 @@ def _topk_rows(terms, rows):
             grad_tail + weights.hard * q_tail,
             grad_support + weights.hard.unsqueeze(1) * q,
         )
-    # A tail without classes has log-probability -inf, which cannot be a reference.
-    reference = torch.where(tail == -torch.inf, 0.0, origin + tail)
-    _write_exponentials(logits, terms.temperature, targets, reference, grad_tail)
+    factor = torch.where(tail == -torch.inf, 0.0, grad_tail * (-log_sum).exp())
+    _write_exponentials(logits, terms.temperature, targets, largest, factor)
     grad_support = support.repeat_first(targets.zero_ignored(grad_support.t()).t())
     logits.scatter_(1, support.column, grad_support.to(logits.dtype))
     if ce_gradient is not None:

@@ -116,9 +116,9 @@ def _forward(
                 if values is not None:
                     result[at] = values
         if keep == LOGITS:
-            kept_rows[0] = statistics.lse
+            kept_rows[:2] = statistics.stats
             if return_entropy:
-                kept_rows[1] = statistics.entropy
+                kept_rows[2] = statistics.entropy
     return logprobs, entropy, argmax, kept, kept_rows, log_sum_sq_probs, mean_logits
 
 
@@ -166,8 +166,8 @@ def fused_linear_logprobs_backward(
         x, y = input[at], target[at]
         if keep == LOGITS:
             logits.copy_(kept[at, : weight.shape[0]])
-            lse, *entropy = kept_rows[:, at]
-            statistics = RowStatistics(None, *(entropy or [None]), None, lse)
+            entropy = kept_rows[2, at] if len(kept_rows) > 2 else None
+            statistics = RowStatistics(None, entropy, None, kept_rows[:2, at])
         else:
             head.write_logits(x, logits)
             statistics = head.statistics(logits, y, entropy=grad_entropy is not None)
