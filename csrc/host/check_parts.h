@@ -5,6 +5,12 @@
 
 namespace liger {
 
+// Numbers that kernels take: float32 numbers, and divisors whose reciprocal does not overflow.
+bool in_float32(double value);
+bool is_positive_float32(double value);
+// For a message: what is wrong with a finite number of another type; else nothing.
+std::string float32_range(double value);
+
 void check_floating(const std::string& op, const char* name, const Tensor& tensor);
 void check_same_device(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other);

@@ -1,9 +1,23 @@
 #include <algorithm>
+#include <cfloat>
 #include <cmath>
 
 #include "host/check_parts.h"
 
 namespace liger {
+
+bool in_float32(double value) {
+  return std::abs(value) <= FLT_MAX;
+}
+
+bool is_positive_float32(double value) {
+  return FLT_MIN <= value && value <= FLT_MAX;
+}
+
+std::string float32_range(double value) {
+  if (std::abs(value) > FLT_MAX && std::isfinite(value)) return ", in the range of float32";
+  return value > 0.0 && value < FLT_MIN ? ", in the range of normal float32 numbers" : "";
+}
 
 std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
@@ -107,14 +121,15 @@ void check_norm_parameter(const std::string& op, const char* name, const Tensor&
 }
 
 void check_eps(const std::string& op, double eps) {
-  require(std::isfinite(eps) && eps >= 0.0, op, ": eps is ", eps, ", expected a finite value of at least 0");
+  require(in_float32(eps) && eps >= 0.0, op, ": eps is ", eps, ", expected a finite value of at least 0",
+          float32_range(eps));
 }
 
 void check_rms_options(const std::string& op, const std::string& casting_mode, double eps, double offset) {
   require(casting_mode == "llama" || casting_mode == "gemma" || casting_mode == "none", op,
           ": casting_mode is '", casting_mode, "', expected 'llama', 'gemma' or 'none'");
   check_eps(op, eps);
-  require(std::isfinite(offset), op, ": offset is ", offset, ", expected a finite value");
+  require(in_float32(offset), op, ": offset is ", offset, ", expected a finite value", float32_range(offset));
 }
 
 void check_affine(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,

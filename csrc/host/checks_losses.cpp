@@ -38,8 +38,8 @@ void check_ce_options(const std::string& op, const char* rows_name, const Tensor
   }
   require(label_smoothing >= 0.0 && label_smoothing <= 1.0, op, ": label_smoothing is ", label_smoothing,
           ", expected a value between 0 and 1");
-  require(!softcap || (std::isfinite(*softcap) && *softcap > 0.0), op, ": softcap is ", softcap.value_or(0.0),
-          ", expected a positive, finite value or None");
+  require(!softcap || is_positive_float32(*softcap), op, ": softcap is ", softcap.value_or(0.0),
+          ", expected a positive, finite value or None", float32_range(softcap.value_or(0.0)));
   require(reduction == "mean" || reduction == "sum" || reduction == "none", op, ": reduction is '", reduction,
           "', expected 'mean', 'sum' or 'none'");
 }
@@ -55,8 +55,8 @@ bool is_topk(const std::string& name) {
 void check_divergence_options(const std::string& op, const char* rows_name, const Tensor& like,
                               const std::optional<Tensor>& target, double beta, double temperature) {
   require(beta >= 0.0 && beta <= 1.0, op, ": beta is ", beta, ", expected a value between 0 and 1");
-  require(std::isfinite(temperature) && temperature > 0.0, op, ": temperature is ", temperature,
-          ", expected a positive, finite value");
+  require(is_positive_float32(temperature), op, ": temperature is ", temperature,
+          ", expected a positive, finite value", float32_range(temperature));
   if (target) {
     require(target->scalar_type() == ScalarType::Long || target->scalar_type() == ScalarType::Int, op,
             ": target has dtype ", dtype_name(target->scalar_type()), ", expected int64 or int32");

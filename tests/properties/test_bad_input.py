@@ -7,6 +7,7 @@ registered there. docs/errors.md says which exception is raised when.
 import inspect
 import math
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ MODULES = [public for public in FIRST if public.startswith("nn.")]
 
 # Numbers that may be negative, or infinite.
 SIGNED = {"offset", "ignore_index", "gamma", "entropy_coef", "kl", "lora_scale"}
+# Numbers that divide, which have no place for subnormal ones: their reciprocals overflow.
+DIVISORS = {
+    *("softcap", "temperature", "delta", "discopop_tau", "sapo_temperature_pos", "sapo_temperature_neg"),
+    *("limit", "denominator"),
+}
+COUNTS = {"memory_budget", "num_shards", "max_completion_length", "group_size"}
 # Tensors without a default that may be None.
 OPTIONAL = {"up_weight", "attention_mask", "q_weight", "k_weight"}
 # Of these any object may be right, and torch judges them.
@@ -54,6 +61,12 @@ def constructor_of(cls):
     return found
 
 
+def shown(value):
+    """Python refuses to print an integer of thousands of digits."""
+    is_huge = isinstance(value, int) and abs(value) > 2**128
+    return f"an integer of {value.bit_length()} bits" if is_huge else repr(value)
+
+
 def refused(call, op, argument, value):
     """Asserts that the call raises, naming both."""
     try:
@@ -62,13 +75,13 @@ def refused(call, op, argument, value):
         message = str(error).splitlines()[0]
         if f"multiple values for keyword argument '{argument}'" in message:
             return  # The class decides it itself.
-        assert op in message, f"{argument}={value!r}: {type(error).__name__}: {message}"
+        assert op in message, f"{argument}={shown(value)}: {type(error).__name__}: {message}"
         named = re.search(rf"(?<![a-z]){argument}(?![a-z])", message)
-        assert named, f"{argument}={value!r}: {type(error).__name__}: {message}"
+        assert named, f"{argument}={shown(value)}: {type(error).__name__}: {message}"
         return
     negative = isinstance(value, (int, float)) and value < 0
     hint = " (SIGNED in this file names the options that may be negative)" if negative else ""
-    raise AssertionError(f"{op} takes {argument}={value!r}{hint} and returns {result!r}")
+    raise AssertionError(f"{op} takes {argument}={shown(value)}{hint} and returns {result!r}")
 
 
 def wrong_tensors(tensor):
@@ -101,17 +114,25 @@ def wrong_options(name, default):
     if isinstance(default, bool):
         yield from ("yes", None, 2)
     elif isinstance(default, int):
-        yield from ("3", 1.5, None)
+        yield from ("3", 1.5, None, True, 2**63, 10**400, -(10**5000))
         if name not in SIGNED:
             yield -1
     elif isinstance(default, float):
-        yield from ("3", None, math.nan, math.inf, 1j)
+        yield from ("3", None, math.nan, math.inf, -math.inf, 1j, True)
+        # Finite, but not in float32, which the kernels take.
+        yield from (1e39, -1e39, 2**128, 10**400)
         if name not in SIGNED:
             yield -1.0
+        if default > 0.0 and name in DIVISORS:
+            yield from (0.0, 1e-40, 5e-324)
     elif isinstance(default, str):
         yield from ("nonsense", 3, None)
     elif default is None:
-        yield from ("nonsense", torch.zeros(2, 3, 1, 2), [1, "2"])
+        yield from ("nonsense", torch.zeros(2, 3, 1, 2), [1, "2"], math.nan, 1e39, 10**400)
+        if name in DIVISORS:
+            yield from (0.0, 1e-40, True)
+        if name in COUNTS:
+            yield from (0, -1, 2**63, True)
     elif isinstance(default, tuple):
         yield from (3, ("nonsense",))
     else:
@@ -208,6 +229,8 @@ def test_options(name):
         if isinstance(default, list):
             default = tuple(default)
         for value in wrong_options(argument, default):
+            if value is True and checks_of(call)["late"]:
+                continue  # The op takes it as 1.
             refused(lambda a=argument, v=value: call(**{**given, a: v}), op, argument, value)
 
 
@@ -231,10 +254,52 @@ def test_options_of_constructors(name):
         default = needed.get(argument, 8) if parameter.default is parameter.empty else parameter.default
         if parameter.default is parameter.empty and argument not in needed:
             continue
+        given = needed | loss_type_that_reads(cls, argument)
         for value in wrong_options(argument, default):
             if argument == "normalized_shape" and value is None:
                 continue
-            refused(lambda a=argument, v=value: cls(**{**needed, a: v}), cls.__name__, argument, value)
+            refused(lambda a=argument, v=value, g=given: cls(**{**g, a: v}), cls.__name__, argument, value)
+
+
+def checks_of(function):
+    """How arguments() checks them."""
+    return getattr(function, "liger_checks", {"late": False, "used_by": {}})
+
+
+def used_by(cls):
+    """{option: the loss types that read it} of a loss."""
+    return {
+        option: types
+        for base in reversed(cls.__mro__)
+        for option, types in checks_of(vars(base).get("__init__"))["used_by"].items()
+    }
+
+
+def loss_type_that_reads(cls, argument):
+    types = used_by(cls).get(argument)
+    return {} if types is None else {"loss_type": types[0]}
+
+
+READ_BY_SOME = [
+    (public_name, argument) for public_name in LOSSES for argument in used_by(public(public_name))
+]
+
+
+@pytest.mark.parametrize(("name", "argument"), READ_BY_SOME)
+def test_options_of_other_loss_types(name, argument):
+    """Their ranges do not matter; their types do."""
+    cls = public(name)
+    if argument not in parameters_of(cls.__init__):
+        return  # The class decides it itself.
+    others = set(get_args(loss_types_of(cls))) - set(used_by(cls)[argument])
+    assert others, f"every loss type reads {argument}"
+    for loss_type in others:
+        cls(**{argument: -7, "loss_type": loss_type})
+        refused(lambda t=loss_type: cls(**{argument: "3", "loss_type": t}), cls.__name__, argument, "3")
+
+
+def loss_types_of(cls):
+    return get_type_hints(cls.__init__)["loss_type"]
 
 
 def takes_ignore_index(name):
@@ -258,7 +323,7 @@ def test_an_ignore_index_beyond_the_dtype_of_the_target(device, name):
         words = f"{found.__name__}: ignore_index is {beyond}, expected a value of int32, the dtype of "
         with pytest.raises(RuntimeError, match=re.escape(words)):
             call(narrow, beyond)
-    with pytest.raises(RuntimeError, match=f"ignore_index is {2**63}, expected a value of int64"):
+    with pytest.raises((RuntimeError, ValueError), match=f"ignore_index is {2**63}, expected an integer, in the range of int64"):
         call(given, 2**63)
     call({key: t.clamp_min(0) if is_index[key] else t for key, t in given.items()}, 2**32 + 3)
 

@@ -27,11 +27,13 @@ class Rule(NamedTuple):
         expected: the condition in words, for error messages.
         has_type: a value that fails it raises TypeError.
         in_range: called only with values that have the type, hence ``Any``.
+        beyond: for a value out of range, what to add to ``expected`` if it is a number that the kernels' type lacks.
     """
 
     expected: str
     has_type: Callable[[object], bool]
     in_range: Callable[[Any], bool] | None = None
+    beyond: Callable[[Any], str] | None = None
 
 
 def _is_tensor(value: object) -> bool:
@@ -40,11 +42,29 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt, numbers.Integral))
+    return isinstance(value, (int, torch.SymInt, numbers.Integral)) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
+    is_real = isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real))
+    return is_real and not isinstance(value, bool)
+
+
+# Kernels take float32 numbers and int64. They multiply by the reciprocal of a divisor, which overflows where that is
+# subnormal. All comparisons are with integers of any size, which would not always convert to a float.
+_LARGEST, _LEAST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+
+
+def _beyond_float32(value: Any) -> str:
+    return ", in the range of float32" if _LARGEST < abs(value) < math.inf else ""
+
+
+def _beyond_normal_float32(value: Any) -> str:
+    return ", in the range of normal float32 numbers" if 0.0 < value < math.inf else ""
+
+
+def _beyond_int64(value: Any) -> str:
+    return "" if -(2**63) <= value < 2**63 else ", in the range of int64"
 
 
 def _is_divisor(value: object) -> bool:
@@ -56,33 +76,41 @@ FLAG = Rule("True or False", lambda v: isinstance(v, (bool, torch.SymBool)))
 TEXT = Rule("a string", lambda v: isinstance(v, str))
 DTYPE = Rule("a torch.dtype", lambda v: isinstance(v, torch.dtype))
 FUNCTION = Rule("a function", callable)
-INTEGER = Rule("an integer", _is_integer)
-COUNT = Rule("a positive integer", _is_integer, lambda v: v > 0)
-BYTES = Rule("a positive number of bytes", _is_integer, lambda v: v > 0)
-FINITE = Rule("a finite value", _is_number, lambda v: -math.inf < v < math.inf)
-NOT_NEGATIVE = Rule("a finite value of at least 0", _is_number, lambda v: 0.0 <= v < math.inf)
-POSITIVE = Rule("a positive, finite value", _is_number, lambda v: 0.0 < v < math.inf)
+INTEGER = Rule("an integer", _is_integer, lambda v: -(2**63) <= v < 2**63, _beyond_int64)
+COUNT = Rule("a positive integer", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
+BYTES = Rule("a positive number of bytes", _is_integer, lambda v: 0 < v < 2**63, _beyond_int64)
+FINITE = Rule("a finite value", _is_number, lambda v: -_LARGEST <= v <= _LARGEST, _beyond_float32)
+NOT_NEGATIVE = Rule(
+    "a finite value of at least 0", _is_number, lambda v: 0.0 <= v <= _LARGEST, _beyond_float32
+)
+POSITIVE = Rule(
+    "a positive, finite value", _is_number, lambda v: _LEAST <= v <= _LARGEST, _beyond_normal_float32
+)
 FRACTION = Rule("a value between 0 and 1", _is_number, lambda v: 0.0 <= v <= 1.0)
 DIVISOR = Rule(
     "a positive, finite number or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or 0.0 < v < math.inf,
+    lambda v: _is_tensor(v) or _LEAST <= v <= _LARGEST,
+    _beyond_normal_float32,
 )
 SIZES = Rule(
     "a positive integer or a list of them",
     lambda v: _is_integer(v) or (isinstance(v, (list, tuple)) and all(map(_is_integer, v))),
-    lambda v: v > 0 if _is_integer(v) else len(v) > 0 and min(v) > 0,
+    lambda v: 0 < v < 2**63 if _is_integer(v) else len(v) > 0 and 0 < min(v) and max(v) < 2**63,
+    lambda v: _beyond_int64(v if _is_integer(v) else max(v, default=0)),
 )
 NAMES = Rule("names", lambda v: isinstance(v, (list, tuple)) and all(isinstance(name, str) for name in v))
 ITEMS = Rule(
     "a finite number of at least 0 or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or 0.0 <= v < math.inf,
+    lambda v: _is_tensor(v) or 0.0 <= v <= _LARGEST,
+    _beyond_float32,
 )
 NUMBER_OR_TENSOR = Rule(
     "a finite number or a tensor with one element",
     _is_divisor,
-    lambda v: _is_tensor(v) or -math.inf < v < math.inf,
+    lambda v: _is_tensor(v) or -_LARGEST <= v <= _LARGEST,
+    _beyond_float32,
 )
 ANYTHING = Rule("anything", lambda v: True)
 
@@ -137,6 +165,9 @@ def described(value):
         return f"a tensor of shape {tuple(value.shape)} and dtype {dtype_name(value.dtype)}"
     if isinstance(value, float):
         return f"{value:g}"
+    if isinstance(value, int) and value.bit_length() > 128:
+        # Python refuses to print an integer of more than 4300 digits.
+        return f"an integer of {value.bit_length()} bits"
     return reprlib.repr(value)
 
 
@@ -150,15 +181,15 @@ def check(op, name, value, rule, optional=False, error=RuntimeError):
     if value is None and optional:
         return
     if not rule.has_type(value):
-        kind = TypeError
+        kind, beyond = TypeError, ""
     elif isinstance(value, torch.Tensor) and layout_of(value) is not None:
         raise error(f"{op}: {name} is {layout_of(value)}, expected a dense tensor (torch.strided)")
     elif rule.in_range is not None and not rule.in_range(value):
-        kind = error
+        kind, beyond = error, "" if rule.beyond is None else rule.beyond(value)
     else:
         return
     expected = f"{rule.expected} or None" if optional else rule.expected
-    raise kind(f"{op}: {name} is {described(value)}, expected {expected}")
+    raise kind(f"{op}: {name} is {described(value)}, expected {expected}{beyond}")
 
 
 def arguments(
@@ -166,6 +197,7 @@ def arguments(
     late: bool = False,
     error: type[Exception] = RuntimeError,
     optional: tuple[str, ...] = (),
+    used_by: dict[str, tuple[str, ...]] | None = None,
     **rules: Rule,
 ) -> Callable[[_Callable], _Callable]:
     """Decorator of a public function or method: checks its arguments by ``rules``, :data:`TENSOR` being the default.
@@ -177,8 +209,10 @@ def arguments(
         late: check only after the function has raised, to name the argument in the message. For ops whose host time
             counts; the op itself must refuse everything that the rules refuse.
         error: the exception for a value out of range.
+        used_by: options that only some values of the argument ``loss_type`` read, and these; others do not check their
+            ranges.
 
-    Messages begin with the name of the function or, for a method, of the class.
+    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of the function or, for a method, of the class.
     """
 
     def decorate(function: _Callable) -> _Callable:
@@ -194,6 +228,7 @@ def arguments(
 
         def check_all(args, keywords):
             op = type(args[0]).__name__ if of_method else function.__name__
+            known = known_for(keywords)
             for (name, rule, may_be_none), value in zip(in_order, args[of_method:], strict=False):
                 check(op, name, value, rule, may_be_none, error)
             for given, value in keywords.items():
@@ -201,6 +236,14 @@ def arguments(
                 if given in known:
                     name, rule, may_be_none = known[given]
                     check(op, name, value, rule, may_be_none, error)
+
+        def known_for(keywords):
+            """``known`` without the ranges of options that the loss type does not read."""
+            if not used_by:
+                return known
+            loss_type = keywords.get("loss_type", parameters["loss_type"].default)
+            unused = [name for name, types in used_by.items() if loss_type not in types]
+            return known | {name: (name, known[name][1]._replace(in_range=None), known[name][2]) for name in unused}
 
         @functools.wraps(function)
         def checked(*args, **keywords):
@@ -211,11 +254,13 @@ def arguments(
         def explained(*args, **keywords):
             try:
                 return function(*args, **keywords)
-            except (TypeError, AttributeError, RuntimeError):
+            except (TypeError, AttributeError, RuntimeError, ValueError, OverflowError):
                 check_all(args, keywords)
                 raise
 
-        return cast(_Callable, explained if late else checked)
+        decorated = explained if late else checked
+        decorated.liger_checks = {"late": late, "used_by": used_by or {}}
+        return cast(_Callable, decorated)
 
     return decorate
 
@@ -277,7 +322,7 @@ def check_ignore_index(op, name, target, ignore_index):
         return
     dtype = "int32" if target.dtype == torch.int32 else "int64"
     raise RuntimeError(
-        f"{op}: ignore_index is {ignore_index}, expected a value of {dtype}, the dtype of {name}"
+        f"{op}: ignore_index is {described(ignore_index)}, expected a value of {dtype}, the dtype of {name}"
     )
 
 

@@ -29,6 +29,17 @@ from .base import FusedLinearLoss, check_choice
 
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 GRPO_LOSS_TYPES: tuple[GRPOLossType, ...] = get_args(GRPOLossType)
+# What clips importance weights, from both sides.
+_CLIPPED: tuple[str, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# The options that only some loss types read.
+_USED_BY: dict[str, tuple[str, ...]] = {
+    "epsilon_low": _CLIPPED,
+    "epsilon_high": (*_CLIPPED, "cispo"),
+    "delta": _CLIPPED,
+    "max_completion_length": ("dr_grpo",),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), ("sapo",)),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), ("vespo",)),
+}
 ImportanceSamplingLevel = Literal["token", "sequence"]
 _SMALLEST_LOG = math.log(1e-8)  # the smallest logarithm of an importance weight in vespo
 
@@ -92,7 +103,7 @@ class FusedLinearGRPOLoss(FusedLinearLoss):
         loss_type=TEXT, max_completion_length=COUNT, importance_sampling_level=TEXT, sapo_temperature_pos=POSITIVE,
         sapo_temperature_neg=POSITIVE, temperature=POSITIVE, delta=POSITIVE, use_bias_correction_kl=FLAG,
         entropy_coef=FINITE, vespo_k_pos=NOT_NEGATIVE, vespo_lambda_pos=NOT_NEGATIVE, vespo_k_neg=NOT_NEGATIVE,
-        vespo_lambda_neg=NOT_NEGATIVE,
+        vespo_lambda_neg=NOT_NEGATIVE, used_by=_USED_BY,
     )  # fmt: skip
     def __init__(
         self, *, beta: float = 0.04, use_ref_model: bool = True, epsilon_low: float = 0.2, epsilon_high: float = 0.2,
@@ -351,7 +362,10 @@ class FusedLinearPPOLoss(FusedLinearGRPOLoss):
     Source: Schulman et al., arXiv 1707.06347, equation 7.
     """
 
-    @arguments(error=ValueError, epsilon=NOT_NEGATIVE, beta=NOT_NEGATIVE, loss_type=TEXT)
+    @arguments(
+        error=ValueError, epsilon=NOT_NEGATIVE, beta=NOT_NEGATIVE, loss_type=TEXT,
+        used_by={"epsilon": _USED_BY["epsilon_high"]},
+    )  # fmt: skip
     def __init__(
         self, *, epsilon: float = 0.2, beta: float = 0.0, loss_type: GRPOLossType = "bnpo", **options: Any
     ) -> None:  # fmt: skip

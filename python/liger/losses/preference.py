@@ -214,6 +214,8 @@ DPOLossType = Literal[
     "discopop",
 ]  # fmt: skip
 DPO_LOSS_TYPES: tuple[DPOLossType, ...] = get_args(DPOLossType)
+# Those that read ``label_smoothing``.
+_SMOOTHED: tuple[str, ...] = ("sigmoid", "exo_pair", "robust")
 
 
 def _smoothed_sigmoid(x, smoothing):
@@ -244,7 +246,7 @@ class FusedLinearDPOLoss(PreferenceLoss):
 
     @arguments(
         error=ValueError, loss_type=TEXT, beta=NOT_NEGATIVE, label_smoothing=FRACTION, discopop_tau=POSITIVE,
-        use_ref_model=FLAG,
+        use_ref_model=FLAG, used_by={"label_smoothing": _SMOOTHED, "discopop_tau": ("discopop",)},
     )  # fmt: skip
     def __init__(
         self, *, loss_type: DPOLossType = "sigmoid", beta: float = 0.1, label_smoothing: float = 0.0,
@@ -256,7 +258,7 @@ class FusedLinearDPOLoss(PreferenceLoss):
             # Their target margin is inversely proportional to beta.
             check(type(self).__name__, "beta", beta, POSITIVE, error=ValueError)
         below = 0.5 if loss_type == "robust" else 1.0
-        if not 0.0 <= label_smoothing < below:
+        if loss_type in _SMOOTHED and not label_smoothing < below:
             raise ValueError(
                 f"FusedLinearDPOLoss: label_smoothing is {label_smoothing}, expected at least 0 and less than {below}"
             )
@@ -354,7 +356,7 @@ class FusedLinearCPOLoss(PreferenceLoss):
 
     @arguments(
         error=ValueError, beta=NOT_NEGATIVE, alpha=NOT_NEGATIVE, label_smoothing=FRACTION, loss_type=TEXT,
-        compute_nll_loss=FLAG,
+        compute_nll_loss=FLAG, used_by={"label_smoothing": ("sigmoid",)},
     )  # fmt: skip
     def __init__(
         self, *, beta: float = 0.1, alpha: float = 1.0, label_smoothing: float = 0.0,

@@ -234,6 +234,11 @@ def _run(
     rows, teacher, target, token_weight, tokens = flatten_pair(
         op, ("student", "teacher"), student, teacher, target, token_weight
     )
+    if rows.dtype != teacher.dtype:
+        check_floating(op, "student", rows)
+        check_floating(op, "teacher", teacher)
+        # Autograd returns the gradient in the dtype of the student.
+        rows, teacher = (t.to(torch.promote_types(rows.dtype, teacher.dtype)) for t in (rows, teacher))
     weight = row_weights(op, rows, batch, target, token_weight, denominator, ignore_index, reduction)
     torch.ops.liger.check_divergence(
         op, rows, teacher, target, weight, divergence, beta, temperature, log_probs

@@ -3,6 +3,8 @@
 import torch
 
 from .._core.arguments import (
+    POSITIVE,
+    check,
     check_device,
     check_floating,
     check_like,
@@ -72,5 +74,4 @@ def check_experts(
         names = ", ".join(f"'{name}'" for name in ACTIVATIONS)
         raise RuntimeError(f"{OP}: activation is '{gate.activation}', expected one of {names}")
     for name, value in (("alpha", gate.alpha), ("limit", gate.limit)):
-        if value is not None and not 0.0 < value < float("inf"):
-            raise RuntimeError(f"{OP}: {name} is {value:g}, expected a positive, finite value")
+        check(OP, name, value, POSITIVE, optional=name == "limit")

@@ -29,7 +29,7 @@ _AXES = 3  # time, height, width
 
 _SECTION = Rule(
     "three integers",
-    lambda v: isinstance(v, (list, tuple)) and all(isinstance(size, int) for size in v),
+    lambda v: isinstance(v, (list, tuple)) and all(map(INTEGER.has_type, v)),
 )
 
 
