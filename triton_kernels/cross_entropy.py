@@ -9,7 +9,6 @@ import triton.language as tl
 
 from .._core.cross_entropy_math import CEOptions, check_row_stats
 from .common import (
-    dense_vector,
     on_device_of,
     output_rows,
     require_dtype,
@@ -52,7 +51,8 @@ def backward_kernel(
         weight = class_weight(ce_weight_ptr, target, in_range)
         z_max, e_sum = tl.load(stats_ptr + row), tl.load(stats_ptr + tl.cast(n_rows, tl.int64) + row)
         coef_exp, coef_target, coef_class = coefficients(
-            ce_weight_ptr, class_weight_sum_ptr, weight, z_max, e_sum, n_cols, label_smoothing, lse_square_scale, SMOOTHING
+            ce_weight_ptr, class_weight_sum_ptr, weight, z_max, e_sum, n_cols, label_smoothing, lse_square_scale,
+            SMOOTHING,
         )  # fmt: skip
         write_gradient(
             row_ptr, out_row, z_max, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING,
@@ -117,8 +117,8 @@ def _backward(op, out, grad_loss, logits, target, stats, used_denominator, *opti
         backward_kernel[(logits.shape[0],)](
             grad_loss, grad_loss.stride(0) if grad_loss.dim() else 0, logits_rows, logits_stride, out_rows, out_stride,
             rule.target, stats.contiguous(), used_denominator, rule.ce_weight, rule.token_weight, rule.class_weight_sum,
-            logits.shape[0], rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing,
-            *tile, num_warps=warps,
+            logits.shape[0], rule.n_cols, rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap,
+            rule.smoothing, *tile, num_warps=warps,
         )  # fmt: skip
     write_back(out, out_rows)
 

@@ -89,9 +89,7 @@ def _row(
             scale *= tl.load(token_weight_ptr + row).to(tl.float32)
         # A term with coefficient 0 is skipped, because its factor may be infinite.
         z_loss = tl.where(lse_square_scale == 0.0, 0.0, lse_square_scale * weight * lse * lse)
-        loss = z_loss + tl.where(
-            label_smoothing == 1.0, 0.0, -(1.0 - label_smoothing) * weight * logprob
-        )
+        loss = z_loss + tl.where(label_smoothing == 1.0, 0.0, -(1.0 - label_smoothing) * weight * logprob)
         if SMOOTHING:
             weight_sum = n_cols if ce_weight_ptr is None else tl.load(class_weight_sum_ptr)
             loss += label_smoothing / n_cols * (weight_sum * log_sum - weighted_sum)
@@ -304,9 +302,9 @@ class RowResults:
             forward_kernel[(programs,)](
                 logits, logits_stride, gradient, gradient_stride, rule.target, rule.ce_weight, rule.token_weight,
                 rule.class_weight_sum, used_denominator, self.loss, self.z_loss, self.predicted, self.logprobs,
-                self.entropy, self.stats, self.loss.shape[0], first_row, logits.shape[0], rule.n_cols, rule.ignore_index,
-                rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing, rule.check_targets,
-                in_registers, *tile,
+                self.entropy, self.stats, self.loss.shape[0], first_row, logits.shape[0], rule.n_cols,
+                rule.ignore_index, rule.label_smoothing, rule.lse_square_scale, rule.softcap, rule.smoothing,
+                rule.check_targets, in_registers, *tile,
                 num_warps=warps, debug=rule.check_targets,
             )  # fmt: skip
 

@@ -127,8 +127,8 @@ def _merge_lanes(
     ARGMAX: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, weighted_sum) of a row from the statistics of
-    its lanes."""
+    """(z_max, sum of exp(z - z_max), entropy, column of the largest logit, weighted_sum) of a row from the statistics
+    of its lanes."""
     row_max = tl.max(z_max, 0)
     scale = _exp(z_max - row_max)
     row_sum = tl.sum(e_sum * scale, 0)
@@ -207,7 +207,17 @@ def statistics(
     READ_AGAIN: the row will be read again, from the last tile to the first, so its tiles should remain in L2.
     """
     z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total = _accumulate_row(
-        row_ptr, ce_weight_ptr, n_cols, softcap, ARGMAX, ENTROPY, SMOOTHING, READ_AGAIN, LANES, REPEATS, VECTOR
+        row_ptr,
+        ce_weight_ptr,
+        n_cols,
+        softcap,
+        ARGMAX,
+        ENTROPY,
+        SMOOTHING,
+        READ_AGAIN,
+        LANES,
+        REPEATS,
+        VECTOR,
     )
     return _merge_lanes(
         z_max, e_sum, entropy_sum, best_z, best_col, weighted_sum, weight_total, n_cols, ARGMAX, ENTROPY
@@ -331,8 +341,8 @@ def store_target_gradient(
 
 @triton.jit
 def write_gradient(
-    row_ptr, out_ptr, reference, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap, SMOOTHING: tl.constexpr,
-    LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, coef_log=None,
+    row_ptr, out_ptr, reference, ce_weight_ptr, coef_exp, coef_class, upstream, n_cols, softcap,
+    SMOOTHING: tl.constexpr, LANES: tl.constexpr, REPEATS: tl.constexpr, VECTOR: tl.constexpr, coef_log=None,
 ):  # fmt: skip
     """Stores the gradient of a row from the last tile to the first: the tiles that were read last are still cached."""
     tile: tl.constexpr = LANES * REPEATS * VECTOR

@@ -375,8 +375,8 @@ void cross_entropy_backward_(const Tensor& grad_loss, const Tensor& logits, cons
                  {"ce_weight", ce_weight},
                  {"token_weight", token_weight}});
   const RowInput rows = row_input(logits);
-  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, stats, used_denominator,
-                arguments);
+  backward_into(op, rows.tensor.mutable_data_ptr(), rows.rows.stride, rows, grad_loss, stats,
+                used_denominator, arguments);
   write_back(logits, rows);
 }
 

@@ -38,7 +38,7 @@ struct Problem {
   const float* token_weight;  // (rows)
   const float* denominator;   // divides the gradient
   const float* weight_sum;    // sum of class_weight, set with kSmoothing and class_weight
-  const float* offset;        // one number that all logits lack, which matters to the z-loss alone; null for 0
+  const float* offset;  // one number that all logits lack, which matters to the z-loss alone; null for 0
   float label_smoothing;
   float lse_square_scale;
   float softcap;

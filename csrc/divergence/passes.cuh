@@ -43,7 +43,7 @@ struct alignas(16) RowConstants {
   float scale;
   float student_max, teacher_max;
   float student_factor, teacher_factor;  // exponential -> probability
-  float log_ratio;                       // log2(student's sum / teacher's sum): y_q - y_p of a class with p == q
+  float log_ratio;  // log2(student's sum / teacher's sum): y_q - y_p of a class with p == q
   float cross_sum;
 
   // Also sets *log_q and *log_p.

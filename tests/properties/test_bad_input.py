@@ -323,7 +323,10 @@ def test_an_ignore_index_beyond_the_dtype_of_the_target(device, name):
         words = f"{found.__name__}: ignore_index is {beyond}, expected a value of int32, the dtype of "
         with pytest.raises(RuntimeError, match=re.escape(words)):
             call(narrow, beyond)
-    with pytest.raises((RuntimeError, ValueError), match=f"ignore_index is {2**63}, expected an integer, in the range of int64"):
+    with pytest.raises(
+        (RuntimeError, ValueError),
+        match=f"ignore_index is {2**63}, expected an integer, in the range of int64",
+    ):
         call(given, 2**63)
     call({key: t.clamp_min(0) if is_index[key] else t for key, t in given.items()}, 2**32 + 3)
 

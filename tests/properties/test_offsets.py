@@ -114,7 +114,9 @@ def test_class_weights(device, offset, reduction):
 def test_metrics(device, offset):
     z, y = shifted(300, device, offset), targets(300, device)
     found = liger.cross_entropy(z, y, return_logprobs=True, return_entropy=True)
-    for name, plain, exact in zip(("logprobs", "entropy"), selected(z, y), selected(z.double(), y), strict=True):
+    for name, plain, exact in zip(
+        ("logprobs", "entropy"), selected(z, y), selected(z.double(), y), strict=True
+    ):
         assert_as_exact_as_torch(getattr(found, name), plain, exact, name, LARGEST_LSE)
 
 

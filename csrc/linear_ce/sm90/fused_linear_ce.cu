@@ -49,8 +49,8 @@ struct TermElements {
 // memory: TermElements::total(), which the caller keeps until the last launch. T: the type of the elements. Also sets the
 // offset of the problem.
 template <typename T>
-linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, linear_ce::Batch& batch,
-                                  const Tensor& memory, const Tensor& grad_bias) {
+linear_ce::LogitTerms logit_terms(const FusedLinearCe& call, linear_ce::Batch& batch, const Tensor& memory,
+                                  const Tensor& grad_bias) {
   const TermElements elements(call);
   ce::Problem& problem = batch.problem;
   float* at = static_cast<float*>(memory.mutable_data_ptr());

@@ -15,7 +15,9 @@ struct WholeRow {
     return (reference - other) + logf(sum);
   }
   // The sum for another reference.
-  __device__ __forceinline__ float sum_from(float other) const { return sum * ce::exp_from(reference, other); }
+  __device__ __forceinline__ float sum_from(float other) const {
+    return sum * ce::exp_from(reference, other);
+  }
 };
 struct WholeRows {
   const float* stats;  // (2, rows): references and sums

@@ -109,13 +109,13 @@ void shard_logprobs(const Tensor& target, int64_t ignore_index, int64_t vocab_si
 // stats, entropy: of the forward; entropy may be empty without grad_entropy. With kept exponentials kept_rows is that of
 // shard_logprobs; without grad_entropy they are the panel workspace then, else `kept`.
 void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-                             const Tensor& target, int64_t vocab_size, double temperature, const Tensor& stats,
-                             const Tensor& entropy, const Tensor& kept, const Tensor& kept_rows,
-                             const Tensor& input, const Tensor& weight, bool need_grad_input,
-                             std::vector<int64_t> plan, int64_t index, const Tensor& state,
-                             const Tensor& target_logit, const Tensor& rows, const Tensor& grad_weight,
-                             const Tensor& panel_workspace, const Tensor& workspace,
-                             const Tensor& grad_input_sum) {
+                             const Tensor& target, int64_t vocab_size, double temperature,
+                             const Tensor& stats, const Tensor& entropy, const Tensor& kept,
+                             const Tensor& kept_rows, const Tensor& input, const Tensor& weight,
+                             bool need_grad_input, std::vector<int64_t> plan, int64_t index,
+                             const Tensor& state, const Tensor& target_logit, const Tensor& rows,
+                             const Tensor& grad_weight, const Tensor& panel_workspace,
+                             const Tensor& workspace, const Tensor& grad_input_sum) {
   ShardStep step(kOp, {input, weight, std::nullopt, need_grad_input, plan, index, state, target_logit, rows,
                        grad_weight, panel_workspace, workspace, temperature});
   const Batch& batch = step.batch;
@@ -137,8 +137,8 @@ void shard_logprob_gradients(const Tensor& grad_logprobs, const std::optional<Te
     step.buffers.target_logit = step.references;
     const ShardChunk chunk = step.chunk();
     references_of_whole_rows<<<static_cast<unsigned>(ceil_div(step.planned.rows, int64_t{kRowThreads})),
-                          kRowThreads, 0, batch.stream>>>(chunk.rows(), batch.row_index.index + first, logits,
-                                                          whole_rows(stats), step.references);
+                               kRowThreads, 0, batch.stream>>>(chunk.rows(), batch.row_index.index + first,
+                                                               logits, whole_rows(stats), step.references);
     check_launch(kOp);
     chunk.exponentials(step.state);
     keep_rows(step, targets_of(target, 0), vocab_size, logits, stats, entropy, rows_of_chunk);

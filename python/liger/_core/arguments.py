@@ -96,7 +96,7 @@ DIVISOR = Rule(
 SIZES = Rule(
     "a positive integer or a list of them",
     lambda v: _is_integer(v) or (isinstance(v, (list, tuple)) and all(map(_is_integer, v))),
-    lambda v: 0 < v < 2**63 if _is_integer(v) else len(v) > 0 and 0 < min(v) and max(v) < 2**63,
+    lambda v: 0 < v < 2**63 if _is_integer(v) else len(v) > 0 and min(v) > 0 and max(v) < 2**63,
     lambda v: _beyond_int64(v if _is_integer(v) else max(v, default=0)),
 )
 NAMES = Rule("names", lambda v: isinstance(v, (list, tuple)) and all(isinstance(name, str) for name in v))
@@ -212,7 +212,8 @@ def arguments(
         used_by: options that only some values of the argument ``loss_type`` read, and these; others do not check their
             ranges.
 
-    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of the function or, for a method, of the class.
+    The attribute ``liger_checks`` of the result has ``late`` and ``used_by``. Messages begin with the name of the
+    function or, for a method, of the class.
     """
 
     def decorate(function: _Callable) -> _Callable:
@@ -243,7 +244,9 @@ def arguments(
                 return known
             loss_type = keywords.get("loss_type", parameters["loss_type"].default)
             unused = [name for name, types in used_by.items() if loss_type not in types]
-            return known | {name: (name, known[name][1]._replace(in_range=None), known[name][2]) for name in unused}
+            return known | {
+                name: (name, known[name][1]._replace(in_range=None), known[name][2]) for name in unused
+            }
 
         @functools.wraps(function)
         def checked(*args, **keywords):

@@ -173,8 +173,8 @@ class RowResults:
             return torch.empty(rows if needed else 0, dtype=dtype, device=rule.class_index.device)
 
         self.loss = buffer(True)
-        # (2, rows): the maximum of the capped logits, and the sum of exp(z - maximum). Their log-sum-exp is rounded where
-        # logits are large.
+        # (2, rows): the maximum of the capped logits z, and the sum of exp(z - maximum). The log-sum-exp is rounded
+        # where logits are large.
         self.stats = self.loss.new_empty(2, rows)
         self.z_loss = buffer(metrics.z_loss)
         self.predicted = buffer(metrics.predicted_tokens or metrics.token_accuracy, torch.int64)

@@ -1,9 +1,9 @@
 """vocab_parallel_fused_linear_logprobs on the wgmma engine of compute capability 9.0: the order of steps and exchanges.
 
 The steps are those of csrc/linear_ce/sm90/shard_logprobs.cu. In the forward the processes add the logits of the targets
-and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over all classes, so its exponentials
-need no exchange; the processes add the input gradients of each chunk. It computes the exponentials again, unless the
-forward has kept them. The host never waits for the device, except in the first call of a group.
+and gather the sums of each chunk, as for the loss. The backward knows the sum of each row over all classes, so its
+exponentials need no exchange; the processes add the input gradients of each chunk. It computes the exponentials again,
+unless the forward has kept them. The host never waits for the device, except in the first call of a group.
 """
 
 from typing import NamedTuple
@@ -108,7 +108,7 @@ class LogProbCall(ShardCall):
 
     def _results(self, rows, entropy, argmax):
         return Results(
-            self._floats(rows), self._floats(2, rows) if rows else self._floats(0), self._floats(rows if entropy else 0),
+            self._floats(rows), self._floats(2, rows), self._floats(rows if entropy else 0),
             self._target.new_empty(rows if argmax else 0, dtype=torch.int64),
         )  # fmt: skip
 

@@ -33,8 +33,8 @@ _library.define(
 )
 # stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: those of a forward with `keep`.
 _library.define(
-    f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor stats, Tensor entropy,"
-    f" {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, Tensor? kept=None,"
+    f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor stats,"
+    f" Tensor entropy, {_PLAN}, bool need_grad_input, bool need_grad_weight, bool need_grad_bias, Tensor? kept=None,"
     " Tensor? kept_rows=None)"
     " -> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)"
 )
@@ -242,7 +242,9 @@ def _backward_kernel(
         engine_plan = _engine.backward_plan(head, needs_grad[:2], grad_entropy is not None, kept.numel() > 0)
         if engine_plan is not None:
             grads = grad_logprobs, grad_entropy
-            found = _engine.backward(head, engine_plan, needs_grad[:2], stats, entropy, kept, kept_rows, grads)
+            found = _engine.backward(
+                head, engine_plan, needs_grad[:2], stats, entropy, kept, kept_rows, grads
+            )
             return *found, empty
     head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
     computed = computed_rows(target, ignore_index, skip=True)

@@ -61,7 +61,9 @@ class Rows:
         )
         if not self.smoothing:
             return stats
-        weight_sum = logits.shape[1] if self.shard_weight is None else self.shard_weight.sum(dtype=stats.dtype)
+        weight_sum = (
+            logits.shape[1] if self.shard_weight is None else self.shard_weight.sum(dtype=stats.dtype)
+        )
         return torch.cat([stats, torch.zeros_like(stats[:1]) + weight_sum])
 
     def fill(self, rows, gathered):

@@ -8,9 +8,9 @@ all classes. A few coefficients per row then give the gradient of every shard:
 where ``l = z[v] - reference``.
 
 With ``reference`` the largest logit, ``coef_target = c`` and ``coef_exp`` c over the sum of ``exp(l)``, that is
-``c * (softmax - onehot)``: the gradient of any loss that depends on the logits through the log-probability of the target
-alone. Not with the log-sum-exp as ``reference``, which is rounded where logits are large. ``coef_log`` adds the gradient of a loss of
-the entropy H: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
+``c * (softmax - onehot)``: the gradient of any loss that depends on the logits through the log-probability of the
+target alone. Not with the log-sum-exp as ``reference``, which is rounded where logits are large. ``coef_log`` adds the
+gradient of a loss of the entropy H: ``dH/dz[v] = -p[v] * (log p[v] + H)``.
 """
 
 import torch

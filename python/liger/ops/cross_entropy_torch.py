@@ -5,13 +5,20 @@ It processes blocks of rows, which bounds the size of float32 temporaries.
 
 import torch
 
-from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, check_row_stats, make_rule, row_gradient
+from .._core.cross_entropy_math import (
+    CEOptions,
+    Metrics,
+    RowResults,
+    check_row_stats,
+    make_rule,
+    row_gradient,
+)
 from .._core.row_blocks import row_blocks
 
 
 def _forward(gradient, logits, target, options, metrics):
-    """(the reduced results, stats, the denominator). Writes the gradient to ``gradient``, which may be the logits, unless
-    it is None."""
+    """(the reduced results, stats, the denominator). Writes the gradient to ``gradient``, which may be the logits,
+    unless it is None."""
     options.check("cross_entropy", logits, target)
     rule = make_rule("cross_entropy", logits.dtype, logits.shape[1], target, options)
     results = RowResults(rule, metrics)

@@ -322,7 +322,8 @@ def kl_div(
 
     Args:
         student: (..., V) logits, float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        teacher: logits with the shape and dtype of student; they get no gradient. -inf is a class with probability 0.
+        teacher: logits with the shape of student, any floating dtype; they get no gradient. -inf is a class with
+            probability 0. Of different dtypes one is promoted, at the cost of a copy.
         target: (...), int64 or int32: rows with target ``ignore_index`` have no loss and no gradient. None: all rows
             are valid.
         token_weight: (...), a factor of the loss of each row, any floating dtype.
