@@ -274,6 +274,22 @@ def test_no_rows_and_none_that_count(device):
     assert liger.jsd(student, teacher, ignored, reduction="sum") == 0
 
 
+@pytest.mark.parametrize("function", [liger.kl_div, liger.jsd, liger.tvd])
+@pytest.mark.parametrize("pair", [(DTYPES[-1], torch.float32), (torch.float32, DTYPES[-1])], ids=str)
+def test_dtypes_are_promoted(device, function, pair):
+    student, teacher = (t.to(dtype) for t, dtype in zip(make(device, 4, 9), pair, strict=True))
+    for reduction in ("mean", "none"):
+        results = []
+        for cast in (lambda t: t, torch.Tensor.float):
+            leaf = student.clone().requires_grad_()
+            loss = function(cast(leaf), cast(teacher), reduction=reduction)
+            loss.sum().backward()
+            results.append((loss, leaf.grad))
+        assert results[0][1].dtype == pair[0]
+        for ours, promoted in zip(*results, strict=True):
+            assert torch.equal(ours, promoted)
+
+
 def test_bad_input(device):
     student, teacher = make(device, 4, 9)
 
@@ -283,7 +299,7 @@ def test_bad_input(device):
 
     refuses(r"jsd: teacher has shape \(4, 8\)", student, teacher[:, :8])
     refuses(r"jsd: teacher has shape \(3, 9\)", student, teacher[:3])
-    refuses("jsd: teacher has dtype float64", student, teacher.double())
+    refuses("jsd: teacher has dtype int64", student, teacher.long())
     refuses("jsd: beta is 1.5, expected a value between 0 and 1", student, teacher, beta=1.5)
     refuses("kl_div: temperature is 0", student, teacher, function=liger.kl_div, temperature=0.0)
     refuses(
