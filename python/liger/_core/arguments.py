@@ -261,7 +261,7 @@ def arguments(
                 check_all(args, keywords)
                 raise
 
-        decorated = explained if late else checked
+        decorated: Any = explained if late else checked
         decorated.liger_checks = {"late": late, "used_by": used_by or {}}
         return cast(_Callable, decorated)
 
