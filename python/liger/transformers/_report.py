@@ -59,20 +59,20 @@ class PatchReport:
             tensor parallelism shards the classes of the lm_head, or ``"trainer_loss"`` for a model whose lm_head was
             replaced by ``liger.trl.patch``.
         left: module name -> the reason why a module of a known kind was not patched.
-        not_asked_for: module name -> what it would be in ``replaced``, but the option is False.
         not_looked_at: module name -> a computation for which patching has no replacement.
         classes: module name -> name of the class, of the modules in ``left``.
         recomputed: names of the decoder layers whose backward recomputes cheap outputs (``recompute=True``).
         checkpointing: the plan of :func:`liger.transformers.checkpoint` in one line; empty without one.
+        not_asked_for: module name -> what it would be in ``replaced``, but the option is False.
     """
 
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
-    not_asked_for: dict[str, str] = field(default_factory=dict)
     not_looked_at: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)
     checkpointing: str = ""
+    not_asked_for: dict[str, str] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
