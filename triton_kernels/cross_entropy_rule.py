@@ -90,7 +90,9 @@ def _accumulate(
             term = tl.where(mask, term, 0.0)
         weighted_sum = _rebased(weighted_sum, weight_total, z_max - new_max)
         if ce_weight_ptr is not None:
-            weight = tl.load(ce_weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+            weight = tl.load(ce_weight_ptr + cols, mask=mask).to(tl.float32)
+            if mask is not None:
+                weight = tl.where(mask, weight, 0.0)
             weighted_sum += _lane_sum(term * weight)
             weight_total += _lane_sum(weight)
         else:
