@@ -196,13 +196,17 @@ struct Passes<Jsd> {
   // With r = p / q and l = log2(m / q) = log2(beta * r + 1 - beta) a term is q * (beta * r * (log2(r) - l) -
   // (1 - beta) * l), in bits. l overwrites t.
   template <int N>
-  static __device__ __forceinline__ void terms(float (&s)[N], float (&t)[N], const RowConstants& k,
+  static __device__ __forceinline__ void terms(const float (&s)[N], float (&t)[N], const RowConstants& k,
                                                float beta, TermSums& sums) {
-    exponents(s, k.scale, k.student());
+    // A copy: gradient() takes the student's logits.
+    float y[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] = s[i];
+    exponents(y, k.scale, k.student());
     exponents(t, k.scale, k.teacher());
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const float student_exponent = fmaxf(s[i], kMinExponent);
+      const float student_exponent = fmaxf(y[i], kMinExponent);
       const float teacher_exponent = fmaxf(t[i], kMinExponent);
       const float log_r = (teacher_exponent - student_exponent) + k.log_ratio;
       const float weighted_ratio = beta * exp2_fast(log_r), mixture = weighted_ratio + (1.0f - beta);
