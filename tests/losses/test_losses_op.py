@@ -149,7 +149,7 @@ def test_opcheck(device):
     for budget, observed in itertools.product(BUDGETS.values(), (False, True)):
         arguments = (
             hidden.detach().flatten(0, 1).requires_grad_(), weight, target.flatten(), bias, given,
-            [torch.tensor(100, device=device)], module._function, ["weight", "mask", "advantages", "tokens"], 1,
+            [torch.tensor(100, device=device)], module._function, "weight,mask,advantages,tokens", 1,
             rows, 0.9, -100, 4.0, None, budget, True, observed, True, True, True,
         )  # fmt: skip
         torch.library.opcheck(

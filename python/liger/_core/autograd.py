@@ -193,6 +193,21 @@ def is_traced(*tensors):
     return is_compiling() or is_transformed() or not _TENSORS.issuperset(map(type, tensors))
 
 
+def recording_tracer():
+    """The tracer that records this call into a program of its own, or None. Such a program repeats ops, no Python code.
+    torch.compile is not meant: it guards what it has read, and breaks the graph at what it cannot trace."""
+    # Not torch.compiler.is_exporting(), which torch.compile of torch 2.10 takes for True.
+    if torch.compiler._is_exporting_flag:
+        return "torch.export"
+    if is_compiling():
+        return None
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return "make_fx"
+    return None
+
+
 def may_write_inputs(*tensors):
     """Whether an in-place form may run.
 

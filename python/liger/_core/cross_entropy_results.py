@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 
 from .dtypes import accumulate_dtype
+from .named_results import serialisable
 
 
+@serialisable
 class CrossEntropyOutput(NamedTuple):
     """The loss and the requested metrics; the others are None. docs/cross_entropy.md defines each.
 

@@ -92,6 +92,8 @@ class WeightGradientSum:
 
     def is_wanted(self):
         """Inside a backward: whether it computes the gradient of the weight."""
+        if not self.weight.requires_grad:
+            return False  # Frozen since the forward.
         node = torch.autograd.graph.get_gradient_edge(self.weight).node
         try:
             return torch._C._will_engine_execute_node(node)

@@ -11,6 +11,10 @@ decide between the two.
 """
 
 import contextlib
+import functools
+import json
+import sys
+import uuid
 import weakref
 
 import torch
@@ -31,7 +35,7 @@ from .._core.autograd import (
 )
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
-from .._core.forward_gradients import scaled_by_upstream
+from .._core.forward_gradients import rescale, scaled_by_upstream
 from .._core.lm_head import LMHead, check_head
 from .._core.vmap import register_loops
 from ..ops.fused_linear_logprobs_kernel import fused_linear_logprobs_backward, fused_linear_logprobs_forward
@@ -42,12 +46,13 @@ _OP = "fused_linear_loss"
 FACTOR = "float16 factor"
 _functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
-# given: tensors (parts, groups, ...), sliced with the chunk; shared: tensors passed whole; names: of both, in order.
+# given: tensors (parts, groups, ...), sliced with the chunk; shared: tensors passed whole; names: of both, in order,
+# separated by commas, since torch.jit.trace takes no list of strings.
 # use_entropy: the function reads the entropies; with_metrics: entropies and argmax are returned. need_row_grads: the
 # gradients of the loss with respect to log-probabilities and entropies are returned.
 _library.define(
     "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
-    " Tensor[] shared, str function, str[] names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
+    " Tensor[] shared, str function, str names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
     " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool with_metrics,"
     " bool need_grad_input, bool need_grad_weight, bool need_grad_bias, ScalarType? logits_dtype=None,"
     " bool need_row_grads=False)"
@@ -59,6 +64,70 @@ _library.define(
 def register_function(name, owner):
     """Registers ``owner.evaluate(logprobs, entropy, given, shared)`` under a name until the owner is deleted."""
     _functions[name] = owner
+
+
+# Attributes of every module, and the name, which belongs to one object.
+_NOT_STATE = {*vars(torch.nn.Module()), "_function"}
+_DTYPE = "torch.dtype "
+
+
+def portable_name(name):
+    """The name of a registered function in a program that outlives its owner, or is loaded by another process.
+
+    It is the class of the owner and its attributes as JSON, from which :func:`_owner` makes the owner again. Where these
+    are not only numbers, strings and dtypes, it is a name that no other process has.
+    """
+    owner = _functions[name]
+    cls = type(owner)
+
+    def encode(value):
+        if isinstance(value, torch.dtype):
+            return f"{_DTYPE}{value}"
+        raise TypeError(f"{type(value).__name__} in a portable name")
+
+    state = {key: value for key, value in vars(owner).items() if key not in _NOT_STATE}
+    has_tensors = owner._parameters or owner._buffers or owner._modules
+    if not has_tensors and "<locals>" not in cls.__qualname__:
+        try:
+            return json.dumps({"loss": f"{cls.__module__}:{cls.__qualname__}", **state}, default=encode)
+        except TypeError:
+            pass  # An attribute of another type.
+    unique = f"{name}.{uuid.uuid4().hex}"
+    _functions[unique] = owner
+    return unique
+
+
+# What torch.compiler.assume_constant_result sets. That function would import all of torch._dynamo.
+portable_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(None)
+def _made_again(name):
+    state = json.loads(name)
+    module, _, qualname = state.pop("loss").partition(":")
+    if module not in sys.modules:
+        raise RuntimeError(f"{_OP}: a program with the loss {qualname} needs an import of {module}, which defines it")
+    cls = functools.reduce(getattr, qualname.split("."), sys.modules[module])
+    owner = cls.__new__(cls)
+    torch.nn.Module.__init__(owner)
+    for key, value in state.items():
+        if isinstance(value, str) and value.startswith(_DTYPE):
+            value = getattr(torch, value.removeprefix(f"{_DTYPE}torch."))
+        setattr(owner, key, value)
+    return owner
+
+
+def _owner(name):
+    """The object with the function of this name."""
+    owner = _functions.get(name)
+    if owner is not None:
+        return owner
+    if name.startswith("{"):
+        return _made_again(name)
+    raise RuntimeError(
+        f"{_OP}: the loss {name} of this program is not in this process: it was deleted, or has attributes other than "
+        "numbers, strings and dtypes, which a saved program does not contain"
+    )
 
 
 # The keys that the dispatcher excludes while it runs a kernel below autograd.
@@ -81,7 +150,8 @@ class _BoundFunction:
     """A registered function, bound to the tensors of one call."""
 
     def __init__(self, name, names, given, shared, layout, use_entropy):
-        self.evaluate, self.layout, self.use_entropy = _functions[name].evaluate, layout, use_entropy
+        self.evaluate, self.layout, self.use_entropy = _owner(name).evaluate, layout, use_entropy
+        names = names.split(",") if names else []
         self.given = dict(zip(names[: len(given)], given, strict=True))
         self.shared = dict(zip(names[len(given) :], shared, strict=True))
         self.factor = self.shared.pop(FACTOR, None)
@@ -118,7 +188,7 @@ def _forward(
     check_head(
         _OP, input, weight, target, bias, temperature, softcap, accum_dtype, memory_budget, logits_dtype
     )
-    owner = _functions[function]
+    owner = _owner(function)
     check_classes(type(owner).__name__, owner.names.target, target, weight.shape[0], ignore_index)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     with_entropy = use_entropy or with_metrics
@@ -216,20 +286,33 @@ def _(
 # --- autograd -----------------------------------------------------------------------------------------------------
 
 _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
+_COMPUTED = slice(-5, -2)  # the flags of their gradients
+
+
+def _recomputed(ctx, grad_loss):
+    """The gradients, from a second call."""
+    layer, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    given, shared = list(tensors[: ctx.given]), list(tensors[ctx.given :])
+    needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
+    options = list(ctx.options)
+    options[_COMPUTED] = needed
+    results = torch.ops.liger_losses.fused_linear_loss_forward.default(*layer, given, shared, *options)
+    return [rescale(g, grad_loss) if need else None for g, need in zip(results[-3:], needed, strict=True)]
 
 
 def _setup(ctx, inputs, output):
-    computed = inputs[-5:-2]
     needs_grad = [inputs[i] is not None and inputs[i].requires_grad for i in _DIFFERENTIABLE]
-    if any(need and not has for need, has in zip(needs_grad, computed, strict=True)):
-        raise RuntimeError(
-            f"{_OP}: a gradient is wanted that the call did not ask for: need_grad_input, need_grad_weight and "
-            f"need_grad_bias are {computed}, and input, weight and bias require grad: {tuple(needs_grad)}"
-        )
-    saved = [g if need else None for g, need in zip(output[-3:], needs_grad, strict=True)]
-    ctx.save_for_backward(*saved)
-    # The first saved gradient stays differentiable; refuse_gradient_outputs gives the reason.
-    linked = next(g for g in saved if g is not None)
+    # Graphs that were traced without grad mode did not request the gradients: then the backward computes them.
+    ctx.recompute = any(need and not has for need, has in zip(needs_grad, inputs[_COMPUTED], strict=True))
+    linked = None
+    if ctx.recompute:
+        ctx.given, ctx.options = len(inputs[4]), inputs[6:]
+        ctx.save_for_backward(*inputs[:4], *inputs[4], *inputs[5])
+    else:
+        saved = [g if need else None for g, need in zip(output[-3:], needs_grad, strict=True)]
+        ctx.save_for_backward(*saved)
+        # The first saved gradient stays differentiable; refuse_gradient_outputs gives the reason.
+        linked = next(g for g in saved if g is not None)
     ctx.mark_non_differentiable(*(o for o in output[1:] if o is not linked))
     ctx.set_materialize_grads(False)
 
@@ -239,7 +322,10 @@ def _backward(ctx, grad_loss, *grad_others):
     refuse_gradient_outputs(_OP, grad_others)
     result = [None] * 22
     if grad_loss is not None:
-        grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
+        if ctx.recompute:
+            grads = _recomputed(ctx, grad_loss)
+        else:
+            grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
         for argument, grad in zip(_DIFFERENTIABLE, grads, strict=True):
             result[argument] = grad
     return tuple(result)

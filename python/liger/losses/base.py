@@ -20,14 +20,14 @@ from .._core.arguments import (
     wrong_shape,
 )
 from .._core.autocast import autocast_operands
-from .._core.autograd import wants_grad
+from .._core.autograd import recording_tracer, wants_grad
 from .._core.dtensor import is_dtensor
 from .._core.float16_factor import float16_factor
 from .._core.memory_budget import check_budget_variable
-from ..ops.add_grad_weight import logprobs_adding_grad_weight
+from ..ops.add_grad_weight import logprobs_adding_grad_weight, summed_weight
 from ..ops.fused_linear_logprobs import logprobs_of_layer
 from ._batch import Batch, gather_tokens, sequence_scores
-from ._op import FACTOR, fused_linear_loss_forward, register_function
+from ._op import FACTOR, fused_linear_loss_forward, portable_name, register_function
 
 _instance_count = itertools.count()
 UNITS = ("token", "sequence", "pair", "batch")
@@ -288,6 +288,14 @@ class FusedLinearLoss(nn.Module):
             {name: t for name, t in (tensors or {}).items() if t is not None} for tensors in (given, shared)
         )
         check_budget_variable(self.memory_budget)
+        function, tracer = self._function, recording_tracer()
+        if tracer is not None:
+            if self.observe is not None:
+                raise RuntimeError(
+                    f"{batch.op}: observe is a function under {tracer}, expected None: the traced program would not "
+                    "call it"
+                )
+            function = portable_name(function)
         sequences = batch.shape[0]
         if self.unit == "token":
             parts, groups = 1, batch.target.shape[0]
@@ -305,7 +313,7 @@ class FusedLinearLoss(nn.Module):
             parts, groups = (1, sequences) if self.unit == "sequence" else (sequences, 1)
             sliced = {name: t.unsqueeze(0 if parts == 1 else 1) for name, t in sliced.items()}
         hidden, float32_logits = batch.hidden, self.logits_dtype is not None
-        parameter = weight if self.accumulate_grad_weight and wants_grad(weight)[0] else None
+        parameter = summed_weight(batch.op, self.names.weight, weight, self.accumulate_grad_weight)
         if parameter is not None:
             weight = weight.detach()
         check_logits_dtype(batch.op, self.names.input, hidden, self.logits_dtype)
@@ -323,12 +331,14 @@ class FusedLinearLoss(nn.Module):
         ):
             factor = whole[FACTOR] = float16_factor(divisor(), hidden.shape[0])
         with_metrics = self.observe is not None
-        loss, logprobs, entropy, argmax, *row_grads, _, _, _ = fused_linear_loss_forward(
-            hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), self._function,
-            [*sliced, *whole], parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
+        results = fused_linear_loss_forward(
+            hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), function,
+            ",".join([*sliced, *whole]), parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
             self.memory_budget, self.uses_entropy, with_metrics, *needs_grad,
             self.logits_dtype, parameter is not None,
         )  # fmt: skip
+        # Without the gradients: at a graph break they would be results of the graph, and differentiated.
+        loss, logprobs, entropy, argmax, *row_grads = results[:6]
         if parameter is not None:
             options = self.temperature, self.ignore_index, self.softcap, self.memory_budget, self.logits_dtype
             of_logprobs, of_entropy = row_grads

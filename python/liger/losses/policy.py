@@ -24,6 +24,7 @@ from .._core.arguments import (
     LayerNames,
     arguments,
 )
+from .._core.named_results import serialisable
 from ._batch import as_scalar, sigmoid, where_scalar
 from .base import FusedLinearLoss, check_choice
 
@@ -44,6 +45,7 @@ ImportanceSamplingLevel = Literal["token", "sequence"]
 _SMALLEST_LOG = math.log(1e-8)  # the smallest logarithm of an importance weight in vespo
 
 
+@serialisable
 class PolicyMetrics(NamedTuple):
     """Metrics of policy optimisation, without gradients; means are over valid tokens.
 

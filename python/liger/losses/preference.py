@@ -26,11 +26,13 @@ from .._core.arguments import (
     check_given_classes,
     check_indices,
 )
+from .._core.named_results import serialisable
 from ..ops.fused_linear_logprobs import fused_linear_logprobs
 from ._batch import as_scalar, sequence_scores, sigmoid
 from .base import FusedLinearLoss, check_choice
 
 
+@serialisable
 class PreferenceMetrics(NamedTuple):
     """Metrics of preference training, without gradients, in float32 (float64 for float64 inputs).
 

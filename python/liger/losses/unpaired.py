@@ -17,6 +17,7 @@ from .._core.arguments import (
     LayerNames,
     arguments,
 )
+from .._core.named_results import serialisable
 from ._batch import as_scalar, sequence_scores, sigmoid, where_scalar
 from .base import FusedLinearLoss, check_choice
 
@@ -24,6 +25,7 @@ KTOLossType = Literal["kto", "apo_zero_unpaired"]
 KTO_LOSS_TYPES: tuple[KTOLossType, ...] = get_args(KTOLossType)
 
 
+@serialisable
 class KTOMetrics(NamedTuple):
     """Sums over the desirable ("chosen") and the undesirable ("rejected") sequences: scalars without gradients.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .._core.arguments import check_classes, dtype_name
-from .._core.autograd import forbid_autograd
+from .._core.autograd import forbid_autograd, recording_tracer, wants_grad
 from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, make_rule
 from .._core.dtypes import accumulate_dtype
@@ -128,6 +128,21 @@ def _(grad_weight, *arguments):
 
 _ce_op = forbid_autograd("fused_linear_ce_add_grad_weight_")
 _logprobs_op = forbid_autograd("fused_linear_logprobs_add_grad_weight_")
+
+
+def summed_weight(op, name, weight, accumulate_grad_weight):
+    """The weight if its gradient is to be added to a sum, else None. ``op``, ``name``: of the public function, and of
+    its argument."""
+    if not accumulate_grad_weight:
+        return None
+    tracer = recording_tracer()
+    # torch.jit.trace records the call of an autograd function as such, and its program adds the gradient.
+    if tracer not in (None, "torch.jit.trace") and weight.requires_grad:
+        raise RuntimeError(
+            f"{op}: accumulate_grad_weight is True under {tracer}, expected False: the traced program would add no "
+            f"gradient to {name}.main_grad or {name}.grad"
+        )
+    return weight if wants_grad(weight)[0] else None
 
 
 def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_budget):

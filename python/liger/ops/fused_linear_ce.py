@@ -28,7 +28,7 @@ from .._core.memory_budget import check_budget_variable
 from .._core.row_blocks import row_blocks
 from .._core.types import Reduction, Scalar
 from ..backend import register_family
-from .add_grad_weight import ce_adding_grad_weight
+from .add_grad_weight import ce_adding_grad_weight, summed_weight
 from .fused_linear_lora import check_lora, lora_ce
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def _run(
     lora=None,
 ):  # fmt: skip
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
-    parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
+    parameter = summed_weight("fused_linear_ce", "weight", weight, accumulate_grad_weight)
     if parameter is not None:
         weight = weight.detach()
     input, weight, bias = autocast_operands(input, weight, bias)
@@ -216,6 +216,8 @@ def _run(
             rows, weight, flat_target, bias, *used, accum_dtype, memory_budget,
             *metrics, *((False,) * 3 if options.reduction == "none" else wants_grad(rows, weight, bias)),
         )  # fmt: skip
+        # Without the gradients: at a graph break they would be results of the graph, and differentiated.
+        results = results[:6]
     if float16 is not None:
         loss, z_loss, *others = results
         results = loss / float16[1], z_loss / float16[1], *others

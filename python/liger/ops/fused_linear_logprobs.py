@@ -31,14 +31,16 @@ from .._core.fakes import register_fake
 from .._core.kept_logits import NOTHING, check_keep, choose, new_kept
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
+from .._core.named_results import serialisable
 from . import fused_linear_logprobs_kernel  # noqa: F401  registers the kernels
-from .add_grad_weight import logprobs_adding_grad_weight
+from .add_grad_weight import logprobs_adding_grad_weight, summed_weight
 from .fused_linear_lora import check_lora, lora_logprobs
 
 _OP = "fused_linear_logprobs"
 _NAMES = LayerNames("hidden", "weight", "targets")
 
 
+@serialisable
 class LogProbs(NamedTuple):
     """The results of :func:`fused_linear_logprobs`, each with the shape of targets; None if not requested.
 
@@ -53,6 +55,7 @@ class LogProbs(NamedTuple):
     argmax: torch.Tensor | None
 
 
+@serialisable
 class LogProbMetrics(NamedTuple):
     """The results of :func:`fused_linear_logprobs` with ``return_log_sum_sq_probs`` or ``return_mean_logits``.
 
@@ -164,7 +167,7 @@ def logprobs_of_layer(
     check_budget_variable(memory_budget)
     check_logits_dtype(op, names.input, hidden, logits_dtype)
     check_ignore_index(op, names.target, targets, ignore_index)
-    parameter = weight if accumulate_grad_weight and wants_grad(weight)[0] else None
+    parameter = summed_weight(op, names.weight, weight, accumulate_grad_weight)
     if parameter is not None:
         weight = weight.detach()
     if logits_dtype is None:

@@ -64,6 +64,10 @@ def patched_class(original, recipe):
         "_liger_recipe": recipe,
         **recipe.members(original),
     }
+    forward = members.get("forward")
+    if forward not in (None, original.forward):
+        # torch.compile counts its recompilations per code object, which the functions of a recipe would share.
+        forward.__code__ = forward.__code__.replace(co_name=f"forward_of_{original.__name__}")
     if not issubclass(original, PreTrainedModel):
         members["_get_name"] = lambda self: f"Liger{original._get_name(self)}"
     bases = (original, *getattr(recipe, "bases", ()))
