@@ -290,8 +290,8 @@ def tiled(
     Returns:
         A tensor with the leading shape of x. Gradients of parameters and of tensors among the keywords are summed over
         shards in float32 and rounded once. x itself need not require grad. Under ``torch.compile`` every shard is a
-        ``torch.utils.checkpoint``, and the compiler sums the gradients. Under the transforms of ``torch.func`` shards
-        keep their activations, so no memory is saved.
+        ``torch.utils.checkpoint``, and the compiler sums the gradients. Under the transforms of ``torch.func`` and
+        in the programs of ``torch.jit.trace`` shards keep their activations, so no memory is saved.
 
     Raises:
         RuntimeError: num_shards out of range; a sparse, nested or quantised tensor; in the backward, a tensor that
@@ -328,7 +328,7 @@ def tiled(
             checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
         return _traceable(sharding, tensors, shared, checkpointed)
-    if is_transformed():
+    if is_transformed() or torch._C._get_tracing_state() is not None:
         return _traceable(sharding, tensors, shared)
     find_parameters = functools.partial(_parameters_of, function, tuple(parameters))
     preserve_rng_state = preserve_rng_state and torch.is_grad_enabled()

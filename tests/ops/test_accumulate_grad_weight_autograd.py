@@ -5,7 +5,9 @@ import pytest
 import torch
 from cases import DTYPES
 from live_bytes import LiveBytes
+from public_options import Setting, problem, public, settings
 from test_accumulate_grad_weight import HIDDEN, ROWS, VOCAB, make, step, with_sum
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import liger
@@ -57,6 +59,21 @@ def test_only_where_the_weight_is_wanted(device):
     assert not weight.main_grad.any() and weight.grad is None
 
 
+@pytest.mark.parametrize("name", [s.public for s in settings() if s.option == "accumulate_grad_weight"])
+def test_a_weight_that_is_frozen_before_the_backward(name):
+    """Of every callable with the option: the other gradients are those without the option."""
+    gradients = []
+    for option in (None, "accumulate_grad_weight"):
+        made = problem(Setting(name, option, True, isinstance(public(name), type)))
+        results = [t for t in tree_leaves(made.module(*made.inputs)) if isinstance(t, torch.Tensor)]
+        made.module.requires_grad_(False)
+        sum(t.sum() for t in results if t.requires_grad).backward()
+        assert all(parameter.grad is None for parameter in made.module.parameters())
+        gradients.append([t.grad for t in made.inputs if t.requires_grad])
+    for grad, plain in zip(*gradients, strict=True):
+        torch.testing.assert_close(grad, plain)
+
+
 def test_hooks_after_the_sum(device):
     """Those that frameworks use to start a reduction run after the gradient of this backward has been added."""
     x, weight, target, *_ = make(device)
@@ -80,18 +97,23 @@ def test_loss_can_be_written_in_place(device):
     torch.testing.assert_close(weight.main_grad, 4 * expected.main_grad)
 
 
-def test_compiled_code_breaks_the_graph(device):
+@pytest.mark.parametrize("x_needs_grad", [True, False])
+def test_compiled_code_breaks_the_graph(device, x_needs_grad):
     x, weight, target, *_ = make(device)
+    y = x.clone()
     expected = with_sum(torch.nn.Parameter(weight.detach().clone()))
     with_sum(weight)
-    step(x, expected, target)
+    step(y.requires_grad_(x_needs_grad), expected, target)
     torch._dynamo.reset()
 
     def function(x):
         return liger.fused_linear_ce(x * 1.0, weight, target, accumulate_grad_weight=True) * 1.0
 
-    torch.compile(function, backend="aot_eager")(x).backward()
+    torch.compile(function, backend="aot_eager")(x.requires_grad_(x_needs_grad)).backward()
     torch.testing.assert_close(weight.main_grad, expected.main_grad)
+    assert (x.grad is not None) == x_needs_grad
+    if x_needs_grad:
+        torch.testing.assert_close(x.grad, y.grad, equal_nan=True)
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"accumulate_grad_weight adds to weight.main_grad or weight.grad"):
         torch.compile(function, backend="aot_eager", fullgraph=True)(x)

@@ -1,8 +1,7 @@
 """Every option of every public callable, at a value that is not its default, as a :class:`Problem`.
 
-The options come from the signatures and from tests/support/public_callables. A flag takes its other value, a choice each
-of its others, a number 0.25; ``VALUES`` has the options for which that says nothing, so that a new one of these fails
-until it has an entry.
+The options come from the signatures and from tests/support/public_callables. A flag takes its other value, a choice
+each of its others, a number 0.25; ``VALUES`` has all other options, so that a new one fails until it has an entry.
 """
 
 import inspect
@@ -353,7 +352,9 @@ def problem(setting):
     if not isinstance(found, type):
         call = found if setting.public != "tiled" else _tiled
         module = _Called(call, given)
-    elif issubclass(found, FusedLinearLoss) or not any(True for _ in _constructed(found, options).parameters()):
+    elif issubclass(found, FusedLinearLoss) or not any(
+        True for _ in _constructed(found, options).parameters()
+    ):
         module = _Called(_constructed(found, options), given)
     else:
         module = _OfModule(_constructed(found, options), given)

@@ -53,3 +53,31 @@ def test_a_graph_that_breaks(where, tied, checkpointing):
     grads = {name: p.grad for name, p in model.named_parameters()}
     assert_same_step((output, grads), step(plain, **batch(), use_cache=False))
     assert output.logits is None
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
+def test_a_gradient_added_to_its_sum(tied):
+    """accumulate_grad_weight breaks the graph: the lm_head, and an embedding tied to it, run uncompiled."""
+    model = liger.patch(
+        make("llama", tie_word_embeddings=tied, num_hidden_layers=1), accumulate_grad_weight=True
+    )
+    weight = model.lm_head.weight
+    torch._dynamo.reset()
+    runs = []
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        weight.main_grad = torch.zeros_like(weight)
+        output, grads = step(call, **batch(), use_cache=False)
+        assert weight.grad is None
+        runs.append([output.loss.detach(), weight.main_grad, *grads.values()])
+    for compiled, eager in zip(*reversed(runs), strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_patched_classes_share_no_limit_of_recompilations(monkeypatch):
+    """Each class may be compiled as often as torch compiles one function."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    torch._dynamo.reset()
+    for family in ("llama", "qwen2"):
+        model = liger.patch(make(family, num_hidden_layers=1))
+        output = torch.compile(model, fullgraph=True, backend="eager")(**batch(), use_cache=False)
+        assert output.logits is None

@@ -74,8 +74,8 @@ _DTYPE = "torch.dtype "
 def portable_name(name):
     """The name of a registered function in a program that outlives its owner, or is loaded by another process.
 
-    It is the class of the owner and its attributes as JSON, from which :func:`_owner` makes the owner again. Where these
-    are not only numbers, strings and dtypes, it is a name that no other process has.
+    It is the class of the owner and its attributes as JSON, from which :func:`_owner` makes the owner again. Where
+    these are not only numbers, strings and dtypes, it is a name that no other process has.
     """
     owner = _functions[name]
     cls = type(owner)
@@ -106,7 +106,9 @@ def _made_again(name):
     state = json.loads(name)
     module, _, qualname = state.pop("loss").partition(":")
     if module not in sys.modules:
-        raise RuntimeError(f"{_OP}: a program with the loss {qualname} needs an import of {module}, which defines it")
+        raise RuntimeError(
+            f"{_OP}: a program with the loss {qualname} needs an import of {module}, which defines it"
+        )
     cls = functools.reduce(getattr, qualname.split("."), sys.modules[module])
     owner = cls.__new__(cls)
     torch.nn.Module.__init__(owner)
@@ -289,8 +291,9 @@ _DIFFERENTIABLE = (0, 1, 3)  # input, weight, bias
 _COMPUTED = slice(-5, -2)  # the flags of their gradients
 
 
-def _recomputed(ctx, grad_loss):
-    """The gradients, from a second call."""
+def _gradients(ctx, grad_loss):
+    if not ctx.recompute:
+        return scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
     layer, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
     given, shared = list(tensors[: ctx.given]), list(tensors[ctx.given :])
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
@@ -322,11 +325,7 @@ def _backward(ctx, grad_loss, *grad_others):
     refuse_gradient_outputs(_OP, grad_others)
     result = [None] * 22
     if grad_loss is not None:
-        if ctx.recompute:
-            grads = _recomputed(ctx, grad_loss)
-        else:
-            grads = scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
-        for argument, grad in zip(_DIFFERENTIABLE, grads, strict=True):
+        for argument, grad in zip(_DIFFERENTIABLE, _gradients(ctx, grad_loss), strict=True):
             result[argument] = grad
     return tuple(result)
 

@@ -82,7 +82,8 @@ class FusedLinearLoss(nn.Module):
         softcap: logits become ``softcap * tanh(logits / softcap)`` before the division by temperature; None: no cap.
         accum_dtype: dtype in which the gradient of the weight is summed over chunks; None means float32.
         memory_budget: bytes for the logits of a chunk; None means ``LIGER_MEMORY_BUDGET``, by default 512 MiB.
-        observe: None, or a function that is called with the :class:`TokenStatistics` of every batch, for metrics.
+        observe: None, or a function that is called with the :class:`TokenStatistics` of every batch, for metrics. The
+            programs of ``torch.export``, ``torch.jit.trace`` and ``make_fx`` cannot call it, so these raise.
         accumulate_grad_weight: the backward adds the gradient of the weight to its float32 ``main_grad``, or to its
             ``grad``, without a temporary of its size, as in :func:`liger.fused_linear_logprobs`.
         logits_dtype: ``torch.float32`` for logits as exact as those of IEEE float32 arithmetic, as in
@@ -333,8 +334,8 @@ class FusedLinearLoss(nn.Module):
         with_metrics = self.observe is not None
         results = fused_linear_loss_forward(
             hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), function,
-            ",".join([*sliced, *whole]), parts, groups, self.temperature, self.ignore_index, self.softcap, self.accum_dtype,
-            self.memory_budget, self.uses_entropy, with_metrics, *needs_grad,
+            ",".join([*sliced, *whole]), parts, groups, self.temperature, self.ignore_index, self.softcap,
+            self.accum_dtype, self.memory_budget, self.uses_entropy, with_metrics, *needs_grad,
             self.logits_dtype, parameter is not None,
         )  # fmt: skip
         # Without the gradients: at a graph break they would be results of the graph, and differentiated.

@@ -11,6 +11,7 @@ import threading
 import torch
 from torch import nn
 
+from .._core.autograd import is_traced
 from .._core.dtensor import is_dtensor
 from ..ops.fused_linear_ce import fused_linear_ce
 from ._classes import changing_hook, gradient_hook, recipe_of
@@ -65,7 +66,8 @@ class LossCall:
                 return lookup_adding_gradient(embedding, ids)
             self._refuse_gradient_beside_the_sum(embedding)
             return None
-        if self.shared[0] is not None or not tied:
+        # What is traced gets two gradients, which the compiler adds.
+        if self.shared[0] is not None or not tied or is_traced(embedding.weight):
             return None
         rows, weight = lookup(embedding, ids)
         self.shared = embedding.weight, weight

@@ -92,7 +92,6 @@ def can_share(embedding, head):
         and type(weight) in _PLAIN_WEIGHTS
         and weight.requires_grad
         and torch.is_grad_enabled()
-        and not is_traced(weight)
         and embedding.max_norm is None
         and not (embedding.sparse or embedding.scale_grad_by_freq)
         and not (embedding._forward_pre_hooks or head._forward_pre_hooks or head._forward_hooks)
