@@ -120,7 +120,7 @@ def _is_selected(setting):
     return setting.option in EFFECTS and (setting.public in SELECTED or "." not in setting.public)
 
 
-FAST_COMPILED = {"fused_linear_ce", "losses.FusedLinearORPOLoss", "swiglu"}
+FAST_COMPILED = {"fused_linear_ce", "swiglu"}
 
 
 def _table():
@@ -186,7 +186,7 @@ def _saved(setting, path):
 # One with each form of state of a loss, and of each result with names.
 REPRESENTATIVE = {
     "losses.FusedLinearORPOLoss", "losses.FusedLinearGRPOLoss loss_type=vespo", "losses.FusedLinearKTOLoss beta=0.25",
-    "losses.FusedLinearTopKLoss logits_dtype=torch.float32", "fused_linear_ce return_entropy=True",
+    "losses.FusedLinearTopKLoss accum_dtype=torch.float32", "fused_linear_ce return_entropy=True",
     "fused_linear_logprobs return_argmax=True", "fused_linear_logprobs return_mean_logits=True", "rms_norm",
 }  # fmt: skip
 
