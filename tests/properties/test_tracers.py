@@ -5,12 +5,11 @@ and require grad there; weights are parameters of the traced module.
 """
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_python import python
 from public_options import EFFECTS, problem, settings
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
@@ -206,7 +205,7 @@ def test_programs_in_another_process(chosen, tmp_path):
     assert len(chosen) >= len(REPRESENTATIVE)
     paths = [_saved(setting, str(tmp_path / str(i))) for i, setting in enumerate(chosen)]
     script = Path(__file__).parents[1] / "support" / "traced_calls.py"
-    child = subprocess.run([sys.executable, script, *paths], capture_output=True, text=True)
+    child = python(script, *paths)
     assert child.returncode == 0, child.stderr[-3000:]
     assert child.stdout.strip() == f"{len(chosen)} programs"
 
