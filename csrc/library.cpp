@@ -1,4 +1,5 @@
-// Every schema of torch.ops.liger, one line each.
+// Every schema of torch.ops.liger, one line each: here, and in declarations.cpp those of the ops whose checks,
+// fakes and formulas follow from them.
 //
 // Implementations are registered elsewhere: CUDA in csrc/<family>/<op>.cu, Triton in triton_kernels/<op>.py,
 // plain torch, fakes and autograd in python/liger/ops/<op>.py, the ops of the planners in
@@ -6,31 +7,16 @@
 // a fixed number of results.
 #include <torch/csrc/stable/library.h>
 
+#include <string>
+#include <vector>
+
+#include "declarations.h"
 #include "host/checks.h"
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY(liger, m) {
-  // x (..., H) -> y like x, rstd (...) float32
-  m.def("rms_norm(Tensor x, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> (Tensor y, Tensor rstd)");
-  m.def("rms_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
-
-  // new_residual = x + residual; y = rms_norm(new_residual)
-  m.def("fused_add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\") -> (Tensor y, Tensor new_residual, Tensor rstd)");
-  m.def("fused_add_rms_norm_backward(Tensor grad_y, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight, Tensor rstd, float offset, str casting_mode, bool need_grad_x, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_weight)");
-
-  // x and gate (..., H), activation "silu" or "sigmoid": y = rms_norm(x) * activation(gate), or with
-  // norm_before_gate = False y = rms_norm(x * activation(gate)). Each group_size elements of the last dimension
-  // are normalised alone; rstd is (..., H / group_size), or (...) without group_size
-  m.def("rms_norm_gated(Tensor x, Tensor gate, Tensor? weight, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\", int? group_size=None, bool norm_before_gate=True, str activation=\"silu\") -> (Tensor y, Tensor rstd)");
-  m.def("rms_norm_gated_backward(Tensor grad_y, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, float offset, str casting_mode, int? group_size, bool norm_before_gate, str activation, bool need_grad_x, bool need_grad_gate, bool need_grad_weight) -> (Tensor grad_x, Tensor grad_gate, Tensor grad_weight)");
-
-  // x (..., H) -> y like x, mean and rstd (...) float32
-  m.def("layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor mean, Tensor rstd)");
-  m.def("layer_norm_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-
-  // x (N, C, ...), weight and bias (C,) -> y like x, mean and rstd (N, num_groups) float32
-  m.def("group_norm(Tensor x, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-5) -> (Tensor y, Tensor mean, Tensor rstd)");
-  m.def("group_norm_backward(Tensor grad_y, Tensor x, int num_groups, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool need_grad_x, bool need_grad_weight, bool need_grad_bias) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  for (const liger::Declaration& declaration : liger::declarations())
+    for (const char* schema : declaration.schemas) m.def(schema);
 
   // q (B, Hq, T, D), k (B, Hk, T, D), cos and sin (T, R), (1, T, R) or (B, T, R) with R <= D
   m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
@@ -40,35 +26,6 @@ STABLE_TORCH_LIBRARY(liger, m) {
   // rope of rms_norm over each head; q_weight and k_weight (D,). The backward recomputes the norm from q and k
   m.def("qk_norm_rope(Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps=1e-6, float offset=0.0, str casting_mode=\"llama\", bool interleaved=False) -> (Tensor q_out, Tensor k_out)");
   m.def("qk_norm_rope_backward(Tensor grad_q_out, Tensor grad_k_out, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, float eps, float offset, str casting_mode, bool interleaved, bool need_grad_q, bool need_grad_k, bool need_grad_q_weight, bool need_grad_k_weight) -> (Tensor grad_q, Tensor grad_k, Tensor grad_q_weight, Tensor grad_k_weight)");
-
-  // silu(gate) * up
-  m.def("swiglu(Tensor gate, Tensor up) -> Tensor");
-  m.def("swiglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False) -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
-  m.def("swiglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up) -> ()");
-  // In place; the product overwrites grad_out
-  m.def("swiglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up) -> ()");
-
-  // gate_up (..., 2I), gate first
-  m.def("swiglu_packed(Tensor gate_up) -> Tensor");
-  m.def("swiglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False) -> (Tensor grad_gate_up, Tensor product)");
-  m.def("swiglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up) -> ()");
-
-  // gelu(gate) * up; approximate is "none" (exact) or "tanh"
-  m.def("geglu(Tensor gate, Tensor up, str approximate=\"none\") -> Tensor");
-  m.def("geglu_backward(Tensor grad_out, Tensor gate, Tensor up, bool emit_product=False, str approximate=\"none\") -> (Tensor grad_gate, Tensor grad_up, Tensor product)");
-  m.def("geglu_backward_(Tensor grad_out, Tensor(a!) gate, Tensor(b!) up, str approximate=\"none\") -> ()");
-  m.def("geglu_backward_product_(Tensor(a!) grad_out, Tensor(b!) gate, Tensor(c!) up, str approximate=\"none\") -> ()");
-  m.def("geglu_packed(Tensor gate_up, str approximate=\"none\") -> Tensor");
-  m.def("geglu_packed_backward(Tensor grad_out, Tensor gate_up, bool emit_product=False, str approximate=\"none\") -> (Tensor grad_gate_up, Tensor product)");
-  m.def("geglu_packed_backward_(Tensor grad_out, Tensor(a!) gate_up, str approximate=\"none\") -> ()");
-
-  // relu(x)^2, elementwise
-  m.def("relu_squared(Tensor x) -> Tensor");
-  m.def("relu_squared_backward(Tensor grad_y, Tensor x) -> Tensor");
-
-  // Over the last dimension
-  m.def("softmax(Tensor x) -> Tensor");
-  m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
 
   // logits (..., V), target (...): the loss alone, composite over cross_entropy_forward
   m.def("cross_entropy(Tensor logits, Tensor target, Tensor? ce_weight=None, Tensor? token_weight=None, Tensor? denominator=None, int ignore_index=-100, float label_smoothing=0.0, float lse_square_scale=0.0, float? softcap=None, str reduction=\"mean\") -> Tensor");
@@ -194,6 +151,8 @@ STABLE_TORCH_LIBRARY(liger, m) {
 
   m.def("check_written(str op, str[] names, Tensor[] tensors, int written) -> ()");
 
+  // Of each entry of declarations.cpp the names of its ops, and after a colon its shapes
+  m.def("declarations() -> str[]");
   // "name=value" of version, torch, cuda, cuda_archs, compiler: how the libraries were built
   m.def("build_info() -> str[]");
   // LIGER_MEMORY_BUDGET in bytes; 512 MiB if it is not set
@@ -225,9 +184,20 @@ void check_written_of_python(const std::string& op, const std::vector<std::strin
   check_written(op, names, tensors, written);
 }
 
+std::vector<std::string> declarations_for_python() {
+  std::vector<std::string> lines;
+  for (const Declaration& declaration : declarations()) {
+    std::string names;
+    for (const std::string schema : declaration.schemas) names += schema.substr(0, schema.find('(')) + " ";
+    lines.push_back(names + ": " + declaration.shapes);
+  }
+  return lines;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
+  m.impl("declarations", TORCH_BOX(&declarations_for_python));
   m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
   m.impl("check_rms_norm_gated", TORCH_BOX(&check_rms_norm_gated));
   m.impl("check_layer_norm", TORCH_BOX(&check_layer_norm));

@@ -4,15 +4,16 @@
 // version that it was built with, which is part of its file name, and the package loads it into no other.
 // Without it the nodes are Python, with the same results: python/liger/_core/autograd.py.
 //
-// An op with the schema of liger::<op> in the namespace liger_autograd calls liger::<op> below autograd and
-// records a node, whose backward calls liger::<op>_backward. The arguments of that one say by their names what
-// the node saves:
+// For each op of the namespace liger whose backward has the arguments that follow, an op with its schema in the
+// namespace liger_autograd calls liger::<op> below autograd and records a node, whose backward calls
+// liger::<op>_backward. The arguments of the backward say by their names what the node saves:
 //
 //   grad_<output>       the gradient of an output; the other outputs are not differentiable
 //   <input>, <output>   an argument or a result of liger::<op>
 //   need_grad_<input>   whether this gradient is needed
 //
-// and its results are grad_<input>. Other arguments keep their defaults, other results are dropped.
+// and its results are grad_<input>. Other arguments keep their defaults, other results are dropped. The formulas
+// in Python follow from the same names: python/liger/_core/declared.py.
 //
 // Calls outside of this scheme (create_graph, transforms, missing gradients, constant inputs of ops that always
 // compute all gradients) run the formula in Python, which is the only one for all of them.
@@ -40,12 +41,6 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::jit::Stack;
 using NodePtr = decltype(torch::autograd::Edge::function);
-
-constexpr const char* kOps[] = {
-    "rms_norm",     "fused_add_rms_norm", "rms_norm_gated", "layer_norm", "group_norm",
-    "rope",         "qk_norm_rope",       "swiglu",         "geglu",      "swiglu_packed",
-    "geglu_packed", "relu_squared",       "softmax",
-};
 
 c10::OperatorHandle op_handle(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
@@ -97,6 +92,7 @@ struct Formula {
   // Without need_grad_ arguments all gradients are computed, and with several differentiable outputs each
   // depends on some inputs only. Then the node is used if all required inputs with a gradient require grad.
   bool needs_all = false;
+  bool fits = true;  // whether the names of all arguments of the backward are known
 
   explicit Formula(const std::string& op)
       : name(op),
@@ -111,7 +107,8 @@ struct Formula {
     auto output_names = names_of(forward.schema().returns());
     auto result_names = names_of(backward.schema().returns());
     // A single output or gradient may have no name.
-    if (outputs == 1) output_names[0] = arguments_of_backward[0].name().substr(5);
+    if (outputs == 1 && arguments_of_backward[0].name().starts_with("grad_"))
+      output_names[0] = arguments_of_backward[0].name().substr(5);
     if (result_names.size() == 1) result_names[0] = "grad_" + input_names[0];
 
     bool has_needs = false;
@@ -129,10 +126,10 @@ struct Formula {
                      name.starts_with("need_") ? index_of(result_names, name.substr(5)) : std::nullopt) {
         source = {Source::kNeed, *result};
         has_needs = true;
-      } else {
-        TORCH_CHECK(argument.default_value(), "liger: ", op, "_backward: ", name, " is not in the schema of ",
-                    op);
+      } else if (argument.default_value()) {
         source.value = *argument.default_value();
+      } else {
+        fits = false;
       }
       source.optional = is_optional(argument);
       sources.push_back(std::move(source));
@@ -297,7 +294,7 @@ auto make_node(const Formula& formula) {
 
 // The kernel of liger_autograd::<op>.
 struct Record final : c10::OperatorKernel {
-  explicit Record(const char* op) : formula(op) {}
+  explicit Record(Formula formula) : formula(std::move(formula)) {}
 
   const Formula formula;
 
@@ -363,10 +360,15 @@ TORCH_LIBRARY(liger_autograd, m) {
   m.def("backward(str op, Any inputs, Any outputs, Any grads, Any needs_input_grad) -> Tensor?[]");
   m.def("record(str op, Any args) -> Tensor[]");
   // clang-format on
-  for (const char* op : kOps) {
-    const auto& schema = op_handle(std::string("liger::") + op).schema();
-    m.def(
-        c10::FunctionSchema(std::string("liger_autograd::") + op, "", schema.arguments(), schema.returns()));
-    m.impl(op, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Record>(op)));
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (!name.name.starts_with("liger::") || !name.overload_name.empty()) continue;
+    if (!c10::Dispatcher::singleton().findSchema({name.name + "_backward", ""})) continue;
+    const std::string op = name.name.substr(std::string("liger::").size());
+    Formula formula(op);
+    if (!formula.fits) continue;
+    const auto& schema = formula.forward.schema();
+    m.def(c10::FunctionSchema("liger_autograd::" + op, "", schema.arguments(), schema.returns()));
+    m.impl(op.c_str(),
+           torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Record>(std::move(formula))));
   }
 }

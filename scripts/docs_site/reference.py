@@ -18,7 +18,7 @@ MODULES = (
     ("distributed.md", "liger.distributed"),
     ("compat.md", "liger.compat"),
 )
-_DEFINITION = re.compile(r'm\.def\("((?:[^"\\]|\\.)*)"')
+_DEFINITION = re.compile(r'"(\w+\((?:[^"\\]|\\.)*-> (?:[^"\\]|\\.)*)"')
 
 
 def pages(root):
@@ -72,20 +72,17 @@ def _module_page(root, module):
 
 
 def _schemas(root):
-    """The schemas of csrc/library.cpp with their comments, in its order."""
+    """The schemas of csrc/declarations.cpp and csrc/library.cpp with their comments, in their order."""
     lines = [
         "# torch.ops.liger",
         "",
-        "The schemas of the ops, as `csrc/library.cpp` registers them, with its comments. The public functions call",
+        "The schemas of the ops, as `csrc/library.cpp` registers them, with their comments. The public functions call",
         "these ops; code in TorchScript, `torch.export` or C++ calls them directly. A name that ends in an underscore",
         "writes arguments. An output that is not requested is an empty tensor.",
         "",
     ]
     comment = []
-    for line in (
-        (root / "csrc/library.cpp").read_text().partition("STABLE_TORCH_LIBRARY(liger, m) {")[2].splitlines()
-    ):
-        text = line.strip()
+    for text in map(str.strip, _definitions(root)):
         found = _DEFINITION.search(text)
         if text.startswith("//"):
             comment.append(text.removeprefix("//").strip())
@@ -99,9 +96,14 @@ def _schemas(root):
             comment = []
         elif not text:
             comment = []
-        if text == "}":
-            break
     return "\n".join(lines)
+
+
+def _definitions(root):
+    """The lines with the schemas."""
+    for file, start in (("declarations", "all = {"), ("library", "STABLE_TORCH_LIBRARY(liger, m) {")):
+        text = (root / f"csrc/{file}.cpp").read_text().partition(start)[2]
+        yield from text.partition("\n}")[0].splitlines()
 
 
 def _wrapped(schema):

@@ -25,7 +25,11 @@ OPS = sorted(
     if name.startswith("liger::")
 )
 # Host functions: they look at metadata and give no tensors back.
-HELPERS = [op for op in OPS if op.startswith(("build_", "check_", "plan_", "lay_out_chunks", "default_"))]
+HELPERS = [
+    op
+    for op in OPS
+    if op.startswith(("build_", "check_", "declarations", "plan_", "lay_out_chunks", "default_"))
+]
 COMPOSITES = [
     op
     for op in OPS
@@ -84,11 +88,12 @@ def test_every_op_has_samples():
 
 
 def test_the_schemas_of_the_source_are_the_ones_loaded():
-    source = Path(__file__).parents[2] / "csrc" / "library.cpp"
-    if not source.is_file():
+    csrc = Path(__file__).parents[2] / "csrc"
+    if not csrc.is_dir():
         pytest.skip("not a checkout")
-    text = re.sub(r'"\s*\n\s*"', "", source.read_text()).replace('\\"', "'")
-    schemas = {s.partition("(")[0]: s for s in re.findall(r'm\.def\(\s*"([^"]+)"', text)}
+    text = (csrc / "declarations.cpp").read_text() + (csrc / "library.cpp").read_text()
+    found = re.findall(r'"(\w+\([^"]*-> [^"]*)"', text.replace('\\"', "'"))
+    schemas = {schema.partition("(")[0]: schema for schema in found}
     assert sorted(schemas) == OPS
     for op, schema in schemas.items():
         assert str(torch._C.parse_schema(f"liger::{schema}")) == str(overload(op)._schema)

@@ -8,7 +8,7 @@ import liger  # noqa: F401  registers the ops
 
 RELEASED = pathlib.Path(__file__).parents[1] / "packaging/released_schemas.txt"
 # Ops that other ops and commands call, and no graph contains.
-INTERNAL = ("build_info", "check_", "plan_", "lay_out_")
+INTERNAL = ("build_info", "check_", "declarations", "plan_", "lay_out_")
 
 
 def current():

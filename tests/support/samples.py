@@ -366,6 +366,7 @@ SAMPLES = {
     "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
     "build_info": lambda d: [()],
+    "declarations": lambda d: [()],
     "default_memory_budget": lambda d: [()],
     "plan_sizes_sm90": lambda d: [()],
     "plan_split_k_sums_sm90": lambda d: [(1000, 640, 2)],

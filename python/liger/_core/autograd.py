@@ -340,6 +340,7 @@ def refuse_gradient_outputs(op, grads):
         refuse_second_derivative(op)
 
 
+@functools.lru_cache(None)
 def forbid_autograd(op_name):
     """For an op that writes its arguments, such as ``"swiglu_backward_"``: refuses autograd, raises version counters.
 

@@ -1,4 +1,4 @@
-"""Gated activations, ``activation(gate) * up``: the torch kernels, fakes, autograd and vmap of swiglu and geglu.
+"""Gated activations, ``activation(gate) * up``: the torch kernels of swiglu and geglu, and their in-place forms.
 
 Only the inputs are saved: the backward recomputes the activation. The packed form has gate and up side by side in the
 last dimension of one tensor, the output of a merged projection. ``options`` are the arguments of an op after its
@@ -9,7 +9,6 @@ import torch
 
 from .arguments import FLAG, check
 from .autograd import (
-    differentiable,
     differentiable_once,
     forbid_autograd,
     may_write_inputs,
@@ -17,11 +16,10 @@ from .autograd import (
     non_overlapping,
     refuse_inplace_leaf,
 )
+from .declared import derive
 from .dtypes import accumulate_dtype
-from .fakes import register_fake
 from .memory_format import laid_out_like
 from .types import Activation, Approximate
-from .vmap import refuse_mapped_scalars, to_front
 
 # --- formulas -----------------------------------------------------------------------------------------------------
 
@@ -132,45 +130,7 @@ def packed_backward_(op, grad_out, gate_up, activation):
     gate_up.copy_(torch.cat(grads, -1))
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
-
-
-def _fake_product(gate, up, *options):
-    return torch.empty_like(gate)
-
-
-def _fake_backward(grad_out, gate, up, emit_product=False, *options):
-    product = torch.empty_like(gate) if emit_product else gate.new_empty(0)
-    return torch.empty_like(gate), torch.empty_like(up), product
-
-
-def _fake_packed(gate_up, *options):
-    return _product_like(gate_up)
-
-
-def _fake_packed_backward(grad_out, gate_up, emit_product=False, *options):
-    return torch.empty_like(gate_up), _product_like(gate_up) if emit_product else gate_up.new_empty(0)
-
-
-def _fake_writing(*args):
-    return None
-
-
-def _register_fakes(name):
-    fakes = {
-        "": _fake_product,
-        "_backward": _fake_backward,
-        "_packed": _fake_packed,
-        "_packed_backward": _fake_packed_backward,
-        "_backward_": _fake_writing,
-        "_backward_product_": _fake_writing,
-        "_packed_backward_": _fake_writing,
-    }
-    for suffix, fake in fakes.items():
-        register_fake(f"liger::{name}{suffix}")(fake)
-
-
-# --- autograd and vmap --------------------------------------------------------------------------------------------
+# --- the forms that write -----------------------------------------------------------------------------------------
 
 
 class _Form:
@@ -181,17 +141,6 @@ class _Form:
         count = len(arguments)
         self.backward_op = getattr(torch.ops.liger, f"{name}_backward").default
         self.backward_op_ = forbid_autograd(f"{name}_backward_")
-        op = getattr(torch.ops.liger, name).default
-
-        def setup(ctx, inputs, output):
-            ctx.save_for_backward(*inputs[:count])
-            ctx.options = inputs[count:]
-
-        @differentiable_once(name)
-        def functional_backward(ctx, grad_out):
-            grads = self.backward_op(grad_out, *ctx.saved_tensors, False, *ctx.options)[:count]
-            needed = (grad if need else None for grad, need in zip(grads, ctx.needs_input_grad, strict=False))
-            return *needed, *(None for _ in ctx.options)
 
         @differentiable_once(name)
         def inplace_backward(ctx, grad_out):
@@ -204,8 +153,7 @@ class _Form:
             return None, None, *inputs
 
         self.inplace_backward = inplace_backward
-        self.op = differentiable(op, setup, functional_backward)
-        torch.library.register_vmap(f"liger::{name}", _elementwise(op, count))
+        self.op = derive(name)
 
     def __call__(self, tensors, inplace, *options):
         if inplace is not False:
@@ -239,20 +187,6 @@ class _Inplace(torch.autograd.Function):
         return ctx.form.inplace_backward(ctx, grad_out)
 
 
-def _elementwise(op, tensors):
-    """vmap rule of an op whose first ``tensors`` arguments may have any leading dimensions."""
-
-    def rule(info, in_dims, *args):
-        mapped = [to_front(args[i], in_dims[i], info.batch_size) for i in range(tensors)]
-        if tensors == 1:
-            refuse_mapped_scalars(op._opname, op._schema.arguments[0].name, mapped[0])
-        return op(*mapped, *args[tensors:]), 0
-
-    return rule
-
-
 def gated_forms(name):
-    """Registers fakes, autograd and vmap of a family. Returns its two forms: (gate and up, packed)."""
-    _register_fakes(name)
-    forbid_autograd(f"{name}_backward_product_")
+    """The two forms of a family: (gate and up, packed)."""
     return _Form(name, ("gate", "up")), _Form(f"{name}_packed", ("gate_up",))

@@ -13,118 +13,40 @@ loss whose denominator needs a reduction of its own.
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from .._core.declared import declarations, result_names
 from .._core.placements import is_sharded, restrict_sharding, where_sharded
 from ._call import Call
 from ._loss_rules import LOSS_RULES
 
 
-def _norm(call):
-    x = call["x"]
-    rows = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(rows, "x", "residual", "gate")
-    call.redistribute(call.replicated, "weight")
-    *ys, rstd = call.run()
-    group_size = call.arguments.get("group_size")
-    groups = () if group_size is None else (x.shape[-1] // group_size,)
-    return *(call.wrap(y, rows, x.shape) for y in ys), call.wrap(rstd, rows, (*x.shape[:-1], *groups))
+def _declared(declaration):
+    """The rule of the ops of a declaration: each rank works on its shard of the independent dimensions with all of the
+    parameters, whose gradients are partial sums."""
 
+    def rule(call):
+        given = dict(call.arguments)
+        main = given[declaration.main_of(given)]
+        if not isinstance(main, DTensor):
+            main = next(iter(call.distributed.values()))
+        lead = declaration.independent(main)
+        rows = restrict_sharding(main, range(lead))
+        for name in call.distributed:
+            call.redistribute(call.replicated if declaration.is_parameter(name) else rows, name)
 
-def _norm_backward(call):
-    main = "new_residual" if "new_residual" in call.arguments else "x"
-    x, need_weight = call[main], call["need_grad_weight"] and call["weight"] is not None
-    rows = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(rows, main, "gate", "rstd", "grad_y", "grad_new_residual")
-    call.redistribute(call.replicated, "weight")
-    *grads, grad_weight = call.run()
-    needed = (call[f"need_grad_{name}"] for name in ("x", "gate")[: len(grads)])
-    return (
-        *(
-            call.wrap(grad, rows, x.shape) if need else call.placeholder(grad)
-            for grad, need in zip(grads, needed, strict=True)
-        ),
-        call.wrap(grad_weight, where_sharded(rows, Partial()))
-        if need_weight
-        else call.placeholder(grad_weight),
-    )
+        def wrapped(name, local):
+            needed = given.get(f"need_{name}", given.get(f"emit_{name}", True))
+            if not needed or given.get(name.removeprefix("grad_"), main) is None:
+                return call.placeholder(local)
+            if declaration.is_parameter(name):
+                return call.wrap(local, where_sharded(rows, Partial()))
+            return call.wrap(local, rows, (*main.shape[:lead], *local.shape[lead:]))
 
+        results = call.run()
+        if not isinstance(results, tuple):
+            return None if results is None else wrapped(*result_names(call.name), results)
+        return tuple(map(wrapped, result_names(call.name), results))
 
-def _moment_norm(call):
-    """layer_norm, whose rows are independent, and group_norm, whose samples are."""
-    x = call["x"]
-    is_group_norm = "num_groups" in call.arguments
-    rows = restrict_sharding(x, (0,) if is_group_norm else range(x.dim() - 1))
-    call.redistribute(rows, "x")
-    call.redistribute(call.replicated, "weight", "bias")
-    y, mean, rstd = call.run()
-    leading = (x.shape[0], call["num_groups"]) if is_group_norm else x.shape[:-1]
-    return call.wrap(y, rows, x.shape), call.wrap(mean, rows, leading), call.wrap(rstd, rows, leading)
-
-
-def _moment_norm_backward(call):
-    x = call["x"]
-    rows = restrict_sharding(x, (0,) if "num_groups" in call.arguments else range(x.dim() - 1))
-    needed = [call[f"need_grad_{name}"] and call[name] is not None for name in ("weight", "bias")]
-    call.redistribute(rows, "x", "mean", "rstd", "grad_y")
-    call.redistribute(call.replicated, "weight", "bias")
-    grad_x, *grads = call.run()
-    partial = where_sharded(rows, Partial())
-    return (
-        call.wrap(grad_x, rows, x.shape) if call["need_grad_x"] else call.placeholder(grad_x),
-        *(
-            call.wrap(g, partial) if need else call.placeholder(g)
-            for g, need in zip(grads, needed, strict=True)
-        ),
-    )
-
-
-def _gated(call):
-    gate = call["gate"]
-    placements = restrict_sharding(gate, range(gate.dim()))
-    call.redistribute(placements, "gate", "up")
-    return call.wrap(call.run(), placements, gate.shape)
-
-
-def _gated_backward(call):
-    gate = call["gate"]
-    placements = restrict_sharding(gate, range(gate.dim()))
-    call.redistribute(placements, "grad_out", "gate", "up")
-    grad_gate, grad_up, product = call.run()
-    return (
-        call.wrap(grad_gate, placements, gate.shape),
-        call.wrap(grad_up, placements, gate.shape),
-        call.wrap(product, placements, gate.shape) if call["emit_product"] else call.placeholder(product),
-    )
-
-
-def _gated_backward_(call):
-    gate = call["gate"]
-    call.redistribute(restrict_sharding(gate, range(gate.dim())), "grad_out", "gate", "up")
-    call.run()
-
-
-def _redistribute_packed(call):
-    """Only tokens can be sharded: a shard of the last dimension of gate_up has gate without up, or up without gate."""
-    gate_up = call["gate_up"]
-    tokens = restrict_sharding(gate_up, range(gate_up.dim() - 1))
-    call.redistribute(tokens, "grad_out", "gate_up")
-    return tokens, gate_up.shape, (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-def _gated_packed(call):
-    tokens, _, half = _redistribute_packed(call)
-    return call.wrap(call.run(), tokens, half)
-
-
-def _gated_packed_backward(call):
-    tokens, whole, half = _redistribute_packed(call)
-    grad_gate_up, product = call.run()
-    product = call.wrap(product, tokens, half) if call["emit_product"] else call.placeholder(product)
-    return call.wrap(grad_gate_up, tokens, whole), product
-
-
-def _gated_packed_backward_(call):
-    _redistribute_packed(call)
-    call.run()
+    return rule
 
 
 _TILED_PARAMETERS = ("gate_weight", "up_weight", "down_weight", "gate_bias", "up_bias", "down_bias")
@@ -277,55 +199,13 @@ def _rescale_(call):
     call.run()
 
 
-def _elementwise(call):
-    x = call["x"]
-    placements = restrict_sharding(x, range(x.dim()))
-    call.redistribute(placements, "x", "grad_y")
-    return call.wrap(call.run(), placements, x.shape)
-
-
-def _softmax(call):
-    name = "x" if "x" in call.arguments else "y"
-    x = call[name]
-    rows = restrict_sharding(x, range(x.dim() - 1))
-    call.redistribute(rows, name, "grad_y")
-    return call.wrap(call.run(), rows, x.shape)
-
-
-def _gated_rules(name):
-    return {
-        name: _gated,
-        f"{name}_backward": _gated_backward,
-        f"{name}_backward_": _gated_backward_,
-        f"{name}_backward_product_": _gated_backward_,
-        f"{name}_packed": _gated_packed,
-        f"{name}_packed_backward": _gated_packed_backward,
-        f"{name}_packed_backward_": _gated_packed_backward_,
-    }
-
-
 RULES = {
-    "rms_norm": _norm,
-    "rms_norm_backward": _norm_backward,
-    "fused_add_rms_norm": _norm,
-    "fused_add_rms_norm_backward": _norm_backward,
-    "rms_norm_gated": _norm,
-    "rms_norm_gated_backward": _norm_backward,
-    "layer_norm": _moment_norm,
-    "layer_norm_backward": _moment_norm_backward,
-    "group_norm": _moment_norm,
-    "group_norm_backward": _moment_norm_backward,
+    **{op: _declared(declaration) for op, declaration in declarations().items()},
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope_,
     "qk_norm_rope": _qk_norm_rope,
     "qk_norm_rope_backward": _qk_norm_rope_backward,
-    **_gated_rules("swiglu"),
-    **_gated_rules("geglu"),
-    "relu_squared": _elementwise,
-    "relu_squared_backward": _elementwise,
-    "softmax": _softmax,
-    "softmax_backward": _softmax,
     "tiled_mlp_forward": _tiled_mlp,
     "tiled_mlp_backward": _tiled_mlp_backward,
     "grouped_experts_forward": _grouped_experts,

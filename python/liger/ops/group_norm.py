@@ -1,4 +1,4 @@
-"""Group normalisation (Wu and He, arXiv 1803.08494): reference kernels, fakes, autograd, API.
+"""Group normalisation (Wu and He, arXiv 1803.08494): torch kernels, API.
 
 The channels of a sample form groups of consecutive channels. The elements of a group, over all positions, are
 normalised by their mean and variance like a row of :mod:`liger.ops.layer_norm`. Weight and bias have one value per
@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 
 from .._core.arguments import INTEGER, NOT_NEGATIVE, arguments
-from .._core.autograd import differentiable
+from .._core.declared import derive
 from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
-from .._core.moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
+from .._core.moment_norm import parameter_grad, rows_grad, rows_normalised
 from ..backend import register_family
 
 
@@ -65,36 +64,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::group_norm")
-def _(x, num_groups, weight=None, bias=None, eps=1e-5):
-    mean, rstd = (x.new_empty(x.shape[0], num_groups, dtype=accumulate_dtype(x.dtype)) for _ in range(2))
-    return torch.empty_like(x), mean, rstd
-
-
-@register_fake("liger::group_norm_backward")
-def _(grad_y, x, num_groups, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias):
-    return fake_backward(x, weight, bias, need_grad_x, need_grad_weight, need_grad_bias)
-
-
-# --- autograd and vmap --------------------------------------------------------------------------------------------
-
-_group_norm = differentiable(
-    torch.ops.liger.group_norm.default, *formula("group_norm", torch.ops.liger.group_norm_backward.default, 1)
-)
-
-
-# The mapped dimension becomes more samples.
-torch.library.register_vmap(
-    "liger::group_norm",
-    vmap_rule(
-        torch.ops.liger.group_norm.default,
-        lambda x: x.flatten(0, 1),
-        lambda output, sizes: output.unflatten(0, sizes),
-    ),
-)
+_group_norm = derive("group_norm")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

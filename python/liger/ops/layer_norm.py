@@ -1,4 +1,4 @@
-"""Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450): reference kernels, fakes, autograd, API.
+"""Layer normalisation (Ba, Kiros and Hinton, arXiv 1607.06450): torch kernels, API.
 
 With ``m`` and ``v`` the mean and the variance of a row, ``y = (x - m) * rsqrt(v + eps) * weight + bias``, in float32
 with one rounding at the end. The variance is the mean of ``(x - m)^2``, never the difference of two large numbers.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from .._core.arguments import NOT_NEGATIVE, arguments
-from .._core.autograd import differentiable
+from .._core.declared import derive
 from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
-from .._core.moment_norm import fake_backward, formula, parameter_grad, rows_grad, rows_normalised, vmap_rule
+from .._core.moment_norm import parameter_grad, rows_grad, rows_normalised
 from ..backend import register_family
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -51,32 +50,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::layer_norm")
-def _(x, weight=None, bias=None, eps=1e-5):
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype)) for _ in range(2))
-    return torch.empty_like(x), mean, rstd
-
-
-@register_fake("liger::layer_norm_backward")
-def _(grad_y, x, weight, bias, mean, rstd, need_grad_x, need_grad_weight, need_grad_bias):
-    return fake_backward(x, weight, bias, need_grad_x, need_grad_weight, need_grad_bias)
-
-
-# --- autograd and vmap --------------------------------------------------------------------------------------------
-
-_layer_norm = differentiable(
-    torch.ops.liger.layer_norm.default, *formula("layer_norm", torch.ops.liger.layer_norm_backward.default)
-)
-
-
-# The mapped dimension becomes one more dimension of rows.
-torch.library.register_vmap(
-    "liger::layer_norm",
-    vmap_rule(torch.ops.liger.layer_norm.default, lambda x: x, lambda output, _sizes: output),
-)
+_layer_norm = derive("layer_norm")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

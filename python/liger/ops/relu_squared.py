@@ -1,14 +1,12 @@
-"""Squared ReLU, ``relu(x)^2`` (So et al., arXiv 2109.08668): reference kernels, fakes, autograd, API."""
+"""Squared ReLU, ``relu(x)^2`` (So et al., arXiv 2109.08668): torch kernels, API."""
 
 from __future__ import annotations
 
 import torch
 
 from .._core.arguments import arguments
-from .._core.autograd import differentiable, differentiable_once
+from .._core.declared import derive
 from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
-from .._core.vmap import to_front
 from ..backend import register_family
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -33,37 +31,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::relu_squared")
-def _(x):
-    return torch.empty_like(x)
-
-
-@register_fake("liger::relu_squared_backward")
-def _(grad_y, x):
-    return torch.empty_like(x)
-
-
-# --- autograd and vmap --------------------------------------------------------------------------------------------
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-@differentiable_once("relu_squared")
-def _backward(ctx, grad_y):
-    return (torch.ops.liger.relu_squared_backward.default(grad_y, *ctx.saved_tensors),)
-
-
-_relu_squared = differentiable(torch.ops.liger.relu_squared.default, _setup, _backward)
-
-
-@torch.library.register_vmap("liger::relu_squared")
-def _(info, in_dims, x):
-    return torch.ops.liger.relu_squared(to_front(x, in_dims[0], info.batch_size)), 0
+_relu_squared = derive("relu_squared")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467): reference kernels, fakes, autograd, API.
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467): torch kernels, API.
 
 With ``s = rsqrt(mean(x^2) + eps)`` per row and ``w = offset + weight``, ``y = x * s * w``. Casting modes:
 
@@ -12,12 +12,10 @@ from __future__ import annotations
 import torch
 
 from .._core.arguments import FINITE, NOT_NEGATIVE, TEXT, arguments
-from .._core.autograd import differentiable, differentiable_once
+from .._core.declared import derive
 from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
 from .._core.memory_format import laid_out_like
 from .._core.types import CastingMode
-from .._core.vmap import to_front
 from ..backend import register_family
 
 
@@ -127,123 +125,8 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::rms_norm")
-def _(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
-
-
-@register_fake("liger::fused_add_rms_norm")
-def _(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    rstd = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
-    return torch.empty_like(x), torch.empty_like(x), rstd
-
-
-def _fake_backward(x, weight, need_grad_x, need_grad_weight):
-    grad_x = torch.empty_like(x) if need_grad_x else x.new_empty(0)
-    if weight is None:
-        return grad_x, x.new_empty(0)
-    return grad_x, weight.new_empty(weight.shape[0] if need_grad_weight else 0)
-
-
-@register_fake("liger::rms_norm_backward")
-def _(grad_y, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight):
-    return _fake_backward(x, weight, need_grad_x, need_grad_weight)
-
-
-@register_fake("liger::fused_add_rms_norm_backward")
-def _(
-    grad_y, grad_new_residual, new_residual, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
-):
-    return _fake_backward(new_residual, weight, need_grad_x, need_grad_weight)
-
-
-# --- autograd -----------------------------------------------------------------------------------------------------
-
-
-def _setup_rms_norm(ctx, inputs, output):
-    x, weight, _eps, ctx.offset, ctx.casting_mode = inputs
-    _y, rstd = output
-    ctx.save_for_backward(x, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-
-
-@differentiable_once("rms_norm")
-def _backward_rms_norm(ctx, grad_y, _grad_rstd):
-    if grad_y is None:
-        return None, None, None, None, None
-    x, weight, rstd = ctx.saved_tensors
-    need_x, need_weight = ctx.needs_input_grad[:2]
-    grad_x, grad_weight = torch.ops.liger.rms_norm_backward.default(
-        grad_y, x, weight, rstd, ctx.offset, ctx.casting_mode, need_x, need_weight
-    )
-    return grad_x if need_x else None, grad_weight if need_weight else None, None, None, None
-
-
-_rms_norm = differentiable(torch.ops.liger.rms_norm.default, _setup_rms_norm, _backward_rms_norm)
-
-
-def _setup_fused_add_rms_norm(ctx, inputs, output):
-    _x, _residual, weight, _eps, ctx.offset, ctx.casting_mode = inputs
-    _y, new_residual, rstd = output
-    ctx.save_for_backward(new_residual, weight, rstd)
-    # The sum does not depend on the weight.
-    constant = () if any(ctx.needs_input_grad[:2]) else (new_residual,)
-    ctx.mark_non_differentiable(rstd, *constant)
-    ctx.set_materialize_grads(False)
-
-
-@differentiable_once("fused_add_rms_norm")
-def _backward_fused_add_rms_norm(ctx, grad_y, grad_new_residual, _grad_rstd):
-    new_residual, weight, rstd = ctx.saved_tensors
-    need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
-    if grad_y is None:
-        return grad_new_residual, grad_new_residual, None, None, None, None
-    grad_x, grad_weight = torch.ops.liger.fused_add_rms_norm_backward.default(
-        grad_y, grad_new_residual, new_residual, weight, rstd, ctx.offset, ctx.casting_mode,
-        need_x or need_residual, need_weight,
-    )  # fmt: skip
-    return (
-        grad_x if need_x else None,
-        grad_x if need_residual else None,
-        grad_weight if need_weight else None,
-        None,
-        None,
-        None,
-    )
-
-
-_fused_add_rms_norm = differentiable(
-    torch.ops.liger.fused_add_rms_norm.default, _setup_fused_add_rms_norm, _backward_fused_add_rms_norm
-)
-
-
-# --- vmap ---------------------------------------------------------------------------------------------------------
-
-
-def batched_norm(op, tensors):
-    """vmap rule of a norm whose first ``tensors`` arguments are activations: the mapped dimension becomes one more
-    dimension of rows."""
-
-    def rule(info, in_dims, *args):
-        xs = [to_front(args[i], in_dims[i], info.batch_size) for i in range(tensors)]
-        weight, *options = args[tensors:]
-        dim = in_dims[tensors]
-        if dim is None:
-            outputs = op(*xs, weight, *options)
-        else:
-            each = [op(*(x[i] for x in xs), weight.select(dim, i), *options) for i in range(info.batch_size)]
-            outputs = tuple(map(torch.stack, zip(*each, strict=True)))
-        return outputs, (0,) * len(outputs)
-
-    return rule
-
-
-torch.library.register_vmap("liger::rms_norm", batched_norm(torch.ops.liger.rms_norm, 1))
-torch.library.register_vmap("liger::fused_add_rms_norm", batched_norm(torch.ops.liger.fused_add_rms_norm, 2))
+_rms_norm = derive("rms_norm")
+_fused_add_rms_norm = derive("fused_add_rms_norm")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

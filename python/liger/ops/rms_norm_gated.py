@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation with a gate: reference kernels, fakes, autograd, API.
+"""Root-mean-square normalisation with a gate: torch kernels, API.
 
 With ``a = silu(gate)`` or ``sigmoid(gate)`` and ``w = offset + weight``: ``y = rms_norm(x) * w * a`` (norm before
 gate), or ``y = rms_norm(x * a) * w``. Casting modes, as in ``rms_norm`` and the classes of transformers:
@@ -14,13 +14,11 @@ from __future__ import annotations
 import torch
 
 from .._core.arguments import COUNT, FINITE, FLAG, NOT_NEGATIVE, TEXT, arguments, check
-from .._core.autograd import differentiable, differentiable_once
+from .._core.declared import derive
 from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
 from .._core.memory_format import laid_out_like
 from .._core.types import CastingMode, GateActivation
 from ..backend import register_family
-from .rms_norm import batched_norm
 
 
 def _activate(gate, casting_mode, activation):
@@ -126,56 +124,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::rms_norm_gated")
-def _(
-    x, gate, weight, eps=1e-6, offset=0.0, casting_mode="llama", group_size=None, norm_before_gate=True,
-    activation="silu",
-):  # fmt: skip
-    leading = x.shape[:-1] if group_size is None else (*x.shape[:-1], x.shape[-1] // group_size)
-    return torch.empty_like(x), x.new_empty(leading, dtype=accumulate_dtype(x.dtype))
-
-
-@register_fake("liger::rms_norm_gated_backward")
-def _(
-    grad_y, x, gate, weight, rstd, offset, casting_mode, group_size, norm_before_gate, activation,
-    need_grad_x, need_grad_gate, need_grad_weight,
-):  # fmt: skip
-    grad_x = torch.empty_like(x) if need_grad_x else x.new_empty(0)
-    grad_gate = torch.empty_like(gate) if need_grad_gate else gate.new_empty(0)
-    if weight is None:
-        return grad_x, grad_gate, x.new_empty(0)
-    return grad_x, grad_gate, weight.new_empty(weight.shape[0] if need_grad_weight else 0)
-
-
-# --- autograd -----------------------------------------------------------------------------------------------------
-
-
-def _setup(ctx, inputs, output):
-    x, gate, weight, _eps, *ctx.options = inputs
-    _y, rstd = output
-    ctx.save_for_backward(x, gate, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-
-
-@differentiable_once("rms_norm_gated")
-def _backward(ctx, grad_y, _grad_rstd):
-    grads = None, None, None
-    if grad_y is not None:
-        x, gate, weight, rstd = ctx.saved_tensors
-        needed = ctx.needs_input_grad[:3]
-        results = torch.ops.liger.rms_norm_gated_backward.default(
-            grad_y, x, gate, weight, rstd, *ctx.options, *needed
-        )
-        grads = tuple(grad if need else None for grad, need in zip(results, needed, strict=True))
-    return *grads, None, None, None, None, None, None
-
-
-_rms_norm_gated = differentiable(torch.ops.liger.rms_norm_gated.default, _setup, _backward)
-torch.library.register_vmap("liger::rms_norm_gated", batched_norm(torch.ops.liger.rms_norm_gated, 2))
+_rms_norm_gated = derive("rms_norm_gated")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------

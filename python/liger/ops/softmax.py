@@ -1,14 +1,12 @@
-"""Softmax over the last dimension: reference kernels, fakes, autograd, API."""
+"""Softmax over the last dimension: torch kernels, API."""
 
 from __future__ import annotations
 
 import torch
 
 from .._core.arguments import arguments
-from .._core.autograd import differentiable, differentiable_once
+from .._core.declared import derive
 from .._core.dtypes import accumulate_dtype
-from .._core.fakes import register_fake
-from .._core.vmap import refuse_mapped_scalars, to_front
 from ..backend import register_family
 
 # --- torch backend ----------------------------------------------------------------------------------------------
@@ -33,39 +31,7 @@ register_family(
 )
 
 
-# --- fakes --------------------------------------------------------------------------------------------------------
-
-
-@register_fake("liger::softmax")
-def _(x):
-    return torch.empty_like(x)
-
-
-@register_fake("liger::softmax_backward")
-def _(grad_y, y):
-    return torch.empty_like(y)
-
-
-# --- autograd and vmap --------------------------------------------------------------------------------------------
-
-
-def _setup(ctx, inputs, output):
-    ctx.save_for_backward(output)
-
-
-@differentiable_once("softmax")
-def _backward(ctx, grad_y):
-    return (torch.ops.liger.softmax_backward.default(grad_y, *ctx.saved_tensors),)
-
-
-_softmax = differentiable(torch.ops.liger.softmax.default, _setup, _backward)
-
-
-@torch.library.register_vmap("liger::softmax")
-def _(info, in_dims, x):
-    x = to_front(x, in_dims[0], info.batch_size)
-    refuse_mapped_scalars("softmax", "x", x)
-    return torch.ops.liger.softmax(x), 0
+_softmax = derive("softmax")
 
 
 # --- public API ---------------------------------------------------------------------------------------------------
