@@ -109,8 +109,7 @@ message(STATUS "liger: CUDA ${CMAKE_CUDA_COMPILER_VERSION} kernels for ${LIGER_C
 
 # ninja runs one nvcc per source and core; cores that this leaves over compile architectures side by side.
 cmake_host_system_information(RESULT cores QUERY NUMBER_OF_LOGICAL_CORES)
-set(sources ${LIGER_CUDA_OPS} ${LIGER_CUDA_HELPERS})
-list(LENGTH sources sources)
+list(LENGTH LIGER_CUDA_SOURCES sources)
 math(EXPR nvcc_threads "(${cores} + ${sources} - 1) / ${sources}")
 
 add_library(liger_cuda_flags INTERFACE)

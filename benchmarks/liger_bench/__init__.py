@@ -3,8 +3,11 @@
 It is run from a checkout and is not part of the wheel: python/liger_cli/bench.py says how it is found.
 """
 
-# Each has a module bench_<op>.py with a function rows(options).
-OPS = (
-    "rms_norm", "rms_norm_gated", "layer_norm", "swiglu", "geglu", "relu_squared", "softmax", "rope", "qk_norm_rope",
-    "cross_entropy", "fused_linear_ce", "heads", "logprobs", "tiled_mlp", "experts", "divergence", "preference",
-)  # fmt: skip
+from pathlib import Path
+
+# The modules bench_<op>.py with a function rows(options); the others are programs of their own.
+OPS = tuple(
+    file.stem.removeprefix("bench_")
+    for file in sorted(Path(__file__).parent.glob("bench_*.py"))
+    if "\ndef rows(" in file.read_text()
+)

@@ -12,7 +12,20 @@ import torch
 import liger
 
 from .candidates import Candidate, liger_kernel, ours, peer, providers, selected
+from .goals import Goal
 from .harness import FASTEST, Contest, Provider, Row, Work, float32_reference, normal, works
+
+GOALS = (
+    *(
+        Goal(
+            f"experts forward and backward {shape} 8192 tokens",
+            "x dense GEMMs",
+            bound,
+            no_more_than="transformers eager",
+        )
+        for shape, bound in (("mixtral", 1.25), ("qwen3-moe", 2.0), ("gpt-oss", 1.6))
+    ),
+)
 
 CEILING = "dense GEMMs"
 GPT_OSS = {

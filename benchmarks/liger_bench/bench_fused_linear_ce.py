@@ -16,8 +16,21 @@ from .candidates import (
     quack,
     selected,
 )
+from .goals import GEMMS, Goal
 from .harness import VOCABULARIES, Contest, Provider, Row, training_work
 from .head_inputs import REFERENCE_ROWS, head_gemms, layer
+
+# The gradients of that lm_head, which every method returns, plus 128 MiB.
+SMALL_MIB = (16384 + 128256) * 4096 * 2 / 2**20 + 128
+GOALS = (
+    Goal("fused_linear_ce 16384x4096x128256", GEMMS, 1.03, 1640, exact=True),
+    Goal("fused_linear_ce 4096x4096x128256", GEMMS, 1.05, 1550, exact=True),
+    Goal("fused_linear_ce 16384x2048x128256", GEMMS, 1.08, 1070, exact=True),
+    Goal("fused_linear_ce 32768x4096x32000", GEMMS, 1.03, 1020, exact=True),
+    Goal("fused_linear_ce 16384x4096x128256", GEMMS, 1.12, SMALL_MIB),
+    Goal("fused_linear_ce 16384x4096x128256, half ignored", GEMMS, 0.55),
+    Goal("fused_linear_ce 16384x4096x128256, prompts ignored", GEMMS, 0.55),
+)
 
 LOW = " low-precision sum"
 SMALL = f"{LOW}, small"

@@ -7,6 +7,14 @@ import torch.nn.functional as F
 import liger
 
 from .gated import Family, family_rows
+from .goals import COPY, Goal
+
+GOALS = (
+    Goal("geglu forward 16384x14336", COPY, 1.00),
+    Goal("geglu backward 16384x14336", COPY, 1.00),
+    Goal("geglu_packed forward 16384x14336", COPY, 1.00),
+    Goal("geglu_packed backward 16384x14336", COPY, 1.00),
+)
 
 GEGLU = Family(
     "geglu",

@@ -26,8 +26,37 @@ from .candidates import (
     quack,
     selected,
 )
+from .goals import GEMMS, Goal
 from .harness import Contest, normal, training_work
 from .head_inputs import float32_reference, layer
+
+GOALS = (
+    Goal("heads Llama-3.2-1B 8192x2048x128256", GEMMS, 1.03, 1070),
+    Goal("heads Qwen3-4B 8192x2560x151936", GEMMS, 1.03),
+    Goal("heads Qwen3-8B 8192x4096x151936", GEMMS, 1.00),
+    Goal("heads Qwen3.5-2B 16384x2048x248320", GEMMS, 1.03),
+    Goal("heads gemma-3-270m 8192x640x262144", GEMMS, 1.10, 900),
+    Goal("heads gemma-3-1b 8192x1152x262144", GEMMS, 1.08, 1150),
+    Goal("heads Qwen2.5-0.5B 8192x896x151936", GEMMS, 1.08, 800),
+    Goal("heads gpt-oss-20b 8192x2880x201088", GEMMS, 1.04, 1900),
+    Goal("heads Phi-3 8192x3072x32064", GEMMS, 1.00, 500),
+    Goal("heads Llama-3.2-1B, one class more 8192x2048x128257", GEMMS, 1.06, 1100),
+    Goal("heads Llama-3.2-1B 8192x2048x128256, float16", GEMMS, 1.00, 1100),
+    Goal("heads gemma-2-2b 8192x2304x256000, softcap 30", GEMMS, 1.06, 1900),
+    Goal("heads Llama-3.2-1B 8192x2048x128256, bias", GEMMS, 1.05, 1100),
+    Goal("heads Llama-3.2-1B 8192x2048x128256, label smoothing 0.1", GEMMS, 1.04, 1100),
+    Goal("heads Llama-3-8B 512x4096x128256", GEMMS, 1.03),
+    Goal("heads Llama-3.2-1B 131072x2048x128256", GEMMS, 1.03),
+    # The kept exponentials, the gradients, and 64 MiB.
+    Goal("heads logprobs Llama-3.2-1B 8192x2048x128256, budget 2004 MiB", GEMMS, 1.06, 2004 + 533 + 64),
+    Goal("heads logprobs Llama-3.2-1B 8192x2048x128256, default budget", GEMMS, 1.38, 1100),
+    Goal(
+        "heads logprobs Llama-3.2-1B 8192x2048x128256, budget 2004 MiB, temperature 0.7, entropy", GEMMS, 1.15
+    ),
+    Goal(
+        "heads logprobs Llama-3.2-1B 8192x2048x128256, default budget, temperature 0.7, entropy", GEMMS, 1.48
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,13 @@ import torch.nn.functional as F
 import liger
 
 from .candidates import Candidate, compiled, liger_kernel, ours, peer, providers, selected
+from .goals import COPY, Goal
 from .harness import SIZES, Contest, Row, float32_reference, normal, works
+
+GOALS = (
+    Goal("layer_norm forward 16384x4096", COPY, 0.95),
+    Goal("layer_norm backward 16384x4096", COPY, 0.90),
+)
 
 EPS = 1e-5
 WORKS = works(("y",), ("grad_y",), ("x", "weight", "bias"))

@@ -13,8 +13,19 @@ import liger
 from liger import losses
 
 from .candidates import Candidate, liger_kernel, ours, peer, providers, selected
+from .goals import GEMMS, Goal
 from .harness import Contest, Provider, Row, float32_reference, normal, targets, training_work
 from .head_inputs import head_gemms
+
+GOALS = (
+    Goal("dpo 8x1024x4096x128256", "x four GEMMs", 1.06, 1600),
+    Goal("kto 8x1024x4096x128256", "x four GEMMs", 1.06),
+    Goal("fused_linear_jsd 8x1024x4096x128256", "x four GEMMs", 1.15, 1600),
+    Goal("jsd 8x1024x4096x128256", "x four GEMMs", 1.15, 1600),
+    Goal("orpo 8x1024x4096x128256", GEMMS, 1.06),
+    Goal("simpo 8x1024x4096x128256", GEMMS, 1.06),
+    Goal("grpo 8x1024x4096x128256", GEMMS, 1.06, 1600),
+)
 
 LOW = " low-precision sum"
 BETA, GAMMA, EPSILON = 0.1, 0.5, 0.2

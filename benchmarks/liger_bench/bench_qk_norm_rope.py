@@ -7,7 +7,13 @@ import liger
 from .bench_rope import eager as eager_rope
 from .bench_rope import inputs as rope_inputs
 from .candidates import Candidate, compiled, ours, providers, selected
+from .goals import COPY, Goal
 from .harness import FASTEST, Row, float32_reference, normal, works
+
+GOALS = (
+    Goal("qk_norm_rope forward q(4,32,4096,128) k(4,8,4096,128)", COPY, 0.90),
+    Goal("qk_norm_rope backward q(4,32,4096,128) k(4,8,4096,128)", COPY, 0.90),
+)
 
 EPS = 1e-6
 WORKS = works(("q_out", "k_out"), ("grad_q", "grad_k"), ("q", "k", "q_weight", "k_weight"))

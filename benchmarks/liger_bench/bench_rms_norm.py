@@ -17,7 +17,19 @@ from .candidates import (
     quack,
     selected,
 )
+from .goals import COPY, Goal
 from .harness import SIZES, Contest, Provider, Row, Work, float32_reference, normal, works
+
+GOALS = (
+    Goal("rms_norm forward 16384x4096", COPY, 0.95),
+    Goal("rms_norm forward 4096x4096", "TB/s", 3.3),
+    Goal("rms_norm backward 16384x4096", COPY, 0.90),
+    Goal("rms_norm backward 16384x8192", COPY, 0.90),
+    Goal("rms_norm backward 16384x2048", COPY, 0.90),
+    Goal("rms_norm backward 4096x4096", "TB/s", 2.5),
+    Goal("rms_norm host time, forward with grad", "us", 25),
+    Goal("rms_norm host time, forward and backward", "us", 120),
+)
 
 EPS = 1e-6
 KEPT = " keeping dy"

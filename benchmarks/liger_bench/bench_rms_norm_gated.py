@@ -6,7 +6,17 @@ import torch.nn.functional as F
 import liger
 
 from .candidates import Candidate, compiled, ours, providers, selected
+from .goals import COPY, Goal
 from .harness import FASTEST, Row, float32_reference, normal, works
+
+GOALS = (
+    Goal("rms_norm_gated forward 524288x128", COPY, 0.90),
+    Goal("rms_norm_gated backward 524288x128", COPY, 0.85),
+    Goal("rms_norm_gated forward 16384x4096", COPY, 0.95),
+    Goal("rms_norm_gated backward 16384x4096", COPY, 0.90),
+    Goal("rms_norm_gated forward 16384x4096 gate first, groups of 4096", COPY, 0.95),
+    Goal("rms_norm_gated backward 16384x4096 gate first, groups of 4096", COPY, 0.90),
+)
 
 EPS = 1e-6
 WORKS = works(("y",), ("grad_y",), ("x", "gate", "weight"))

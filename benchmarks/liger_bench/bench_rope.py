@@ -15,7 +15,13 @@ from .candidates import (
     providers,
     selected,
 )
+from .goals import COPY, Goal
 from .harness import SIZES, Contest, Row, float32_reference, normal, works
+
+GOALS = (
+    Goal("rope forward q(4,32,4096,128) k(4,8,4096,128)", COPY, 0.95),
+    Goal("rope backward q(4,32,4096,128) k(4,8,4096,128)", COPY, 0.95),
+)
 
 COPIES = " on copies"
 

@@ -5,6 +5,14 @@ import torch.nn.functional as F
 import liger
 
 from .gated import Family, family_rows
+from .goals import COPY, Goal
+
+GOALS = (
+    Goal("swiglu forward 16384x14336", COPY, 1.00),
+    Goal("swiglu backward 16384x14336", COPY, 1.00),
+    Goal("swiglu_packed forward 16384x14336", COPY, 1.00),
+    Goal("swiglu_packed backward 16384x14336", COPY, 1.00),
+)
 
 SWIGLU = Family(
     "swiglu",

@@ -14,8 +14,16 @@ import liger
 import liger.nn
 
 from .candidates import liger_kernel, ours, peer, selected
-from .goals import EAGER
+from .goals import EAGER, Goal
 from .harness import Provider, Row, Work, normal
+
+GOALS = (
+    Goal("tiled_mlp 131072x4096x12288", f"x {EAGER}", 1.20, 3200),
+    *(
+        Goal(f"tiled_mlp {tokens}x4096x12288", f"x {EAGER}", bound, no_more_than=EAGER)
+        for tokens, bound in ((32768, 1.20), (8192, 1.20), (2048, 1.25))
+    ),
+)
 
 PROJECTIONS = ("gate", "up", "down")
 TOKENS = (2048, 8192, 32768, 131072)

@@ -8,9 +8,9 @@
 Later changes of the variable have no effect; :func:`backend_report` warns of them.
 
 The choice applies to CUDA tensors. The torch backend serves CPU tensors, except that ``triton`` also serves them under
-``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support, by measured speed where both were
-measured (docs/performance/dispatch.md). An explicit backend that cannot serve an op of CUDA tensors raises; it is never
-replaced.
+``TRITON_INTERPRET=1``. ``auto`` chooses among the backends that the devices support: the compiled kernels, unless the
+build has none for a device (docs/performance/dispatch.md has measurements of both). An explicit backend that cannot
+serve an op of CUDA tensors raises; it is never replaced.
 """
 
 from __future__ import annotations
@@ -45,25 +45,6 @@ BACKENDS: tuple[Backend, ...] = ("cuda", "triton", "torch")
 VARIABLE = "LIGER_BACKEND"
 # Ampere: the kernels use bfloat16 and cp.async. A binary for 8.0 also runs on 8.6 to 8.9, and its PTX on later ones.
 MIN_CAPABILITY: Capability = (8, 0)
-
-# The faster of cuda and triton, by compute capability and op, where both were measured. Elsewhere auto chooses cuda if
-# the build has a binary for the device, else triton. docs/performance/dispatch.md has the method.
-FASTER: dict[Capability, dict[str, Backend]] = {
-    (9, 0): {
-        "rms_norm": "cuda",
-        "fused_add_rms_norm": "cuda",
-        "layer_norm": "cuda",
-        "group_norm": "cuda",
-        "swiglu": "cuda",
-        "geglu": "cuda",
-        "relu_squared": "cuda",
-        "softmax": "cuda",
-        "rope": "cuda",
-        "cross_entropy": "cuda",
-        "divergence": "cuda",
-        "fused_linear_ce": "cuda",
-    },
-}
 
 _library = torch.library.Library("liger", "IMPL")
 _NO_TRITON = "triton is not installed"
@@ -174,21 +155,13 @@ def code_for(capability: Capability, architectures: Sequence[str]) -> Literal["b
 
 
 def preference(
-    name: str, capabilities: Sequence[Capability], architectures: Sequence[str]
+    capabilities: Sequence[Capability], architectures: Sequence[str]
 ) -> tuple[tuple[Backend, ...], str]:
-    """(backends in the order in which ``auto`` tries them, the reason for this order) for an op.
-
-    One backend serves an op on all devices of the process, so measurements count only if those of all devices agree.
-    """
+    """(backends in the order in which ``auto`` tries them, the reason for this order)."""
     if architectures:
         for capability in capabilities:
             if code_for(capability, architectures) != "binary":
                 return ("triton", "cuda", "torch"), f"no binary of the CUDA kernels for {_dotted(capability)}"
-    faster = {FASTER.get(capability, {}).get(name) for capability in capabilities}
-    first = faster.pop() if len(faster) == 1 else None
-    if first is not None:
-        order = (first, *(b for b in BACKENDS if b != first))
-        return order, f"measured to be the faster one on {_dotted(capabilities[0])}"
     return BACKENDS, ""
 
 
@@ -312,7 +285,7 @@ def _resolve(family: Family, request: Request) -> tuple[str, str]:
     if torch.version.cuda is None:
         return "torch", "auto: this torch has no CUDA"
     rejected: list[str] = []
-    order, why_first = preference(family.name, _capabilities, _built_architectures())
+    order, why_first = preference(_capabilities, _built_architectures())
     for backend in order:
         possible, why = supported(backend)
         if possible:

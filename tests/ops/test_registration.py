@@ -298,25 +298,8 @@ def test_every_device_has_a_kernel(op):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "CPU")
     if load.CUDA_LOADED:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"liger::{op}", "CUDA"), (
-            f"{op} has no CUDA kernel: STABLE_TORCH_LIBRARY_IMPL in csrc/<family>/<op>.cu registers it, "
-            "LIGER_CUDA_OPS in CMakeLists.txt builds that file"
+            f"{op} has no CUDA kernel: STABLE_TORCH_LIBRARY_IMPL in csrc/<family>/<op>.cu registers it"
         )
-
-
-def test_every_cuda_source_is_built():
-    """Found without a CUDA build, in which a source that CMake does not know is silently missing."""
-    root = Path(__file__).parents[2]
-    if not (root / "csrc").is_dir():
-        pytest.skip("not a checkout")
-    lists = re.findall(
-        r"(?:set\(|list\(APPEND )LIGER_CUDA_(?:OPS|HELPERS)\s(.*?)\)",
-        (root / "CMakeLists.txt").read_text(),
-        re.S,
-    )
-    listed = {f"{name}.cu" for names in lists for name in names.split()}
-    sources = {path.relative_to(root / "csrc").as_posix() for path in (root / "csrc").rglob("*.cu")}
-    missing = sources - listed
-    assert not missing, f"not in LIGER_CUDA_OPS or LIGER_CUDA_HELPERS of CMakeLists.txt: {sorted(missing)}"
 
 
 # --- signatures ---------------------------------------------------------------------------------------------------
