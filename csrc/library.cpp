@@ -12,6 +12,7 @@
 
 #include "declarations.h"
 #include "host/checks.h"
+#include "host/declared.h"
 
 // clang-format off: a schema is one line, whatever its length.
 STABLE_TORCH_LIBRARY(liger, m) {
@@ -132,16 +133,11 @@ STABLE_TORCH_LIBRARY(liger, m) {
   m.def("rescale(Tensor x, Tensor factor) -> Tensor");
   m.def("rescale_(Tensor(a!) x, Tensor factor) -> ()");
 
-  // Argument checks for the Python backends, so that every backend raises the same message
-  m.def("check_rms_norm(str op, Tensor x, Tensor? residual, Tensor? weight, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
-  m.def("check_rms_norm_gated(str op, Tensor x, Tensor gate, Tensor? weight, str casting_mode, int? group_size, str activation, float eps=0.0, float offset=0.0) -> ()");
-  m.def("check_layer_norm(str op, Tensor x, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
-  m.def("check_group_norm(str op, Tensor x, int num_groups, Tensor? weight, Tensor? bias, float eps=0.0) -> ()");
+  // Argument checks for the Python backends, so that every backend raises the same message. check_arguments is for
+  // ops of declarations.cpp: their tensors, numbers and texts in the order of the schema
+  m.def("check_arguments(str op, Tensor?[] tensors, float?[] numbers, str[] texts) -> ()");
   m.def("check_rope(Tensor q, Tensor k, Tensor cos, Tensor sin, bool interleaved) -> ()");
   m.def("check_qk_norm_rope(str op, Tensor q, Tensor k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor sin, str casting_mode, float eps=0.0, float offset=0.0) -> ()");
-  m.def("check_gated(str op, Tensor gate, Tensor? up, Tensor? grad_out) -> ()");
-  m.def("check_rowwise(str op, str name, Tensor x, Tensor? grad_y) -> ()");
-  m.def("check_approximate(str op, str approximate) -> ()");
   m.def("check_tiled_mlp(Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor down_weight, Tensor? gate_bias, Tensor? up_bias, Tensor? down_bias, str activation, int? num_shards, int? memory_budget) -> ()");
   m.def("check_cross_entropy(str op, Tensor logits, Tensor target, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction) -> ()");
   m.def("check_fused_linear_ce(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor? ce_weight, Tensor? token_weight, Tensor? denominator, float label_smoothing, float? softcap, str reduction, ScalarType? accum_dtype, int? memory_budget, str op=\"fused_linear_ce\", ScalarType? logits_dtype=None) -> ()");
@@ -198,15 +194,9 @@ std::vector<std::string> declarations_for_python() {
 
 STABLE_TORCH_LIBRARY_IMPL(liger, CompositeExplicitAutograd, m) {
   m.impl("declarations", TORCH_BOX(&declarations_for_python));
-  m.impl("check_rms_norm", TORCH_BOX(&check_rms_norm));
-  m.impl("check_rms_norm_gated", TORCH_BOX(&check_rms_norm_gated));
-  m.impl("check_layer_norm", TORCH_BOX(&check_layer_norm));
-  m.impl("check_group_norm", TORCH_BOX(&check_group_norm));
+  m.impl("check_arguments", TORCH_BOX(&check_arguments_by_type));
   m.impl("check_rope", TORCH_BOX(&check_rope));
   m.impl("check_qk_norm_rope", TORCH_BOX(&check_qk_norm_rope));
-  m.impl("check_gated", TORCH_BOX(&check_gated));
-  m.impl("check_rowwise", TORCH_BOX(&check_rowwise));
-  m.impl("check_approximate", TORCH_BOX(&check_approximate));
   m.impl("check_tiled_mlp", TORCH_BOX(&check_tiled_mlp));
   m.impl("check_cross_entropy", TORCH_BOX(&check_cross_entropy));
   m.impl("check_fused_linear_ce", TORCH_BOX(&check_fused_linear_ce));

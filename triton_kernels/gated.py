@@ -13,7 +13,6 @@ from .common import (
     on_device_of,
     output_rows,
     require_dtype,
-    require_same_shape,
     rows_of,
     tile_at,
     write_back,
@@ -110,11 +109,6 @@ def _halves(packed):
     return packed[..., :half], packed[..., half:]
 
 
-def _check(op, gate, up=None, grad_out=None):
-    torch.ops.liger.check_gated(op, gate, up, grad_out)
-    require_dtype(op, "gate_up" if up is None else "gate", gate)
-
-
 def _forward(gate, up, out, activation):
     if out.numel() == 0:
         return out
@@ -134,7 +128,6 @@ def _forward(gate, up, out, activation):
 
 
 def _backward(op, grad_out, gate, up, grad_gate, grad_up, product, activation):
-    require_same_shape(op, "grad_out", grad_out, "the product", gate)
     if gate.numel() == 0:
         return
     n_cols = gate.shape[-1]
@@ -167,12 +160,12 @@ def _packed_product(gate_up):
 
 
 def product(op, gate, up, activation):
-    _check(op, gate, up)
+    require_dtype(op, "gate", gate)
     return _forward(gate, up, torch.empty_like(gate), activation)
 
 
 def backward(op, grad_out, gate, up, emit_product, activation):
-    _check(op, gate, up, grad_out)
+    require_dtype(op, "gate", gate)
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     product = torch.empty_like(gate) if emit_product else None
     _backward(op, grad_out, gate, up, grad_gate, grad_up, product, activation)
@@ -180,22 +173,22 @@ def backward(op, grad_out, gate, up, emit_product, activation):
 
 
 def backward_(op, grad_out, gate, up, activation):
-    _check(op, gate, up, grad_out)
+    require_dtype(op, "gate", gate)
     _backward(op, grad_out, gate, up, gate, up, None, activation)
 
 
 def backward_product_(op, grad_out, gate, up, activation):
-    _check(op, gate, up, grad_out)
+    require_dtype(op, "gate", gate)
     _backward(op, grad_out, gate, up, gate, up, grad_out, activation)
 
 
 def packed_product(op, gate_up, activation):
-    _check(op, gate_up)
+    require_dtype(op, "gate_up", gate_up)
     return _forward(*_halves(gate_up), _packed_product(gate_up), activation)
 
 
 def packed_backward(op, grad_out, gate_up, emit_product, activation):
-    _check(op, gate_up, None, grad_out)
+    require_dtype(op, "gate_up", gate_up)
     grad_gate_up = torch.empty_like(gate_up)
     product = _packed_product(gate_up) if emit_product else None
     _backward(op, grad_out, *_halves(gate_up), *_halves(grad_gate_up), product, activation)
@@ -203,6 +196,6 @@ def packed_backward(op, grad_out, gate_up, emit_product, activation):
 
 
 def packed_backward_(op, grad_out, gate_up, activation):
-    _check(op, gate_up, None, grad_out)
+    require_dtype(op, "gate_up", gate_up)
     gate, up = _halves(gate_up)
     _backward(op, grad_out, gate, up, gate, up, None, activation)

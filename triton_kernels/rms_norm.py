@@ -14,7 +14,6 @@ from .common import (
     on_device_of,
     output_rows,
     require_dtype,
-    require_same_shape,
     rows_of,
     warps_for,
     write_back,
@@ -175,7 +174,6 @@ def backward_kernel(
 
 
 def _forward(op, x, residual, weight, eps, offset, casting_mode):
-    torch.ops.liger.check_rms_norm(op, x, residual, weight, casting_mode, eps, offset)
     require_dtype(op, "x", x)
     y, n_cols = torch.empty_like(x), x.shape[-1]
     new_residual = None if residual is None else torch.empty_like(x)
@@ -203,9 +201,7 @@ def _forward(op, x, residual, weight, eps, offset, casting_mode):
 def _backward(
     op, grad_y, grad_residual, x, weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight
 ):
-    torch.ops.liger.check_rms_norm(op, x, None, weight, casting_mode)
     require_dtype(op, "x", x)
-    require_same_shape(op, "grad_y", grad_y, "x", x)
     n_cols = x.shape[-1]
     grad_x = torch.empty_like(x) if need_grad_x else x.new_empty(0)
     need_grad_weight = need_grad_weight and weight is not None

@@ -13,7 +13,6 @@ from .common import (
     on_device_of,
     output_rows,
     require_dtype,
-    require_same_shape,
     rows_of,
     warps_for,
     write_back,
@@ -257,9 +256,6 @@ def rms_norm_gated(
     activation="silu",
 ):  # fmt: skip
     op = "rms_norm_gated"
-    torch.ops.liger.check_rms_norm_gated(
-        op, x, gate, weight, casting_mode, group_size, activation, eps, offset
-    )
     require_dtype(op, "x", x)
     y, (n_cols, groups) = torch.empty_like(x), _groups(x, group_size)
     n_rows = x.shape[:-1].numel()
@@ -284,9 +280,7 @@ def rms_norm_gated_backward(
     need_grad_x, need_grad_gate, need_grad_weight,
 ):  # fmt: skip
     op = "rms_norm_gated_backward"
-    torch.ops.liger.check_rms_norm_gated(op, x, gate, weight, casting_mode, group_size, activation)
     require_dtype(op, "x", x)
-    require_same_shape(op, "grad_y", grad_y, "x", x)
     n_cols, groups = _groups(x, group_size)
     grad_x = torch.empty_like(x) if need_grad_x else x.new_empty(0)
     grad_gate = torch.empty_like(gate) if need_grad_gate else gate.new_empty(0)

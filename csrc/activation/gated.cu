@@ -5,15 +5,9 @@ namespace {
 
 void check(const char* op, const Tensor& gate, const std::optional<Tensor>& up,
            const std::optional<Tensor>& grad_out) {
-  check_gated(op, gate, up, grad_out);
-  const int64_t columns = up ? gate.size(-1) : gate.size(-1) / 2;
-  if (grad_out) {
-    bool same = grad_out->dim() == gate.dim() && grad_out->size(-1) == columns;
-    for (int64_t d = 0; same && d + 1 < gate.dim(); ++d) same = grad_out->size(d) == gate.size(d);
-    require(same, op, ": grad_out has shape ", shape_text(*grad_out), ", expected that of the product for ",
-            up ? "gate" : "gate_up", " of shape ", shape_text(gate));
-  }
-  require_cuda_dtype(op, up ? "gate" : "gate_up", gate);
+  const char* first = up ? "gate" : "gate_up";
+  check_arguments(op, {{first, gate}, {"up", up}, {"grad_out", grad_out}});
+  require_cuda_dtype(op, first, gate);
 }
 
 Tensor product_like(const Tensor& gate_up) {

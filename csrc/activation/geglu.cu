@@ -6,7 +6,7 @@ namespace liger {
 namespace {
 
 GatedOp gated_op(const char* name, const std::string& approximate) {
-  check_approximate(name, approximate);
+  check_arguments(name, {{"approximate", approximate}});
   return {name, approximate == "tanh" ? &launch_gated<GeluTanh> : &launch_gated<Gelu>};
 }
 

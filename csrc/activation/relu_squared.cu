@@ -20,7 +20,7 @@ void launch(const char* op, ReluSquared p, const Tensor& x) {
 
 // Without grad_y the forward, with it the backward.
 Tensor run(const char* op, const Tensor& x, const std::optional<Tensor>& grad_y) {
-  check_rowwise(op, "x", x, grad_y);
+  check_arguments(op, {{"x", x}, {"grad_y", grad_y}});
   require_cuda_dtype(op, "x", x);
   const OpGuard guard(op, x.get_device_index());
   Tensor out = new_like(x);

@@ -132,63 +132,6 @@ void check_rms_options(const std::string& op, const std::string& casting_mode, d
   require(in_float32(offset), op, ": offset is ", offset, ", expected a finite value", float32_range(offset));
 }
 
-void check_affine(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
-                  const std::optional<Tensor>& bias, int64_t length, const char* of) {
-  if (weight) check_norm_parameter(op, "weight", *weight, x, length, of);
-  if (bias) check_norm_parameter(op, "bias", *bias, x, length, of);
-  if (weight && bias) check_same_dtype(op, "bias", *bias, "weight", *weight);
-}
-
-}  // namespace
-
-void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
-                    const std::optional<Tensor>& weight, const std::string& casting_mode, double eps,
-                    double offset) {
-  require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
-  check_floating(op, "x", x);
-  if (residual) {
-    check_same_shape(op, "residual", *residual, "x", x);
-    check_same_dtype(op, "residual", *residual, "x", x);
-    check_same_device(op, "residual", *residual, "x", x);
-  }
-  if (weight) check_norm_parameter(op, "weight", *weight, x, x.size(-1), "the last dimension of x");
-  check_rms_options(op, casting_mode, eps, offset);
-}
-
-void check_rms_norm_gated(const std::string& op, const Tensor& x, const Tensor& gate,
-                          const std::optional<Tensor>& weight, const std::string& casting_mode,
-                          std::optional<int64_t> group_size, const std::string& activation, double eps,
-                          double offset) {
-  check_same_device(op, "gate", gate, "x", x);
-  check_rms_norm(op, x, std::nullopt, weight, casting_mode, eps, offset);
-  check_same_shape(op, "gate", gate, "x", x);
-  check_same_dtype(op, "gate", gate, "x", x);
-  require(!group_size || (*group_size > 0 && x.size(-1) % *group_size == 0), op, ": group_size is ",
-          group_size.value_or(0), ", expected a divisor of the last dimension of x, ", x.size(-1));
-  require(activation == "silu" || activation == "sigmoid", op, ": activation is '", activation,
-          "', expected 'silu' or 'sigmoid'");
-}
-
-void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
-                      const std::optional<Tensor>& bias, double eps) {
-  require(x.dim() >= 1, op, ": x has shape (), expected at least one dimension");
-  check_floating(op, "x", x);
-  check_affine(op, x, weight, bias, x.size(-1), "the last dimension of x");
-  check_eps(op, eps);
-}
-
-void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,
-                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, double eps) {
-  require(x.dim() >= 2, op, ": x has shape ", shape_text(x), ", expected (batch, channels, ...)");
-  check_floating(op, "x", x);
-  require(num_groups > 0 && x.size(1) % num_groups == 0, op, ": num_groups is ", num_groups,
-          ", expected a divisor of the ", x.size(1), " channels of x");
-  check_affine(op, x, weight, bias, x.size(1), "the channels of x");
-  check_eps(op, eps);
-}
-
-namespace {
-
 void check_heads(const std::string& op, const Tensor& q, const Tensor& k, const Tensor& cos,
                  const Tensor& sin) {
   require(q.dim() == 4, op, ": q has shape ", shape_text(q), ", expected (batch, heads, tokens, head_dim)");
@@ -233,43 +176,6 @@ void check_qk_norm_rope(const std::string& op, const Tensor& q, const Tensor& k,
     check_norm_parameter(op, "k_weight", *k_weight, k, head_dim, "the head_dim of k", "k");
   }
   check_rms_options(op, casting_mode, eps, offset);
-}
-
-void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,
-                   const std::optional<Tensor>& grad_y) {
-  check_floating(op, name.c_str(), x);
-  require(x.dim() >= 1, op, ": ", name, " has shape (), expected at least one dimension");
-  if (!grad_y) return;
-  check_same_shape(op, "grad_y", *grad_y, name.c_str(), x);
-  check_same_dtype(op, "grad_y", *grad_y, name.c_str(), x);
-  check_same_device(op, "grad_y", *grad_y, name.c_str(), x);
-}
-
-void check_approximate(const std::string& op, const std::string& approximate) {
-  require(approximate == "none" || approximate == "tanh", op, ": approximate is '", approximate,
-          "', expected 'none' or 'tanh'");
-}
-
-void check_gated(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
-                 const std::optional<Tensor>& grad_out) {
-  const char* first = up ? "gate" : "gate_up";
-  check_floating(op, first, gate);
-  require(gate.dim() >= 1, op, ": ", first, " has shape (), expected at least one dimension");
-  if (up) {
-    check_same_shape(op, "up", *up, "gate", gate);
-    check_same_dtype(op, "up", *up, "gate", gate);
-    check_same_device(op, "up", *up, "gate", gate);
-  } else {
-    require(gate.size(-1) % 2 == 0, op, ": gate_up has a last dimension of ", gate.size(-1),
-            ", expected an even number (gate and up side by side)");
-  }
-  if (grad_out) {
-    check_same_dtype(op, "grad_out", *grad_out, first, gate);
-    check_same_device(op, "grad_out", *grad_out, first, gate);
-    require(grad_out->numel() * (up ? 1 : 2) == gate.numel(), op, ": grad_out has shape ",
-            shape_text(*grad_out), ", expected that of the product for ", first, " of shape ",
-            shape_text(gate));
-  }
 }
 
 void check_tiled_mlp(const Tensor& x, const Tensor& gate_weight, const std::optional<Tensor>& up_weight,

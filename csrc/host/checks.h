@@ -36,29 +36,11 @@ bool is_real_floating(ScalarType dtype);  // float16, bfloat16, float32, float64
 bool same_device(const Tensor& a, const Tensor& b);
 std::string device_text(const Tensor& tensor);
 
-void check_rms_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& residual,
-                    const std::optional<Tensor>& weight, const std::string& casting_mode, double eps = 0.0,
-                    double offset = 0.0);
-void check_rms_norm_gated(const std::string& op, const Tensor& x, const Tensor& gate,
-                          const std::optional<Tensor>& weight, const std::string& casting_mode,
-                          std::optional<int64_t> group_size, const std::string& activation, double eps = 0.0,
-                          double offset = 0.0);
-void check_layer_norm(const std::string& op, const Tensor& x, const std::optional<Tensor>& weight,
-                      const std::optional<Tensor>& bias, double eps = 0.0);
-void check_group_norm(const std::string& op, const Tensor& x, int64_t num_groups,
-                      const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                      double eps = 0.0);
 void check_rope(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool interleaved);
 void check_qk_norm_rope(const std::string& op, const Tensor& q, const Tensor& k,
                         const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
                         const Tensor& cos, const Tensor& sin, const std::string& casting_mode,
                         double eps = 0.0, double offset = 0.0);
-// x is called `name` in messages. grad_y, of a backward, must have its shape and dtype.
-void check_rowwise(const std::string& op, const std::string& name, const Tensor& x,
-                   const std::optional<Tensor>& grad_y);
-void check_approximate(const std::string& op, const std::string& approximate);  // the option of GELU
-void check_gated(const std::string& op, const Tensor& gate, const std::optional<Tensor>& up,
-                 const std::optional<Tensor>& grad_out);
 void check_tiled_mlp(const Tensor& x, const Tensor& gate_weight, const std::optional<Tensor>& up_weight,
                      const Tensor& down_weight, const std::optional<Tensor>& gate_bias,
                      const std::optional<Tensor>& up_bias, const std::optional<Tensor>& down_bias,

@@ -12,6 +12,7 @@
 
 #include "device/rows.cuh"
 #include "host/checks.h"
+#include "host/declared.h"
 #include "host/loaded_code.h"
 #include "host/nvtx.h"
 

@@ -87,7 +87,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& x, int64_t num_group
                                               const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
   constexpr const char* op = "group_norm";
-  check_group_norm(op, x, num_groups, weight, bias, eps);
+  check_arguments(op,
+                  {{"x", x}, {"num_groups", num_groups}, {"weight", weight}, {"bias", bias}, {"eps", eps}});
   require_cuda_dtype(op, "x", x);
   const OpGuard guard(op, x.get_device_index());
   const Sizes sizes = sizes_of(x, num_groups);
@@ -142,12 +143,15 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(const Tensor& grad_y, con
                                                        const Tensor& rstd, bool need_grad_x,
                                                        bool need_grad_weight, bool need_grad_bias) {
   constexpr const char* op = "group_norm_backward";
-  check_group_norm(op, x, num_groups, weight, bias);
+  check_arguments(op, {{"x", x},
+                       {"grad_y", grad_y},
+                       {"num_groups", num_groups},
+                       {"weight", weight},
+                       {"bias", bias},
+                       {"mean", mean},
+                       {"rstd", rstd}});
   require_cuda_dtype(op, "x", x);
-  require_like(op, "grad_y", grad_y, "x", x);
   const Sizes sizes = sizes_of(x, num_groups);
-  require_row_statistic(op, "mean", mean, x, sizes.rows());
-  require_row_statistic(op, "rstd", rstd, x, sizes.rows());
   need_grad_weight = need_grad_weight && weight;
   need_grad_bias = need_grad_bias && bias;
   const OpGuard guard(op, x.get_device_index());

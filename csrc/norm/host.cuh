@@ -24,12 +24,6 @@ inline std::vector<int64_t> leading_shape(const Tensor& x) {
   return shape;
 }
 
-inline int64_t leading_size(const Tensor& x) {
-  int64_t rows = 1;
-  for (const int64_t size : leading_shape(x)) rows *= size;
-  return rows;
-}
-
 // True if 16-byte accesses are possible: a row is a multiple of a vector, and every row and parameter is
 // aligned.
 class Vectorised {
@@ -75,15 +69,6 @@ inline Tensor parameter_grad(const std::optional<Tensor>& parameter, bool needed
 // For an empty x: the mean of an empty row is NaN, and so is its rstd.
 inline void fill_empty_row_statistic(const Tensor& statistic) {
   if (statistic.numel() > 0) torch::stable::fill_(statistic, std::numeric_limits<double>::quiet_NaN());
-}
-
-// Checks a float32 result of the forward with one value per row: mean or rstd.
-inline void require_row_statistic(const char* op, const char* name, const Tensor& statistic, const Tensor& x,
-                                  int64_t rows) {
-  require(statistic.scalar_type() == ScalarType::Float && statistic.numel() == rows, op, ": ", name,
-          " has shape ", shape_text(statistic), " and dtype ", dtype_name(statistic.scalar_type()),
-          ", expected the float32 result of the forward");
-  check_same_device(op, name, statistic, "x", x);
 }
 
 // Writes the gradients of one or two parameters of one dtype, T or float32, from their partial sums

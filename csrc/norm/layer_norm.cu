@@ -15,7 +15,7 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, double eps) {
   constexpr const char* op = "layer_norm";
-  check_layer_norm(op, x, weight, bias, eps);
+  check_arguments(op, {{"x", x}, {"weight", weight}, {"bias", bias}, {"eps", eps}});
   require_cuda_dtype(op, "x", x);
   const OpGuard guard(op, x.get_device_index());
   RowOutput y = row_output(new_like(x));
@@ -61,11 +61,9 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad_y, con
                                                        const Tensor& rstd, bool need_grad_x,
                                                        bool need_grad_weight, bool need_grad_bias) {
   constexpr const char* op = "layer_norm_backward";
-  check_layer_norm(op, x, weight, bias);
+  check_arguments(
+      op, {{"x", x}, {"grad_y", grad_y}, {"weight", weight}, {"bias", bias}, {"mean", mean}, {"rstd", rstd}});
   require_cuda_dtype(op, "x", x);
-  require_like(op, "grad_y", grad_y, "x", x);
-  require_row_statistic(op, "mean", mean, x, leading_size(x));
-  require_row_statistic(op, "rstd", rstd, x, leading_size(x));
   need_grad_weight = need_grad_weight && weight;
   need_grad_bias = need_grad_bias && bias;
   const OpGuard guard(op, x.get_device_index());

@@ -19,7 +19,12 @@ struct Forward {
 Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
                 const std::optional<Tensor>& weight, double eps, double offset,
                 const std::string& casting_mode) {
-  check_rms_norm(op, x, residual, weight, casting_mode, eps, offset);
+  check_arguments(op, {{"x", x},
+                       {"residual", residual},
+                       {"weight", weight},
+                       {"eps", eps},
+                       {"offset", offset},
+                       {"casting_mode", casting_mode}});
   require_cuda_dtype(op, "x", x);
   const OpGuard guard(op, x.get_device_index());
   RowOutput y = row_output(new_like(x));
@@ -66,16 +71,19 @@ Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& re
   return out;
 }
 
-std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad_y,
+std::tuple<Tensor, Tensor> backward(const char* op, const char* x_name, const Tensor& grad_y,
                                     const std::optional<Tensor>& grad_residual, const Tensor& x,
                                     const std::optional<Tensor>& weight, const Tensor& rstd, double offset,
                                     const std::string& casting_mode, bool need_grad_x,
                                     bool need_grad_weight) {
-  check_rms_norm(op, x, std::nullopt, weight, casting_mode);
-  require_cuda_dtype(op, "x", x);
-  require_like(op, "grad_y", grad_y, "x", x);
-  if (grad_residual) require_like(op, "grad_new_residual", *grad_residual, "x", x);
-  require_row_statistic(op, "rstd", rstd, x, leading_size(x));
+  check_arguments(op, {{x_name, x},
+                       {"grad_y", grad_y},
+                       {"grad_new_residual", grad_residual},
+                       {"weight", weight},
+                       {"rstd", rstd},
+                       {"offset", offset},
+                       {"casting_mode", casting_mode}});
+  require_cuda_dtype(op, x_name, x);
   need_grad_weight = need_grad_weight && weight;
   const OpGuard guard(op, x.get_device_index());
   RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));
@@ -152,7 +160,7 @@ std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad_y, const Tensor&
                                              const std::optional<Tensor>& weight, const Tensor& rstd,
                                              double offset, const std::string& casting_mode, bool need_grad_x,
                                              bool need_grad_weight) {
-  return backward("rms_norm_backward", grad_y, std::nullopt, x, weight, rstd, offset, casting_mode,
+  return backward("rms_norm_backward", "x", grad_y, std::nullopt, x, weight, rstd, offset, casting_mode,
                   need_grad_x, need_grad_weight);
 }
 
@@ -160,8 +168,8 @@ std::tuple<Tensor, Tensor> fused_add_rms_norm_backward(
     const Tensor& grad_y, const std::optional<Tensor>& grad_new_residual, const Tensor& new_residual,
     const std::optional<Tensor>& weight, const Tensor& rstd, double offset, const std::string& casting_mode,
     bool need_grad_x, bool need_grad_weight) {
-  return backward("fused_add_rms_norm_backward", grad_y, grad_new_residual, new_residual, weight, rstd,
-                  offset, casting_mode, need_grad_x, need_grad_weight);
+  return backward("fused_add_rms_norm_backward", "new_residual", grad_y, grad_new_residual, new_residual,
+                  weight, rstd, offset, casting_mode, need_grad_x, need_grad_weight);
 }
 
 }  // namespace

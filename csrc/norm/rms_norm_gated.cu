@@ -28,7 +28,14 @@ std::tuple<Tensor, Tensor> rms_norm_gated(const Tensor& x, const Tensor& gate,
                                           const std::string& casting_mode, std::optional<int64_t> group_size,
                                           bool norm_before_gate, const std::string& activation) {
   constexpr const char* op = "rms_norm_gated";
-  check_rms_norm_gated(op, x, gate, weight, casting_mode, group_size, activation, eps, offset);
+  check_arguments(op, {{"x", x},
+                       {"gate", gate},
+                       {"weight", weight},
+                       {"eps", eps},
+                       {"offset", offset},
+                       {"casting_mode", casting_mode},
+                       {"group_size", group_size},
+                       {"activation", activation}});
   require_cuda_dtype(op, "x", x);
   const OpGuard guard(op, x.get_device_index());
   RowOutput y = row_output(new_like(x));
@@ -77,11 +84,17 @@ std::tuple<Tensor, Tensor, Tensor> rms_norm_gated_backward(
     bool norm_before_gate, const std::string& activation, bool need_grad_x, bool need_grad_gate,
     bool need_grad_weight) {
   constexpr const char* op = "rms_norm_gated_backward";
-  check_rms_norm_gated(op, x, gate, weight, casting_mode, group_size, activation);
+  check_arguments(op, {{"x", x},
+                       {"grad_y", grad_y},
+                       {"gate", gate},
+                       {"weight", weight},
+                       {"rstd", rstd},
+                       {"offset", offset},
+                       {"casting_mode", casting_mode},
+                       {"group_size", group_size},
+                       {"activation", activation}});
   require_cuda_dtype(op, "x", x);
-  require_like(op, "grad_y", grad_y, "x", x);
   const int64_t groups = group_size ? x.size(-1) / *group_size : 1;
-  require_row_statistic(op, "rstd", rstd, x, leading_size(x) * groups);
   need_grad_weight = need_grad_weight && weight;
   const OpGuard guard(op, x.get_device_index());
   RowOutput grad_x = row_output(need_grad_x ? new_like(x) : no_tensor(x.scalar_type(), x));

@@ -76,7 +76,7 @@ void launch(const char* op, const Softmax& p, const DeviceAttributes& device, cu
 
 // The forward without grad_y; the backward with it, in which x is y.
 Tensor run(const char* op, const char* name, const Tensor& x, const std::optional<Tensor>& grad_y) {
-  check_rowwise(op, name, x, grad_y);
+  check_arguments(op, {{name, x}, {"grad_y", grad_y}});
   require_cuda_dtype(op, name, x);
   const OpGuard guard(op, x.get_device_index());
   Tensor out = new_like(x);

@@ -34,7 +34,7 @@ from ._core.arguments import TEXT, check
 from ._core.build_info import build_info
 from ._core.environment import changed_since_import, targets_checked, triton_interpreted
 from ._core.extras import install
-from ._core.kernel_checks import checking_devices, checking_overlap
+from ._core.kernel_checks import checking_arguments, checking_devices, checking_overlap
 from ._core.log import log_dispatch, topics
 
 Backend: TypeAlias = Literal["cuda", "triton", "torch"]
@@ -90,7 +90,7 @@ def register_family(name: str, torch_kernels: Kernels, triton_module: str) -> No
         triton_module: full name of a module with functions of the same names.
     """
     for op, kernel in torch_kernels.items():
-        _library.impl(op, checking_overlap(op, kernel), "CPU")
+        _library.impl(op, checking_overlap(op, checking_arguments(op, kernel)), "CPU")
     FAMILIES[name] = Family(name, torch_kernels, triton_module)
 
 
@@ -320,7 +320,7 @@ def _apply(family: Family, request: Request) -> None:
                 # torch warns that a kernel is overridden, which is intended here.
                 warnings.filterwarnings("ignore", message="Warning only once for all operators")
                 for op, kernel in kernels.items():
-                    checked = checking_overlap(op, kernel)
+                    checked = checking_overlap(op, checking_arguments(op, kernel))
                     if backend == "triton" and torch.cuda.device_count() > 1:
                         checked = checking_devices(op, checked)
                     for key in keys:

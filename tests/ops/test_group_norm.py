@@ -176,11 +176,11 @@ def test_same_bits_twice(device):
         (lambda d: (torch.randn(4, device=d), 2), "x has shape (4,), expected (batch, channels, ...)"),
         (
             lambda d: (torch.randn(2, 6, 3, device=d), 4),
-            "num_groups is 4, expected a divisor of the 6 channels of x",
+            "num_groups is 4, expected a divisor of the channels of x, 6",
         ),
         (
             lambda d: (torch.randn(2, 6, 3, device=d), 0),
-            "num_groups is 0, expected a divisor of the 6 channels of x",
+            "num_groups is 0, expected a divisor of the channels of x, 6",
         ),
         (
             lambda d: (torch.randn(2, 6, 3, device=d), 2, torch.randn(3, device=d)),

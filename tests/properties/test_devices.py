@@ -9,7 +9,7 @@ from public_callables import CASES, arguments, differentiable_outputs, weighted_
 from samples import SAMPLES
 
 from liger import backend
-from liger._core.kernel_checks import checking_devices
+from liger._core.kernel_checks import checking_arguments, checking_devices
 
 GPU = torch.cuda.is_available()
 # Their products with weights, before any op of liger, are torch's own, which does not look at the device of a weight on
@@ -108,7 +108,7 @@ def test_the_same_words_in_every_backend(family, op, place):
     and that before Triton kernels where there are several GPUs."""
     given = list(SAMPLES[op](torch.device("cpu"))[0])
     given[place] = given[place].detach().to("meta")
-    dispatched, kernel = getattr(torch.ops.liger, op), family.torch_kernels[op]
+    dispatched, kernel = getattr(torch.ops.liger, op), checking_arguments(op, family.torch_kernels[op])
     said = []
     for call in (dispatched, kernel, checking_devices(op, pytest.fail)):
         with pytest.raises(RuntimeError) as raised, torch.no_grad():

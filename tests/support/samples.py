@@ -2,116 +2,8 @@
 
 import torch
 from sample_tensors import floats, transposed
+from samples_declared import SAMPLES as DECLARED
 from samples_losses import SAMPLES as LOSSES
-
-
-def _rms_norm(d):
-    return [
-        (floats(d, 3, 16), floats(d, 16)),
-        (transposed(floats(d, 3, 4, 16)), None, 1e-5, 1.0, "gemma"),
-        (floats(d, 0, 16), floats(d, 16), 1e-6, 0.0, "none"),
-    ]
-
-
-def _rms_norm_backward(d):
-    x, weight = floats(d, 2, 3, 16), floats(d, 16)
-    return [
-        (floats(d, 2, 3, 16), transposed(x), weight, floats(d, 2, 3).abs(), 0.0, "llama", True, True),
-        (floats(d, 2, 3, 16), x, weight, floats(d, 6).abs(), 1.0, "gemma", False, True),
-        (floats(d, 2, 3, 16), x, None, floats(d, 6).abs(), 0.0, "none", True, False),
-    ]
-
-
-def _fused_add_rms_norm(d):
-    return [
-        (floats(d, 3, 16), floats(d, 3, 16), floats(d, 16)),
-        (transposed(floats(d, 2, 3, 16)), floats(d, 2, 3, 16), None, 1e-5, 0.0, "none"),
-    ]
-
-
-def _fused_add_rms_norm_backward(d):
-    x, weight, rstd = floats(d, 2, 3, 16), floats(d, 16), floats(d, 2, 3).abs()
-    return [
-        (floats(d, 2, 3, 16), floats(d, 2, 3, 16), transposed(x), weight, rstd, 0.0, "llama", True, True),
-        (floats(d, 2, 3, 16), None, x, weight, rstd, 1.0, "gemma", True, False),
-        (floats(d, 2, 3, 16), None, x, None, rstd, 0.0, "none", False, False),
-    ]
-
-
-def _rms_norm_gated(d):
-    return [
-        (floats(d, 3, 16), floats(d, 3, 16), floats(d, 16)),
-        (transposed(floats(d, 3, 4, 16)), floats(d, 3, 4, 16), None, 1e-5, 1.0, "gemma", 8, False, "sigmoid"),
-        (floats(d, 0, 16), floats(d, 0, 16), floats(d, 16), 1e-6, 0.0, "none", 4),
-    ]
-
-
-def _rms_norm_gated_backward(d):
-    x, gate, weight = floats(d, 2, 3, 16), transposed(floats(d, 2, 3, 16)), floats(d, 16)
-    first = (
-        floats(d, 2, 3, 16),
-        transposed(x),
-        gate,
-        weight,
-        floats(d, 2, 3).abs(),
-        0.0,
-        "llama",
-        None,
-        True,
-        "silu",
-    )
-    second = (
-        floats(d, 2, 3, 16),
-        x,
-        gate,
-        weight,
-        floats(d, 2, 3, 4).abs(),
-        1.0,
-        "gemma",
-        4,
-        False,
-        "sigmoid",
-    )
-    third = (floats(d, 2, 3, 16), x, gate, None, floats(d, 6).abs(), 0.0, "none", None, False, "silu")
-    return [(*first, True, True, True), (*second, False, True, True), (*third, True, False, False)]
-
-
-def _layer_norm(d):
-    return [
-        (floats(d, 3, 16), floats(d, 16), floats(d, 16)),
-        (transposed(floats(d, 3, 4, 16)), floats(d, 16), None, 1e-3),
-        (floats(d, 0, 16), None, floats(d, 16)),
-    ]
-
-
-def _layer_norm_backward(d):
-    x, weight, bias = floats(d, 2, 3, 16), floats(d, 16), floats(d, 16)
-    mean, rstd = floats(d, 2, 3), floats(d, 2, 3).abs()
-    return [
-        (floats(d, 2, 3, 16), transposed(x), weight, bias, mean, rstd, True, True, True),
-        (floats(d, 2, 3, 16), x, weight, None, mean, rstd, False, True, False),
-        (floats(d, 2, 3, 16), x, None, bias, mean, rstd, True, False, True),
-        (floats(d, 2, 3, 16), x, weight, bias, mean, rstd, True, False, False),
-    ]
-
-
-def _group_norm(d):
-    return [
-        (floats(d, 2, 6, 5), 3, floats(d, 6), floats(d, 6)),
-        (transposed(floats(d, 2, 4, 3, 3)), 2, None, floats(d, 4), 1e-3),
-        (floats(d, 3, 4), 4, floats(d, 4)),
-        (floats(d, 0, 4, 2), 2),
-    ]
-
-
-def _group_norm_backward(d):
-    x, weight, bias = floats(d, 2, 6, 5), floats(d, 6), floats(d, 6)
-    mean, rstd = floats(d, 2, 3), floats(d, 2, 3).abs()
-    return [
-        (floats(d, 2, 6, 5), transposed(x), 3, weight, bias, mean, rstd, True, True, True),
-        (floats(d, 2, 6, 5), x, 3, weight, None, mean, rstd, False, True, False),
-        (floats(d, 2, 6, 5), x, 3, None, bias, mean, rstd, True, False, True),
-    ]
 
 
 def _rope(d):
@@ -144,43 +36,6 @@ def _qk_norm_rope_backward(d):
         for needed in ((True, True, True, True), (False, True, True, False)):
             samples.append((torch.randn_like(q), torch.randn_like(k), q, k, *tensors, *options, *needed))
     return samples
-
-
-def _gate_and_up(d):
-    return [
-        (floats(d, 3, 16), floats(d, 3, 16)),
-        (transposed(floats(d, 2, 3, 10)), floats(d, 2, 3, 20)[..., ::2]),
-        (floats(d, 0, 16), floats(d, 0, 16)),
-    ]
-
-
-def _rows(d):
-    """x of an op over rows or elements, or gate and up side by side."""
-    return [(floats(d, 3, 16),), (transposed(floats(d, 2, 3, 10)),), (floats(d, 0, 16),)]
-
-
-_packed = _rows
-
-
-def _approximated(samples):
-    return lambda d: [*samples(d), *((*inputs, "tanh") for inputs in samples(d))]
-
-
-def _after_gradient(samples, product_of, *options):
-    """Samples of a backward op: the upstream gradient, the inputs, the options."""
-    return lambda d: [(torch.randn_like(product_of(*inputs)), *inputs, *options) for inputs in samples(d)]
-
-
-def _first(gate, up):
-    return gate
-
-
-def _itself(x):
-    return x
-
-
-def _first_half(gate_up):
-    return gate_up[..., : gate_up.shape[-1] // 2]
 
 
 def _mlp(d, leading=(2, 3), hidden=8, intermediate=6, packed=False, bias=False):
@@ -295,51 +150,12 @@ class _Samples(dict):
 
 SAMPLES = {
     **LOSSES,
-    "rms_norm": _rms_norm,
-    "rms_norm_backward": _rms_norm_backward,
-    "fused_add_rms_norm": _fused_add_rms_norm,
-    "fused_add_rms_norm_backward": _fused_add_rms_norm_backward,
-    "rms_norm_gated": _rms_norm_gated,
-    "rms_norm_gated_backward": _rms_norm_gated_backward,
-    "layer_norm": _layer_norm,
-    "layer_norm_backward": _layer_norm_backward,
-    "group_norm": _group_norm,
-    "group_norm_backward": _group_norm_backward,
+    **DECLARED,
     "rope": _rope,
     "rope_backward": _rope,
     "rope_": _rope,
     "qk_norm_rope": _qk_norm_rope,
     "qk_norm_rope_backward": _qk_norm_rope_backward,
-    "swiglu": _gate_and_up,
-    "swiglu_backward": lambda d: [
-        *_after_gradient(_gate_and_up, _first)(d),
-        *_after_gradient(_gate_and_up, _first, True)(d),
-    ],
-    "swiglu_backward_": _after_gradient(_gate_and_up, _first),
-    "swiglu_backward_product_": _after_gradient(_gate_and_up, _first),
-    "swiglu_packed": _packed,
-    "swiglu_packed_backward": lambda d: [
-        *_after_gradient(_packed, _first_half)(d),
-        *_after_gradient(_packed, _first_half, True)(d),
-    ],
-    "swiglu_packed_backward_": _after_gradient(_packed, _first_half),
-    "geglu": _approximated(_gate_and_up),
-    "geglu_backward": lambda d: [
-        *_after_gradient(_gate_and_up, _first)(d),
-        *_after_gradient(_gate_and_up, _first, True, "tanh")(d),
-    ],
-    "geglu_backward_": _after_gradient(_gate_and_up, _first, "tanh"),
-    "geglu_backward_product_": _after_gradient(_gate_and_up, _first, "none"),
-    "geglu_packed": _approximated(_packed),
-    "geglu_packed_backward": lambda d: [
-        *_after_gradient(_packed, _first_half)(d),
-        *_after_gradient(_packed, _first_half, True, "tanh")(d),
-    ],
-    "geglu_packed_backward_": _after_gradient(_packed, _first_half, "tanh"),
-    "relu_squared": _rows,
-    "relu_squared_backward": _after_gradient(_rows, _itself),
-    "softmax": _rows,
-    "softmax_backward": _after_gradient(_rows, _itself),
     "tiled_mlp": _tiled_mlp,
     "tiled_mlp_forward": _tiled_mlp_forward,
     "tiled_mlp_backward": _tiled_mlp_backward,
@@ -348,22 +164,15 @@ SAMPLES = {
     "grouped_experts_backward": _grouped_experts_backward,
     "rescale": _rescale,
     "rescale_": _rescale,
-    "check_rms_norm": lambda d: [("rms_norm", floats(d, 3, 16), None, floats(d, 16), "llama")],
-    "check_rms_norm_gated": lambda d: [
-        ("rms_norm_gated", floats(d, 3, 16), floats(d, 3, 16), floats(d, 16), "llama", 4, "silu")
-    ],
-    "check_layer_norm": lambda d: [("layer_norm", *arguments[:3]) for arguments in _layer_norm(d)],
-    "check_group_norm": lambda d: [
-        ("group_norm", *(*arguments, None, None)[:4]) for arguments in _group_norm(d)
+    "check_arguments": lambda d: [
+        ("rms_norm", [floats(d, 3, 16), floats(d, 16)], [1e-6, 0.0], ["llama"]),
+        ("rms_norm_gated", [floats(d, 3, 16), floats(d, 3, 16), None], [1e-6, 0.0, 4], ["none", "silu"]),
     ],
     "check_rope": lambda d: [(*arguments, False)[:5] for arguments in _rope(d)],
     "check_qk_norm_rope": lambda d: [
         ("qk_norm_rope", *arguments[:6], "llama") for arguments in _qk_norm_rope(d)
     ],
-    "check_rowwise": lambda d: [("softmax", "x", floats(d, 3, 16), None)],
     "check_written": lambda d: [("rope_", ["q", "k", "cos"], [floats(d, 3), floats(d, 3), floats(d, 3)], 2)],
-    "check_approximate": lambda d: [("geglu", "none"), ("geglu", "tanh")],
-    "check_gated": lambda d: [("swiglu", *arguments, None) for arguments in _gate_and_up(d)],
     "check_tiled_mlp": lambda d: [_with_options(arguments) for arguments in _tiled_mlp(d)],
     "build_info": lambda d: [()],
     "declarations": lambda d: [()],

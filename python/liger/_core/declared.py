@@ -39,18 +39,20 @@ class Declaration:
     Attributes:
         ops: the forward, its backward, and the forms of the backward that write.
         shapes: :class:`Shape` by the name of a tensor.
+        options: the words of the condition on an option, such as ``["divides", "H"]``.
         main: the tensor that names the dimensions.
     """
 
     def __init__(self, line):
         names, _, text = line.partition(" : ")
         self.ops = names.split()
-        self.shapes = {}
+        self.shapes, self.options = {}, {}
         for entry in text.split(";"):
             tensors, colon, shape = entry.partition(":")
+            words = (shape if colon else entry).split()
             if not colon:
-                continue  # An option: only csrc/host/declared.cpp needs its range.
-            words = shape.split()
+                self.options[words[0]] = words[1:]
+                continue
             dtype = ""
             if words[-1] == "f32":
                 dtype = "or f32" if words[-2] == "or" else "f32"

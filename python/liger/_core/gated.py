@@ -49,12 +49,6 @@ _FORMULAS = {"silu": (_silu, _silu_backward), "gelu": _gelu("none"), "gelu_tanh"
 GELU_NAMES: dict[Approximate, Activation] = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
-def gelu_name(op, approximate):
-    """The name of the activation. Raises RuntimeError for an unknown approximation."""
-    torch.ops.liger.check_approximate(op, approximate)
-    return GELU_NAMES[approximate]
-
-
 def _product(gate, up, activation):
     wide = accumulate_dtype(gate.dtype)
     return _FORMULAS[activation][0](gate.to(wide)).mul_(up.to(wide))
@@ -79,16 +73,14 @@ def _product_like(gate_up):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-# --- torch backend: the ops of a family, by name of the op and of the activation ------------------------------------
+# --- torch backend: the ops of a family, by the name of the activation ------------------------------------
 
 
-def product(op, gate, up, activation):
-    torch.ops.liger.check_gated(op, gate, up, None)
+def product(gate, up, activation):
     return laid_out_like(gate, _product(gate, up, activation))
 
 
-def backward(op, grad_out, gate, up, emit_product, activation):
-    torch.ops.liger.check_gated(op, gate, up, grad_out)
+def backward(grad_out, gate, up, emit_product, activation):
     grad_gate, grad_up, product = _grads(grad_out, gate, up, activation, emit_product)
     return (
         laid_out_like(gate, grad_gate),
@@ -97,35 +89,30 @@ def backward(op, grad_out, gate, up, emit_product, activation):
     )
 
 
-def backward_(op, grad_out, gate, up, activation):
-    torch.ops.liger.check_gated(op, gate, up, grad_out)
+def backward_(grad_out, gate, up, activation):
     grad_gate, grad_up, _ = _grads(grad_out, gate, up, activation, False)
     gate.copy_(grad_gate)
     up.copy_(grad_up)
 
 
-def backward_product_(op, grad_out, gate, up, activation):
-    torch.ops.liger.check_gated(op, gate, up, grad_out)
+def backward_product_(grad_out, gate, up, activation):
     for written, value in zip(
         (gate, up, grad_out), _grads(grad_out, gate, up, activation, True), strict=True
     ):
         written.copy_(value)
 
 
-def packed_product(op, gate_up, activation):
-    torch.ops.liger.check_gated(op, gate_up, None, None)
+def packed_product(gate_up, activation):
     return _product_like(gate_up).copy_(_product(*_halves(gate_up), activation))
 
 
-def packed_backward(op, grad_out, gate_up, emit_product, activation):
-    torch.ops.liger.check_gated(op, gate_up, None, grad_out)
+def packed_backward(grad_out, gate_up, emit_product, activation):
     *grads, product = _grads(grad_out, *_halves(gate_up), activation, emit_product)
     product = _product_like(gate_up).copy_(product) if emit_product else gate_up.new_empty(0)
     return torch.empty_like(gate_up).copy_(torch.cat(grads, -1)), product
 
 
-def packed_backward_(op, grad_out, gate_up, activation):
-    torch.ops.liger.check_gated(op, gate_up, None, grad_out)
+def packed_backward_(grad_out, gate_up, activation):
     *grads, _ = _grads(grad_out, *_halves(gate_up), activation, False)
     gate_up.copy_(torch.cat(grads, -1))
 

@@ -1,4 +1,4 @@
-"""Checks before a Python kernel that compiled kernels make themselves: overlapping memory, several devices."""
+"""Checks before a Python kernel that compiled kernels make themselves: arguments, overlapping memory, devices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,31 @@ from typing import Any
 
 import torch
 
+from .declared import declarations
 from .fakes import check_one_device, public_name
+
+
+def checking_arguments(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of a declared op, preceded by the check of its arguments. Compiled kernels, and the kernels of other
+    ops, make the check themselves."""
+    if op not in declarations():
+        return kernel
+    arguments = getattr(torch.ops.liger, op).default._schema.arguments
+    defaults = tuple(a.default_value for a in arguments)
+    kinds = [str(a.type).removeprefix("Optional[").removesuffix("]") for a in arguments]
+    tensors, numbers, texts = (
+        [i for i, kind in enumerate(kinds) if kind in wanted]
+        for wanted in (("Tensor",), ("float", "int", "number"), ("str",))
+    )
+    check = torch.ops.liger.check_arguments.default
+
+    @functools.wraps(kernel)
+    def checked(*args):
+        values = args + defaults[len(args) :]
+        check(op, [values[i] for i in tensors], [values[i] for i in numbers], [values[i] for i in texts])
+        return kernel(*args)
+
+    return checked
 
 
 def checking_overlap(op: str, kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,47 +13,41 @@ from ..backend import register_family
 
 
 def geglu_torch(gate, up, approximate="none"):
-    return gated.product("geglu", gate, up, gated.gelu_name("geglu", approximate))
+    return gated.product(gate, up, gated.GELU_NAMES[approximate])
 
 
 def geglu_backward_torch(grad_out, gate, up, emit_product=False, approximate="none"):
-    return gated.backward(
-        "geglu_backward", grad_out, gate, up, emit_product, gated.gelu_name("geglu_backward", approximate)
-    )
+    return gated.backward(grad_out, gate, up, emit_product, gated.GELU_NAMES[approximate])
 
 
 def geglu_backward__torch(grad_out, gate, up, approximate="none"):
-    gated.backward_("geglu_backward_", grad_out, gate, up, gated.gelu_name("geglu_backward_", approximate))
+    gated.backward_(grad_out, gate, up, gated.GELU_NAMES[approximate])
 
 
 def geglu_backward_product__torch(grad_out, gate, up, approximate="none"):
     gated.backward_product_(
-        "geglu_backward_product_",
         grad_out,
         gate,
         up,
-        gated.gelu_name("geglu_backward_product_", approximate),
+        gated.GELU_NAMES[approximate],
     )
 
 
 def geglu_packed_torch(gate_up, approximate="none"):
-    return gated.packed_product("geglu_packed", gate_up, gated.gelu_name("geglu_packed", approximate))
+    return gated.packed_product(gate_up, gated.GELU_NAMES[approximate])
 
 
 def geglu_packed_backward_torch(grad_out, gate_up, emit_product=False, approximate="none"):
     return gated.packed_backward(
-        "geglu_packed_backward",
         grad_out,
         gate_up,
         emit_product,
-        gated.gelu_name("geglu_packed_backward", approximate),
+        gated.GELU_NAMES[approximate],
     )
 
 
 def geglu_packed_backward__torch(grad_out, gate_up, approximate="none"):
-    gated.packed_backward_(
-        "geglu_packed_backward_", grad_out, gate_up, gated.gelu_name("geglu_packed_backward_", approximate)
-    )
+    gated.packed_backward_(grad_out, gate_up, gated.GELU_NAMES[approximate])
 
 
 register_family(

@@ -71,7 +71,6 @@ def _or_empty(tensor, like):
 
 
 def rms_norm_torch(x, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    torch.ops.liger.check_rms_norm("rms_norm", x, None, weight, casting_mode, eps, offset)
     y, rstd = normalise(x, weight, eps, offset, casting_mode)
     return laid_out_like(x, y), rstd
 
@@ -85,7 +84,6 @@ def rms_norm_backward_torch(grad_y, x, weight, rstd, offset, casting_mode, need_
 
 
 def fused_add_rms_norm_torch(x, residual, weight, eps=1e-6, offset=0.0, casting_mode="llama"):
-    torch.ops.liger.check_rms_norm("fused_add_rms_norm", x, residual, weight, casting_mode, eps, offset)
     new_residual = torch.empty_like(x).copy_(x + residual)
     y, rstd = normalise(new_residual, weight, eps, offset, casting_mode)
     return laid_out_like(x, y), new_residual, rstd

@@ -64,9 +64,6 @@ def rms_norm_gated_torch(
     x, gate, weight, eps=1e-6, offset=0.0, casting_mode="llama", group_size=None, norm_before_gate=True,
     activation="silu",
 ):  # fmt: skip
-    torch.ops.liger.check_rms_norm_gated(
-        "rms_norm_gated", x, gate, weight, casting_mode, group_size, activation, eps, offset
-    )
     a, _ = _activate(gate, casting_mode, activation)
     h = _norm_input(x, a, casting_mode, norm_before_gate)
     rows = _grouped(h, group_size)
@@ -84,9 +81,6 @@ def rms_norm_gated_backward_torch(
     need_grad_x, need_grad_gate, need_grad_weight,
 ):  # fmt: skip
     """The derivative of the roundings in the forward is taken as 1."""
-    torch.ops.liger.check_rms_norm_gated(
-        "rms_norm_gated_backward", x, gate, weight, casting_mode, group_size, activation
-    )
     wide = accumulate_dtype(x.dtype)
     a, derivative = _activate(gate, casting_mode, activation)
     h = _norm_input(x, a, casting_mode, norm_before_gate)

@@ -14,31 +14,31 @@ _SILU = "silu"
 
 
 def swiglu_torch(gate, up):
-    return gated.product("swiglu", gate, up, _SILU)
+    return gated.product(gate, up, _SILU)
 
 
 def swiglu_backward_torch(grad_out, gate, up, emit_product=False):
-    return gated.backward("swiglu_backward", grad_out, gate, up, emit_product, _SILU)
+    return gated.backward(grad_out, gate, up, emit_product, _SILU)
 
 
 def swiglu_backward__torch(grad_out, gate, up):
-    gated.backward_("swiglu_backward_", grad_out, gate, up, _SILU)
+    gated.backward_(grad_out, gate, up, _SILU)
 
 
 def swiglu_backward_product__torch(grad_out, gate, up):
-    gated.backward_product_("swiglu_backward_product_", grad_out, gate, up, _SILU)
+    gated.backward_product_(grad_out, gate, up, _SILU)
 
 
 def swiglu_packed_torch(gate_up):
-    return gated.packed_product("swiglu_packed", gate_up, _SILU)
+    return gated.packed_product(gate_up, _SILU)
 
 
 def swiglu_packed_backward_torch(grad_out, gate_up, emit_product=False):
-    return gated.packed_backward("swiglu_packed_backward", grad_out, gate_up, emit_product, _SILU)
+    return gated.packed_backward(grad_out, gate_up, emit_product, _SILU)
 
 
 def swiglu_packed_backward__torch(grad_out, gate_up):
-    gated.packed_backward_("swiglu_packed_backward_", grad_out, gate_up, _SILU)
+    gated.packed_backward_(grad_out, gate_up, _SILU)
 
 
 register_family(
