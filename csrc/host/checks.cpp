@@ -76,36 +76,39 @@ std::string device_text(const Tensor& tensor) {
   return "device type #" + std::to_string(static_cast<int>(type));
 }
 
+// The texts of these messages are made only if they are needed: most calls have no error.
 void check_floating(const std::string& op, const char* name, const Tensor& tensor) {
-  require(is_real_floating(tensor.scalar_type()), op, ": ", name, " has dtype ",
-          dtype_name(tensor.scalar_type()), ", expected float16, bfloat16, float32 or float64");
+  if (is_real_floating(tensor.scalar_type())) return;
+  require(false, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
+          ", expected float16, bfloat16, float32 or float64");
 }
 
 void check_same_device(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
                        const Tensor& other) {
-  require(same_device(tensor, other), op, ": ", name, " is on ", device_text(tensor),
-          ", expected the device of ", other_name, ", ", device_text(other));
+  if (same_device(tensor, other)) return;
+  require(false, op, ": ", name, " is on ", device_text(tensor), ", expected the device of ", other_name,
+          ", ", device_text(other));
 }
 
 void check_same_dtype(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
                       const Tensor& other) {
-  require(tensor.scalar_type() == other.scalar_type(), op, ": ", name, " has dtype ",
-          dtype_name(tensor.scalar_type()), ", expected that of ", other_name, ", ",
-          dtype_name(other.scalar_type()));
+  if (tensor.scalar_type() == other.scalar_type()) return;
+  require(false, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()), ", expected that of ",
+          other_name, ", ", dtype_name(other.scalar_type()));
 }
 
 void check_same_shape(const std::string& op, const char* name, const Tensor& tensor, const char* other_name,
                       const Tensor& other) {
-  bool same = tensor.dim() == other.dim();
-  for (int64_t d = 0; same && d < tensor.dim(); ++d) same = tensor.size(d) == other.size(d);
-  require(same, op, ": ", name, " has shape ", shape_text(tensor), ", expected that of ", other_name, ", ",
+  const auto sizes = tensor.sizes(), other_sizes = other.sizes();
+  if (std::equal(sizes.begin(), sizes.end(), other_sizes.begin(), other_sizes.end())) return;
+  require(false, op, ": ", name, " has shape ", shape_text(tensor), ", expected that of ", other_name, ", ",
           shape_text(other));
 }
 
 void check_vector(const std::string& op, const char* name, const Tensor& tensor, int64_t length,
                   const char* of) {
-  require(tensor.dim() == 1 && tensor.size(0) == length, op, ": ", name, " has shape ", shape_text(tensor),
-          ", expected (", length, ",), ", of);
+  if (tensor.dim() == 1 && tensor.size(0) == length) return;
+  require(false, op, ": ", name, " has shape ", shape_text(tensor), ", expected (", length, ",), ", of);
 }
 
 namespace {

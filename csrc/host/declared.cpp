@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string_view>
 #include <unordered_map>
+#include <utility>
 
 #include "declarations.h"
 #include "host/check_parts.h"
@@ -26,18 +28,26 @@ struct Option {
 
 struct Rules {
   std::string main;  // the tensor that names the dimensions
-  std::unordered_map<std::string, Shape> shapes;
-  std::unordered_map<std::string, Option> options;
+  // Few entries: a search by comparison is faster than a hash.
+  std::vector<std::pair<std::string, Shape>> shapes;
+  std::vector<std::pair<std::string, Option>> options;
   std::vector<std::string> tensors, numbers, texts;  // names of the arguments, in the order of the schema
   std::vector<bool> is_integer;                      // of the numbers
 
-  const Shape* shape(const std::string& name) const {
-    auto found = shapes.find(name);
-    if (found == shapes.end() && name.starts_with("grad_")) found = shapes.find(name.substr(5));
-    return found == shapes.end() ? nullptr : &found->second;
+  // The entry of this name, or null.
+  template <typename Value>
+  static const Value* find(const std::vector<std::pair<std::string, Value>>& entries, std::string_view name) {
+    for (const auto& [key, value] : entries)
+      if (key == name) return &value;
+    return nullptr;
   }
 
-  bool is_like_main(const Shape& shape) const { return shape.like == main || &shape == &shapes.at(main); }
+  const Shape* shape(std::string_view name) const {
+    const Shape* found = find(shapes, name);
+    return found || !name.starts_with("grad_") ? found : find(shapes, name.substr(5));
+  }
+
+  bool is_like_main(const Shape& shape) const { return &shape == &shapes[0].second || shape.like == main; }
 };
 
 std::vector<std::string> split(const std::string& text, const std::string& separators) {
@@ -65,7 +75,7 @@ void read_tensors(Rules& rules, const std::string& names, const std::string& tex
   shape.is_parameter = shape.like.empty() && shape.dims[0] != "..." && shape.dims[0] != "batch";
   for (const std::string& name : split(names, ", ")) {
     if (rules.main.empty()) rules.main = name;
-    rules.shapes[name] = shape;
+    rules.shapes.emplace_back(name, shape);
   }
 }
 
@@ -73,12 +83,11 @@ void read_option(Rules& rules, const std::string& text) {
   std::vector<std::string> words = split(text, " ");
   const std::string name = words[0], kind = words[1];
   words.erase(words.begin(), words.begin() + 2);
-  if (kind == ">=")
-    rules.options[name] = {Option::kNotNegative, {}};
-  else if (kind == "finite")
-    rules.options[name] = {Option::kFinite, {}};
-  else
-    rules.options[name] = {kind == "divides" ? Option::kDivides : Option::kIn, std::move(words)};
+  const Option::Kind condition = kind == ">="        ? Option::kNotNegative
+                                 : kind == "finite"  ? Option::kFinite
+                                 : kind == "divides" ? Option::kDivides
+                                                     : Option::kIn;
+  rules.options.emplace_back(name, Option{condition, std::move(words)});
 }
 
 void read_arguments(Rules& rules, const std::string& schema) {
@@ -130,8 +139,8 @@ class Check {
 
   void run() {
     for (const NamedArgument& argument : arguments_) {
-      const auto shape = rules_.shapes.find(argument.name);
-      if (!argument.tensor() || shape == rules_.shapes.end() || !rules_.is_like_main(shape->second)) continue;
+      const Shape* shape = argument.tensor() ? Rules::find(rules_.shapes, argument.name) : nullptr;
+      if (!shape || !rules_.is_like_main(*shape)) continue;
       name_ = argument.name;
       main_ = argument.tensor();
       check_main();
@@ -144,7 +153,7 @@ class Check {
   }
 
  private:
-  const std::vector<std::string>& dims() const { return rules_.shapes.at(rules_.main).dims; }
+  const std::vector<std::string>& dims() const { return rules_.shapes[0].second.dims; }
 
   void check_main() {
     check_floating(op_, name_, *main_);
@@ -223,29 +232,30 @@ class Check {
     for (const int64_t n : expected) elements *= n;
     const ScalarType dtype =
         main_->scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-    require(tensor.scalar_type() == dtype && tensor.numel() == elements, op_, ": ", name, " has shape ",
-            shape_text(tensor), " and dtype ", dtype_name(tensor.scalar_type()), ", expected the ",
-            dtype_name(dtype), " result of the forward");
+    if (tensor.scalar_type() == dtype && tensor.numel() == elements) return;
+    require(false, op_, ": ", name, " has shape ", shape_text(tensor), " and dtype ",
+            dtype_name(tensor.scalar_type()), ", expected the ", dtype_name(dtype), " result of the forward");
   }
 
   void check_parameter(const char* name, const Tensor& tensor, const Shape& shape) {
     const std::string& dim = shape.dims[0];
     const int64_t length = *size(dim);
-    require(tensor.dim() == 1 && tensor.size(0) == length, op_, ": ", name, " has shape ", shape_text(tensor),
-            ", expected (", length, ",)", std::isdigit(dim[0]) ? "" : ", " + described(dim));
+    if (tensor.dim() != 1 || tensor.size(0) != length)
+      require(false, op_, ": ", name, " has shape ", shape_text(tensor), ", expected (", length, ",)",
+              std::isdigit(dim[0]) ? "" : ", " + described(dim));
     if (parameter_) return check_same_dtype(op_, name, tensor, parameter_name_, *parameter_);
     const ScalarType dtype = tensor.scalar_type();
-    require(dtype == main_->scalar_type() || dtype == ScalarType::Float, op_, ": ", name, " has dtype ",
-            dtype_name(dtype), ", expected that of ", name_, ", ", dtype_name(main_->scalar_type()),
-            ", or float32");
+    if (dtype != main_->scalar_type() && dtype != ScalarType::Float)
+      require(false, op_, ": ", name, " has dtype ", dtype_name(dtype), ", expected that of ", name_, ", ",
+              dtype_name(main_->scalar_type()), ", or float32");
     parameter_ = &tensor;
     parameter_name_ = name;
   }
 
   void check_option(const NamedArgument& argument) const {
-    const auto found = rules_.options.find(argument.name);
-    if (found == rules_.options.end() || std::holds_alternative<std::monostate>(argument.value)) return;
-    const auto& [kind, words] = found->second;
+    const Option* option = Rules::find(rules_.options, argument.name);
+    if (!option || std::holds_alternative<std::monostate>(argument.value)) return;
+    const auto& [kind, words] = *option;
     const char* name = argument.name;
     if (kind == Option::kIn) {
       const std::string& text = *std::get<const std::string*>(argument.value);
@@ -257,8 +267,9 @@ class Check {
     } else if (kind == Option::kDivides) {
       if (!main_) return;
       const int64_t number = std::get<int64_t>(argument.value), whole = *size(words[0]);
-      require(number > 0 && whole % number == 0, op_, ": ", name, " is ", number, ", expected a divisor of ",
-              described(words[0]), ", ", whole);
+      if (number <= 0 || whole % number != 0)
+        require(false, op_, ": ", name, " is ", number, ", expected a divisor of ", described(words[0]), ", ",
+                whole);
     } else {
       const double number = std::get<double>(argument.value);
       require(std::isfinite(number) && (kind == Option::kFinite || number >= 0.0), op_, ": ", name, " is ",
