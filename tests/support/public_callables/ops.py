@@ -3,18 +3,41 @@
 import torch
 
 import liger
+from liger._core.declared import declarations, overload
 
 from .case import HIDDEN, X, add, normal, tensors, with_options
 
-add("rms_norm", liger.rms_norm, tensors(x=X, weight=(HIDDEN,)), "x weight")
-add(
-    "fused_add_rms_norm",
-    liger.fused_add_rms_norm,
-    tensors(x=X, residual=X, weight=(HIDDEN,)),
-    "x residual weight",
-)
+_SIZES = {"batch": 2, "channels": HIDDEN, "H": HIDDEN, "2I": HIDDEN}
+_DIVISOR = 4
+
+
+def _shape(declaration, name):
+    dims = declaration.dims if declaration.shapes[name].like else declaration.shapes[name].dims
+    if dims == ("...",):
+        return X
+    shape = []
+    for position, dim in enumerate(dims):
+        if dim == "...":
+            shape += (5,) if position else X[:-1]
+        else:
+            shape.append(int(dim) if dim.isdigit() else _SIZES[dim])
+    return tuple(shape)
+
+
+def _add_declared(declaration):
+    """The case of a declared op: all tensors of its schema, and the options without a default."""
+    op = declaration.ops[0]
+    schema = overload(op)._schema.arguments
+    shapes = {a.name: _shape(declaration, a.name) for a in schema if a.name in declaration.shapes}
+    required = {a.name: _DIVISOR for a in schema if a.name not in shapes and not a.has_default_value()}
+    add(op, getattr(liger, op), with_options(tensors(**shapes), **required), " ".join(shapes))
+
+
+for _op, _declaration in declarations().items():
+    if _op == _declaration.ops[0]:
+        _add_declared(_declaration)
+
 _gated_norm = tensors(x=X, gate=X, weight=(HIDDEN,))
-add("rms_norm_gated", liger.rms_norm_gated, _gated_norm, "x gate weight")
 add(
     "rms_norm_gated gate first",
     liger.rms_norm_gated,
@@ -22,16 +45,6 @@ add(
     "x gate weight",
     public="rms_norm_gated",
 )
-add("layer_norm", liger.layer_norm, tensors(x=X, weight=(HIDDEN,), bias=(HIDDEN,)), "x weight bias")
-add(
-    "group_norm",
-    liger.group_norm,
-    with_options(tensors(x=(2, HIDDEN, 5), weight=(HIDDEN,), bias=(HIDDEN,)), num_groups=4),
-    "x weight bias",
-)
-add("softmax", liger.softmax, tensors(x=X), "x")
-add("relu_squared", liger.relu_squared, tensors(x=X), "x")
-add("swiglu", liger.swiglu, tensors(gate=X, up=X), "gate up")
 add(
     "swiglu inplace",
     lambda gate, up: liger.swiglu(gate * 1, up * 1, inplace=True),
@@ -46,8 +59,6 @@ add(
     "gate_up",
     public="swiglu_packed",
 )
-add("swiglu_packed", liger.swiglu_packed, tensors(gate_up=X), "gate_up")
-add("geglu", liger.geglu, tensors(gate=X, up=X), "gate up")
 add(
     "geglu tanh",
     liger.geglu,
@@ -55,7 +66,6 @@ add(
     "gate up",
     public="geglu",
 )
-add("geglu_packed", liger.geglu_packed, tensors(gate_up=X), "gate_up")
 
 
 def rotary(device, dtype):
