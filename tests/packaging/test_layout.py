@@ -81,7 +81,7 @@ def imports_between_packages():
 
 
 def test_imports_are_followed():
-    assert "liger._core.autograd" in IMPORTS["liger.ops.rms_norm"]
+    assert "liger._core.declared" in IMPORTS["liger.ops.rms_norm"]
     assert "liger.ops.tiled_mlp" in IMPORTS["liger.nn.tiled_mlp"]
     assert "liger._core.dtensor_rows" in IMPORTS["liger._core.dtensor"]
     assert "liger._core.gated" in IMPORTS["liger.triton_kernels.geglu"]
