@@ -58,6 +58,32 @@ def assert_gradients(leaves, whole):
 
 
 ROWS = [(S0, S1), (S0, R), (R, S1), (R, R), (S0, S0), (S1, S1)]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("rows", ROWS, ids=str)
+def test_losses_in_shards_of_the_classes(rows, reduction):
+    """By the functions of one process. Ranks along the first dimension have tokens of their own: a mean is over all."""
+    whole, target = layer()
+    x, weight, bias = (spread(t, *p) for t, p in zip(whole, (rows, (R, S0), (R, S0)), strict=True))
+    given = spread(target, *rows)
+    expected = liger.fused_linear_ce(*whole[:2], target, whole[2], reduction=reduction)
+    expected.sum().backward()
+    loss = liger.fused_linear_ce(x, weight, given, bias, reduction=reduction)
+    assert error(loss.full_tensor(), expected) <= LIMIT
+    loss.sum().full_tensor().backward()
+    assert_gradients((x, weight, bias), whole)
+    found = liger.fused_linear_logprobs(x, weight, given, bias)
+    assert error(found.full_tensor(), liger.fused_linear_logprobs(*whole[:2], target, whole[2])) <= LIMIT
+    logits = torch.nn.functional.linear(*whole).detach()
+    part, logits = spread(logits, rows[0], Shard(2)), logits.requires_grad_()
+    loss = liger.cross_entropy(part, spread(target, rows[0], R), reduction=reduction)
+    assert error(loss.full_tensor(), expected) <= LIMIT
+    loss.sum().full_tensor().backward()
+    liger.cross_entropy(logits, target, reduction=reduction).sum().backward()
+    assert error(part.grad.full_tensor(), logits.grad) <= LIMIT
+
+
 WEIGHTS = [(R, R), (S0, R), (R, S0), (S0, S0), (S0, S1)]
 
 

@@ -273,3 +273,70 @@ def _metrics(rank, world):
 
 def test_metrics_and_module(tmp_path):
     on_processes(tmp_path, _metrics)
+
+
+# --- processes without a class --------------------------------------------------------------------------------------
+
+
+def _empty_shards(rank, world):
+    """A process may have no class: results and gradients are those of the whole op, whatever the option."""
+    classes, rows = 9, 13
+    first = (0, *(classes,) * world), {"vocab_size": classes, "vocab_start": 0 if rank == 0 else classes}
+    chunks = (0, 3, 6, 9, 9), {"vocab_size": classes}
+    layouts = [first, chunks] if world == 4 else [first]
+    for (bound, layout), dtype in itertools.product(layouts, (torch.float32, torch.bfloat16)):
+        for i, (name, reduction) in enumerate(itertools.product(OPTIONS, ("mean", "none"))):
+            torch.manual_seed(i)
+            chosen = options(name, rows, classes, "cpu", reduction)
+            *tensors, target = random_layer(
+                rows, 24, classes, "cpu", dtype, ignore_index=chosen.get("ignore_index", -100)
+            )
+            what = f"{name}, {reduction}, {dtype}, {layout}"
+            check(rank, world, what, tensors[: 2 + i % 2], target, bound, layout, memory_budget=300, **chosen)
+            logits = (tensors[0] @ tensors[1].t()).detach()
+            mine, whole = part_of(logits, rank, world, bound, dim=1), leaves(logits)[0]
+            losses = (
+                liger.vocab_parallel_cross_entropy(mine, target, **layout, **chosen).sum(),
+                liger.cross_entropy(whole, target, **chosen).sum(),
+            )
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+            torch.autograd.backward(losses)
+            expected = part_of(whole.grad, rank, world, bound, dim=1)
+            torch.testing.assert_close(mine.grad, expected.detach(), rtol=2e-2, atol=1e-5)
+        for logits_dtype, biased in itertools.product((None, torch.float32), (False, True)):
+            *tensors, target = random_layer(rows, 24, classes, "cpu", dtype)
+            tensors = tensors[: 2 + biased]
+            flags = dict.fromkeys(
+                ("return_entropy", "return_argmax", "return_log_sum_sq_probs", "return_mean_logits"), True
+            )
+            whole = leaves(*tensors)
+            mine = [leaves(tensors[0])[0], *(part_of(t, rank, world, bound) for t in tensors[1:])]
+            calls = (
+                liger.vocab_parallel_fused_linear_logprobs(
+                    *mine[:2],
+                    target,
+                    *mine[2:],
+                    logits_dtype=logits_dtype,
+                    memory_budget=300,
+                    **layout,
+                    **flags,
+                ),
+                liger.fused_linear_logprobs(
+                    *whole[:2], target, *whole[2:], logits_dtype=logits_dtype, **flags
+                ),
+            )
+            tolerance = 1e-5 if dtype == torch.float32 or logits_dtype else 3e-2
+            for actual, expected in zip(*calls, strict=True):
+                torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+            for found in calls:
+                (found.logprobs.square().sum() + found.entropy.square().sum()).backward()
+            wanted = [whole[0].grad, *(part_of(t.grad, rank, world, bound).detach() for t in whole[1:])]
+            for actual, expected in zip((t.grad for t in mine), wanted, strict=True):
+                torch.testing.assert_close(
+                    actual, expected, rtol=3e-2, atol=3e-2 if dtype != torch.float32 else 1e-5
+                )
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_without_a_class(tmp_path, world):
+    on_processes(tmp_path, _empty_shards, world)

@@ -35,7 +35,7 @@ def _process(rank, world, store, function):
     os._exit(0)
 
 
-def on_processes(tmp_path, function, world=2):
+def on_processes(tmp_path, function, world=2, timeout=_TIMEOUT):
     """Runs ``function(rank, world)`` in every process of a group. Raises what one of them raised first, and fails when
     they take too long, as they would waiting for each other."""
     # A new store: the processes leave theirs behind.
@@ -45,10 +45,10 @@ def on_processes(tmp_path, function, world=2):
     context = mp.start_processes(
         _process, (world, store, function), world, join=False, start_method="forkserver"
     )
-    until = time.monotonic() + _TIMEOUT
+    until = time.monotonic() + timeout
     try:
         while not context.join(max(until - time.monotonic(), 0.1)):
-            assert time.monotonic() < until, f"processes that did not end within {_TIMEOUT} s"
+            assert time.monotonic() < until, f"processes that did not end within {timeout} s"
     finally:
         for process in context.processes:
             process.kill()

@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 import reprlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -16,6 +17,8 @@ import torch
 from torch.overrides import is_tensor_like
 
 from .autograd import is_plain_eager_call
+from .dtensor import is_dtensor
+from .mixed_tensors import MixedTensors
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
@@ -192,6 +195,40 @@ def check(op, name, value, rule, optional=False, error=RuntimeError):
     raise kind(f"{op}: {name} is {described(value)}, expected {expected}{beyond}")
 
 
+# What ops raise for arguments that they cannot take.
+_OF_OPS = (TypeError, AttributeError, RuntimeError, ValueError, OverflowError)
+# What torch says about tensors that are not all DTensors on one mesh.
+_OF_TORCH = re.compile("mixed torch.Tensor and DTensor|different meshes")
+
+
+def _is_about_dtensors(raised):
+    return isinstance(raised, (MixedTensors, NotImplementedError)) or _OF_TORCH.search(str(raised))
+
+
+def check_one_mesh(op, given, raised):
+    """Raises :class:`MixedTensors` for tensors that are not all DTensors on one mesh, by the caller's names.
+
+    Args:
+        given: arguments by name, in the order in which they are declared.
+        raised: what the call has raised, one of :func:`_is_about_dtensors`.
+    """
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    first, mesh = next((name, value.device_mesh) for name, value in tensors.items() if is_dtensor(value))
+    for name, value in tensors.items():
+        if is_dtensor(value):
+            if value.device_mesh != mesh:
+                raise MixedTensors(
+                    f"{op}: {name} is on {value.device_mesh}, expected that of {first}, {mesh}"
+                ) from raised
+        elif value.numel() != 1:
+            raise MixedTensors(
+                f"{op}: {name} is a plain tensor and {first} a DTensor, expected a DTensor on {mesh}: use "
+                "torch.distributed.tensor.distribute_tensor or DTensor.from_local"
+            ) from raised
+    if isinstance(raised, NotImplementedError):
+        raise MixedTensors(f"{op}: {first} is a DTensor, expected plain tensors, of the process") from raised
+
+
 def arguments(
     *,
     late: bool = False,
@@ -248,17 +285,31 @@ def arguments(
                 name: (name, known[name][1]._replace(in_range=None), known[name][2]) for name in unused
             }
 
+        def explain(args, keywords, raised):
+            if not _is_about_dtensors(raised):
+                return
+            given = dict(zip((name for name, _, _ in in_order), args[of_method:], strict=False)) | keywords
+            if of_method and isinstance(args[0], torch.nn.Module):
+                given |= dict(args[0].named_parameters())
+            if any(map(is_dtensor, given.values())):
+                check_one_mesh(type(args[0]).__name__ if of_method else function.__name__, given, raised)
+
         @functools.wraps(function)
         def checked(*args, **keywords):
             check_all(args, keywords)
-            return function(*args, **keywords)
+            try:
+                return function(*args, **keywords)
+            except _OF_OPS as raised:
+                explain(args, keywords, raised)
+                raise
 
         @functools.wraps(function)
         def explained(*args, **keywords):
             try:
                 return function(*args, **keywords)
-            except (TypeError, AttributeError, RuntimeError, ValueError, OverflowError):
+            except _OF_OPS as raised:
                 check_all(args, keywords)
+                explain(args, keywords, raised)
                 raise
 
         decorated: Any = explained if late else checked

@@ -7,10 +7,15 @@ DTensor before that module is imported, so these functions use it only then.
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Callable
+from typing import Any
 
 _MODULE = "torch.distributed.tensor"
 # The second argument of isinstance: empty until the module is imported.
 _types: tuple[type, ...] = ()
+# {function of a loss: the same of DTensors whose classes a dimension of the mesh shards, or None where that cannot
+# compute a call}. liger.distributed adds them with its rules.
+in_shards: dict[str, Callable[..., Any]] = {}
 
 
 def is_dtensor(value: object) -> bool:
@@ -18,8 +23,9 @@ def is_dtensor(value: object) -> bool:
     return isinstance(value, _types)
 
 
-def align_tokens(op, x, target, token_weight):
+def align_tokens(op, x, target, token_weight, names=("input", "target")):
     """The arguments of a loss, redistributed so that :func:`flatten_tokens` gives each rank the same rows of each.
+    ``names``: of x and of the target in messages.
 
     Raises:
         RuntimeError: x is a DTensor, and target or token_weight is not.
@@ -28,7 +34,7 @@ def align_tokens(op, x, target, token_weight):
         return x, target, token_weight
     from .dtensor_rows import align
 
-    return align(op, x, target, token_weight)
+    return align(op, x, target, token_weight, names)
 
 
 def flatten_tokens(tensor, dims):

@@ -12,6 +12,14 @@ from .dtensor import is_dtensor
 from .dtypes import accumulate_dtype
 
 
+def refuse_dtensor(op, name, weight):
+    """Raises RuntimeError for a weight that is a DTensor: before anything gathers it."""
+    if is_dtensor(weight):
+        raise RuntimeError(
+            f"{op}: accumulate_grad_weight with {name}, a DTensor, expected a whole plain parameter"
+        )
+
+
 class WeightGradientSum:
     """The float32 sum (float64 for a float64 weight) of one weight.
 
@@ -26,6 +34,7 @@ class WeightGradientSum:
     """
 
     def __init__(self, op, name, weight):
+        refuse_dtensor(op, name, weight)
         self.op, self.name, self.weight = op, name, weight
         self.dtype = accumulate_dtype(weight.dtype)
         reason = self._unsupported()
@@ -37,8 +46,6 @@ class WeightGradientSum:
         weight = self.weight
         if is_transformed():
             return "which torch.func or forward mode transforms, expected a call of plain autograd"
-        if is_dtensor(weight):
-            return "a DTensor, expected a whole plain parameter"
         if hasattr(weight, "ds_id"):
             return "a parameter of DeepSpeed ZeRO-3, expected one that is whole outside of its module's call"
         if not weight.is_leaf:

@@ -1,9 +1,16 @@
 """One call of an op on DTensors: redistributes the arguments so that each rank can run the op on its local tensors."""
 
+import re
+import warnings
+
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from .._core.mixed_tensors import MixedTensors
 from .._core.placements import dense_strides, where_sharded
+
+# What the names of ops have behind the name of a public function.
+_FORMS = re.compile(r"(_metrics|_lora)?(_forward|_backward|_add_grad_weight)?(_product)?_?$")
 
 
 class Call:
@@ -31,11 +38,11 @@ class Call:
         for name, value in self.arguments.items():
             if isinstance(value, DTensor):
                 if value.device_mesh != self.mesh:
-                    raise RuntimeError(
+                    raise MixedTensors(
                         f"{self.name}: {name} is on {value.device_mesh}, expected that of {first}, {self.mesh}"
                     )
             elif isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise RuntimeError(
+                raise MixedTensors(
                     f"{self.name}: {name} is a plain tensor and {first} a DTensor, expected a DTensor on "
                     f"{self.mesh}: use torch.distributed.tensor.distribute_tensor or DTensor.from_local"
                 )
@@ -66,6 +73,19 @@ class Call:
                 # Detached: torch 2.10 would detach the result in place, which DTensors do not support.
                 tensor = tensor.detach().redistribute(placements=placements)
             self.arguments[name] = tensor.to_local()
+
+    def gather(self, *names):
+        """Replicates parameters. A warning names each weight of which every rank had only a part."""
+        for name in names:
+            tensor = self.distributed.get(name)
+            if tensor is not None and tensor.dim() > 1 and any(p.is_shard() for p in tensor.placements):
+                function = _FORMS.sub("", self.name)
+                warnings.warn(
+                    f"liger: {function}: {name} has placements {tuple(tensor.placements)}, and is gathered on every "
+                    "rank in every call (docs/distributed.md#dtensors)",
+                    stacklevel=2,
+                )
+        self.redistribute(self.replicated, *names)
 
     def run(self):
         """The results of the op on the local arguments."""

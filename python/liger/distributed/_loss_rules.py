@@ -47,7 +47,8 @@ def _forward(call):
     vocab = x.shape[-1] if main == "logits" else call["weight"].shape[0]
     tokens = _tokens_of(x)
     call.redistribute(tokens, main, "target", "token_weight", "down")
-    call.redistribute(call.replicated, "weight", "bias", "lora_a", "lora_b", "ce_weight", "denominator")
+    call.gather("weight", "bias", "lora_a", "lora_b")
+    call.redistribute(call.replicated, "ce_weight", "denominator")
     options = dict(call.arguments)
     for name in _OPTIONAL:
         if options.get(name) is None:
@@ -173,7 +174,7 @@ def _fused_linear_divergence(call):
     tokens = _tokens_of(call["input"])
     call.redistribute(tokens, "input", "teacher", "teacher_indices", "target")
     _redistribute_rows(call, "row_weight", tokens)
-    call.redistribute(call.replicated, "weight", "teacher_weight", "bias", "teacher_bias")
+    call.gather("weight", "teacher_weight", "bias", "teacher_bias")
     loss, *per_row, grad_input, grad_weight, grad_bias = call.run()
     sums, partial = (grad_weight, grad_bias), where_sharded(tokens, Partial())
     needed = call["need_grad_weight"], call["need_grad_bias"] and call["bias"] is not None
@@ -196,7 +197,7 @@ def _fused_linear_divergence(call):
 def _redistribute_head(call, *per_row):
     tokens, shape = _tokens_of(call["input"]), call["input"].shape
     call.redistribute(tokens, "input", "target", "down", *per_row)
-    call.redistribute(call.replicated, "weight", "bias", "lora_a", "lora_b")
+    call.gather("weight", "bias", "lora_a", "lora_b")
     return tokens, shape
 
 

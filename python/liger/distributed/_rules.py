@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .._core.declared import declarations, result_names
+from .._core.dtensor import in_shards
 from .._core.placements import is_sharded, restrict_sharding, where_sharded
 from ._call import Call
 from ._loss_rules import LOSS_RULES
@@ -57,7 +58,7 @@ def _redistribute_tiled(call, *followers):
     x = call["x"]
     tokens = restrict_sharding(x, range(x.dim() - 1))
     call.redistribute(tokens, "x", *followers)
-    call.redistribute(call.replicated, *_TILED_PARAMETERS)
+    call.gather(*_TILED_PARAMETERS)
     if call["num_shards"] is not None:
         call.arguments["num_shards"] = min(call["num_shards"], max(call["x"].shape[:-1].numel(), 1))
     return tokens, x.shape
@@ -94,7 +95,7 @@ def _redistribute_experts(call, *followers):
     x = call["x"]
     tokens = restrict_sharding(x, range(x.dim() - 1))
     call.redistribute(tokens, "x", "top_k_index", "top_k_weights", *followers)
-    call.redistribute(call.replicated, *_EXPERTS_PARAMETERS)
+    call.gather(*_EXPERTS_PARAMETERS)
     return tokens, x.shape
 
 
@@ -225,7 +226,19 @@ def _dispatched(rule):
     return on_dtensors
 
 
+def _in_shards(name):
+    def computed(*arguments):
+        # Imports torch.distributed.tensor, at the end of whose import the rules are registered.
+        from . import _classes_in_shards
+
+        return getattr(_classes_in_shards, name)(*arguments)
+
+    return computed
+
+
 def register():
     """Registers all rules; called once."""
     for name, rule in RULES.items():
         torch.library.register_torch_dispatch(f"liger::{name}", DTensor, _dispatched(rule))
+    for name in ("fused_linear_ce", "fused_linear_logprobs", "cross_entropy"):
+        in_shards[name] = _in_shards(name)

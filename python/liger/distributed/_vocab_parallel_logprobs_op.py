@@ -9,16 +9,18 @@ from typing import NamedTuple
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from .._core.autograd import at_positions, differentiable, differentiable_once, is_traced
+from .._core.arguments import check_classes
+from .._core.autograd import at_positions, differentiable, differentiable_once
 from .._core.computed_rows import computed_rows
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.lm_head import LMHead, RowStatistics, check_head
 from . import _sm90_logprob_shards as _engine
+from ._agreement import meet, name_of_call, options_of
 from ._vocab_parallel_ops import Chunk, ChunkPlan, Float32Gradients, Gradients
-from ._vocab_shards import gather
+from ._vocab_shards import VocabShards, gather, layer_to_check
 
-LOGPROBS = "vocab_parallel_fused_linear_logprobs"
+LOGPROBS = _engine.LOGPROBS
 # In targets that count from the first class of a process; no class has this index.
 _IGNORED = -100
 
@@ -31,6 +33,7 @@ _library.define(
     " -> (Tensor logprobs, Tensor entropy, Tensor argmax, Tensor stats, Tensor log_sum_sq_probs, Tensor mean_logits,"
     " Tensor kept, Tensor kept_rows)"
 )
+# keep: the forward keeps the exponentials for the backward where the engine runs and they fit the memory budget.
 # stats, entropy: results of the forward, of rows over all classes. kept, kept_rows: those of a forward with `keep`.
 _library.define(
     f"fused_linear_logprobs_backward(Tensor grad_logprobs, Tensor? grad_entropy, {_LAYER}, Tensor stats,"
@@ -90,6 +93,21 @@ class _Shard(NamedTuple):
             means = means * (classes / vocab_size)
         return cls(largest, total, logprobs, entropy, highest, argmax, squares, means)
 
+    @classmethod
+    def without_classes(cls, row, requested):
+        """row: a tensor with one value per row of the dtype of the statistics."""
+        nothing, zero = torch.full_like(row, -torch.inf), torch.zeros_like(row)
+        last = torch.full_like(row, torch.iinfo(torch.int32).max, dtype=torch.int64)
+        return cls(
+            nothing,
+            zero,
+            nothing,
+            zero if requested.entropy else None,
+            *((nothing, _as_bits(last, row.dtype)) if requested.argmax else (None, None)),
+            nothing if requested.log_sum_sq_probs else None,
+            zero if requested.mean_logits else None,
+        )
+
     def stacked(self):
         return torch.stack([t for t in self if t is not None])
 
@@ -144,35 +162,29 @@ def _bytes_per_logit(logits_dtype):
     return None if logits_dtype is None else 6
 
 
-def keeps_exponentials(
-    input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
-    vocab_size, group_name, return_entropy, return_argmax, *metrics,
-):  # fmt: skip
-    """Whether a forward with a backward keeps the exponentials, which is the argument ``keep`` of the op.
-
-    Compiled code never does: the first call of a group communicates, and compilers run at different times.
-    """
-    if is_traced(input, weight) or not _engine.supports(bias, softcap, logits_dtype, *metrics):
-        return False
-    group = _resolve_process_group(group_name)
-    return _engine.Head(
-        input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
-    ).keeps_exponentials()
-
-
 def _forward(
     input, weight, target, bias, temperature, ignore_index, softcap, memory_budget, logits_dtype, vocab_start,
     vocab_size, group_name, return_entropy, return_argmax, return_log_sum_sq_probs=False, return_mean_logits=False,
     keep=False,
 ):  # fmt: skip
     requested = _Requested(return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits)
-    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
-    group = _resolve_process_group(group_name)
+    op = name_of_call(LOGPROBS)
+    layer = layer_to_check(op, weight, bias)
+    check_head(op, input, layer[0], target, layer[1], temperature, softcap, None, memory_budget, logits_dtype)
+    check_classes(op, "targets", target, vocab_size, ignore_index)
+    classes, group = weight.shape[0], _resolve_process_group(group_name)
+    shards = VocabShards(vocab_start, vocab_size, group_name)
+    same = options_of(
+        input, weight, bias, memory_budget, temperature=temperature, ignore_index=ignore_index, softcap=softcap,
+        logits_dtype=logits_dtype, **requested._asdict(),
+    )  # fmt: skip
+    meet(LOGPROBS, group, shards, classes, target, same)
     rows, wide, empty = input.shape[0], accumulate_dtype(input.dtype), input.new_empty(0)
     if _engine.supports(bias, softcap, logits_dtype, *requested[2:]):
         head = _engine.Head(
             input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
         )
+        keep = keep and head.keeps_exponentials()
         engine_plan = _engine.forward_plan(head, keep)
         if engine_plan is not None:
             found, *kept = _engine.forward(head, engine_plan, return_entropy, return_argmax, keep)
@@ -215,8 +227,11 @@ def _forward(
     pending = deque()
     for index, chunk in enumerate(map(computed.at, plan.slices)):
         logits = logits_of(index)
-        head.write_logits(input[chunk], logits)
-        shard = _Shard.of(head, logits, local[chunk], vocab_start, vocab_size, requested)
+        if classes == 0:
+            shard = _Shard.without_classes(logits.new_empty(logits.shape[0], dtype=wide), requested)
+        else:
+            head.write_logits(input[chunk], logits)
+            shard = _Shard.of(head, logits, local[chunk], vocab_start, vocab_size, requested)
         pending.append(Chunk(chunk, logits, *gather(shard.stacked(), group)))
         if len(pending) == plan.in_flight:
             finish(pending.popleft())
@@ -230,7 +245,10 @@ def _backward_kernel(
     memory_budget, logits_dtype, vocab_start, vocab_size, group_name, need_grad_input, need_grad_weight,
     need_grad_bias, kept=None, kept_rows=None,
 ):  # fmt: skip
-    check_head(LOGPROBS, input, weight, target, bias, temperature, softcap, None, memory_budget, logits_dtype)
+    layer = layer_to_check(LOGPROBS, weight, bias)
+    check_head(
+        LOGPROBS, input, layer[0], target, layer[1], temperature, softcap, None, memory_budget, logits_dtype
+    )
     group = _resolve_process_group(group_name)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
     if _engine.supports(bias, softcap, logits_dtype):
@@ -264,11 +282,12 @@ def _backward_kernel(
     logits_of = plan.new_logits(input, weight.shape[0], spare, logits_dtype)
     for index, chunk in enumerate(map(computed.at, plan.slices)):
         logits, x, y = logits_of(index), input[chunk], target[chunk]
-        head.write_logits(x, logits)
-        with_entropy = grad_entropy is not None
-        statistics = RowStatistics(None, entropy[chunk] if with_entropy else None, None, stats[:, chunk])
-        chunk_grad_entropy = grad_entropy[chunk] if with_entropy else None
-        head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy, vocab_start)
+        if weight.shape[0]:
+            head.write_logits(x, logits)
+            with_entropy = grad_entropy is not None
+            statistics = RowStatistics(None, entropy[chunk] if with_entropy else None, None, stats[:, chunk])
+            chunk_grad_entropy = grad_entropy[chunk] if with_entropy else None
+            head.write_gradient(logits, y, statistics, grad_logprobs[chunk], chunk_grad_entropy, vocab_start)
         gradients.add(chunk, logits, x)
     return gradients.finish()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from .._core.arguments import check_classes
 from .._core.autograd import differentiable, differentiable_once
 from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, Metrics
@@ -21,7 +22,8 @@ from .._core.loss_rows import refuse_gradients
 from .._core.matmul import product, without_ignored, write_linear
 from ..ops.fused_linear_ce import differentiable_ce
 from . import _sm90_shards
-from ._vocab_shards import gather
+from ._agreement import may_have_empty_shards, meet, name_of_call, options_of
+from ._vocab_shards import VocabShards, gather, layer_to_check
 from ._whole_rows import Rows, check_class_weights
 
 FUSED, PLAIN = "vocab_parallel_fused_linear_ce", "vocab_parallel_cross_entropy"
@@ -118,7 +120,10 @@ class Gradients:
     def _reduce_input(self, at, dlogits):
         shape = dlogits.shape[0], self.input.shape[1]
         partial = self.input.new_empty(shape, dtype=accumulate_dtype(self.input.dtype))
-        self._product(dlogits, self.weight_shard, partial)
+        if self.weight_shard.shape[0] == 0:
+            partial.zero_()
+        else:
+            self._product(dlogits, self.weight_shard, partial)
         work = dist.all_reduce(partial, group=self.group, async_op=True)
         self._wait_for_reduction()
         self.reducing = at, partial, work
@@ -225,7 +230,7 @@ class ChunkPlan(NamedTuple):
         def logits_of(index):
             rows = self.slices[index].stop - self.slices[index].start
             buffer = memory[index % self.in_flight * size :][: rows * stride]
-            return buffer.view(-1, stride)[:, :classes]
+            return buffer.view(rows, stride)[:, :classes]
 
         return logits_of
 
@@ -236,22 +241,27 @@ def _fused_forward(input, weight, target, bias, *rest):
         accum_dtype, memory_budget, vocab_start, vocab_size, group_name, return_z_loss, return_logprobs, *needs_grad,
     ) = rest[8:]  # fmt: skip
     need_grad_input, need_grad_weight, need_grad_bias = needs_grad
-    # ce_weight has all classes: Rows checks it.
+    op, classes, group = name_of_call(FUSED), weight.shape[0], _resolve_process_group(group_name)
+    layer = layer_to_check(op, weight, bias)
+    # ce_weight has all classes.
     options._replace(ce_weight=None).check_linear(
-        input, weight, target, bias, accum_dtype, memory_budget, FUSED
+        input, layer[0], target, layer[1], accum_dtype, memory_budget, op
     )
-    group = _resolve_process_group(group_name)
-    classes = weight.shape[0]
+    check_class_weights(op, options.ce_weight, target, vocab_size)
+    check_classes(op, "target", target, vocab_size, options.ignore_index)
     metrics = metrics_of(return_z_loss, return_logprobs)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    sm90_plan = _sm90_shards.plan_of(
-        input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget
-    )
+    shards = VocabShards(vocab_start, vocab_size, group_name)
+    same = options_of(input, weight, bias, memory_budget, accum_dtype=accum_dtype, **options._asdict())
+    meet(FUSED, group, shards, classes, target, {**same, **metrics._asdict(), "gradients": needs_grad})
+    sm90_plan = None
+    if not may_have_empty_shards(FUSED, group, shards, classes):
+        sm90_plan = _sm90_shards.plan_of(
+            input, weight, bias, options, group, vocab_size, needs_grad, accum_dtype, memory_budget
+        )
     if sm90_plan is not None:
-        check_class_weights(FUSED, options.ce_weight, target, vocab_size)
-        shards = vocab_start, vocab_size, group_name
         return _sm90_shards.run(input, weight, target, options, shards, group, sm90_plan, metrics, needs_grad)
-    whole_rows = Rows(FUSED, input.dtype, classes, target, options, vocab_start, vocab_size, metrics)
+    whole_rows = Rows(op, input.dtype, classes, target, options, vocab_start, vocab_size, metrics)
     # After the launches of Rows, which run while the host learns the number of rows.
     computed = computed_rows(target, options.ignore_index, skip=True)
     whole_rows.clear_others(computed)
@@ -304,12 +314,23 @@ fused_op = differentiable_ce(torch.ops.liger_distributed.fused_linear_ce_forward
 
 def _plain_forward(logits, target, *rest):
     options, (vocab_start, vocab_size, group_name, *flags) = CEOptions(*rest[:8]), rest[8:]
-    # ce_weight has all classes: Rows checks it.
-    options._replace(ce_weight=None).check(PLAIN, logits, target)
-    classes = logits.shape[1]
-    rows = Rows(PLAIN, logits.dtype, classes, target, options, vocab_start, vocab_size, metrics_of(*flags))
+    op, classes, group = name_of_call(PLAIN), logits.shape[-1], _resolve_process_group(group_name)
+    to_check = logits if classes else logits.new_empty(*logits.shape[:-1], 1)
+    # ce_weight has all classes.
+    options._replace(ce_weight=None).check(op, to_check, target)
+    check_class_weights(op, options.ce_weight, target, vocab_size)
+    check_classes(op, "target", target, vocab_size, options.ignore_index)
+    shards, (rows, _) = VocabShards(vocab_start, vocab_size, group_name), logits.shape
+    same = {
+        "number of rows": rows,
+        "dtype": logits.dtype,
+        **options._asdict(),
+        **metrics_of(*flags)._asdict(),
+    }
+    meet(PLAIN, group, shards, classes, target, same)
+    rows = Rows(op, logits.dtype, classes, target, options, vocab_start, vocab_size, metrics_of(*flags))
     every = slice(0, logits.shape[0])
-    gathered, work = gather(rows.stats(every, logits), _resolve_process_group(group_name))
+    gathered, work = gather(rows.stats(every, logits), group)
     if work is not None:
         work.wait()
     coefficients = rows.fill(every, gathered)
@@ -333,7 +354,9 @@ def _(*arguments):
 
 def _setup(ctx, inputs, output):
     logits, target, ce_weight, token_weight, denominator, ignore_index, *_ = inputs
-    refuse_gradients(PLAIN, ce_weight=ce_weight, token_weight=token_weight, denominator=denominator)
+    refuse_gradients(
+        name_of_call(PLAIN), ce_weight=ce_weight, token_weight=token_weight, denominator=denominator
+    )
     vocab_start = inputs[10]
     if ce_weight is not None:
         ce_weight = ce_weight[vocab_start : vocab_start + logits.shape[1]]
@@ -348,6 +371,8 @@ def _backward(ctx, grad_loss, *_grad_others):
     grad_logits = None
     if grad_loss is not None:
         logits, target, ce_weight, (reference, *scaled) = ctx.saved_tensors
+        if logits.shape[1] == 0:
+            return torch.empty_like(logits), *(None,) * 14
         coef_exp, coef_target, coef_class = (*(c * grad_loss for c in scaled), None)[:3]
         grad_logits = torch.ops.liger.cross_entropy_stats_backward.default(
             logits, target, reference, coef_exp, coef_target, coef_class,

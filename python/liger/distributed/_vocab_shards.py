@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from .._core.arguments import Rule
+from .._core.arguments import Rule, wrong_shape
 from .._core.placements import is_sharded
 
 # all_gather_into_tensor is the name up to torch 2.12.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # new_group returns NON_GROUP_MEMBER to the processes outside the group, which find_shard refuses.
@@ -51,6 +51,14 @@ def _mesh_dimension(op, name, mesh, group):
     raise RuntimeError(
         f"{op}: {name} is a DTensor over ranks {found}, expected those of the group, {_ranks(group)}"
     )
+
+
+def vocab_group(tensor, dim):
+    """The processes that share dimension ``dim`` of a DTensor, the classes; None if no or several dimensions of its
+    mesh shard it."""
+    dim %= max(tensor.dim(), 1)
+    sharded = [i for i, p in enumerate(tensor.placements) if is_sharded(p) and p.dim == dim]
+    return tensor.device_mesh.get_group(sharded[0]) if len(sharded) == 1 else None
 
 
 def _vocab_dimension(op, name, tensor, dim, has_rows):
@@ -128,14 +136,15 @@ def whole_tensor(tensor):
 def find_shard(op, name, classes, group, vocab_start, vocab_size):
     """The :class:`VocabShards` of a process with ``classes`` classes.
 
-    Without ``vocab_start`` classes are sharded as by ``torch.chunk`` and DTensor: equal shards, a smaller last one.
-    Raises RuntimeError if the number of classes does not fit. No communication.
+    Without ``vocab_start`` classes are sharded as by ``torch.chunk`` and DTensor: equal shards, a smaller last one and
+    none on the processes after it. Raises RuntimeError if the number of classes does not fit. No communication.
     """
     group = group_of(op, group)
     world, rank = dist.get_world_size(group), dist.get_rank(group)
-    # With vocab_size alone the shards are known, and what follows refuses the call on every process.
-    if classes == 0 and (vocab_size is None or vocab_start is not None):
-        raise RuntimeError(f"{op}: {name} has no classes, expected at least one")
+    if vocab_size is None and classes == 0:
+        raise RuntimeError(f"{op}: {name} has no classes, expected at least one without vocab_size")
+    if vocab_size is not None and vocab_size < 1:
+        raise RuntimeError(f"{op}: vocab_size is {vocab_size}, expected at least 1")
     if vocab_start is not None:
         if vocab_size is None:
             raise RuntimeError(f"{op}: vocab_start was given without vocab_size, expected both")
@@ -148,11 +157,7 @@ def find_shard(op, name, classes, group, vocab_start, vocab_size):
     if vocab_size is None:
         return VocabShards(rank * classes, world * classes, group.group_name)
     shard = -(-vocab_size // world)
-    if (world - 1) * shard >= vocab_size:
-        raise RuntimeError(
-            f"{op}: vocab_size is {vocab_size}, which leaves no class to the last of {world} processes"
-        )
-    start = rank * shard
+    start = min(rank * shard, vocab_size)
     expected = min(shard, vocab_size - start)
     if classes != expected:
         raise RuntimeError(
@@ -169,5 +174,14 @@ def gather(stats, group):
     if world == 1:
         return stats.unsqueeze(0), None
     gathered = stats.new_empty(world * stats.shape[0], stats.shape[1])
-    work = _all_gather(gathered, stats, group=group, async_op=True)
+    work = all_gather_single(gathered, stats, group=group, async_op=True)
     return gathered.view(world, *stats.shape), work
+
+
+def layer_to_check(op, weight, bias):
+    """Weight and bias of a process for the checks of ops that need a class; without classes, those of one class."""
+    if weight.dim() != 2 or weight.shape[0] > 0:
+        return weight, bias
+    if bias is not None and bias.shape != (0,):
+        raise wrong_shape(op, "bias", bias, "(0,), one value per row of weight")
+    return weight.new_empty(1, weight.shape[1]), None if bias is None else bias.new_empty(1)

@@ -39,7 +39,7 @@ class Rows:
     def __init__(
         self, op, dtype, classes, target, options, vocab_start, vocab_size, metrics
     ):  # fmt: skip
-        ce_weight = options.ce_weight
+        ce_weight, self.classes = options.ce_weight, classes
         check_class_weights(op, ce_weight, target, vocab_size)
         self.rule = make_rule(op, dtype, vocab_size, target, options)
         self.results = RowResults(self.rule, metrics)
@@ -56,6 +56,13 @@ class Rows:
             computed.clear(values)
 
     def stats(self, rows, logits):
+        if self.classes == 0:
+            # Of no exponential: the largest logit is -inf, and sums are 0.
+            stats = torch.zeros(
+                3 + 2 * self.smoothing, len(logits), dtype=self.rule.wide, device=logits.device
+            )
+            stats[0] = -torch.inf
+            return stats
         stats = cross_entropy_stats(
             logits, self.target[rows], self.shard_weight, *self.options, self.smoothing
         )
@@ -81,6 +88,8 @@ class Rows:
         )
 
     def write_gradient(self, rows, logits, coefficients):
+        if self.classes == 0:
+            return
         cross_entropy_stats_backward_(
             logits,
             self.target[rows],

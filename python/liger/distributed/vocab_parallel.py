@@ -17,6 +17,7 @@ from .._core.cross_entropy_results import CrossEntropyOutput, output_like
 from .._core.loss_rows import denominator_tensor, flatten_rows
 from .._core.memory_budget import check_budget_variable
 from .._core.types import Reduction, Scalar
+from ._agreement import name_of_call, together
 from ._vocab_parallel_ops import FUSED, PLAIN, fused_op, metrics_of, plain_op
 from ._vocab_shards import GROUP, find_shard, local_shard, replicated_tensor, whole_tensor
 
@@ -70,6 +71,7 @@ def vocab_parallel_fused_linear_ce(
     return_z_loss: bool = ...,
     return_logprobs: bool = ...,
 ) -> CrossEntropyOutput | Any: ...
+@together("weight", 0)
 @_checked
 def vocab_parallel_fused_linear_ce(
     input: torch.Tensor,
@@ -108,7 +110,8 @@ def vocab_parallel_fused_linear_ce(
         group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
-            ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
+            ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller, and those behind
+            it empty.
         ce_weight: (V,), for the whole vocabulary, on every process; or a DTensor, which is gathered.
         ignore_index: as in :func:`liger.cross_entropy`. Ignored rows are not computed, so the host waits for the number
             of the others.
@@ -126,24 +129,26 @@ def vocab_parallel_fused_linear_ce(
     Raises:
         TypeError: an argument of another type.
         RuntimeError: as :func:`liger.fused_linear_ce`; no process group, or this process is not a member; a shard that
-            does not fit the vocabulary; a DTensor with another placement or mesh; class weights of a shard only.
+            does not fit the vocabulary; a DTensor with another placement or mesh; class weights of a shard only;
+            another process has raised, or has called it with other options (docs/vocab_parallel.md#errors).
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the exchange of maxima, sums and target logits is that of Narayanan et al., arXiv 2104.04473, section 3.2
     (Megatron-LM); the chunks are those of Hsu et al., "Liger Kernel", arXiv 2410.10989.
     """
+    op = name_of_call(FUSED)
     check_budget_variable(memory_budget)
-    check_ignore_index(FUSED, "target", target, ignore_index)
-    weight, group, vocab_size = local_shard(FUSED, "weight", weight, 0, group, vocab_size, input)
-    bias, group, vocab_size = local_shard(FUSED, "bias", bias, 0, group, vocab_size, input)
+    check_ignore_index(op, "target", target, ignore_index)
+    weight, group, vocab_size = local_shard(op, "weight", weight, 0, group, vocab_size, input)
+    bias, group, vocab_size = local_shard(op, "bias", bias, 0, group, vocab_size, input)
     if weight.dim() != 2:
-        raise wrong_shape(FUSED, "weight", weight, "(classes, hidden)")
-    shards = find_shard(FUSED, "weight", weight.shape[0], group, vocab_start, vocab_size)
+        raise wrong_shape(op, "weight", weight, "(classes, hidden)")
+    shards = find_shard(op, "weight", weight.shape[0], group, vocab_start, vocab_size)
     named = {"input": input, "target": target, "token_weight": token_weight}
-    input, target, token_weight = (replicated_tensor(FUSED, name, t, group) for name, t in named.items())
+    input, target, token_weight = (replicated_tensor(op, name, t, group) for name, t in named.items())
     ce_weight, denominator = whole_tensor(ce_weight), whole_tensor(denominator)
     input, weight, bias = autocast_operands(input, weight, bias)
-    rows, flat_target, flat_weight, tokens = flatten_rows(FUSED, "input", input, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(op, "input", input, target, token_weight)
     results = fused_op(
         rows, weight, flat_target, bias, ce_weight, flat_weight, denominator_tensor(denominator, input), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, accum_dtype, memory_budget, *shards, return_z_loss,
@@ -190,6 +195,7 @@ def vocab_parallel_cross_entropy(
     return_z_loss: bool = ...,
     return_logprobs: bool = ...,
 ) -> CrossEntropyOutput | Any: ...
+@together("logits", -1)
 @_checked
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
@@ -228,15 +234,16 @@ def vocab_parallel_cross_entropy(
 
     Source: as :func:`vocab_parallel_fused_linear_ce`.
     """
-    check_ignore_index(PLAIN, "target", target, ignore_index)
-    logits, group, vocab_size = local_shard(PLAIN, "logits", logits, logits.dim() - 1, group, vocab_size)
+    op = name_of_call(PLAIN)
+    check_ignore_index(op, "target", target, ignore_index)
+    logits, group, vocab_size = local_shard(op, "logits", logits, logits.dim() - 1, group, vocab_size)
     if logits.dim() == 0:
-        raise wrong_shape(PLAIN, "logits", logits, "(..., classes)")
-    shards = find_shard(PLAIN, "logits", logits.shape[-1], group, vocab_start, vocab_size)
+        raise wrong_shape(op, "logits", logits, "(..., classes)")
+    shards = find_shard(op, "logits", logits.shape[-1], group, vocab_start, vocab_size)
     named = {"target": target, "token_weight": token_weight}
-    target, token_weight = (replicated_tensor(PLAIN, name, t, group) for name, t in named.items())
+    target, token_weight = (replicated_tensor(op, name, t, group) for name, t in named.items())
     ce_weight, denominator = whole_tensor(ce_weight), whole_tensor(denominator)
-    rows, flat_target, flat_weight, tokens = flatten_rows(PLAIN, "logits", logits, target, token_weight)
+    rows, flat_target, flat_weight, tokens = flatten_rows(op, "logits", logits, target, token_weight)
     results = plain_op(
         rows, flat_target, ce_weight, flat_weight, denominator_tensor(denominator, logits), ignore_index,
         label_smoothing, lse_square_scale, softcap, reduction, *shards, return_z_loss, return_logprobs,

@@ -24,12 +24,13 @@ from .._core.arguments import (
     wrong_shape,
 )
 from .._core.autocast import autocast_operands
-from .._core.autograd import wants_grad
+from .._core.autograd import is_traced, wants_grad
 from .._core.loss_rows import flatten_rows
 from .._core.memory_budget import check_budget_variable
 from ..ops.fused_linear_logprobs import LogProbMetrics, LogProbs
-from ._vocab_parallel_logprobs_op import LOGPROBS, keeps_exponentials, logprobs_op
-from ._vocab_shards import GROUP, find_shard, local_shard, replicated_tensor
+from ._agreement import name_of_call, together
+from ._vocab_parallel_logprobs_op import LOGPROBS, logprobs_op
+from ._vocab_shards import GROUP, find_shard, layer_to_check, local_shard, replicated_tensor
 
 _NAMES = LayerNames("hidden", "weight", "targets")
 _checked = arguments(**HEAD, **RETURNS, **METRICS, group=GROUP, vocab_start=INTEGER, vocab_size=INTEGER)
@@ -96,6 +97,7 @@ def vocab_parallel_fused_linear_logprobs(
     return_log_sum_sq_probs: bool = ...,
     return_mean_logits: bool = ...,
 ) -> LogProbMetrics | Any: ...
+@together("weight", 0)
 @_checked
 def vocab_parallel_fused_linear_logprobs(
     hidden: torch.Tensor,
@@ -137,7 +139,8 @@ def vocab_parallel_fused_linear_logprobs(
         group: the processes over which the vocabulary is sharded. None: those of a DTensor weight, else all
             processes.
         vocab_start, vocab_size: the first class of this process, and V. Without both, all shards have equal size. With
-            ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller.
+            ``vocab_size`` alone the shards are those of ``torch.chunk``: the last one may be smaller, and those behind
+            it empty.
         logits_dtype: as in :func:`liger.fused_linear_logprobs`: ``torch.float32`` for logits as exact as those of
             float32 arithmetic, also with weights in float32. Autocast casts nothing then.
         return_log_sum_sq_probs, return_mean_logits: as in :func:`liger.fused_linear_logprobs`, over all V classes.
@@ -150,33 +153,49 @@ def vocab_parallel_fused_linear_logprobs(
     Raises:
         TypeError: an argument of another type.
         RuntimeError: as :func:`liger.fused_linear_logprobs`; no process group, or this process is not a member; a shard
-            that does not fit the vocabulary; a DTensor with another placement or mesh.
+            that does not fit the vocabulary; a DTensor with another placement or mesh; another process has raised, or
+            has called it with other options (docs/vocab_parallel.md#errors).
         ValueError: a LIGER_MEMORY_BUDGET that is not a positive number of bytes.
 
     Source: the exchange is that of :func:`liger.vocab_parallel_fused_linear_ce`; the entropy is that of a mixture of
     the softmax distributions of all processes.
     """
+    results = logprobs_in_shards(
+        _NAMES, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
+        return_argmax, logits_dtype, return_log_sum_sq_probs, return_mean_logits, group, vocab_start, vocab_size,
+    )  # fmt: skip
+    if return_log_sum_sq_probs or return_mean_logits:
+        return LogProbMetrics(*results)
+    return LogProbs(*results[:3]) if return_entropy or return_argmax else results[0]
+
+
+def logprobs_in_shards(
+    names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget, return_entropy,
+    return_argmax, logits_dtype, return_log_sum_sq_probs, return_mean_logits, group=None, vocab_start=None,
+    vocab_size=None,
+):  # fmt: skip
+    """The fields of :class:`LogProbMetrics`; ``names``: the argument names of a public function in messages."""
+    op = name_of_call(LOGPROBS)
     check_budget_variable(memory_budget)
-    check_ignore_index(LOGPROBS, _NAMES.target, targets, ignore_index)
-    weight, group, vocab_size = local_shard(LOGPROBS, "weight", weight, 0, group, vocab_size, hidden)
-    bias, group, vocab_size = local_shard(LOGPROBS, "bias", bias, 0, group, vocab_size, hidden)
+    check_ignore_index(op, names.target, targets, ignore_index)
+    weight, group, vocab_size = local_shard(op, names.weight, weight, 0, group, vocab_size, hidden)
+    bias, group, vocab_size = local_shard(op, names.bias, bias, 0, group, vocab_size, hidden)
     if weight.dim() != 2:
-        raise wrong_shape(LOGPROBS, "weight", weight, "(classes, hidden)")
-    shards = find_shard(LOGPROBS, "weight", weight.shape[0], group, vocab_start, vocab_size)
-    named = {"hidden": hidden, "targets": targets}
-    hidden, targets = (replicated_tensor(LOGPROBS, name, t, group) for name, t in named.items())
-    check_logits_dtype(LOGPROBS, _NAMES.input, hidden, logits_dtype)
+        raise wrong_shape(op, names.weight, weight, "(classes, hidden)")
+    shards = find_shard(op, names.weight, weight.shape[0], group, vocab_start, vocab_size)
+    named = {names.input: hidden, names.target: targets}
+    hidden, targets = (replicated_tensor(op, name, t, group) for name, t in named.items())
+    check_logits_dtype(op, names.input, hidden, logits_dtype)
     if logits_dtype is None:
         hidden, weight, bias = autocast_operands(hidden, weight, bias)
-    rows, flat, _, tokens = flatten_rows(LOGPROBS, _NAMES.input, hidden, targets, None, _NAMES.target)
-    check_layer(LOGPROBS, _NAMES, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
-    check_given_classes(LOGPROBS, _NAMES.target, targets, shards.vocab, ignore_index)
+    rows, flat, _, tokens = flatten_rows(op, names.input, hidden, targets, None, names.target)
+    layer = layer_to_check(op, weight, bias)
+    check_layer(op, names, rows, *layer, flat, float32_weight=logits_dtype is not None)
+    check_given_classes(op, names.target, targets, shards.vocab, ignore_index)
     requested = return_entropy, return_argmax, return_log_sum_sq_probs, return_mean_logits
     options = float(temperature), ignore_index, softcap, memory_budget, logits_dtype, *shards, *requested
-    keep = any(wants_grad(rows, weight)) and keeps_exponentials(rows, weight, flat, bias, *options)
+    # Compiled code keeps nothing: its results have fixed sizes.
+    keep = any(wants_grad(rows, weight)) and not is_traced(rows, weight)
     logprobs, entropy, argmax, _, *metrics, _, _ = logprobs_op(rows, weight, flat, bias, *options, keep)
     optional = zip((entropy, argmax, *metrics), requested, strict=True)
-    results = tokens.restore(logprobs), *(tokens.restore(t) if flag else None for t, flag in optional)
-    if any(requested[2:]):
-        return LogProbMetrics(*results)
-    return LogProbs(*results[:3]) if any(requested) else results[0]
+    return tokens.restore(logprobs), *(tokens.restore(t) if flag else None for t, flag in optional)

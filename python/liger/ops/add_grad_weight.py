@@ -12,6 +12,7 @@ from .._core.arguments import check_classes, dtype_name
 from .._core.autograd import forbid_autograd, recording_tracer, wants_grad
 from .._core.computed_rows import computed_rows
 from .._core.cross_entropy_math import CEOptions, make_rule
+from .._core.dtensor import is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.lm_head import LMHead, LMHeadGradients, check_head, planned_rows
@@ -142,7 +143,13 @@ def summed_weight(op, name, weight, accumulate_grad_weight):
             f"{op}: accumulate_grad_weight is True under {tracer}, expected False: the traced program would add no "
             f"gradient to {name}.main_grad or {name}.grad"
         )
-    return weight if wants_grad(weight)[0] else None
+    if not wants_grad(weight)[0]:
+        return None
+    if is_dtensor(weight):
+        from .._core.main_grad import refuse_dtensor
+
+        refuse_dtensor(op, name, weight)
+    return weight
 
 
 def ce_adding_grad_weight(loss, weight, input, target, bias, options, memory_budget):

@@ -24,7 +24,7 @@ from .._core.autograd import (
 )
 from .._core.cross_entropy_math import CEOptions, Metrics
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
-from .._core.dtensor import align_tokens
+from .._core.dtensor import align_tokens, in_shards, is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.forward_gradients import scaled_by_upstream
@@ -191,7 +191,13 @@ def _inplace_applies(logits):
 
 def _run(logits, target, options, metrics, inplace):
     check_ignore_index("cross_entropy", "target", target, options.ignore_index)
-    logits, target, token_weight = align_tokens("cross_entropy", logits, target, options.token_weight)
+    if is_dtensor(logits):
+        found = in_shards["cross_entropy"]("cross_entropy", logits, target, options, metrics)
+        if found is not None:
+            return found
+    logits, target, token_weight = align_tokens(
+        "cross_entropy", logits, target, options.token_weight, ("logits", "target")
+    )
     rows, flat_target, flat_weight, tokens = flatten_rows(
         "cross_entropy", "logits", logits, target, token_weight
     )
@@ -280,7 +286,8 @@ def cross_entropy(
     ...)`` with the classes in the last dimension. docs/cross_entropy.md defines every term.
 
     Args:
-        logits: (..., V), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
+        logits: (..., V), float16, bfloat16 or float32 (float64 on the torch backend), any strides. A DTensor whose
+            classes a dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         ce_weight: (V,), a weight per class, any floating dtype.
         token_weight: (...), a factor of the loss of each row, any floating dtype.

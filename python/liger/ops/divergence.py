@@ -156,8 +156,8 @@ def flatten_pair(op, names, x, teacher, target, token_weight):
             raise RuntimeError(
                 f"{op}: {name} is on {other.device}, expected the device of {names[0]}, {x.device}"
             )
-    _, teacher, _ = align_tokens(op, x, teacher, None)
-    x, target, token_weight = align_tokens(op, x, target, token_weight)
+    _, teacher, _ = align_tokens(op, x, teacher, None, names)
+    x, target, token_weight = align_tokens(op, x, target, token_weight, (names[0], "target"))
     # A last dimension of size 0 has nothing to select; the op accepts it or names it.
     tokens = Tokens(x.select(-1, 0) if x.shape[-1] else x.sum(-1), None)
     if x.dim() == 1:

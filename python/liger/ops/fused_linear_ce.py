@@ -17,7 +17,7 @@ from .._core.autocast import autocast_operands
 from .._core.autograd import wants_grad
 from .._core.cross_entropy_math import CEOptions, Metrics, RowResults, at_original_rows, make_rule
 from .._core.cross_entropy_results import CrossEntropyOutput, fake_results, output_like
-from .._core.dtensor import align_tokens, is_dtensor
+from .._core.dtensor import align_tokens, in_shards, is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.float16_factor import float16_factor
@@ -194,6 +194,12 @@ def _run(
     lora=None,
 ):  # fmt: skip
     check_ignore_index("fused_linear_ce", "target", target, options.ignore_index)
+    if is_dtensor(weight) and lora is None and not accumulate_grad_weight:
+        found = in_shards["fused_linear_ce"](
+            "fused_linear_ce", input, weight, target, bias, options, accum_dtype, memory_budget, metrics
+        )
+        if found is not None:
+            return found
     parameter = summed_weight("fused_linear_ce", "weight", weight, accumulate_grad_weight)
     if parameter is not None:
         weight = weight.detach()
@@ -333,7 +339,8 @@ def fused_linear_ce(
 
     Args:
         input: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        weight: (V, H), the dtype of input.
+        weight: (V, H), the dtype of input; a DTensor whose rows a dimension of its mesh shards is computed in shards
+            (docs/distributed.md#dtensors).
         target: (...), int64 or int32 class indices.
         bias: (V,), the dtype of input.
         ce_weight, token_weight, denominator, ignore_index, label_smoothing, lse_square_scale, softcap, reduction:

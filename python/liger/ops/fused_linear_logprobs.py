@@ -25,7 +25,7 @@ from .._core.arguments import (
 )
 from .._core.autocast import autocast_operands
 from .._core.autograd import at_positions, differentiable, differentiable_once, wants_grad
-from .._core.dtensor import align_tokens
+from .._core.dtensor import align_tokens, in_shards, is_dtensor
 from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.kept_logits import NOTHING, check_keep, choose, new_kept
@@ -167,12 +167,19 @@ def logprobs_of_layer(
     check_budget_variable(memory_budget)
     check_logits_dtype(op, names.input, hidden, logits_dtype)
     check_ignore_index(op, names.target, targets, ignore_index)
+    if is_dtensor(weight) and lora is None and not accumulate_grad_weight:
+        found = in_shards["fused_linear_logprobs"](
+            op, names, hidden, weight, targets, bias, temperature, ignore_index, softcap, memory_budget,
+            return_entropy, return_argmax, logits_dtype, return_log_sum_sq_probs, return_mean_logits,
+        )  # fmt: skip
+        if found is not None:
+            return found
     parameter = summed_weight(op, names.weight, weight, accumulate_grad_weight)
     if parameter is not None:
         weight = weight.detach()
     if logits_dtype is None:
         hidden, weight, bias = autocast_operands(hidden, weight, bias)
-    hidden, targets, _ = align_tokens(op, hidden, targets, None)
+    hidden, targets, _ = align_tokens(op, hidden, targets, None, (names.input, names.target))
     rows, flat, _, tokens = flatten_rows(op, names.input, hidden, targets, None, names.target)
     check_layer(op, names, rows, weight, bias, flat, float32_weight=logits_dtype is not None)
     check_given_classes(op, names.target, targets, weight.shape[0], ignore_index)
@@ -301,7 +308,8 @@ def fused_linear_logprobs(
 
     Args:
         hidden: (..., H), float16, bfloat16 or float32 (float64 on the torch backend), any strides.
-        weight: (V, H), the dtype of hidden; with ``logits_dtype=torch.float32`` also float32.
+        weight: (V, H), the dtype of hidden; with ``logits_dtype=torch.float32`` also float32. A DTensor whose rows a
+            dimension of its mesh shards is computed in shards (docs/distributed.md#dtensors).
         targets: (...), int64 or int32 class indices.
         bias: (V,), as weight.
         temperature: positive and finite.

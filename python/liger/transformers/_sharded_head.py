@@ -58,13 +58,6 @@ def _shards_classes(tensor, gathered):
     return len(sharded) == 1 and all(p.is_replicate() for p in found if p not in sharded)
 
 
-def _processes(tensor):
-    """The number of processes that share the rows of a DTensor."""
-    mesh = tensor.device_mesh
-    dimension = next(i for i in reversed(range(mesh.ndim)) if tensor.placements[i].is_shard(0))
-    return mesh.size(dimension)
-
-
 def why_from_logits(head, weight, bias, recipe, gathered=True):
     """Why a sharded head cannot compute the loss; None if it can, or if it is not sharded.
 
@@ -85,9 +78,6 @@ def why_from_logits(head, weight, bias, recipe, gathered=True):
         )
     if bias is not None and not (is_dtensor(bias) and _shards_classes(bias, gathered)):
         return f"its head shards the classes of the weight, but not of the bias{FROM_LOGITS}"
-    processes = _processes(weight)
-    if (processes - 1) * -(-len(weight) // processes) >= len(weight):
-        return f"its head leaves no class to the last of {processes} processes{FROM_LOGITS}"
     if recipe.classes is not None:
         return f"it cuts off the logits of some classes, which its head shards{FROM_LOGITS}"
     if recipe.added is not None:
