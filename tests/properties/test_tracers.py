@@ -210,6 +210,21 @@ def test_programs_in_another_process(chosen, tmp_path):
     assert child.stdout.strip() == f"{len(chosen)} programs"
 
 
+@pytest.mark.parametrize("name", ["fused_linear_ce", "losses.FusedLinearORPOLoss", "tiled"])
+def test_saved_torchscript(name):
+    for setting in (s for s in SETTINGS if s.public == name and s.option in (None, "accumulate_grad_weight")):
+        made, file = problem(setting), io.BytesIO()
+        call, _ = _jit_trace(made.module, made.inputs)
+        if setting.option is not None:
+            with pytest.raises(RuntimeError, match="Python function call '_accumulate_grad_weight'"):
+                torch.jit.save(call, file)
+            continue
+        torch.jit.save(call, file)
+        file.seek(0)
+        loaded = torch.jit.load(file)
+        assert_same(results(loaded, parameters_of(loaded), made.inputs), _expected(setting)[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", DEFAULTS, ids=str)
 def test_ahead_of_time_inductor(setting, tmp_path):

@@ -125,8 +125,11 @@ class WeightGradientSum:
             self.weight.grad_added_to_main_grad = True
 
 
-class _AddInBackward(torch.autograd.Function):
-    """The identity of some tensors. Its backward adds the gradient of a weight to a :class:`WeightGradientSum`."""
+class _accumulate_grad_weight(torch.autograd.Function):
+    """The identity of some tensors. Its backward adds the gradient of a weight to a :class:`WeightGradientSum`.
+
+    It has the name of the option, which torch.jit.save prints when it refuses a traced call of it.
+    """
 
     @staticmethod
     def forward(ctx, sum_of, add, count, weight, *tensors):
@@ -165,4 +168,4 @@ def add_in_backward(op, name, weight, add, outputs, saved, names=()):
     sum_of = WeightGradientSum(op, name, weight)
     sum_of.check_memory(dict(zip(names, saved, strict=False)))
     detached = [t if t is None else t.detach() for t in saved]
-    return _AddInBackward.apply(sum_of, add, len(outputs), weight, *outputs, *detached)
+    return _accumulate_grad_weight.apply(sum_of, add, len(outputs), weight, *outputs, *detached)
