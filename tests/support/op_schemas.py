@@ -1,4 +1,7 @@
-"""The schemas of torch.ops.liger, now and in the last release: ``python tests/support/op_schemas.py`` records them."""
+"""The schemas of torch.ops.liger, now and in the last release: ``python tests/support/op_schemas.py`` records them.
+
+Nothing has been released yet, so there is no record.
+"""
 
 import pathlib
 
@@ -15,6 +18,11 @@ def current():
     """{name: schema} of the ops that compiled graphs and exported programs contain."""
     found = {s.name: s for s in torch._C._jit_get_all_schemas() if s.name.startswith("liger::")}
     return {n: s for n, s in sorted(found.items()) if not n.partition("::")[2].startswith(INTERNAL)}
+
+
+def released():
+    """The recorded schemas."""
+    return RELEASED.read_text().splitlines() if RELEASED.is_file() else []
 
 
 if __name__ == "__main__":
