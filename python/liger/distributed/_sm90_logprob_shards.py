@@ -12,7 +12,6 @@ import torch
 
 from .._core.kept_logits import budget_or_default, exponentials_bytes
 from .._core.sm90_plan import ENGINE, LinearCePlan, PlannedChunk, plan_chunks_sm90, round_up
-from ._agreement import may_have_empty_shards
 from ._sm90_shards import (
     ShardCall,
     add_gradients,
@@ -21,9 +20,6 @@ from ._sm90_shards import (
     rank_classes,
     sum_target_logits,
 )
-from ._vocab_shards import VocabShards
-
-LOGPROBS = "vocab_parallel_fused_linear_logprobs"
 
 
 class Head(NamedTuple):
@@ -45,9 +41,6 @@ class Head(NamedTuple):
 
     def plan(self, needs_grad, memory_budget=None):
         """The :class:`LinearCePlan` of a pass over all rows; None: the GEMMs of torch compute it."""
-        layout = VocabShards(self.vocab_start, self.vocab_size, self.group.group_name)
-        if may_have_empty_shards(LOGPROBS, self.group, layout, self.weight.shape[0]):
-            return None
         clusters = clusters_for(self.input, self.weight, None, self.group)
         if clusters == 0:
             return None

@@ -16,11 +16,11 @@ from .._core.dtypes import accumulate_dtype
 from .._core.fakes import register_fake
 from .._core.lm_head import LMHead, RowStatistics, check_head
 from . import _sm90_logprob_shards as _engine
-from ._agreement import meet, name_of_call, options_of
+from ._agreement import may_have_empty_shards, meet, name_of_call, options_of
 from ._vocab_parallel_ops import Chunk, ChunkPlan, Float32Gradients, Gradients
 from ._vocab_shards import VocabShards, gather, layer_to_check
 
-LOGPROBS = _engine.LOGPROBS
+LOGPROBS = "vocab_parallel_fused_linear_logprobs"
 # In targets that count from the first class of a process; no class has this index.
 _IGNORED = -100
 
@@ -180,7 +180,8 @@ def _forward(
     )  # fmt: skip
     meet(LOGPROBS, group, shards, classes, target, same)
     rows, wide, empty = input.shape[0], accumulate_dtype(input.dtype), input.new_empty(0)
-    if _engine.supports(bias, softcap, logits_dtype, *requested[2:]):
+    every_process_has_classes = not may_have_empty_shards(LOGPROBS, group, shards, classes)
+    if every_process_has_classes and _engine.supports(bias, softcap, logits_dtype, *requested[2:]):
         head = _engine.Head(
             input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
         )
@@ -251,7 +252,9 @@ def _backward_kernel(
     )
     group = _resolve_process_group(group_name)
     needs_grad = need_grad_input, need_grad_weight, need_grad_bias
-    if _engine.supports(bias, softcap, logits_dtype):
+    shards = VocabShards(vocab_start, vocab_size, group_name)
+    every_process_has_classes = not may_have_empty_shards(LOGPROBS, group, shards, weight.shape[0])
+    if every_process_has_classes and _engine.supports(bias, softcap, logits_dtype):
         head = _engine.Head(
             input, weight, target, temperature, ignore_index, memory_budget, vocab_start, vocab_size, group
         )
