@@ -1,7 +1,6 @@
 #include "host/declared.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string_view>
 #include <unordered_map>
 #include <utility>
@@ -143,9 +142,11 @@ class Check {
       if (!shape || !rules_.is_like_main(*shape)) continue;
       name_ = argument.name;
       main_ = argument.tensor();
-      check_main();
       break;
     }
+    // torch passes None for a required tensor as an undefined one.
+    require(main_ != nullptr && main_->defined(), op_, ": ", rules_.main, " is None, expected a tensor");
+    check_main();
     // First the options: they are dimensions of tensors.
     for (const NamedArgument& argument : arguments_) check_option(argument);
     for (const NamedArgument& argument : arguments_)
@@ -272,8 +273,9 @@ class Check {
                 whole);
     } else {
       const double number = std::get<double>(argument.value);
-      require(std::isfinite(number) && (kind == Option::kFinite || number >= 0.0), op_, ": ", name, " is ",
-              number, ", expected a finite value", kind == Option::kFinite ? "" : " of at least 0");
+      if (!in_float32(number) || (kind == Option::kNotNegative && number < 0.0))
+        require(false, op_, ": ", name, " is ", number, ", expected a finite value",
+                kind == Option::kFinite ? "" : " of at least 0", float32_range(number));
     }
   }
 

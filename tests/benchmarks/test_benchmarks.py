@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from liger import cli
+import liger_cli as cli
 from liger_bench import (
     OPS,
     bench_fused_linear_ce,

@@ -156,7 +156,7 @@ def test_a_target_that_cannot_be_told_or_was_not_measured():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["no_such_op", "--self-test"], "unknown op no_such_op, expected some of rms_norm"),
+        (["no_such_op", "--self-test"], "unknown op no_such_op, expected some of cross_entropy"),
         (["--self-test", "--backends", "cuda,rocm"], "unknown backend rocm"),
         (["--from", "no-such.json"], "no such file: no-such.json"),
     ],

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger import cli
+import liger_cli as cli
 from liger_bench import harness, head_peers, measure, merge, report
 
 # Of a made-up TRL: the backward of the head takes a function from a module that needs more than the head.

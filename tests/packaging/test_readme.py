@@ -13,7 +13,7 @@ import torch
 from doc_blocks import blocks as python_blocks
 
 import liger
-from liger import cli
+import liger_cli as cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
