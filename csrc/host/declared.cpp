@@ -137,16 +137,20 @@ class Check {
       : op_(op), rules_(rules), arguments_(arguments) {}
 
   void run() {
+    bool has_tensors = false;
     for (const NamedArgument& argument : arguments_) {
-      const Shape* shape = argument.tensor() ? Rules::find(rules_.shapes, argument.name) : nullptr;
-      if (!shape || !rules_.is_like_main(*shape)) continue;
+      const Shape* shape = Rules::find(rules_.shapes, argument.name);
+      has_tensors |= shape != nullptr;
+      if (!shape || !argument.tensor() || !rules_.is_like_main(*shape)) continue;
       name_ = argument.name;
       main_ = argument.tensor();
       break;
     }
-    // torch passes None for a required tensor as an undefined one.
-    require(main_ != nullptr && main_->defined(), op_, ": ", rules_.main, " is None, expected a tensor");
-    check_main();
+    if (has_tensors) {
+      // torch passes None for a required tensor as an undefined one.
+      require(main_ != nullptr && main_->defined(), op_, ": ", rules_.main, " is None, expected a tensor");
+      check_main();
+    }
     // First the options: they are dimensions of tensors.
     for (const NamedArgument& argument : arguments_) check_option(argument);
     for (const NamedArgument& argument : arguments_)
