@@ -235,7 +235,7 @@ def test_options_select_experts_as_they_select_mlps():
     assert "experts" in kinds(liger.patch(twin(plain), geglu=False))
     report = patch_report(liger.patch(twin(plain), swiglu=False))
     assert "experts" not in report.replaced.values()
-    assert list(report.not_looked_at.values()).count("experts") == 2
+    assert list(report.not_asked_for.values()).count("experts") == 2
 
 
 def test_an_implementation_that_the_user_has_chosen_stays(monkeypatch):
