@@ -73,9 +73,10 @@ def test_a_gradient_added_to_its_sum(tied):
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-6)
 
 
-def test_patched_classes_share_no_limit_of_recompilations(monkeypatch):
+# Not monkeypatch, which deletes the option at the end.
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_patched_classes_share_no_limit_of_recompilations():
     """Each class may be compiled as often as torch compiles one function."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     torch._dynamo.reset()
     for family in ("llama", "qwen2"):
         model = liger.patch(make(family, num_hidden_layers=1))
