@@ -19,7 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ._core.arguments import ANYTHING, FLAG, FUNCTION, INTEGER, TENSOR, check
 from ._core.arguments import arguments as rules_of
-from ._core.autograd import differentiable_once, graph_of_its_own, is_transformed, without_base
+from ._core.autograd import (
+    differentiable_once,
+    graph_of_its_own,
+    is_transformed,
+    recording_tracer,
+    without_base,
+)
 from ._core.dtensor import is_dtensor
 from ._core.dtypes import accumulate_dtype
 
@@ -291,7 +297,7 @@ def tiled(
         A tensor with the leading shape of x. Gradients of parameters and of tensors among the keywords are summed over
         shards in float32 and rounded once. x itself need not require grad. Under ``torch.compile`` every shard is a
         ``torch.utils.checkpoint``, and the compiler sums the gradients. Under the transforms of ``torch.func`` and
-        in the programs of ``torch.jit.trace`` shards keep their activations, so no memory is saved.
+        in the programs of ``torch.export`` and other tracers shards keep their activations, so no memory is saved.
 
     Raises:
         RuntimeError: num_shards out of range; a sparse, nested or quantised tensor; in the backward, a tensor that
@@ -323,12 +329,14 @@ def tiled(
     others = {name: value for name, value in keywords.items() if name not in shared}
     sharding = _Sharding(function, x, arguments, others, num_shards)
     tensors = [x, *(arguments[i] for i in sharding.sharded)]
+    if recording_tracer() is not None:
+        return _traceable(sharding, tensors, shared)
     if torch.compiler.is_compiling():
         checkpointed = functools.partial(
             checkpoint, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
         return _traceable(sharding, tensors, shared, checkpointed)
-    if is_transformed() or torch._C._get_tracing_state() is not None:
+    if is_transformed():
         return _traceable(sharding, tensors, shared)
     find_parameters = functools.partial(_parameters_of, function, tuple(parameters))
     preserve_rng_state = preserve_rng_state and torch.is_grad_enabled()
