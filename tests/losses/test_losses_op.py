@@ -148,9 +148,9 @@ def test_opcheck(device):
     given = [torch.rand(1, rows, device=device), target.view(1, -1) != -100, advantages]
     for budget, observed in itertools.product(BUDGETS.values(), (False, True)):
         arguments = (
-            hidden.detach().flatten(0, 1).requires_grad_(), weight, target.flatten(), bias, given,
-            [torch.tensor(100, device=device)], module._function, "weight,mask,advantages,tokens", 1,
-            rows, 0.9, -100, 4.0, None, budget, True, observed, True, True, True,
+            hidden.detach().flatten(0, 1).requires_grad_(), weight, target.flatten(), bias, 
+            [*given, torch.tensor(100, device=device)], module._function, "weight,mask,advantages|tokens", 1, rows,
+            0.9, -100, 4.0, None, budget, True, observed, True, True, True,
         )  # fmt: skip
         torch.library.opcheck(
             torch.ops.liger_losses.fused_linear_loss_forward.default,

@@ -46,13 +46,13 @@ _OP = "fused_linear_loss"
 FACTOR = "float16 factor"
 _functions: weakref.WeakValueDictionary[str, object] = weakref.WeakValueDictionary()
 _library = torch.library.Library("liger_losses", "DEF")
-# given: tensors (parts, groups, ...), sliced with the chunk; shared: tensors passed whole; names: of both, in order,
-# separated by commas, since torch.jit.trace takes no list of strings.
+# tensors: those (parts, groups, ...) that are sliced with the chunk, then those that are passed whole; names: theirs,
+# "a,b|c" of two and one, since torch.jit.trace takes no list of strings.
 # use_entropy: the function reads the entropies; with_metrics: entropies and argmax are returned. need_row_grads: the
 # gradients of the loss with respect to log-probabilities and entropies are returned.
 _library.define(
-    "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] given,"
-    " Tensor[] shared, str function, str names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
+    "fused_linear_loss_forward(Tensor input, Tensor weight, Tensor target, Tensor? bias, Tensor[] tensors,"
+    " str function, str names, SymInt parts, SymInt groups, float temperature, int ignore_index,"
     " float? softcap, ScalarType? accum_dtype, int? memory_budget, bool use_entropy, bool with_metrics,"
     " bool need_grad_input, bool need_grad_weight, bool need_grad_bias, ScalarType? logits_dtype=None,"
     " bool need_row_grads=False)"
@@ -151,11 +151,11 @@ def _enable_autograd_in_kernel():
 class _BoundFunction:
     """A registered function, bound to the tensors of one call."""
 
-    def __init__(self, name, names, given, shared, layout, use_entropy):
+    def __init__(self, name, names, tensors, layout, use_entropy):
         self.evaluate, self.layout, self.use_entropy = _owner(name).evaluate, layout, use_entropy
-        names = names.split(",") if names else []
-        self.given = dict(zip(names[: len(given)], given, strict=True))
-        self.shared = dict(zip(names[len(given) :], shared, strict=True))
+        given, shared = (part.split(",") if part else [] for part in names.split("|"))
+        self.given = dict(zip(given, tensors, strict=False))
+        self.shared = dict(zip(shared, tensors[len(given) :], strict=False))
         self.factor = self.shared.pop(FACTOR, None)
 
     def _call(self, logprobs, entropy, groups):
@@ -183,7 +183,7 @@ def _no_gradients(input, weight, bias):
 
 
 def _forward(
-    input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
+    input, weight, target, bias, tensors, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
     logits_dtype=None, need_row_grads=False,
 ):  # fmt: skip
@@ -196,7 +196,7 @@ def _forward(
     with_entropy = use_entropy or with_metrics
     rows, exact = input.shape[0], accum_dtype in (None, torch.float32)
     layout = Layout(parts, groups, rows // max(parts * groups, 1))
-    function = _BoundFunction(function, names, given, shared, layout, use_entropy)
+    function = _BoundFunction(function, names, tensors, layout, use_entropy)
     head = LMHead(weight, bias, temperature, ignore_index, softcap, logits_dtype is not None)
     options = temperature, ignore_index, softcap
     chunks = None
@@ -265,7 +265,7 @@ _library.impl("fused_linear_loss_forward", _forward, "CompositeExplicitAutograd"
 
 @register_fake("liger_losses::fused_linear_loss_forward")
 def _(
-    input, weight, target, bias, given, shared, function, names, parts, groups, temperature, ignore_index, softcap,
+    input, weight, target, bias, tensors, function, names, parts, groups, temperature, ignore_index, softcap,
     accum_dtype, memory_budget, use_entropy, with_metrics, need_grad_input, need_grad_weight, need_grad_bias,
     logits_dtype=None, need_row_grads=False,
 ):  # fmt: skip
@@ -294,12 +294,11 @@ _COMPUTED = slice(-5, -2)  # the flags of their gradients
 def _gradients(ctx, grad_loss):
     if not ctx.recompute:
         return scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
-    layer, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    given, shared = list(tensors[: ctx.given]), list(tensors[ctx.given :])
+    *layer, tensors = *ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     options = list(ctx.options)
     options[_COMPUTED] = needed
-    results = torch.ops.liger_losses.fused_linear_loss_forward.default(*layer, given, shared, *options)
+    results = torch.ops.liger_losses.fused_linear_loss_forward.default(*layer, tensors, *options)
     return [rescale(g, grad_loss) if need else None for g, need in zip(results[-3:], needed, strict=True)]
 
 
@@ -309,8 +308,8 @@ def _setup(ctx, inputs, output):
     ctx.recompute = any(need and not has for need, has in zip(needs_grad, inputs[_COMPUTED], strict=True))
     linked = None
     if ctx.recompute:
-        ctx.given, ctx.options = len(inputs[4]), inputs[6:]
-        ctx.save_for_backward(*inputs[:4], *inputs[4], *inputs[5])
+        ctx.options = inputs[5:]
+        ctx.save_for_backward(*inputs[:4], *inputs[4])
     else:
         saved = [g if need else None for g, need in zip(output[-3:], needs_grad, strict=True)]
         ctx.save_for_backward(*saved)
@@ -323,7 +322,7 @@ def _setup(ctx, inputs, output):
 @differentiable_once(_OP)
 def _backward(ctx, grad_loss, *grad_others):
     refuse_gradient_outputs(_OP, grad_others)
-    result = [None] * 22
+    result = [None] * 21
     if grad_loss is not None:
         for argument, grad in zip(_DIFFERENTIABLE, _gradients(ctx, grad_loss), strict=True):
             result[argument] = grad

@@ -332,11 +332,13 @@ class FusedLinearLoss(nn.Module):
         ):
             factor = whole[FACTOR] = float16_factor(divisor(), hidden.shape[0])
         with_metrics = self.observe is not None
+        # AOTInductor passes no empty list; a tensor without a name is not used.
+        tensors = [*sliced.values(), *whole.values()] or [batch.target]
+        names = f"{','.join(sliced)}|{','.join(whole)}"
         results = fused_linear_loss_forward(
-            hidden, weight, batch.target, bias, list(sliced.values()), list(whole.values()), function,
-            ",".join([*sliced, *whole]), parts, groups, self.temperature, self.ignore_index, self.softcap,
-            self.accum_dtype, self.memory_budget, self.uses_entropy, with_metrics, *needs_grad,
-            self.logits_dtype, parameter is not None,
+            hidden, weight, batch.target, bias, tensors, function, names, parts, groups, self.temperature,
+            self.ignore_index, self.softcap, self.accum_dtype, self.memory_budget, self.uses_entropy, with_metrics,
+            *needs_grad, self.logits_dtype, parameter is not None,
         )  # fmt: skip
         # Without the gradients: at a graph break they would be results of the graph, and differentiated.
         loss, logprobs, entropy, argmax, *row_grads = results[:6]
