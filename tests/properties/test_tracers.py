@@ -155,7 +155,9 @@ def test_as_the_eager_call(tracer, setting):
     made = problem(setting)
     trace = tracer_of(tracer, setting.option)
     if (setting.option, tracer) in REFUSED:
-        with pytest.raises(Exception, match=rf"\b{setting.option}\b"):
+        # Strict export of torch 2.10 fails earlier, in dynamo, with a message of its own.
+        own_words = tracer == "export strict" and torch.__version__.startswith("2.10.")
+        with pytest.raises(Exception, match="" if own_words else rf"\b{setting.option}\b"):
             trace(made.module, made.inputs)
         return
     expected, observed = _expected(setting)
