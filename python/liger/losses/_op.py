@@ -294,7 +294,7 @@ _COMPUTED = slice(-5, -2)  # the flags of their gradients
 def _gradients(ctx, grad_loss):
     if not ctx.recompute:
         return scaled_by_upstream(ctx, ctx.saved_tensors, grad_loss)
-    *layer, tensors = *ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
+    layer, tensors = ctx.saved_tensors[:4], list(ctx.saved_tensors[4:])
     needed = [ctx.needs_input_grad[i] for i in _DIFFERENTIABLE]
     options = list(ctx.options)
     options[_COMPUTED] = needed
