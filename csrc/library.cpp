@@ -1,4 +1,4 @@
-// Every schema of torch.ops.liger, one line each: here, and in declarations.cpp those of the ops whose checks,
+// Every schema of torch.ops.liger, one line each: here, and in declarations.cpp the schemas of the ops whose checks,
 // fakes and formulas follow from them.
 //
 // Implementations are registered elsewhere: CUDA in csrc/<family>/<op>.cu, Triton in triton_kernels/<op>.py,

@@ -179,7 +179,7 @@ def _register_fake(declaration, op):
 
 
 def _formula(op):
-    """(setup_context, backward) of an op, compiled from a text like that of a formula by hand, which is as fast."""
+    """(setup_context, backward) of an op, compiled from a text like a formula by hand, which is as fast."""
     backward_op = overload(f"{op}_backward")
     backward = backward_op._schema.arguments
     inputs, outputs = [a.name for a in overload(op)._schema.arguments], result_names(op)

@@ -45,7 +45,7 @@ _agreed: weakref.WeakKeyDictionary[Any, dict[Any, bool]] = weakref.WeakKeyDictio
 
 
 def name_of_call(op):
-    """The public function that was called, or that of an op."""
+    """The public function that was called, or the public function of an op."""
     return op if torch.compiler.is_compiling() else _call.name or op
 
 
@@ -99,7 +99,7 @@ def meet(op, group, shards: VocabShards, classes, target, same):
     """Exchanges what this module is for. An op calls it after its checks and before it communicates.
 
     Args:
-        target: that of the call, on the device of its tensors.
+        target: the target of the call, on the device of its tensors.
         same: {name: value} of what has to be the same on all processes, with the options.
 
     Raises:

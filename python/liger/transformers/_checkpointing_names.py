@@ -2,7 +2,7 @@
 
 
 def enable(model, **settings):
-    """Recomputes every layer in the backward. ``settings``: those of torch.utils.checkpoint."""
+    """Recomputes every layer in the backward. ``settings``: arguments of torch.utils.checkpoint."""
     method = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     method({"use_reentrant": False, **settings})
 

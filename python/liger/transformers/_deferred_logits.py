@@ -69,7 +69,7 @@ class DeferredLogits:
     def _unchanged(self, *_):
         return self
 
-    # The loss is that of the transformed logits.
+    # The loss of the transformed logits.
     contiguous = float = _unchanged
     __add__ = __radd__ = __mul__ = __rmul__ = __truediv__ = _unchanged
 
