@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from liger.transformers.scan import checks, configs, models, runner, table  # noqa: E402
+from liger.transformers.scan import checks, configs, inputs, models, runner, table  # noqa: E402
 from liger.transformers.scan.report import run  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -176,6 +176,20 @@ def test_reasons_for_models_that_are_not_built():
         models.NotBuilt, match="no tiny configuration fits: AttributeError: transformers has no X"
     ):
         models.build("llama", "X")
+
+
+def test_a_scan_has_the_memory_for_every_model():
+    """Two models, their gradients, and copies of both: MEMORY holds eight times the parameters."""
+    largest = runner.MEMORY // (8 * 4 * 8)
+    sizes = {}
+    for pair in CLASSES:
+        try:
+            with torch.device("meta"):
+                model = models._construct(*pair, dropout=0.0)
+        except (ImportError, *inputs.ERRORS):
+            continue  # Not built, or not on the meta device.
+        sizes[pair] = sum(parameter.numel() for parameter in model.parameters())
+    assert len(sizes) > 100 and not {pair: size for pair, size in sizes.items() if size > largest}
 
 
 def test_a_configuration_has_a_layer_of_every_kind():

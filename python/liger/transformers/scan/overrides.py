@@ -30,6 +30,7 @@ _INDEXER = {
     "+indexer_kv_heads": 1,
     "+indexer_head_dim": 16,
 }
+_FEW_FILTERS = {"num_filters": 4, "depths": (1,) * 7}
 
 
 def _sections(*sections: int, **more: Any) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def _sections(*sections: int, **more: Any) -> dict[str, Any]:
 OVERRIDES: dict[str, dict[str, Any]] = {
     "apertus1p5": {
         "vision_config.codebook_size": 8, "audio_config.codebook_size": 8, "+image_token_offset": 300,
-        "+audio_token_offset": 308,
+        "+audio_token_offset": 308, "vision_config.base_channels": 32, "vision_config.num_res_blocks": 1,
     },
     "aria": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4},
     "bamba": {"attn_layer_indices": [1]},
@@ -92,6 +93,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hyperclovax_vision_v2": _WINDOWS,
     "instructblip": {"+image_token_index": 280},
     "instructblipvideo": {"+image_token_index": 280},
+    "janus": {"base_channels": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"+layer_types": ["conv", "full_attention"]},
     "mamba2": {"+num_heads": 8},
@@ -99,6 +101,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "molmo2": {"vision_feature_layer": [0, 1], "rope_scaling_layers": [0, 1]},
     "muse_spark": {"depths": (1, 1), "patch_sizes": (4, 4), "hidden_sizes": (32, 64)},
     "paddleocr_vl": _sections(2, 3, 3),
+    "perceiver": {"d_latents": 64, "num_latents": 16, "num_self_attends_per_block": 2},
     "qwen2_5_omni_thinker": {**_sections(2, 3, 3), "+vision_start_token_id": 290, **_WINDOWS},
     "qwen2_5_vl": {**_sections(2, 3, 3), **_WINDOWS},
     "qwen2_vl": _sections(2, 3, 3),
@@ -108,6 +111,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"+is_decoder": True, "axial_pos_shape": (3, 4), "axial_pos_embds_dim": (32, 32)},
     "step3p7": {"text_config.+sliding_window": 8},
     "udop": {"+decoder_start_token_id": 0},
+    "vibevoice": _FEW_FILTERS,
+    "vibevoice_asr": _FEW_FILTERS,
     "vipllava": {"vision_feature_layer": (-1, -2), "vision_feature_layers": (-1, -2)},
     "xlstm": {"qk_dim_factor": 1.0, "num_blocks": 2},
     "xmod": {"+default_language": "en_XX"},
